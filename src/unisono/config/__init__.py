@@ -1,0 +1,7 @@
+"""What was asked: the sections of a config, and the reader that refuses what it does not know."""
+
+from unisono.config.digest import config_digest
+from unisono.config.load import LoadedConfig, load_config
+from unisono.config.schema import RunConfig
+
+__all__ = ["LoadedConfig", "RunConfig", "config_digest", "load_config"]

@@ -1,0 +1,15 @@
+"""The digest by which two configs are the same run (DESIGN A3)."""
+
+import hashlib
+import json
+
+from unisono.config.schema import RunConfig
+
+# A run may be moved, prolonged, watched or restarted differently and is still the same run.
+_NOT_THE_RUN = {"output_dir", "duration", "restarts", "grace", "track"}
+
+
+def config_digest(config: RunConfig) -> str:
+    """A hex digest of everything that decides what is learnt: all but output_dir, duration, restarts, grace and track."""
+    body = config.model_dump(mode="json", by_alias=True, exclude=_NOT_THE_RUN)
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,244 @@
+"""The schema of a config (DESIGN A5). A validator says yes or no; it repairs nothing and looks at nothing.
+
+Quantities stay as they were written (`3 epochs`, `3%`); the properties beside them give them parsed.
+"""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from unisono.units import Duration, Warmup, parse_seconds
+
+
+class Section(BaseModel):
+    """A frozen section that refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _check_duration(text: str) -> str:
+    Duration.parse(text)
+    return text
+
+
+def _check_warmup(text: str) -> str:
+    Warmup.parse(text)
+    return text
+
+
+def _check_seconds(text: str) -> str:
+    parse_seconds(text)
+    return text
+
+
+def _check_pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from error
+    return text
+
+
+def _float_of_yaml(value: Any) -> Any:  # noqa: ANN401 - whatever YAML gave
+    """YAML 1.1 reads `1e-4` as a string; a number is what was meant. Integers are fine where a float is asked for."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+DurationText = Annotated[str, AfterValidator(_check_duration)]
+WarmupText = Annotated[str, AfterValidator(_check_warmup)]
+SecondsText = Annotated[str, AfterValidator(_check_seconds)]
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
+Number = Annotated[float, BeforeValidator(_float_of_yaml)]
+Share = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0, lt=1.0)]
+Positive = Annotated[float, BeforeValidator(_float_of_yaml), Field(gt=0.0)]
+NotNegative = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0)]
+
+Format = Literal["auto", "alpaca", "sharegpt", "messages", "text", "prompt-completion"]
+
+
+class ModelSection(Section):
+    """Which model is trained, and how it is read."""
+
+    path: str = Field(min_length=1, description="a directory, a hub id, or `builtin:tiny`")
+    revision: str | None = Field(default=None, description="a hub revision: branch, tag or commit")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="dtype of frozen weights and of the computation; auto: bfloat16 where the device has it"
+    )
+    tokenizer: str | None = Field(default=None, description="a directory or hub id; null: the model's own")
+    weights: Literal["pretrained", "random"] = Field(
+        default="pretrained", description="random: only config.json is read, for pretraining from random weights"
+    )
+    trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
+
+
+class AdapterSection(Section):
+    """A low-rank adapter (LoRA, arXiv:2106.09685; rsLoRA, arXiv:2312.03732; DoRA, arXiv:2402.09353)."""
+
+    kind: Literal["lora", "dora", "rslora"] = "lora"
+    rank: int = Field(default=16, ge=1, description="the rank r of the update B·A")
+    alpha: Positive = Field(default=32.0, description="scale: the update is multiplied by alpha / rank (rslora: alpha / √rank)")
+    dropout: Share = Field(default=0.0, description="dropout on the adapter's input")
+    targets: Literal["all-linear"] | list[Pattern] = Field(
+        default="all-linear", description="all-linear, or regular expressions searched in module names"
+    )
+    modules_to_save: list[str] = Field(default=[], description="modules that are trained whole and saved with the adapter")
+
+
+class SourceSection(Section):
+    """One source of rows."""
+
+    path: str = Field(min_length=1)
+    format: Format = "auto"
+    weight: Positive = Field(
+        default=1.0, description="how often its rows occur in an epoch: 2 twice, 0.5 a seeded half of them"
+    )
+    split: str | None = Field(default=None, description="the split of a hub dataset; null: `train`")
+    columns: dict[str, str] = Field(default={}, description="our name of a column: the file's name of it")
+
+
+class DataSection(Section):
+    """The rows: from where, in which form, and which of their tokens count."""
+
+    train: str | list[str | SourceSection] = Field(description="a path, glob, URL (fsspec), hub id, or a list of sources")
+    eval: Annotated[float, Field(gt=0.0, lt=1.0)] | str | None = Field(
+        default=None, description="a share split off with the run's seed, or a path, or null"
+    )
+    format: Format = "auto"
+    template: str | None = Field(default=None, description="a file with a chat template (Jinja); null: the tokenizer's own")
+    max_length: int = Field(default=1024, ge=8, description="tokens")
+    too_long: Literal["error", "cut", "drop", "split"] = "error"
+    on_bad_row: Literal["error", "skip"] = "error"
+    packing: bool = Field(default=True, description="rows share a sequence, never attention")
+    loss_on: Literal["answers", "last-answer", "all"] = "answers"
+    check_template: bool = Field(
+        default=True, description="refuse a template that leaves the stop token of a trained answer out of the loss"
+    )
+
+
+class OptimSection(Section):
+    """The optimizer and its learning rate."""
+
+    kind: Literal["adamw", "muon"] = Field(
+        default="adamw", description="muon: Muon for matrices, AdamW for the rest (with full fine-tuning or pretraining)"
+    )
+    lr: Positive = 2.0e-4
+    muon_lr: Positive = Field(default=0.02, description="learning rate of the matrices with `kind: muon`")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        default="cosine", description="after the warm-up; wsd: constant, then a linear fall over the last fifth"
+    )
+    warmup: WarmupText = "3%"
+    min_lr: Share = Field(default=0.0, description="where the schedule ends, as a share of lr")
+    weight_decay: NotNegative = 0.0
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    max_grad_norm: Positive | None = Field(default=1.0, description="gradients are scaled down to this norm; null: never")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _betas_from_list(cls, value: Any) -> Any:  # noqa: ANN401
+        if isinstance(value, dict) and isinstance(value.get("betas"), list):
+            return {**value, "betas": tuple(value["betas"])}
+        return value
+
+
+class BatchSection(Section):
+    """How many sequences make one optimizer step."""
+
+    global_: int = Field(default=16, ge=1, alias="global", description="sequences per optimizer step over all ranks")
+    micro: int | Literal["auto"] = Field(default="auto", description="sequences per rank and forward; divides global")
+
+    @model_validator(mode="after")
+    def _micro_divides_global(self) -> Self:
+        if isinstance(self.micro, int):
+            if self.micro < 1:
+                raise ValueError("micro must be at least 1")
+            if self.global_ % self.micro:
+                divisors = [n for n in range(1, self.global_ + 1) if self.global_ % n == 0]
+                shown = ", ".join(map(str, divisors[:12]))
+                raise ValueError(
+                    f"micro batch {self.micro} does not divide the global batch of {self.global_} sequences; "
+                    f"set batch.micro to one of {shown}"
+                )
+        return self
+
+
+class EvalSection(Section):
+    """When the model is evaluated, and what is done with the outcome."""
+
+    every: DurationText | None = Field(default="200 steps", description="a period; null: only at the end")
+    stop_after: int | None = Field(
+        default=None, ge=1, description="early stop: end after so many evaluations in a row without a better eval_loss"
+    )
+    samples: int = Field(default=0, ge=0, le=100, description="answers generated for so many evaluation rows each time")
+    sample_tokens: int = Field(default=64, ge=1, description="length limit of such an answer")
+
+
+class CheckpointSection(Section):
+    """When the state is saved, and what is kept."""
+
+    every: DurationText = "200 steps"
+    keep: int = Field(default=3, ge=1, description="how many of the newest stay")
+    best: Literal["eval_loss"] | None = Field(
+        default=None, description="eval_loss: the best one stays too, and is the result"
+    )
+
+
+class MemorySection(Section):
+    """What is traded for memory."""
+
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+
+
+class RunConfig(Section):
+    """A whole config: what was asked."""
+
+    model: ModelSection
+    adapter: AdapterSection | None = Field(
+        default=AdapterSection(), description="null: all weights are trained (full fine-tuning)"
+    )
+    freeze: list[Pattern] = Field(
+        default=[], description="with `adapter: null`: parameters whose name matches one of these stay as they are"
+    )
+    data: DataSection
+    objective: Literal["sft", "pretrain"] = "sft"
+    optim: OptimSection = OptimSection()
+    duration: DurationText = "3 epochs"
+    batch: BatchSection = BatchSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    memory: MemorySection = MemorySection()
+    restarts: int = Field(default=2, ge=0, le=100, description="how often a run that died goes on by itself")
+    grace: SecondsText = Field(default="25 seconds", description="from SIGTERM to the end, with a checkpoint")
+    track: list[Literal["tensorboard"]] = []
+    deterministic: bool = Field(default=False, description="bit-equal runs on GPU too; on CPU runs are so anyway")
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    output_dir: str = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_by_name(cls, value: Any) -> Any:  # noqa: ANN401
+        if isinstance(value, dict) and isinstance(value.get("model"), str):
+            return {**value, "model": {"path": value["model"]}}
+        return value
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        if self.adapter is not None and self.freeze:
+            raise ValueError("freeze: an adapter already freezes the model; remove `freeze`, or set `adapter: null`")
+        if self.adapter is not None and self.model.weights == "random":
+            raise ValueError("adapter: an adapter on random weights learns nothing; set `adapter: null`")
+        if self.adapter is not None and self.optim.kind == "muon":
+            raise ValueError("optim.kind: muon is for whole matrices; set `optim.kind: adamw`, or `adapter: null`")
+        if self.checkpoint.best and self.data.eval is None:
+            raise ValueError("checkpoint.best: there is nothing to measure the best by; set `data.eval`")
+        if self.eval.stop_after and self.data.eval is None:
+            raise ValueError("eval.stop_after: there is nothing to measure by; set `data.eval`")
+        if self.objective == "pretrain" and self.data.loss_on != "all" and "loss_on" in self.data.model_fields_set:
+            raise ValueError("data.loss_on: pretraining counts all tokens; remove it, or set `data.loss_on: all`")
+        return self

@@ -1,0 +1,82 @@
+"""The messages that a rank or a task sends its front: one JSON object a line, on a pipe.
+
+Kinds, and the fields that each carries beside `kind` and `time` (UTC, seconds):
+
+    phase       phase, text; done, total (optional; units of work inside the phase)
+    ready       facts: what only the worker knows before step 1 (parameters, attention, memory, resume)
+    step        one line of metrics.jsonl
+    eval        step, eval_loss, and more figures
+    sample      step, prompt, text
+    checkpoint  step, path, bytes, seconds
+    warning     code, text, fix
+    refused     exit_code, problems, verdict          what UnisonoError.to_json gives
+    crashed     exit_code, error, traceback           an exception nobody foresaw
+    result      whatever the task or the run has to hand over; the last message
+"""
+
+import json
+import os
+import time
+from typing import Any, TextIO
+
+from unisono.text import one_line
+
+Message = dict[str, Any]
+
+
+class Reporter:
+    """Sends messages to the front, and to a file of events where one is given. Reporting never raises.
+
+    Without a front (`python -m unisono.worker plan.json` under pdb) messages become plain lines on `fallback`.
+    """
+
+    def __init__(self, fd: int | None, *, fallback: TextIO | None = None, log_path: str | None = None) -> None:
+        self._fd = fd
+        self._fallback = fallback
+        self._log = open(log_path, "a", encoding="utf-8") if log_path else None  # noqa: SIM115, PTH123 - held for the run
+
+    def send(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - JSON values
+        """Sends one message. A front that is gone, or a full disk, is not the sender's death."""
+        message = {"kind": kind, "time": time.time(), **fields}
+        line = json.dumps(message, ensure_ascii=False) + "\n"
+        if self._log is not None and kind != "step":
+            try:
+                self._log.write(line)
+                self._log.flush()
+            except OSError:
+                self._log = None  # the disk is full or gone; the checkpoint writer says so in its own words
+        if self._fd is not None:
+            self._write(line.encode())
+        elif self._fallback is not None:
+            self._fallback.write(_as_text(message) + "\n")
+            self._fallback.flush()
+
+    def phase(self, name: str, text: str, *, done: int | None = None, total: int | None = None) -> None:
+        """Says which phase has begun, or how far it is."""
+        self.send("phase", phase=name, text=text, done=done, total=total)
+
+    def warning(self, code: str, text: str, *, fix: str = "") -> None:
+        """Says what a person should know, without stopping."""
+        self.send("warning", code=code, text=text, fix=fix)
+
+    def _write(self, data: bytes) -> None:
+        assert self._fd is not None
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError:
+            self._fd = None  # the front is gone; PDEATHSIG or its lock will end us
+
+
+def _as_text(message: Message) -> str:
+    shown = {k: v for k, v in message.items() if k not in ("kind", "time") and v not in (None, "")}
+    return f"[{message['kind']}] " + one_line(", ".join(f"{k}={v}" for k, v in shown.items()), limit=400)
+
+
+def read_message(line: str) -> Message | None:
+    """The message of one line, or None for a torn or foreign line."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("kind"), str) else None

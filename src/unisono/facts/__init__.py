@@ -1,0 +1,7 @@
+"""The only reader of the environment and of this machine."""
+
+from unisono.facts.environment import Environment, read_environment
+from unisono.facts.machine import Machine, read_machine
+from unisono.facts.versions import package_versions
+
+__all__ = ["Environment", "Machine", "package_versions", "read_environment", "read_machine"]

@@ -1,0 +1,103 @@
+"""The names of the files in a run's directory (DESIGN A3). One place knows them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The paths of a run, all below `root`."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config, runnable as it is."""
+        return self.root / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """What was decided before anything started."""
+        return self.root / "plan.json"
+
+    @property
+    def environment(self) -> Path:
+        """All package versions and their digest."""
+        return self.root / "environment.json"
+
+    @property
+    def agreement(self) -> Path:
+        """What every node and rank brought to the table."""
+        return self.root / "agreement.json"
+
+    @property
+    def data(self) -> Path:
+        """The ledger of rows."""
+        return self.root / "data.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One line for every optimizer step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def result(self) -> Path:
+        """How it ended."""
+        return self.root / "result.json"
+
+    @property
+    def verdict(self) -> Path:
+        """Only if the last start ended with one."""
+        return self.root / "verdict.json"
+
+    @property
+    def verdicts(self) -> Path:
+        """Verdicts of earlier starts."""
+        return self.root / "verdicts"
+
+    @property
+    def evidence(self) -> Path:
+        """What verdicts cite."""
+        return self.root / "evidence"
+
+    @property
+    def curve(self) -> Path:
+        """The loss curve."""
+        return self.root / "loss.svg"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the head while it runs."""
+        return self.root / "run.lock"
+
+    @property
+    def adapter(self) -> Path:
+        """The trained adapter in peft's layout."""
+        return self.root / "adapter"
+
+    @property
+    def model(self) -> Path:
+        """The trained model in the Hugging Face layout, after full fine-tuning."""
+        return self.root / "model"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files, when asked for."""
+        return self.root / "tensorboard"
+
+    def events(self, rank: int) -> Path:
+        """Phases, warnings, checkpoints, failures of one rank, in time."""
+        return self.root / "events" / f"rank-{rank:05d}.jsonl"
+
+    def log(self, host: str, rank: int) -> Path:
+        """Everything that the rank printed."""
+        return self.root / "logs" / f"{host}-rank-{rank:05d}.log"
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint of a step."""
+        return self.checkpoints / f"step-{step:08d}"
