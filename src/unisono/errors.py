@@ -42,7 +42,9 @@ class UnisonoError(Exception):
         super().__init__("; ".join(problem.what for problem in problems))
 
     @classmethod
-    def of(cls, what: str, *, where: str = "", why: str = "", fix: str = "", verdict: Verdict | None = None) -> Self:
+    def of(
+        cls, what: str, *, where: str = "", why: str = "", fix: str = "", verdict: Verdict | None = None
+    ) -> Self:
         """An error with one problem."""
         return cls(Problem(what, where, why, fix), verdict=verdict)
 
@@ -53,7 +55,11 @@ class UnisonoError(Exception):
     def to_json(self) -> dict[str, object]:
         """For a message to the front: the exit code and the problems."""
         verdict = self.verdict.to_json() if self.verdict else None
-        return {"exit_code": self.exit_code, "problems": [asdict(p) for p in self.problems], "verdict": verdict}
+        return {
+            "exit_code": self.exit_code,
+            "problems": [asdict(p) for p in self.problems],
+            "verdict": verdict,
+        }
 
 
 class UsageError(UnisonoError):

@@ -30,7 +30,9 @@ class Reporter:
     Without a front (`python -m unisono.worker plan.json` under pdb) messages become plain lines on `fallback`.
     """
 
-    def __init__(self, fd: int | None, *, fallback: TextIO | None = None, log_path: str | None = None) -> None:
+    def __init__(
+        self, fd: int | None, *, fallback: TextIO | None = None, log_path: str | None = None
+    ) -> None:
         self._fd = fd
         self._fallback = fallback
         self._log = open(log_path, "a", encoding="utf-8") if log_path else None  # noqa: SIM115, PTH123 - held for the run

@@ -42,7 +42,9 @@ class Duration:
         amount, word = _split(text)
         unit = _UNITS.get(word.lower())
         if unit is None:
-            raise ValueError(f"{text!r} has no unit; write for example `3 epochs`, `500 steps` or `2M tokens`")
+            raise ValueError(
+                f"{text!r} has no unit; write for example `3 epochs`, `500 steps` or `2M tokens`"
+            )
         if amount <= 0:
             raise ValueError(f"{text!r} must be more than zero")
         if unit != "epochs" and amount != int(amount):

@@ -38,7 +38,12 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> LoadedConfig:
 
 
 def build_config(
-    raw: dict[str, Any], *, lines: dict[KeyPath, int], name: str, path: Path | None = None, overrides: tuple[str, ...] = ()
+    raw: dict[str, Any],
+    *,
+    lines: dict[KeyPath, int],
+    name: str,
+    path: Path | None = None,
+    overrides: tuple[str, ...] = (),
 ) -> LoadedConfig:
     """Checks a mapping that was read from `name`, with overrides laid over it.
 
@@ -72,12 +77,20 @@ def _override(
     key, equals, value_text = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        problems.append(Problem(f"{text!r} is no override", "command line", "", "write key.sub=value, as in optim.lr=1e-4"))
+        problems.append(
+            Problem(
+                f"{text!r} is no override", "command line", "", "write key.sub=value, as in optim.lr=1e-4"
+            )
+        )
         return raw
     try:
         value = yaml.safe_load(value_text) if value_text else ""
     except yaml.YAMLError as error:
-        problems.append(Problem(f"the value of {text!r} is not valid YAML", "command line", one_line(str(error)), "quote it"))
+        problems.append(
+            Problem(
+                f"the value of {text!r} is not valid YAML", "command line", one_line(str(error)), "quote it"
+            )
+        )
         return raw
     places[".".join(parts)] = "command line"
     return _laid_over(raw, parts, value)
@@ -104,7 +117,12 @@ def _refuse_secrets(value: Any, key: str, places: dict[str, str], problems: list
                 "leave them out, and set them in the environment that the storage's package reads (for s3: AWS_ACCESS_KEY_ID …)",
             )
         )  # fmt: skip
-    elif isinstance(value, str) and value and _SECRET_KEY.search(key.rpartition(".")[2]) and key != "model.tokenizer":
+    elif (
+        isinstance(value, str)
+        and value
+        and _SECRET_KEY.search(key.rpartition(".")[2])
+        and key != "model.tokenizer"
+    ):
         problems.append(
             Problem(
                 f"{key} looks like a secret", places.get(key, ""), "a config is kept with the results and shown to others",
@@ -127,7 +145,9 @@ def _problem(found: Any, places: dict[str, str], name: str) -> Problem:  # noqa:
     if found["type"] == "value_error":
         text = one_line(str(found["ctx"]["error"]))
         return Problem(text if not key else f"{key}: {text}", where)
-    shown = "" if isinstance(found["input"], dict | list) else f", got {one_line(repr(found['input']), limit=60)}"
+    shown = (
+        "" if isinstance(found["input"], dict | list) else f", got {one_line(repr(found['input']), limit=60)}"
+    )
     return Problem(f"{key}: {one_line(found['msg'])}{shown}", where, "", _type_fix(found))
 
 
@@ -141,7 +161,9 @@ def _type_fix(found: Any) -> str:  # noqa: ANN401
 
 def _is_union_tag(part: str | int) -> bool:
     """Whether pydantic put this into a location to say which member of a union it tried."""
-    return isinstance(part, str) and bool(re.search(r"[\[(]|^(str|int|float|bool|none|function-|literal|SourceSection$)", part))
+    return isinstance(part, str) and bool(
+        re.search(r"[\[(]|^(str|int|float|bool|none|function-|literal|SourceSection$)", part)
+    )
 
 
 def _where(location: tuple[str | int, ...], places: dict[str, str], name: str) -> str:

@@ -68,11 +68,13 @@ class ModelSection(Section):
     path: str = Field(min_length=1, description="a directory, a hub id, or `builtin:tiny`")
     revision: str | None = Field(default=None, description="a hub revision: branch, tag or commit")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="dtype of frozen weights and of the computation; auto: bfloat16 where the device has it"
+        default="auto",
+        description="dtype of frozen weights and of the computation; auto: bfloat16 where the device has it",
     )
     tokenizer: str | None = Field(default=None, description="a directory or hub id; null: the model's own")
     weights: Literal["pretrained", "random"] = Field(
-        default="pretrained", description="random: only config.json is read, for pretraining from random weights"
+        default="pretrained",
+        description="random: only config.json is read, for pretraining from random weights",
     )
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
 
@@ -82,12 +84,16 @@ class AdapterSection(Section):
 
     kind: Literal["lora", "dora", "rslora"] = "lora"
     rank: int = Field(default=16, ge=1, description="the rank r of the update B·A")
-    alpha: Positive = Field(default=32.0, description="scale: the update is multiplied by alpha / rank (rslora: alpha / √rank)")
+    alpha: Positive = Field(
+        default=32.0, description="scale: the update is multiplied by alpha / rank (rslora: alpha / √rank)"
+    )
     dropout: Share = Field(default=0.0, description="dropout on the adapter's input")
     targets: Literal["all-linear"] | list[Pattern] = Field(
         default="all-linear", description="all-linear, or regular expressions searched in module names"
     )
-    modules_to_save: list[str] = Field(default=[], description="modules that are trained whole and saved with the adapter")
+    modules_to_save: list[str] = Field(
+        default=[], description="modules that are trained whole and saved with the adapter"
+    )
 
 
 class SourceSection(Section):
@@ -105,19 +111,24 @@ class SourceSection(Section):
 class DataSection(Section):
     """The rows: from where, in which form, and which of their tokens count."""
 
-    train: str | list[str | SourceSection] = Field(description="a path, glob, URL (fsspec), hub id, or a list of sources")
+    train: str | list[str | SourceSection] = Field(
+        description="a path, glob, URL (fsspec), hub id, or a list of sources"
+    )
     eval: Annotated[float, Field(gt=0.0, lt=1.0)] | str | None = Field(
         default=None, description="a share split off with the run's seed, or a path, or null"
     )
     format: Format = "auto"
-    template: str | None = Field(default=None, description="a file with a chat template (Jinja); null: the tokenizer's own")
+    template: str | None = Field(
+        default=None, description="a file with a chat template (Jinja); null: the tokenizer's own"
+    )
     max_length: int = Field(default=1024, ge=8, description="tokens")
     too_long: Literal["error", "cut", "drop", "split"] = "error"
     on_bad_row: Literal["error", "skip"] = "error"
     packing: bool = Field(default=True, description="rows share a sequence, never attention")
     loss_on: Literal["answers", "last-answer", "all"] = "answers"
     check_template: bool = Field(
-        default=True, description="refuse a template that leaves the stop token of a trained answer out of the loss"
+        default=True,
+        description="refuse a template that leaves the stop token of a trained answer out of the loss",
     )
 
 
@@ -125,18 +136,22 @@ class OptimSection(Section):
     """The optimizer and its learning rate."""
 
     kind: Literal["adamw", "muon"] = Field(
-        default="adamw", description="muon: Muon for matrices, AdamW for the rest (with full fine-tuning or pretraining)"
+        default="adamw",
+        description="muon: Muon for matrices, AdamW for the rest (with full fine-tuning or pretraining)",
     )
     lr: Positive = 2.0e-4
     muon_lr: Positive = Field(default=0.02, description="learning rate of the matrices with `kind: muon`")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        default="cosine", description="after the warm-up; wsd: constant, then a linear fall over the last fifth"
+        default="cosine",
+        description="after the warm-up; wsd: constant, then a linear fall over the last fifth",
     )
     warmup: WarmupText = "3%"
     min_lr: Share = Field(default=0.0, description="where the schedule ends, as a share of lr")
     weight_decay: NotNegative = 0.0
     betas: tuple[Share, Share] = (0.9, 0.999)
-    max_grad_norm: Positive | None = Field(default=1.0, description="gradients are scaled down to this norm; null: never")
+    max_grad_norm: Positive | None = Field(
+        default=1.0, description="gradients are scaled down to this norm; null: never"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -149,8 +164,12 @@ class OptimSection(Section):
 class BatchSection(Section):
     """How many sequences make one optimizer step."""
 
-    global_: int = Field(default=16, ge=1, alias="global", description="sequences per optimizer step over all ranks")
-    micro: int | Literal["auto"] = Field(default="auto", description="sequences per rank and forward; divides global")
+    global_: int = Field(
+        default=16, ge=1, alias="global", description="sequences per optimizer step over all ranks"
+    )
+    micro: int | Literal["auto"] = Field(
+        default="auto", description="sequences per rank and forward; divides global"
+    )
 
     @model_validator(mode="after")
     def _micro_divides_global(self) -> Self:
@@ -172,9 +191,17 @@ class EvalSection(Section):
 
     every: DurationText | None = Field(default="200 steps", description="a period; null: only at the end")
     stop_after: int | None = Field(
-        default=None, ge=1, description="early stop: end after so many evaluations in a row without a better eval_loss"
+        default=None,
+        ge=1,
+        description="early stop: end after so many evaluations in a row without a better eval_loss",
     )
-    samples: int = Field(default=0, ge=0, le=100, description="answers generated for so many evaluation rows each time")
+    exact_match: bool = Field(
+        default=False,
+        description="generate answers to all evaluation rows before step 1 and at the end, and compare",
+    )
+    samples: int = Field(
+        default=0, ge=0, le=100, description="answers generated for so many evaluation rows each time"
+    )
     sample_tokens: int = Field(default=64, ge=1, description="length limit of such an answer")
 
 
@@ -202,7 +229,8 @@ class RunConfig(Section):
         default=AdapterSection(), description="null: all weights are trained (full fine-tuning)"
     )
     freeze: list[Pattern] = Field(
-        default=[], description="with `adapter: null`: parameters whose name matches one of these stay as they are"
+        default=[],
+        description="with `adapter: null`: parameters whose name matches one of these stay as they are",
     )
     data: DataSection
     objective: Literal["sft", "pretrain"] = "sft"
@@ -216,7 +244,9 @@ class RunConfig(Section):
     restarts: int = Field(default=2, ge=0, le=100, description="how often a run that died goes on by itself")
     grace: SecondsText = Field(default="25 seconds", description="from SIGTERM to the end, with a checkpoint")
     track: list[Literal["tensorboard"]] = []
-    deterministic: bool = Field(default=False, description="bit-equal runs on GPU too; on CPU runs are so anyway")
+    deterministic: bool = Field(
+        default=False, description="bit-equal runs on GPU too; on CPU runs are so anyway"
+    )
     seed: int = Field(default=0, ge=0, lt=2**32)
     output_dir: str = Field(min_length=1)
 
@@ -230,15 +260,25 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         if self.adapter is not None and self.freeze:
-            raise ValueError("freeze: an adapter already freezes the model; remove `freeze`, or set `adapter: null`")
+            raise ValueError(
+                "freeze: an adapter already freezes the model; remove `freeze`, or set `adapter: null`"
+            )
         if self.adapter is not None and self.model.weights == "random":
             raise ValueError("adapter: an adapter on random weights learns nothing; set `adapter: null`")
         if self.adapter is not None and self.optim.kind == "muon":
-            raise ValueError("optim.kind: muon is for whole matrices; set `optim.kind: adamw`, or `adapter: null`")
+            raise ValueError(
+                "optim.kind: muon is for whole matrices; set `optim.kind: adamw`, or `adapter: null`"
+            )
         if self.checkpoint.best and self.data.eval is None:
             raise ValueError("checkpoint.best: there is nothing to measure the best by; set `data.eval`")
         if self.eval.stop_after and self.data.eval is None:
             raise ValueError("eval.stop_after: there is nothing to measure by; set `data.eval`")
-        if self.objective == "pretrain" and self.data.loss_on != "all" and "loss_on" in self.data.model_fields_set:
-            raise ValueError("data.loss_on: pretraining counts all tokens; remove it, or set `data.loss_on: all`")
+        if (
+            self.objective == "pretrain"
+            and self.data.loss_on != "all"
+            and "loss_on" in self.data.model_fields_set
+        ):
+            raise ValueError(
+                "data.loss_on: pretraining counts all tokens; remove it, or set `data.loss_on: all`"
+            )
         return self

@@ -24,14 +24,20 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """
     try:
         if path.stat().st_size > _LIMIT_BYTES:
-            raise ConfigError.of(f"{path} is no config: it has more than {_LIMIT_BYTES} bytes", where=str(path))
+            raise ConfigError.of(
+                f"{path} is no config: it has more than {_LIMIT_BYTES} bytes", where=str(path)
+            )
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError.of(
-            f"there is no file {path}", where=str(path), fix="check the path, or make a config with `unisono init`"
+            f"there is no file {path}",
+            where=str(path),
+            fix="check the path, or make a config with `unisono init`",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError.of(f"{path} cannot be read", where=str(path), why=str(error), fix="give a UTF-8 text file") from error
+        raise ConfigError.of(
+            f"{path} cannot be read", where=str(path), why=str(error), fix="give a UTF-8 text file"
+        ) from error
     return parse_yaml(text, name=str(path))
 
 
@@ -57,11 +63,16 @@ def parse_yaml(text: str, *, name: str) -> tuple[dict[str, Any], dict[KeyPath, i
             "the config is not valid YAML", where=where, why=str(error.problem or error), fix="mend the line"
         ) from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError.of("the config is not valid YAML", where=name, why=str(error), fix="mend the file") from error
+        raise ConfigError.of(
+            "the config is not valid YAML", where=name, why=str(error), fix="mend the file"
+        ) from error
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         kind = "empty" if value is None else type(value).__name__
         raise ConfigError.of(
-            "the config is not a mapping of keys to values", where=name, why=f"it is {kind}", fix="start from `unisono init`"
+            "the config is not a mapping of keys to values",
+            where=name,
+            why=f"it is {kind}",
+            fix="start from `unisono init`",
         )
     return value, lines
 
@@ -70,7 +81,9 @@ def _collect(
     node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], twice: list[Problem], name: str, *, depth: int
 ) -> None:
     if depth > 20:
-        raise ConfigError.of("the config is nested deeper than 20 levels", where=name, fix="no key of ours is so deep")
+        raise ConfigError.of(
+            "the config is nested deeper than 20 levels", where=name, fix="no key of ours is so deep"
+        )
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             lines[(*path, index)] = item.start_mark.line + 1
@@ -84,7 +97,10 @@ def _collect(
         if word in seen:
             twice.append(
                 Problem(
-                    f"the key {word!r} stands twice", f"{name}:{line}", f"it also stands on line {seen[word]}", "remove one"
+                    f"the key {word!r} stands twice",
+                    f"{name}:{line}",
+                    f"it also stands on line {seen[word]}",
+                    "remove one",
                 )
             )
         seen[word] = line

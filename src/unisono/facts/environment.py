@@ -37,7 +37,11 @@ class Environment:
             return None
         if self.torchelastic_run is not None:
             return "torchrun"
-        if self.slurm_tasks is not None and self.slurm_nodes is not None and self.slurm_tasks > self.slurm_nodes:
+        if (
+            self.slurm_tasks is not None
+            and self.slurm_nodes is not None
+            and self.slurm_tasks > self.slurm_nodes
+        ):
             return "srun"
         return None
 

@@ -132,7 +132,9 @@ def _cpu() -> tuple[str, bool]:
     name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
     words = set(flags[1].split()) if flags else set()
-    return (name[1].strip() if name else platform.machine()), bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+    return (name[1].strip() if name else platform.machine()), bool(
+        words & {"avx512_bf16", "amx_bf16", "bf16"}
+    )
 
 
 def free_bytes(path: Path) -> int:

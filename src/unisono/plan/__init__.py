@@ -1,7 +1,15 @@
 """What was decided, once, before anything starts. Pure: values in, values out; no torch, no clock, no disk."""
 
 from unisono.plan.memory import estimate_memory
-from unisono.plan.model import DataSummary, DeviceChoice, MemoryEstimate, ModelFacts, ResumePoint, RunPlan, SplitSummary
+from unisono.plan.model import (
+    DataSummary,
+    DeviceChoice,
+    MemoryEstimate,
+    ModelFacts,
+    ResumePoint,
+    RunPlan,
+    SplitSummary,
+)
 from unisono.plan.order import Stream, permutation, steps_for_tokens
 from unisono.plan.resolve import PlanInputs, resolve_plan
 

@@ -14,7 +14,13 @@ def trainable_parameters(model: ModelFacts, *, adapter_rank: int | None, all_lin
 
 
 def estimate_memory(
-    model: ModelFacts, *, dtype: str, adapter_rank: int | None, micro_tokens: int, longest_row: int, gradient_checkpointing: bool
+    model: ModelFacts,
+    *,
+    dtype: str,
+    adapter_rank: int | None,
+    micro_tokens: int,
+    longest_row: int,
+    gradient_checkpointing: bool,
 ) -> MemoryEstimate:
     """Bytes for one rank.
 
@@ -37,12 +43,21 @@ def estimate_memory(
     if adapter_rank is not None:
         per_layer += 6 * model.hidden_size * size  # inputs of the adapters, and their low-rank outputs
     kept_layers = 1 if gradient_checkpointing else model.layers
-    activations = micro_tokens * (per_layer * kept_layers + model.layers * model.hidden_size * size * gradient_checkpointing)
-    head = min(micro_tokens, _HEAD_CHUNK) * model.vocab_size * 4 * 2 + micro_tokens * model.hidden_size * size * 2
+    activations = micro_tokens * (
+        per_layer * kept_layers + model.layers * model.hidden_size * size * gradient_checkpointing
+    )
+    head = (
+        min(micro_tokens, _HEAD_CHUNK) * model.vocab_size * 4 * 2
+        + micro_tokens * model.hidden_size * size * 2
+    )
     weights = model.parameters * size
     if adapter_rank is None and dtype == "float32":
         weights = 0  # the master copy is the weight
     state = trainable * 4 * 4
     return MemoryEstimate(
-        weights=weights, trainable=state, activations=activations, loss_head=head, total=weights + state + activations + head
+        weights=weights,
+        trainable=state,
+        activations=activations,
+        loss_head=head,
+        total=weights + state + activations + head,
     )

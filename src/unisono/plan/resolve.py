@@ -141,7 +141,9 @@ def _micro_batch(given: PlanInputs, dtype: str, origins: dict[str, str]) -> tupl
                 if config.batch.micro == "auto":
                     origins["micro_batch"] = f"auto: {micro} × {given.data.train.longest_sequence} tokens fit"
                 if wish == "auto":
-                    origins["gradient_checkpointing"] = "auto: " + ("needed to fit" if checkpointing else "not needed")
+                    origins["gradient_checkpointing"] = "auto: " + (
+                        "needed to fit" if checkpointing else "not needed"
+                    )
                 return micro, checkpointing, estimate
     estimate = need(choices[-1], checkpointing=wish is not False)
     origins["memory"] = (

@@ -1,0 +1,74 @@
+"""Runs the body of a process that a front started: ties it to the front's life, and reports how it ended."""
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import UnisonoError
+from unisono.events import Reporter
+from unisono.text import one_line
+
+_PR_SET_PDEATHSIG = 1
+
+
+def parse_child_arguments(argv: list[str], *, named: bool) -> argparse.Namespace:
+    """The command line of a worker (`plan.json`) or, with `named`, of a task (`NAME request.json`)."""
+    parser = argparse.ArgumentParser(description="Started by unisono's front; see `unisono --help`.")
+    if named:
+        parser.add_argument("name")
+    parser.add_argument("file", type=Path, help="plan.json of a worker, request.json of a task")
+    parser.add_argument(
+        "--report-fd", type=int, default=None, help="where messages for the front go; else lines on stderr"
+    )
+    parser.add_argument("--events", default=None, help="a file that keeps the messages, too")
+    parser.add_argument("--front-pid", type=int, default=None, help="the front, with which this process ends")
+    return parser.parse_args(argv)
+
+
+def end_with_front(front_pid: int | None) -> None:
+    """Has the kernel end this process when its front dies, also by kill -9 (prctl(2), Linux)."""
+    if front_pid is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != front_pid:  # it died before the call above
+        os._exit(1)
+
+
+def run_child(body: Callable[[Reporter], dict[str, Any]], arguments: argparse.Namespace) -> int:
+    """Runs `body`, and reports its result, its refusal, or its crash. Gives the exit code.
+
+    The last message is `result` (with what `body` gave), `refused` or `crashed`.
+    """
+    end_with_front(arguments.front_pid)
+    reporter = Reporter(arguments.report_fd, fallback=sys.stderr, log_path=arguments.events)
+    try:
+        result = body(reporter)
+    except UnisonoError as error:
+        reporter.send("refused", **error.to_json())
+        return error.exit_code
+    except Exception as error:
+        text = traceback.format_exc()
+        sys.stderr.write(text)  # the log keeps it also where the front is gone
+        place = _innermost(error)
+        reporter.send(
+            "crashed",
+            exit_code=5,
+            error=one_line(f"{type(error).__name__}: {error}"),
+            where=place,
+            traceback=text,
+        )
+        return 5
+    reporter.send("result", **result)
+    return int(result.get("exit_code", 0))
+
+
+def _innermost(error: BaseException) -> str:
+    """file:line where the exception was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
