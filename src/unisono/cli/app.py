@@ -1,0 +1,92 @@
+"""The program `unisono`: its commands, the flags that all of them take, and how a refusal or a defect is shown."""
+
+import importlib
+import sys
+import traceback
+from importlib.util import find_spec
+from typing import Any
+
+import typer
+
+from unisono import __version__
+from unisono.cli.output import Output, output, set_output, split_globals
+
+_EPILOG = "Everywhere: --json (JSON on stdout), --quiet, --debug (tracebacks), --version."
+
+# Command: its module in this room, its function (a group: its Typer), and a command that can be pasted.
+_COMMANDS: dict[str, tuple[str, str, str]] = {
+    "init": ("init", "init", "unisono init > train.yaml"),
+    "train": ("train", "train", "unisono train train.yaml optim.lr=1e-4"),
+    "data": ("data", "app", "unisono data preview train.yaml"),
+    "chat": ("chat", "chat", "unisono chat runs/demo"),
+    "generate": ("generate", "generate", "unisono generate runs/demo 'remind me on Tuesday'"),
+    "eval": ("evaluate", "evaluate", "unisono eval runs/demo --data test.jsonl"),
+    "export": ("export", "export", "unisono export runs/demo merged --merge"),
+    "checkpoint": ("checkpoint", "app", "unisono checkpoint ls runs/demo"),
+    "logs": ("logs", "logs", "unisono logs runs/demo"),
+    "explain": ("explain", "explain", "unisono explain nan_loss"),
+}
+
+
+def build_app() -> typer.Typer:
+    """The Typer application with all commands."""
+    app = typer.Typer(
+        name="unisono",
+        help="Fine-tune language models; runs say what they will do before they start, and why when they stop.",
+        epilog=f"For example: unisono train train.yaml. {_EPILOG}",
+        add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+    )  # fmt: skip
+    for name, (module_name, attribute, example) in _COMMANDS.items():
+        if find_spec(f"unisono.cli.{module_name}") is None:
+            continue
+        command = getattr(importlib.import_module(f"unisono.cli.{module_name}"), attribute)
+        epilog = f"For example: {example}"
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, epilog=epilog, no_args_is_help=True)
+        else:
+            app.command(name, epilog=epilog)(command)
+    app.callback()(_nothing_of_its_own)
+    return app
+
+
+def _nothing_of_its_own() -> None:
+    """Makes `unisono` a group, also while it has a single command."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line and ends the process with the exit code of DESIGN A2."""
+    words, flags = split_globals(sys.argv[1:] if arguments is None else arguments)
+    if "--version" in flags:
+        sys.stdout.write(f"unisono {__version__}\n")
+        sys.exit(0)
+    set_output(Output(json="--json" in flags, quiet="--quiet" in flags, debug="--debug" in flags))
+    try:
+        build_app()(args=words, prog_name="unisono")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:  # noqa: BLE001 - the edge of the process
+        sys.exit(_show(error))
+
+
+def _show(error: Exception) -> int:
+    """Tells a refusal in its own lines, and a defect of ours with its traceback; gives the exit code."""
+    from unisono.errors import UnisonoError
+
+    speak = output()
+    if not isinstance(error, UnisonoError):
+        speak.warn(traceback.format_exc().rstrip())
+        speak.warn("This is a defect of unisono, not of yours. Please report it with the lines above.")
+        if speak.json:
+            speak.emit(_refusal({"exit_code": 1, "problems": [{"what": repr(error)}], "verdict": None}))
+        return 1
+    if speak.debug:
+        speak.warn(traceback.format_exc().rstrip())
+    for line in error.lines():
+        speak.warn(line)
+    if speak.json:
+        speak.emit(_refusal(error.to_json()))
+    return error.exit_code
+
+
+def _refusal(body: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": "refused", "schema": 1, **body}

@@ -1,0 +1,82 @@
+"""How the command line speaks: results to stdout, talk to stderr, with `--json` nothing but JSON on stdout."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+GLOBAL_FLAGS = ("--json", "--quiet", "--debug", "--version")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the flags that every command takes ask for.
+
+    Attributes:
+        json: stdout carries JSON only.
+        quiet: no talk: only results, warnings and errors.
+        debug: a user's mistake shows its traceback, too.
+    """
+
+    json: bool = False
+    quiet: bool = False
+    debug: bool = False
+
+    def say(self, text: str) -> None:
+        """Talk: a line on stderr, unless `--quiet`."""
+        if not self.quiet:
+            _write(sys.stderr, text)
+
+    def warn(self, text: str) -> None:
+        """A line on stderr, also with `--quiet`."""
+        _write(sys.stderr, text)
+
+    def result(self, text: str) -> None:
+        """A result: a line on stdout. With `--json` it goes to stderr, as stdout is for JSON."""
+        _write(sys.stderr if self.json else sys.stdout, text)
+
+    def emit(self, value: Any) -> None:  # noqa: ANN401 - any JSON value
+        """One JSON value as a line on stdout."""
+        _write(sys.stdout, json.dumps(value, ensure_ascii=False))
+
+
+_current = Output()  # set once by main, before the command runs
+
+
+def output() -> Output:
+    """How the command that runs now is to speak."""
+    return _current
+
+
+def set_output(value: Output) -> None:
+    """Decides how to speak, for the rest of this process."""
+    global _current
+    _current = value
+
+
+def split_globals(arguments: list[str]) -> tuple[list[str], set[str]]:
+    """The arguments without the flags that every command takes, and those flags. `--` ends the search."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    flags = {word for word in arguments[:end] if word in GLOBAL_FLAGS}
+    return [word for word in arguments[:end] if word not in GLOBAL_FLAGS] + arguments[end:], flags
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Writes a line. A reader that is gone (`| head`) is not our death: from then on we speak to nobody."""
+    try:
+        stream.write(text + "\n")
+        stream.flush()
+    except BrokenPipeError:
+        silence(stream)
+    except UnicodeEncodeError:  # a terminal that cannot show it, for example with LANG=C
+        encoding = stream.encoding or "ascii"
+        stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        stream.flush()
+
+
+def silence(stream: TextIO) -> None:
+    """Sends what is written from now on nowhere, so that also Python's flush at exit finds no broken pipe."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
