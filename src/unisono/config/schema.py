@@ -76,6 +76,9 @@ class ModelSection(Section):
         default="pretrained",
         description="random: only config.json is read, for pretraining from random weights",
     )
+    resize_vocabulary: bool = Field(
+        default=False, description="grow the embedding to the tokenizer's size (with `adapter: null`)"
+    )
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
 
 
@@ -268,6 +271,10 @@ class RunConfig(Section):
         if self.adapter is not None and self.optim.kind == "muon":
             raise ValueError(
                 "optim.kind: muon is for whole matrices; set `optim.kind: adamw`, or `adapter: null`"
+            )
+        if self.adapter is not None and self.model.resize_vocabulary:
+            raise ValueError(
+                "model.resize_vocabulary: new rows of the embedding must be trained; set `adapter: null`, or leave it out"
             )
         if self.checkpoint.best and self.data.eval is None:
             raise ValueError("checkpoint.best: there is nothing to measure the best by; set `data.eval`")

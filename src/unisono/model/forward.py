@@ -1,0 +1,224 @@
+"""One forward over the rows of a micro batch, and the choice between the ways to do it.
+
+Letters: T tokens of all rows, R rows, L tokens of the longest row, N loss tokens, E hidden size, V vocabulary.
+
+The quick way is flat (rows one after the other, `model.attention`) with the head at loss tokens only (`model.loss`). Whether a model
+allows it is not looked up in a list of names but tried on two short rows when it has been loaded: what the rows say must
+not depend on each other, and must be what the model itself gives for each alone. A model that does not pass is run padded, row by row,
+through its own attention or its own head: slower, and right.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from unisono.model.attention import FLAT_ATTENTION, UnsupportedAttentionError, register
+from unisono.model.load import DTYPES, LoadedModel
+from unisono.model.lora import hasten_lora
+from unisono.model.loss import head_loss, logits_loss
+
+Layout = Literal["flat", "padded"]
+Head = Literal["chunked", "model"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one micro batch, one after the other.
+
+    Attributes:
+        input_ids: (T,) int64.
+        position_ids: (T,) int64, from 0 in every row.
+        lengths: tokens of each row; they sum to T.
+        label_index: (N,) int64, the positions among T whose hidden state predicts a loss token.
+        labels: (N,) int64, what they should predict.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    lengths: list[int]
+    label_index: torch.Tensor
+    labels: torch.Tensor
+
+
+@dataclass
+class Forward:
+    """A loaded model with the way in which its rows are computed."""
+
+    loaded: LoadedModel
+    layout: Layout
+    head: Head
+    dtype: torch.dtype
+    autocast: bool
+    own_attention: str
+    """The attention that the model takes by itself; generation uses it."""
+    why: str = ""
+    """Why it is not the quick way, if it is not."""
+
+    def loss(self, rows: Rows, *, count: int) -> torch.Tensor:
+        """Σ of the cross entropy at the loss tokens of these rows / count, a float32 scalar with a gradient.
+
+        Args:
+            rows: the micro batch.
+            count: loss tokens of the global batch.
+        """
+        with self._precision():
+            if self.head == "chunked":
+                weight = self.loaded.base.get_output_embeddings().weight
+                return head_loss(self._hidden(rows), weight, rows.labels, count=count, dtype=self.dtype)
+            return logits_loss(self._logits(rows), rows.labels, count=count)
+
+    def _precision(self) -> contextlib.AbstractContextManager[object]:
+        if not self.autocast:
+            return contextlib.nullcontext()
+        return torch.autocast(self.loaded.base.device.type, dtype=self.dtype)
+
+    def _hidden(self, rows: Rows) -> torch.Tensor:
+        """(N, E): the last hidden states at the positions that predict."""
+        body = getattr(self.loaded.base, self.loaded.base.base_model_prefix)
+        if self.layout == "flat":
+            return body(**_flat_inputs(rows)).last_hidden_state[0][rows.label_index]
+        ids, row, column = _padded_inputs(rows)
+        return body(input_ids=ids, use_cache=False).last_hidden_state[row, column]
+
+    def _logits(self, rows: Rows) -> torch.Tensor:
+        """(N, V): what the model's own head makes of them."""
+        if self.layout == "flat":
+            return self.loaded.base(**_flat_inputs(rows), logits_to_keep=rows.label_index).logits[0]
+        ids, row, column = _padded_inputs(rows)
+        return self.loaded.base(input_ids=ids, use_cache=False).logits[row, column]
+
+    @contextlib.contextmanager
+    def ready_to_generate(self) -> Any:
+        """Within it the model has its own attention, for prompts in padded batches with a cache."""
+        base = self.loaded.base
+        if self.layout == "flat":
+            base.set_attn_implementation(self.own_attention)
+        try:
+            with self._precision():
+                yield self.loaded.model
+        finally:
+            if self.layout == "flat":
+                base.set_attn_implementation(FLAT_ATTENTION)
+
+
+def choose_forward(
+    loaded: LoadedModel, *, dtype: str, quick_adapter: bool, gradient_checkpointing: bool
+) -> Forward:
+    """Finds the quickest way in which this model's rows can be computed rightly, by trying.
+
+    Args:
+        loaded: the model; its weights are not changed.
+        dtype: of the computation.
+        quick_adapter: whether all that is trained are plain LoRA matrices.
+        gradient_checkpointing: whether activations are computed again in the backward pass.
+    """
+    register()
+    base = loaded.base
+    if gradient_checkpointing:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+    own = base.config._attn_implementation  # noqa: SLF001 - the one place where transformers keeps it
+    quick = quick_adapter and hasten_lora(loaded.model) * 2 == len(loaded.trainable)
+    forward = Forward(loaded, "padded", "model", DTYPES[dtype], dtype != "float32" and not quick, own)
+    was_training = loaded.model.training
+    loaded.model.eval()
+    with torch.no_grad():
+        wanted = _alone(forward)
+        _try_head(forward, wanted)
+        _try_flat(forward, wanted)
+    loaded.model.train(was_training)
+    return forward
+
+
+def _probe_rows(base: Any, *, first: int) -> Rows:
+    """Two rows, of 6 and 9 tokens; `first` moves the tokens of the first row only."""
+    vocabulary = base.get_input_embeddings().weight.shape[0]
+    ids = [(first + 7 * i) % vocabulary for i in range(6)] + [(3 + 5 * i) % vocabulary for i in range(9)]
+    positions = [*range(6), *range(9)]
+    index = [i for i in range(15) if i not in (5, 14)]
+
+    def tensor(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, device=base.device)
+
+    return Rows(tensor(ids), tensor(positions), [6, 9], tensor(index), tensor([ids[i + 1] for i in index]))
+
+
+def _alone(forward: Forward) -> torch.Tensor:
+    """(N, V): the probe's logits, each row alone through the untouched model."""
+    rows = _probe_rows(forward.loaded.base, first=11)
+    base = forward.loaded.base
+    with forward._precision():  # noqa: SLF001 - same module
+        parts = [base(input_ids=ids[None], use_cache=False).logits[0, :-1].float() for ids in rows.input_ids.split(rows.lengths)]
+    return torch.cat(parts)
+
+
+def _try_head(forward: Forward, wanted: torch.Tensor) -> None:
+    """Takes the chunked head if it is one matrix and gives the model's own logits."""
+    head = forward.loaded.base.get_output_embeddings()
+    if type(head) is not torch.nn.Linear or head.bias is not None:
+        forward.why = "its head is more than one matrix"
+        return
+    rows = _probe_rows(forward.loaded.base, first=11)
+    with forward._precision():  # noqa: SLF001 - same module
+        hidden = forward._hidden(rows)  # noqa: SLF001
+        logits = (hidden.to(forward.dtype) @ head.weight.t().to(forward.dtype)).float()
+    if _alike(logits, wanted, forward.dtype):
+        forward.head = "chunked"
+    else:
+        forward.why = "its logits are more than hidden states times one matrix"
+
+
+def _try_flat(forward: Forward, wanted: torch.Tensor) -> None:
+    """Takes the flat layout if rows do not see each other in it, and each gives what it gives alone."""
+    base = forward.loaded.base
+    # Whoever lacks this flag was not written to the attention interface, and would go on with its own.
+    if not getattr(base, "_supports_attention_backend", False):
+        forward.why = "its attention cannot be exchanged"
+        return
+    base.set_attn_implementation(FLAT_ATTENTION)
+    forward.layout = "flat"
+    try:
+        with forward._precision():  # noqa: SLF001 - same module
+            logits = forward._logits(_probe_rows(base, first=11)).float()  # noqa: SLF001
+            moved = forward._logits(_probe_rows(base, first=12)).float()  # noqa: SLF001
+    except UnsupportedAttentionError as error:
+        why = f"its attention wants {error}"
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        why = f"flat rows failed: {type(error).__name__}"
+    else:
+        # The second row must not notice that the first has changed: five predictions are the first row's.
+        if torch.allclose(logits[5:], moved[5:], rtol=1e-4, atol=1e-5) and _alike(
+            logits, wanted, forward.dtype
+        ):
+            return
+        why = "its rows see each other where they share a sequence"
+    forward.layout, forward.why = "padded", why
+    base.set_attn_implementation(forward.own_attention)
+
+
+def _alike(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Equal to rounding: differences are small against the spread of the logits."""
+    tolerance = 1e-3 if dtype == torch.float32 else 0.1
+    return bool((found - wanted).abs().max() <= tolerance * wanted.std().clamp_min(1e-6))
+
+
+def _flat_inputs(rows: Rows) -> dict[str, Any]:
+    """transformers' keywords for packed rows: (1, T) ids, and where rows begin and end."""
+    lengths = torch.tensor([0, *rows.lengths], dtype=torch.int32, device=rows.input_ids.device)
+    ends = lengths.cumsum(0, dtype=torch.int32)
+    longest = max(rows.lengths)
+    return {
+        "input_ids": rows.input_ids[None], "position_ids": rows.position_ids[None], "use_cache": False,
+        "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest,
+    }  # fmt: skip
+
+
+def _padded_inputs(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(R, L) ids with pads on the right, where causal attention never looks, and row and column of each label position."""
+    device = rows.input_ids.device
+    lengths = torch.tensor(rows.lengths, device=device)
+    row_of = torch.repeat_interleave(torch.arange(len(rows.lengths), device=device), lengths)  # (T,)
+    ids = torch.zeros(len(rows.lengths), max(rows.lengths), dtype=torch.long, device=device)
+    ids[row_of, rows.position_ids] = rows.input_ids
+    return ids, row_of[rows.label_index], rows.position_ids[rows.label_index]

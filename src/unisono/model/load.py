@@ -1,0 +1,271 @@
+"""Loads a model in transformers' own modules, puts peft's adapter on it, and says what of it is trained."""
+
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.config.schema import AdapterSection, RunConfig
+from unisono.errors import ModelError, Problem
+from unisono.model.inspect import read_model_config, read_safetensors_header, weight_files
+from unisono.text import nearest, one_line
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class LoadedModel:
+    """A model that is ready to be trained.
+
+    Attributes:
+        model: what is called and saved: a peft model, or the transformers model itself.
+        base: the transformers model.
+        tokenizer: of transformers.
+        trainable: the parameters that are trained, by name, in the model's order; all float32.
+        parameters: how many there are, tied ones once.
+    """
+
+    model: torch.nn.Module
+    base: Any
+    tokenizer: Any
+    trainable: dict[str, torch.nn.Parameter]
+    parameters: int
+
+    @property
+    def trainable_parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(parameter.numel() for parameter in self.trainable.values())
+
+
+def load_for_training(
+    config: RunConfig, *, directory: Path, tokenizer_directory: Path, dtype: str, device: torch.device
+) -> LoadedModel:
+    """Loads the model with its adapter. Frozen weights are in `dtype`, trained ones in float32.
+
+    torch's global generator must be seeded by the caller: it draws an adapter's and a random model's first weights.
+
+    Raises:
+        ModelError: if the files do not fit together, or the config asks of the model what it has not.
+    """
+    tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code=config.model.trust_remote_code)
+    full = config.adapter is None
+    base = load_base(
+        directory, dtype=torch.float32 if full else DTYPES[dtype], random=config.model.weights == "random",
+        trust_remote_code=config.model.trust_remote_code,
+    )  # fmt: skip
+    _fit_vocabulary(base, tokenizer, grow=config.model.resize_vocabulary)
+    base.config.use_cache = False
+    base.to(device)
+    model = base if config.adapter is None else _add_adapter(base, config.adapter)
+    if config.adapter is None:
+        _freeze(base, config.freeze)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for parameter in trainable.values():
+        parameter.data = parameter.data.float()
+    if not trainable:
+        raise ModelError.of(
+            "nothing is left to train",
+            where="freeze",
+            why="its patterns match every parameter",
+            fix="narrow them",
+        )
+    count = sum(p.numel() for p in model.parameters())
+    return LoadedModel(model, base, tokenizer, trainable, count)
+
+
+def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in a directory.
+
+    Raises:
+        ModelError: if its files cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ModelError.of(
+            "the tokenizer cannot be loaded", where=str(directory), why=one_line(str(error), limit=300),
+            fix="copy tokenizer.json and tokenizer_config.json again, or set model.tokenizer",
+        ) from error  # fmt: skip
+
+
+def load_base(
+    directory: Path, *, dtype: torch.dtype, random: bool = False, trust_remote_code: bool = False
+) -> Any:
+    """The transformers model in a directory, all of whose weights were found and fitted.
+
+    Raises:
+        ModelError: naming the type, the file or the tensors that are wrong.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    _refuse_unknown_type(directory, trust_remote_code=trust_remote_code)
+    try:
+        settings = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+        if random:
+            model = AutoModelForCausalLM.from_config(settings, trust_remote_code=trust_remote_code)
+            return model.to(dtype)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(directory),
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError) as error:
+        raise _load_error(directory, error) from error
+    _refuse_gaps(directory, info)
+    return model
+
+
+def _refuse_unknown_type(directory: Path, *, trust_remote_code: bool) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    settings = read_model_config(directory)
+    kind = settings.get("model_type")
+    if kind in CONFIG_MAPPING_NAMES:
+        return
+    if "auto_map" in settings:
+        if trust_remote_code:
+            return
+        raise ModelError.of(
+            f"the model type {kind!r} needs Python code that comes with the model", where=str(directory / "config.json"),
+            why="such code runs with your rights", fix="read it, and if you trust it set model.trust_remote_code: true",
+        )  # fmt: skip
+    near = nearest(str(kind), list(CONFIG_MAPPING_NAMES))
+    raise ModelError.of(
+        f"unknown model type {kind!r}", where=str(directory / "config.json"), why="the installed transformers does not have it",
+        fix=(f"did you mean {near!r}? " if near else "") + "else: pip install --upgrade transformers",
+    )  # fmt: skip
+
+
+def _load_error(directory: Path, error: Exception) -> ModelError:
+    text = one_line(str(error), limit=400)
+    if "size mismatch" in text or "mismatched" in text.lower() or "ignore_mismatched_sizes" in text:
+        return ModelError(*_misfits(directory, text))
+    return ModelError.of(
+        "the model cannot be loaded",
+        where=str(directory),
+        why=text,
+        fix="check that config.json belongs to the weights",
+    )
+
+
+def _misfits(directory: Path, text: str) -> list[Problem]:
+    return [
+        Problem(
+            "the weights do not fit config.json", ", ".join(str(file) for file in weight_files(directory)[:4]), text,
+            "take config.json and the weights from the same model",
+        )
+    ]  # fmt: skip
+
+
+def _refuse_gaps(directory: Path, info: dict[str, Any]) -> None:
+    """transformers fills what it does not find with random numbers, and only warns."""
+    problems = []
+    shapes = {
+        header.name: file for file in weight_files(directory) for header in read_safetensors_header(file)
+    }
+    for name, found, wanted in list(info.get("mismatched_keys", ()))[:8]:
+        where = str(shapes.get(name, directory))
+        problems.append(
+            Problem(
+                f"{name} has the shape {tuple(found)}, config.json asks for {tuple(wanted)}",
+                where,
+                "",
+                "take both from one model",
+            )
+        )
+    missing = sorted(info.get("missing_keys", ()))
+    if missing:
+        shown = ", ".join(missing[:4]) + (" …" if len(missing) > 4 else "")
+        files = ", ".join(sorted({file.name for file in shapes.values()}))
+        problems.append(
+            Problem(
+                f"{len(missing)} tensors of the model are in none of its files: {shown}", str(directory),
+                f"looked in {files}; they would start as random numbers", "copy or download the weights again",
+            )
+        )  # fmt: skip
+    if problems:
+        raise ModelError(*problems)
+
+
+def _fit_vocabulary(base: Any, tokenizer: Any, *, grow: bool) -> None:
+    """The tokenizer must not make tokens that the embedding has no row for."""
+    rows = base.get_input_embeddings().weight.shape[0]
+    wanted = len(tokenizer)
+    if wanted <= rows:
+        return
+    if not grow:
+        raise ModelError.of(
+            f"the tokenizer does not fit the model: it has {wanted} tokens, the model {rows}", where="model.tokenizer",
+            why="a token without a row in the embedding cannot be read",
+            fix="use the model's own tokenizer, or set model.resize_vocabulary: true with `adapter: null`",
+        )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers explains at length that the new rows start at the mean
+        base.resize_token_embeddings(wanted)
+
+
+def _add_adapter(base: Any, section: AdapterSection) -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    targets: str | list[str] = "all-linear"
+    if section.targets != "all-linear":
+        targets = _matching_modules(base, list(section.targets))
+    _check_modules_to_save(base, section.modules_to_save)
+    lora = LoraConfig(
+        r=section.rank, lora_alpha=section.alpha, lora_dropout=section.dropout, target_modules=targets,
+        modules_to_save=section.modules_to_save or None, use_rslora=section.kind == "rslora", use_dora=section.kind == "dora",
+        task_type="CAUSAL_LM", bias="none",
+    )  # fmt: skip
+    try:
+        return get_peft_model(base, lora)
+    except ValueError as error:
+        raise ModelError.of(
+            "the adapter does not fit the model", where="adapter", why=one_line(str(error), limit=300)
+        ) from error
+
+
+def _matching_modules(base: torch.nn.Module, patterns: list[str]) -> list[str]:
+    """Full names of the linear layers in whose names a pattern is found; each pattern must find one."""
+    linear = [name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)]
+    found: list[str] = []
+    for pattern in patterns:
+        matching = [name for name in linear if re.search(pattern, name)]
+        if not matching:
+            last = sorted({name.rpartition(".")[2] for name in linear})
+            raise ModelError.of(
+                f"no linear layer has {pattern!r} in its name",
+                where="adapter.targets",
+                fix=f"the layers here end in {', '.join(last)}",
+            )
+        found += matching
+    return sorted(set(found))
+
+
+def _check_modules_to_save(base: torch.nn.Module, names: list[str]) -> None:
+    ends = {name.rpartition(".")[2] for name, _ in base.named_modules() if name}
+    unknown = [name for name in names if name.rpartition(".")[2] not in ends]
+    if unknown:
+        near = nearest(unknown[0], sorted(ends))
+        raise ModelError.of(
+            f"the model has no module {unknown[0]!r}", where="adapter.modules_to_save",
+            fix=f"did you mean {near!r}?" if near else f"one of {', '.join(sorted(ends)[:12])}",
+        )  # fmt: skip
+
+
+def _freeze(base: torch.nn.Module, patterns: list[str]) -> None:
+    for pattern in patterns:
+        matching = [p for name, p in base.named_parameters() if re.search(pattern, name)]
+        if not matching:
+            names = ", ".join(name for name, _ in list(base.named_parameters())[:4])
+            raise ModelError.of(
+                f"no parameter has {pattern!r} in its name", where="freeze", fix=f"names look like {names}"
+            )
+        for parameter in matching:
+            parameter.requires_grad_(False)

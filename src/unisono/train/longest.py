@@ -1,0 +1,90 @@
+"""The largest batch goes through forward and backward before step 1, so that memory fails now and not at hour nine."""
+
+import resource
+
+import torch
+
+from unisono.causes import Evidence, Verdict
+from unisono.errors import RankDied
+from unisono.plan import estimate_memory
+from unisono.train.batches import evaluation_groups, load_rows
+from unisono.train.evaluate import evaluating
+from unisono.train.run import Run
+from unisono.units import show_bytes
+
+
+def try_longest(run: Run) -> int:
+    """Runs the largest micro batch forward and backward, and one of evaluation; gives the peak of memory in bytes.
+
+    Raises:
+        RankDied: with a verdict that names the batch's shape and two settings, if memory does not suffice.
+    """
+    run.report.phase("rehearse", "trying the longest batch")
+    group = run.data.longest()
+    rows, batch = load_rows(run.data.table, group, run.device)
+    shape = f"{len(group)} sequences, {batch.tokens} tokens, longest row {max(batch.lengths)}"
+    try:
+        if len(rows.labels):
+            run.forward.loss(rows, count=len(rows.labels)).backward()
+        run.optimizers.zero_grad()
+        if run.eval_table is not None:
+            first = next(evaluation_groups(run.eval_table, micro_batch=run.plan.micro_batch))
+            with torch.no_grad(), evaluating(run):
+                rows, _ = load_rows(run.eval_table, first, run.device)
+                if len(rows.labels):
+                    run.forward.loss(rows, count=len(rows.labels))
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(run, error, shape=shape, phase="rehearse") from error
+    return peak_bytes(run.device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch says that memory ran out, on GPU or CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def out_of_memory(run: Run, error: BaseException, *, shape: str, phase: str) -> RankDied:
+    """What a user is told: the batch's shape, and two settings with what each saves."""
+    cause = "cuda_oom" if run.device.type == "cuda" else "host_oom_killed"
+    summary = f"memory ran out on {run.plan.device.name} with a batch of {shape}"
+    verdict = Verdict(
+        cause=cause, when="during", summary=summary, ranks=(0,), hosts=(run.plan.host,), phase=phase, step=run.state.step,
+        evidence=(Evidence(where=f"rank 0 ({run.plan.host})", text=str(error)),), fix=tuple(_savings(run)),
+    )  # fmt: skip
+    return RankDied.of(summary, where=f"rank 0 ({run.plan.host}), {phase}", why=str(error), fix="; ".join(_savings(run)), verdict=verdict)
+
+
+def _savings(run: Run) -> list[str]:
+    """Two settings that save memory, each with how much by the estimate."""
+    plan, config = run.plan, run.plan.config
+
+    def total(micro: int, *, checkpointing: bool) -> int:
+        return estimate_memory(
+            plan.model, dtype=plan.dtype, adapter_rank=config.adapter.rank if config.adapter else None,
+            micro_tokens=micro * plan.data.train.longest_sequence, longest_row=plan.data.train.longest_row,
+            gradient_checkpointing=checkpointing,
+        ).total  # fmt: skip
+
+    now = total(plan.micro_batch, checkpointing=plan.gradient_checkpointing)
+    found = []
+    if plan.micro_batch > 1:
+        smaller = max(n for n in range(1, plan.micro_batch) if plan.global_batch % n == 0)
+        saved = now - total(smaller, checkpointing=plan.gradient_checkpointing)
+        found.append(f"batch.micro={smaller} saves about {show_bytes(saved)}, with the same result")
+    if not plan.gradient_checkpointing:
+        saved = now - total(plan.micro_batch, checkpointing=True)
+        found.append(f"memory.gradient_checkpointing=true saves about {show_bytes(saved)}, for about a third more time")
+    if len(found) < 2:
+        found.append(f"data.max_length={config.data.max_length // 2} halves the longest sequence; data.too_long says what becomes of the rest")
+    if len(found) < 2 and config.adapter is None:
+        found.append("adapter={kind: lora} trains a small part, and saves gradients and optimizer state of the rest")
+    return found[:2]
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory held so far: of the GPU where there is one, else of the process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,67 @@
+"""Optimizers over named parameters."""
+
+from dataclasses import dataclass
+
+import torch
+
+from unisono.config.schema import OptimSection
+
+
+@dataclass
+class Optimizers:
+    """One or two torch optimizers that step together.
+
+    Attributes:
+        parts: the optimizers by name, with the names of their parameters in order.
+        lrs: the full learning rate of each.
+    """
+
+    parts: dict[str, torch.optim.Optimizer]
+    names: dict[str, list[str]]
+    lrs: dict[str, float]
+
+    def set_factor(self, factor: float) -> None:
+        """Scales every learning rate."""
+        for name, part in self.parts.items():
+            for group in part.param_groups:
+                group["lr"] = self.lrs[name] * factor
+
+    def step(self) -> None:
+        """One update."""
+        for part in self.parts.values():
+            part.step()
+
+    def zero_grad(self) -> None:
+        """Drops the gradients."""
+        for part in self.parts.values():
+            part.zero_grad(set_to_none=True)
+
+
+def build_optimizers(section: OptimSection, trainable: dict[str, torch.nn.Parameter], *, not_matrices: set[int]) -> Optimizers:
+    """AdamW (arXiv:1711.05101), or Muon (Jordan et al., 2024) for the matrices and AdamW for the rest.
+
+    Weight decay is for matrices; norms and biases have none.
+
+    Args:
+        section: what was asked.
+        trainable: the parameters by name.
+        not_matrices: ids of two-dimensional parameters that are tables, not maps: embeddings and the head.
+    """
+    muon = {n: p for n, p in trainable.items() if section.kind == "muon" and p.ndim == 2 and id(p) not in not_matrices}
+    rest = {n: p for n, p in trainable.items() if n not in muon}
+    parts: dict[str, torch.optim.Optimizer] = {}
+    names: dict[str, list[str]] = {}
+    if muon:
+        parts["muon"] = torch.optim.Muon(list(muon.values()), lr=section.muon_lr, weight_decay=section.weight_decay)
+        names["muon"] = list(muon)
+    if rest:
+        decayed = {n: p for n, p in rest.items() if p.ndim >= 2}
+        plain = {n: p for n, p in rest.items() if p.ndim < 2}
+        groups = [
+            {"params": list(members.values()), "weight_decay": decay}
+            for members, decay in ((decayed, section.weight_decay), (plain, 0.0))
+            if members
+        ]
+        parts["adamw"] = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, fused=True)
+        names["adamw"] = [*decayed, *plain]
+    return Optimizers(parts, names, {"muon": section.muon_lr, "adamw": section.lr})
