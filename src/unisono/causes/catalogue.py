@@ -1,14 +1,19 @@
 """The catalogue of causes. Ids are stable; texts are for people."""
 
+from unisono.causes import before, during, files, joining, machine, program
 from unisono.causes.cause import Cause
 
-_CAUSES: tuple[Cause, ...] = (
-    Cause(
-        "nan_loss", "the loss or its gradient is not a number", "…", (), (), (), 4, False, ("during", "after"),
-    ),
-)  # fmt: skip
+ALL_CAUSES: tuple[Cause, ...] = (
+    *before.CAUSES,
+    *joining.CAUSES,
+    *during.CAUSES,
+    *program.CAUSES,
+    *machine.CAUSES,
+    *files.CAUSES,
+)
+"""In the order in which `explain` lists them."""
 
-CATALOGUE: dict[str, Cause] = {cause.id: cause for cause in _CAUSES}
+CATALOGUE: dict[str, Cause] = {cause.id: cause for cause in ALL_CAUSES}
 
 
 def find_cause(cause_id: str) -> Cause | None:

@@ -1,0 +1,359 @@
+"""Causes found while a run is alive: a rank that is gone, stuck, late, alone, or learning nothing."""
+
+from unisono.causes.cause import Cause
+
+CAUSES: tuple[Cause, ...] = (
+    Cause(
+        id="rank_killed",
+        title="a rank was killed by a signal",
+        meaning=(
+            "The process ended by a signal from outside or by a crash of native code, without a Python exception. Its own log stops in the middle of a sentence."
+        ),
+        telltales=(
+            "exit status -9 (SIGKILL), -11 (SIGSEGV), -6 (SIGABRT), -7 (SIGBUS)",
+            "the others say `Connection closed by peer [IP]:PORT`, which is the consequence",
+        ),
+        neighbours=(
+            ("host_oom_killed", "SIGKILL, and the kernel or the cgroup counted an out-of-memory kill"),
+            ("preempted_sigterm", "SIGTERM from the scheduler: a request, not an accident"),
+            ("user_code_error", "a Python traceback is in the rank's log"),
+        ),
+        remedy=(
+            "Look for who sent it: `dmesg -T | tail`, the scheduler's log, an administrator.",
+            "For SIGSEGV, SIGBUS or SIGABRT: run with PYTHONFAULTHANDLER=1 and read the stack; SIGBUS often means a full /dev/shm.",
+            "Start again: the run goes on from its last checkpoint.",
+        ),
+        exit_code=5,
+        retry_helps=True,
+        when=("during",),
+    ),
+    Cause(
+        id="rank_died_first",
+        title="a rank ended, and the log does not say why",
+        meaning=(
+            "Several ranks complain of a lost peer, and one log simply stops: that rank went first. Without its exit status, dmesg or a core dump nothing more can be said."
+        ),
+        telltales=(
+            "torchrun: `exitcode  : -11` (or -6, -9) and `traceback : To enable traceback see …`",
+            "one log ends without an error while all others report `Connection closed by peer`",
+            "a rank left early with exit code 0 or 3",
+        ),
+        neighbours=(
+            ("host_oom_killed", "exit code -9 with `oom-kill` in dmesg, or `OOMKilled` from the container"),
+            ("rank_killed", "the signal was seen while the run was watched"),
+            ("teardown_crash", "all work was done before it"),
+        ),
+        remedy=(
+            "On that rank's host: `dmesg -T`, the container's exit reason, core dumps (`coredumpctl`).",
+            "Set PYTHONFAULTHANDLER=1 and start again; the stack will be in that rank's log.",
+        ),
+        exit_code=5,
+        retry_helps=True,
+        when=("after",),
+    ),
+    Cause(
+        id="rank_stalled",
+        title="a rank stopped making progress, and the log does not say how",
+        meaning=(
+            "The others wait in a collective until their time-out, and one rank never came. It is alive: tokenising, downloading,"
+            " waiting for a lock, or looping. Whoever timed out is a victim."
+        ),
+        telltales=(
+            "gloo: `Timed out waiting 1800000ms for recv operation to complete`",
+            "NCCL: `Watchdog caught collective operation timeout`",
+            "the culprit's log still shows a progress bar, a download, a retry",
+        ),
+        neighbours=(
+            ("rank_stopped", "the process is in state T: somebody stopped it"),
+            ("io_blocked", "the process is in state D: it waits for storage"),
+            ("data_starved", "the process waits for its own data loader"),
+            ("unequal_steps", "the rank has finished, rather than stalled"),
+        ),
+        remedy=(
+            "On the rank that is not waiting: `py-spy dump --pid PID` shows where it is.",
+            "Do slow preparation once, before the group exists, and let the others read its result.",
+            "If the work is meant to be slow, raise the group's time-out (torch: timeout=…, transformers: ddp_timeout).",
+        ),
+        exit_code=4,
+        retry_helps=True,
+        when=("after",),
+    ),
+    Cause(
+        id="rank_stopped",
+        title="a rank is suspended",
+        meaning=(
+            "The process is in state T: it got SIGSTOP, sits in a debugger, its terminal suspended it, or its cgroup is frozen. It does no work and takes no orders until it is continued."
+        ),
+        telltales=(
+            "`ps -o stat= -p PID` shows T",
+            "the other ranks wait in a collective; nothing is in any log",
+        ),
+        neighbours=(
+            ("io_blocked", "state D instead of T"),
+            ("user_code_stuck", "the process runs or sleeps (R or S)"),
+        ),
+        remedy=(
+            "Continue it: `kill -CONT PID`; for a frozen container: `docker unpause`.",
+            "Find out who stopped it: Ctrl-Z in a terminal, a debugger, a scheduler that suspends jobs.",
+        ),
+        exit_code=4,
+        retry_helps=True,
+        when=("during",),
+    ),
+    Cause(
+        id="gil_held",
+        title="native code holds Python's lock",
+        meaning=(
+            "A rank is inside a C extension that does not release the interpreter lock. None of its Python threads can run: no heartbeat, no logging, no signal handler."
+        ),
+        telltales=(
+            "no thread of the process advances although it is not suspended",
+            "faulthandler shows every thread in the same place, one of them inside a C call",
+        ),
+        neighbours=(
+            ("user_code_stuck", "other threads of the process still run"),
+            ("rank_stopped", "the process is in state T"),
+        ),
+        remedy=(
+            "The stack names file and line of the call: bound its work, or move it to a process of its own.",
+            "Upgrade the package that it belongs to.",
+        ),
+        exit_code=4,
+        retry_helps=True,
+        when=("during",),
+    ),
+    Cause(
+        id="user_code_stuck",
+        title="a rank's Python code does not come back",
+        meaning=(
+            "The rank sleeps, waits for a lock, or loops in Python outside any collective. Its peers wait for it. Custom data functions, callbacks and metrics are the usual places."
+        ),
+        telltales=(
+            "`py-spy dump --pid PID` shows the same frame for minutes",
+            "one core at 100 % (a loop), or none (a wait)",
+        ),
+        neighbours=(
+            ("gil_held", "no other thread of the process can run"),
+            ("data_starved", "the frame is the wait for a data loader's worker"),
+            ("straggler", "it does come back, only late, every step"),
+        ),
+        remedy=(
+            "Mend what the stack names; give network calls in training code a time-out.",
+            "Do not call code on one rank only that all ranks must call.",
+        ),
+        exit_code=4,
+        retry_helps=True,
+        when=("during",),
+    ),
+    Cause(
+        id="io_blocked",
+        title="a rank waits for storage that does not answer",
+        meaning=(
+            "The process is in state D, inside the kernel: a network file system or a disk does not reply. Not even SIGKILL ends it until the storage answers or is given up."
+        ),
+        telltales=(
+            "`ps -o stat=,wchan= -p PID` shows D and nfs_…, rpc_…, or io_schedule",
+            "dmesg: `nfs: server HOST not responding, still trying`",
+            "`blocked for more than 120 seconds` in dmesg",
+        ),
+        neighbours=(
+            ("disk_full", "the storage answers, with `No space left on device`"),
+            ("rank_stopped", "state T instead of D"),
+        ),
+        remedy=(
+            "Check the mount: `timeout 5 stat PATH`; repair the server or the network to it.",
+            "Keep data and caches on a local disk, and only checkpoints on network storage.",
+        ),
+        exit_code=4,
+        retry_helps=True,
+        when=("during",),
+    ),
+    Cause(
+        id="data_starved",
+        title="a rank waits for its own data",
+        meaning=(
+            "The training loop is ready, and the next batch is not: a data worker died or is slow, a stream stalls, a remote store throttles."
+        ),
+        telltales=(
+            "data_time_s is most of step_time_s in metrics.jsonl",
+            "`DataLoader worker (pid N) is killed by signal`",
+            "the stack is in a queue's get() below the data loader",
+        ),
+        neighbours=(
+            ("io_blocked", "the reading process hangs in the kernel"),
+            ("straggler", "slow on one rank in computing, not in data"),
+        ),
+        remedy=(
+            "Prepare the data once on a local disk instead of streaming and tokenising while training.",
+            "Give the loader more workers, or memory to those that died.",
+        ),
+        exit_code=4,
+        retry_helps=True,
+        when=("during",),
+    ),
+    Cause(
+        id="unequal_steps",
+        title="ranks make different numbers of steps",
+        meaning=(
+            "One rank has run out of batches and gone on to evaluation, saving or the end, while the others are still in training"
+            " collectives. They wait for a partner that will not come, or meet it in another operation."
+        ),
+        telltales=(
+            "the watchdog's time-out comes at the end of an epoch, with `_ALLGATHER_BASE` on some ranks and `ALLREDUCE` on others",
+            "`last enqueued work` differs between ranks by a few",
+            "the ranks print different lengths of their data",
+            "gloo: `Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?`",
+        ),
+        neighbours=(
+            ("collective_mismatch", "the lengths are equal, and it happens in the middle of an epoch"),
+            ("split_mismatch", "the reason, found before the start"),
+        ),
+        remedy=(
+            "Seed every split and shuffle alike on all ranks: train_test_split(…, seed=0).",
+            "Drop or pad the last incomplete batch (drop_last=True), or use torch's Join context.",
+            "Agree on the number of steps before the loop begins.",
+        ),
+        exit_code=4,
+        retry_helps=False,
+        when=("during", "after"),
+    ),
+    Cause(
+        id="collective_mismatch",
+        title="ranks called different collectives",
+        meaning=(
+            "At the same point one rank called another operation, or the same with another size or type. Mostly a branch that depends on the rank or on the data encloses a collective."
+        ),
+        telltales=(
+            "`Detected mismatch between collectives on ranks. Rank 0 is running collective: CollectiveFingerPrint(`",
+            "equal SeqNum on all ranks, and one rank with another OpType or NumelIn",
+            "gloo: `op.preamble.length <= op.nbytes` or the size mismatch, and an abort",
+        ),
+        neighbours=(
+            ("unequal_steps", "it happens at an epoch's end, where one rank has fewer batches"),
+            ("code_mismatch", "the reason, where nodes run other code"),
+        ),
+        remedy=(
+            "Run a few steps with TORCH_DISTRIBUTED_DEBUG=DETAIL on all ranks: it names both operations.",
+            "Take every collective out of branches such as `if rank == 0:` or `if loss > …:`.",
+        ),
+        exit_code=4,
+        retry_helps=False,
+        when=("during", "after"),
+    ),
+    Cause(
+        id="node_unreachable",
+        title="a node can no longer be reached",
+        meaning=(
+            "No sign of life comes from a node that took part: it is down, rebooting, or cut off from the network. Processes on it may still run."
+        ),
+        telltales=(
+            "ranks of one host fall silent at the same moment",
+            "`No route to host`, `Connection timed out` to all ports of one host",
+        ),
+        neighbours=(
+            ("rank_killed", "the node answers, and one process on it is gone"),
+            ("ib_unreachable", "the node answers over Ethernet, and the InfiniBand link is dead"),
+        ),
+        remedy=(
+            "`ping` and `ssh` the node; look at its console, its switch port, and the cloud's maintenance notices.",
+            "Start again without it, or when it is back.",
+        ),
+        exit_code=4,
+        retry_helps=True,
+        when=("during",),
+    ),
+    Cause(
+        id="straggler",
+        title="one rank is slower than the rest",
+        meaning=(
+            "The run goes on, at the pace of its slowest rank: a hot or throttled device, other work on the node, slow storage, longer batches. A warning, not an end."
+        ),
+        telltales=(
+            "one rank spends its time computing while all others wait for it, step after step",
+            "`nvidia-smi -q -d PERFORMANCE` shows a clock limit that is active",
+        ),
+        neighbours=(
+            ("rank_stalled", "no progress at all"),
+            ("data_starved", "the time goes into waiting for data"),
+        ),
+        remedy=(
+            "Look at the node: other processes (`top`), clocks and temperatures (`nvidia-smi -q`), a link at lower speed.",
+            "Deal batches by tokens, not by rows.",
+        ),
+        exit_code=0,
+        retry_helps=False,
+        when=("during",),
+    ),
+    Cause(
+        id="replicas_diverged",
+        title="replicas that must be equal are not",
+        meaning=(
+            "Ranks that hold the same parameters hold different values. A faulty device, an unsynchronised parameter or a random choice per rank has changed one of them, and nothing would have said so."
+        ),
+        telltales=(
+            "digests of the same parameter differ between ranks",
+            "a loss that depends on who prints it",
+        ),
+        neighbours=(
+            ("weights_mismatch", "they were different from the start"),
+            ("ecc_error", "the device reports memory errors: the likely culprit"),
+        ),
+        remedy=(
+            "Go back to the last checkpoint before the difference.",
+            "Look for parameters that are trained but not in the optimizer's or wrapper's care on all ranks.",
+            "If one device is always the odd one, take it out and test its memory.",
+        ),
+        exit_code=4,
+        retry_helps=True,
+        when=("during",),
+    ),
+    Cause(
+        id="nan_loss",
+        title="the loss or its gradient is not a number",
+        meaning=(
+            "A step gave NaN or infinity. One such step may be chance and is skipped; several in a row mean that training has left the region where the numbers make sense, and more of it only costs time."
+        ),
+        telltales=(
+            "`'loss': 'nan'`, or loss 0.0 with `grad_norm: nan`",
+            "`Function 'X' returned nan values in its 0th output`",
+            "`Current loss scale already at minimum - cannot decrease scale anymore`",
+            "while generating: `probability tensor contains either inf, nan or element < 0`",
+        ),
+        neighbours=(
+            ("tokenizer_mismatch", "ids beyond the vocabulary, which fail with an index error instead"),
+            ("healthy", "a few `OVERFLOW! Skipping step` at the start of float16 training are normal"),
+        ),
+        remedy=(
+            "Look at the rows of the named batch: empty, absurdly long, or binary rubbish.",
+            "Lower optim.lr by a factor of 3 to 10, and lengthen optim.warmup.",
+            "Use bfloat16 or float32 instead of float16 (model.dtype).",
+            "Keep optim.max_grad_norm at 1.0 or lower.",
+        ),
+        exit_code=4,
+        retry_helps=False,
+        when=("during", "after"),
+    ),
+    Cause(
+        id="preempted_sigterm",
+        title="the scheduler asked the run to end",
+        meaning=(
+            "SIGTERM or SIGUSR1 came from outside: a time limit, a higher priority, a spot machine that is taken back. Nothing is wrong with the run. unisono finishes the step, makes a checkpoint and leaves with exit code 75."
+        ),
+        telltales=(
+            "Slurm: `CANCELLED AT … DUE TO PREEMPTION`, `DUE TO TIME LIMIT`",
+            "Kubernetes: `reason: Preempted`, `Evicted`",
+            "`SignalException: Process N got signal: 15`, and no error before it",
+        ),
+        neighbours=(
+            ("rank_killed", "SIGKILL, or a signal to one rank only"),
+            ("user_code_error", "an error stands above, and the SIGTERM is torchrun's own tidying up"),
+        ),
+        remedy=(
+            "Run the same command again: it resumes from the checkpoint.",
+            "Ask for more time, or for requeueing on preemption.",
+        ),
+        exit_code=75,
+        retry_helps=True,
+        when=("during", "after"),
+    ),
+)

@@ -1,0 +1,121 @@
+"""`unisono explain`: what a cause or an environment variable means, from the catalogue."""
+
+import shutil
+import sys
+import textwrap
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unisono.cli.output import output
+
+if TYPE_CHECKING:
+    from unisono.causes.cause import Cause
+    from unisono.causes.variable import Variable
+
+_WIDEST = 110
+
+
+def explain(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CAUSE|VARIABLE]", help="as nan_loss or NCCL_SOCKET_IFNAME; without it: the list"
+        ),
+    ] = None,
+) -> None:
+    """Says what a cause or an environment variable means, how it shows, and how it is mended."""
+    from unisono.causes.catalogue import find_cause
+    from unisono.causes.variables import find_variable
+    from unisono.errors import UsageError
+
+    if name is None:
+        _list_all()
+        return
+    cause, variable = find_cause(name.lower().replace("-", "_")), find_variable(name)
+    if cause is not None:
+        _show({"kind": "cause", **asdict(cause)}, cause_lines(cause))
+    elif variable is not None:
+        _show({"kind": "variable", **asdict(variable)}, variable_lines(variable))
+    else:
+        near = _nearest(name)
+        raise UsageError.of(
+            f"no cause and no variable is called {name}",
+            fix=f"did you mean `unisono explain {near}`?" if near else "`unisono explain` lists all of them",
+        )
+
+
+def cause_lines(cause: "Cause") -> list[str]:
+    """The entry as paragraphs: a heading, then lines; those of a list begin with two blanks."""
+    lines = [f"{cause.id}: {cause.title}", "", cause.meaning, "", "How it shows:"]
+    lines += [f"  - {item}" for item in cause.telltales]
+    if cause.neighbours:
+        lines += [
+            "",
+            "Looks alike:",
+            *(f"  - {other}: {difference}" for other, difference in cause.neighbours),
+        ]
+    lines += ["", "What to do:", *(f"  {number}. {item}" for number, item in enumerate(cause.remedy, 1))]
+    retry = "can help" if cause.retry_helps else "does not help by itself"
+    lines += [
+        "",
+        f"Exit code {cause.exit_code}. Starting again {retry}. Found {' and '.join(cause.when)} a run.",
+    ]
+    return lines
+
+
+def variable_lines(variable: "Variable") -> list[str]:
+    """The entry of an environment variable as lines."""
+    from unisono.causes.variable import GROUP_MEANING
+
+    lines = [f"{variable.name}: {variable.meaning}", "", f"It {GROUP_MEANING[variable.group]}."]
+    if variable.suspicious:
+        lines += ["", f"Suspicious: {variable.suspicious}"]
+    if variable.causes:
+        lines += ["", f"Related causes: {', '.join(variable.causes)}"]
+    return lines
+
+
+def _show(value: dict[str, object], lines: list[str]) -> None:
+    speak = output()
+    if speak.json:
+        speak.emit({"schema": 1, **value})
+        return
+    width = min(shutil.get_terminal_size().columns, _WIDEST) if sys.stdout.isatty() else 0
+    for line in lines:
+        speak.result(_wrapped(line, width))
+
+
+def _wrapped(line: str, width: int) -> str:
+    """The line, broken at `width` columns where it is not 0; an item of a list keeps its indent."""
+    indent = "     " if line.startswith("  ") else ""
+    return textwrap.fill(line, width, subsequent_indent=indent) if width and line else line
+
+
+def _list_all() -> None:
+    from unisono.causes.catalogue import ALL_CAUSES
+    from unisono.causes.variables import VARIABLES
+
+    causes = [{"id": cause.id, "title": cause.title} for cause in ALL_CAUSES]
+    variables = [{"name": variable.name, "meaning": variable.meaning} for variable in VARIABLES]
+    lines = [
+        "Causes",
+        *(f"  {cause.id:<30} {cause.title}" for cause in ALL_CAUSES),
+        "",
+        "Environment variables",
+    ]
+    lines += [f"  {variable.name:<42} {variable.meaning}" for variable in VARIABLES]
+    _show({"kind": "list", "causes": causes, "variables": variables}, lines)
+
+
+def _nearest(name: str) -> str | None:
+    from unisono.causes.catalogue import CATALOGUE
+    from unisono.causes.variables import VARIABLES
+    from unisono.text import nearest
+
+    by_lower = {variable.name.lower(): variable.name for variable in VARIABLES} | {
+        id_: id_ for id_ in CATALOGUE
+    }
+    close = nearest(name.lower().replace("-", "_"), list(by_lower))
+    return by_lower[close] if close else None

@@ -1,0 +1,93 @@
+"""`unisono init`: a commented config to start from."""
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unisono.cli.output import output
+
+_DEFAULT = "lora"
+
+
+def init(
+    template: Annotated[
+        str | None,
+        typer.Argument(metavar="[TEMPLATE]", help="one of `unisono init --list`; lora if not given"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="write it to this file, which must not exist; else to stdout")
+    ] = None,
+    listing: Annotated[bool, typer.Option("--list", help="list the templates")] = False,
+) -> None:
+    """Gives a commented config to start from."""
+    if listing:
+        _list_templates()
+        return
+    name = template or _DEFAULT
+    text = template_text(name)
+    if out is None:
+        speak = output()
+        speak.emit({"schema": 1, "template": name, "text": text}) if speak.json else speak.result(
+            text.rstrip("\n")
+        )
+        return
+    _write_new(out, text)
+    if output().json:
+        output().emit({"schema": 1, "template": name, "path": str(out)})
+    output().say(f"wrote {out}: set `model` and `data.train` in it, then `unisono train {out}`")
+
+
+def template_names() -> list[str]:
+    """The names of all templates, the default first."""
+    folder = resources.files("unisono.cli") / "templates"
+    names = sorted(
+        item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")
+    )
+    return sorted(names, key=lambda name: name != _DEFAULT)
+
+
+def template_text(name: str) -> str:
+    """The YAML of one template.
+
+    Raises:
+        UsageError: if there is none of this name.
+    """
+    names = template_names()
+    if name not in names:
+        from unisono.errors import UsageError
+        from unisono.text import nearest
+
+        near = nearest(name, names)
+        raise UsageError.of(
+            f"there is no template {name}",
+            fix=f"did you mean `{near}`?" if near else f"choose one of {', '.join(names)}",
+        )
+    return (resources.files("unisono.cli") / "templates" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _list_templates() -> None:
+    about = {name: template_text(name).splitlines()[0].removeprefix("# ") for name in template_names()}
+    if output().json:
+        output().emit(
+            {"schema": 1, "templates": [{"name": name, "about": text} for name, text in about.items()]}
+        )
+        return
+    for name, text in about.items():
+        output().result(f"{name:<10} {text}")
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Writes a file that must not be there yet; a name that exists is never touched, whoever made it when."""
+    from unisono.errors import UsageError
+
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UsageError.of(f"{path} exists", why="nothing is overwritten", fix="give another name") from None
+    except OSError as error:
+        raise UsageError.of(
+            f"{path} cannot be written", why=str(error), fix="give a file in a directory that you may write"
+        ) from error

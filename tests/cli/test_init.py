@@ -1,0 +1,69 @@
+"""`unisono init` gives configs that load, and overwrites nothing.
+
+Run: pytest tests/cli/test_init.py
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from unisono.cli.app import main
+from unisono.cli.init import template_names, template_text
+from unisono.config import load_config
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["init", *words])
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_a_template_loads_without_a_change(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.yaml"
+    code, out, err = run(capsys, name, "--out", str(file))
+    assert (code, out) == (0, "")
+    assert str(file) in err
+    assert load_config(file).config.output_dir == f"runs/{name}"
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_a_template_says_first_what_it_is_for(name: str) -> None:
+    assert re.match(r"# [A-Z].{20,120}\n# Start it with", template_text(name))
+
+
+def test_without_a_file_it_goes_to_stdout_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert (code, out, err) == (0, template_text("lora"), "")
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text("mine")
+    code, _, err = run(capsys, "--out", str(file))
+    assert (code, file.read_text()) == (2, "mine")
+    assert f"error: {file} exists" in err
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "--out", str(tmp_path / "no" / "train.yaml"))
+    assert code == 2
+    assert "Traceback" not in err
+
+
+def test_an_unknown_template_ends_with_2_and_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "loar")
+    assert code == 2
+    assert "did you mean `lora`?" in err
+
+
+def test_the_list_has_every_template(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--list")
+    assert [line.split()[0] for line in out.splitlines()] == template_names()
+    _, out, _ = run(capsys, "--list", "--json")
+    assert [item["name"] for item in json.loads(out)["templates"]] == template_names()
