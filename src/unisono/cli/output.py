@@ -36,7 +36,7 @@ class Output:
         """A result: a line on stdout. With `--json` it goes to stderr, as stdout is for JSON."""
         _write(sys.stderr if self.json else sys.stdout, text)
 
-    def emit(self, value: Any) -> None:  # noqa: ANN401 - any JSON value
+    def emit(self, value: Any) -> None:
         """One JSON value as a line on stdout."""
         _write(sys.stdout, json.dumps(value, ensure_ascii=False))
 

@@ -1,0 +1,121 @@
+"""The first screen: what will happen, in at most twelve lines, before it happens. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from unisono.config import RunConfig
+from unisono.plan import RunPlan
+from unisono.text import one_line
+from unisono.units import show_bytes, show_count
+
+_LABEL = 10
+
+
+def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
+    """The lines; every one says one thing.
+
+    Args:
+        plan: what was decided.
+        facts: what only the worker knows (its `ready` message); may be empty, as in a dry run.
+    """
+    rows = [
+        ("device", _device(plan)),
+        ("model", _model(plan)),
+        ("trained", _trained(plan, facts)),
+        ("data", _data(plan)),
+        ("", f"{plan.data.template}; {plan.data.cache_reason}"),
+        ("batch", _batch(plan)),
+        ("steps", _steps(plan)),
+        ("memory", _memory(plan, facts)),
+        ("start", plan.resume_reason),
+        ("results", plan.output_dir),
+    ]
+    if plan.ignored_variables:
+        rows.append(("ignored", f"{_some(plan.ignored_variables)}: one device needs no launcher's variables"))
+    return [f"{label:<{_LABEL}}{one_line(text, limit=180)}" for label, text in rows if text.strip("; ")]
+
+
+def _device(plan: RunPlan) -> str:
+    device = plan.device
+    if device.kind == "cuda":
+        which = f"1 GPU: {device.name}, index {device.index} → {device.uuid}"
+    else:
+        which = f"1 CPU: {device.name}"
+    threads = f"{plan.threads} thread{'s' if plan.threads != 1 else ''}"
+    return f"{which} · {threads} · {plan.dtype} · host {plan.host}"
+
+
+def _model(plan: RunPlan) -> str:
+    model = plan.model
+    parts = [plan.config.model.path, model.model_type, f"{show_count(model.parameters)} parameters"]
+    if plan.config.model.weights == "random":
+        parts.append("from random weights")
+    return " · ".join(parts)
+
+
+def _trained(plan: RunPlan, facts: Mapping[str, Any]) -> str:
+    how = _how(plan.config)
+    trainable, parameters = facts.get("trainable"), facts.get("parameters")
+    if isinstance(trainable, int) and isinstance(parameters, int) and parameters:
+        how += f" · {show_count(trainable)} of {show_count(parameters)} parameters ({trainable / parameters:.2%})"
+    layout = facts.get("layout")
+    return how + (f" · {layout} rows" if layout else "")
+
+
+def _how(config: RunConfig) -> str:
+    adapter = config.adapter
+    if adapter is None:
+        return "all weights" + (f", but {len(config.freeze)} patterns frozen" if config.freeze else "")
+    name = {"lora": "LoRA", "dora": "DoRA", "rslora": "rsLoRA"}[adapter.kind]
+    targets = adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets)
+    return f"{name}, rank {adapter.rank}, alpha {adapter.alpha:g} on {targets}"
+
+
+def _data(plan: RunPlan) -> str:
+    ledger, train = plan.data.ledger, plan.data.train
+    rows = [
+        f"{show_count(ledger.get('rows', train.rows))} rows: {show_count(ledger.get('used', train.rows))} used"
+    ]
+    rows += [
+        f"{show_count(ledger[name])} {name if name != 'eval' else 'for evaluation'}"
+        for name in ("eval", "cut", "split", "dropped", "bad")
+        if ledger.get(name)
+    ]
+    tokens = f"{show_count(train.tokens)} tokens, {show_count(train.loss_tokens)} in the loss"
+    lost = f", {show_count(ledger['tokens_cut'])} cut" if ledger.get("tokens_cut") else ""
+    return f"{', '.join(rows)} · {tokens}{lost}"
+
+
+def _batch(plan: RunPlan) -> str:
+    micro_steps = plan.global_batch // plan.micro_batch
+    longest = plan.data.train.longest_sequence
+    packed = "packed sequences" if plan.config.data.packing else "sequences"
+    return (
+        f"{plan.global_batch} {packed} a step = {micro_steps} × {plan.micro_batch} · "
+        f"at most {plan.micro_batch} × {longest:,} tokens at once"
+    )
+
+
+def _steps(plan: RunPlan) -> str:
+    every = f"evaluation every {plan.eval_every}" if plan.eval_every else ""
+    parts = [
+        f"{plan.total_steps:,} = {plan.config.duration}, {plan.steps_per_epoch:.4g} an epoch",
+        f"warm-up {plan.warmup_steps}",
+        every,
+        f"checkpoint every {plan.checkpoint_every}",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _memory(plan: RunPlan, facts: Mapping[str, Any]) -> str:
+    text = f"about {show_bytes(plan.memory.total)} of {show_bytes(plan.device.memory_bytes)} free"
+    if plan.gradient_checkpointing:
+        text += " · gradient checkpointing"
+    measured = facts.get("peak_bytes")
+    if isinstance(measured, int | float) and measured:
+        text += f" · the longest batch was tried and took {show_bytes(measured)}"
+    return text
+
+
+def _some(names: list[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,244 @@
+"""What a person sees of a run: the first screen, one line that moves (or plain lines now and then), and the end."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from unisono.causes import Verdict
+from unisono.cli.first_screen import first_screen
+from unisono.cli.output import Output
+from unisono.events import Message
+from unisono.plan import RunPlan
+from unisono.text import one_line
+from unisono.units import show_bytes, show_count, show_seconds
+
+_PLAIN_EVERY_S = 15.0
+_PLAIN_SHARE = 0.1
+
+
+class Line(Protocol):
+    """The one line that is redrawn, or its stand-in where nobody looks."""
+
+    def show(self, text: str, *, share: float | None) -> None:
+        """Redraws it; `share` of the run is done, or None if that is not known."""
+        ...
+
+    def above(self, text: str) -> None:
+        """Prints a line that stays."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+        ...
+
+
+class PlainLine:
+    """Plain lines, for files and pipes: at each tenth of the run, and when nothing was said for a while."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
+        self._clock = clock
+        self._next_share = 0.0
+        self._next_time = 0.0
+
+    def show(self, text: str, *, share: float | None) -> None:
+        """Says it if it is time to."""
+        now = self._clock()
+        reached = share is not None and share >= self._next_share
+        if not reached and now < self._next_time:
+            return
+        if share is not None:
+            self._next_share = (int(share / _PLAIN_SHARE + 1e-9) + 1) * _PLAIN_SHARE
+        self._next_time = now + _PLAIN_EVERY_S
+        self._say(text)
+
+    def above(self, text: str) -> None:
+        """Says it."""
+        self._say(text)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Pace:
+    """Steps per second over the last steps, without the first one of a start, which also warms up."""
+
+    _KEPT = 50
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: list[tuple[float, int]] = []
+
+    def note(self, step: int) -> None:
+        """Notes that a step is done."""
+        self._seen = [*self._seen[-self._KEPT :], (self._clock(), step)]
+
+    def rate(self) -> float | None:
+        """Steps per second, or None as long as it is not known."""
+        if len(self._seen) < 2:
+            return None
+        (begin, first), (end, last) = self._seen[0], self._seen[-1]
+        return (last - first) / (end - begin) if end > begin else None
+
+
+class Screen:
+    """Shows the messages of a run on stderr, and its end on stdout."""
+
+    def __init__(
+        self, speak: Output, line: Line | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._speak = speak
+        self._line = line or _line_for(speak)
+        self._pace = Pace(clock)
+        self._plan: RunPlan | None = None
+        self._greeted = False
+        self._figures: dict[str, str] = {}
+
+    def show(self, message: Message) -> None:
+        """Shows one message. Kinds that it does not know are for others."""
+        handler = {
+            "plan": self._on_plan, "ready": self._on_ready, "phase": self._on_phase, "step": self._on_step,
+            "eval": self._on_eval, "sample": self._on_sample, "checkpoint": self._on_checkpoint,
+            "warning": self._on_warning, "note": self._on_note, "verdict": self._on_verdict, "result": self._on_result,
+        }.get(message["kind"])  # fmt: skip
+        if handler is not None:
+            handler(message)
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+        self._line.close()
+
+    def show_plan(self, plan: RunPlan) -> None:
+        """The first screen of a run that is not started."""
+        self._plan = plan
+        self._greet({})
+
+    def _on_plan(self, message: Message) -> None:
+        self._plan = RunPlan.model_validate({k: v for k, v in message.items() if k not in ("kind", "time")})
+
+    def _on_ready(self, message: Message) -> None:
+        facts = message.get("facts")
+        if not self._greeted:
+            self._greet(facts if isinstance(facts, dict) else {})
+
+    def _greet(self, facts: dict[str, Any]) -> None:
+        assert self._plan is not None
+        self._greeted = True
+        for text in first_screen(self._plan, facts):
+            self._talk(text)
+        for text in [*self._plan.warnings, *self._plan.data.warnings]:
+            self._line.above(f"warning: {one_line(text)}")
+
+    def _on_phase(self, message: Message) -> None:
+        done, total = message.get("done"), message.get("total")
+        share = done / total if isinstance(done, int | float) and total else None
+        if self._pace.rate() is None and not self._speak.quiet:  # while steps run, their line says more
+            self._line.show(one_line(str(message.get("text", ""))), share=share)
+
+    def _on_step(self, message: Message) -> None:
+        step = int(message["step"])
+        self._pace.note(step)
+        if self._speak.quiet:
+            return
+        total = self._plan.total_steps if self._plan else 0
+        rate = self._pace.rate()
+        parts = [f"step {step:,}" + (f"/{total:,}" if total else ""), f"loss {_figure(message.get('loss'))}"]
+        parts += [f"{name} {value}" for name, value in self._figures.items()]
+        if message.get("tokens_per_second"):
+            parts.append(f"{show_count(float(message['tokens_per_second']))} tokens/s")
+        if rate:
+            parts.append(f"{rate:.3g} steps/s")
+            parts.append(f"{show_seconds((total - step) / rate)} left")
+        self._line.show(" · ".join(parts), share=step / total if total else None)
+
+    def _on_eval(self, message: Message) -> None:
+        figures = {k: v for k, v in message.items() if k not in ("kind", "time", "step") and _is_number(v)}
+        if "eval_loss" in figures:
+            self._figures["eval_loss"] = _figure(figures["eval_loss"])
+        shown = ", ".join(f"{name} {_figure(value)}" for name, value in figures.items())
+        self._talk(f"evaluation at step {message.get('step')}: {shown}")
+
+    def _on_sample(self, message: Message) -> None:
+        prompt = one_line(str(message.get("prompt", "")), limit=70)
+        self._talk(f"  {prompt} → {one_line(str(message.get('text', '')), limit=100)}")
+
+    def _on_checkpoint(self, message: Message) -> None:
+        size = f", {show_bytes(message['bytes'])}" if message.get("bytes") else ""
+        took = f" in {show_seconds(message['seconds'])}" if message.get("seconds") is not None else ""
+        self._talk(f"checkpoint at step {message.get('step')}{size}{took}")
+
+    def _on_warning(self, message: Message) -> None:
+        fix = f" ({one_line(str(message['fix']))})" if message.get("fix") else ""
+        self._line.above(f"warning: {one_line(str(message.get('text', '')))}{fix}")
+
+    def _on_note(self, message: Message) -> None:
+        self._talk(one_line(str(message.get("text", ""))))
+
+    def _on_verdict(self, message: Message) -> None:
+        verdict = Verdict.from_json({k: v for k, v in message.items() if k not in ("kind", "time")})
+        for text in verdict.lines():
+            self._line.above(text)
+
+    def _on_result(self, message: Message) -> None:
+        self.close()
+        for text in ending(message):
+            self._speak.result(text)
+
+    def _talk(self, text: str) -> None:
+        if not self._speak.quiet:
+            self._line.above(text)
+
+
+class JsonLines:
+    """The messages of a run as DESIGN A1 has them for programs: an object a line on stdout, the last is the result."""
+
+    _KINDS = ("plan", "step", "eval", "checkpoint", "warning", "verdict", "result")
+
+    def __init__(self, speak: Output) -> None:
+        self._speak = speak
+
+    def show(self, message: Message) -> None:
+        """Writes it, if it is for programs."""
+        if message["kind"] in self._KINDS:
+            self._speak.emit(message)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def ending(result: Message) -> list[str]:
+    """The last lines: how it ended, where the result is, and the next command to type."""
+    output_dir = str(result.get("output_dir", ""))
+    figures = [f"step {result.get('step', 0):,}"]
+    if result.get("loss") is not None:
+        figures.append(f"loss {_figure(result['loss'])}")
+    figures += [f"{name} {_figure(v)}" for name, v in (result.get("eval") or {}).items() if _is_number(v)]
+    if result.get("tokens_per_second"):
+        figures.append(f"{show_count(float(result['tokens_per_second']))} tokens/s")
+    figures.append(show_seconds(float(result.get("wall_time_s") or 0)))
+    lines = [f"{result.get('outcome')}: {' · '.join(figures)}"]
+    if result.get("outcome") == "completed":
+        lines += [f"result: {result.get('weights') or output_dir}", f"next:   unisono chat {output_dir}"]
+        return lines
+    checkpoint = result.get("checkpoint")
+    lines.append(f"checkpoint: {checkpoint}" if checkpoint else "there is no checkpoint yet")
+    if result.get("exit_code") in (75, 130):
+        lines.append("next:   the same command goes on " + ("from there" if checkpoint else "from step 1"))
+    return lines
+
+
+def _line_for(speak: Output) -> Line:
+    if sys.stderr.isatty() and not speak.quiet:
+        from unisono.cli.live_line import LiveLine
+
+        return LiveLine()
+    return PlainLine(speak.warn)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.4g}" if _is_number(value) else str(value)

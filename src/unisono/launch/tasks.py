@@ -1,0 +1,170 @@
+"""Runs tasks (prepare, preview, generate, chat, eval, export) as processes, and brings their refusals back as errors."""
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, Self
+
+from unisono.causes import Verdict
+from unisono.errors import (
+    EndedByVerdict,
+    IntegrityError,
+    Problem,
+    RankDied,
+    UnfitError,
+    UnisonoError,
+    UsageError,
+)
+from unisono.events import Message
+from unisono.facts import read_environment, read_machine
+from unisono.facts.machine import DeviceProbe
+from unisono.launch.command import Programs, child_environment, task_command
+from unisono.launch.process import ChildProcess
+from unisono.text import one_line
+
+_BY_EXIT_CODE: dict[int, type[UnisonoError]] = {
+    2: UsageError, 4: EndedByVerdict, 5: RankDied, 6: UnfitError, 7: IntegrityError,
+}  # fmt: skip
+_TAIL_BYTES = 8_000
+
+
+def run_task(
+    name: str,
+    request: dict[str, Any],
+    *,
+    on_message: Callable[[Message], None] | None = None,
+    programs: Programs | None = None,
+) -> dict[str, Any]:
+    """Runs a task to its end; gives the fields of its `result` message.
+
+    Args:
+        name: one of `unisono.task.__main__.TASKS`.
+        request: what the task's `run` gets.
+        on_message: sees every message before the last.
+        programs: what to start; the default is ours.
+
+    Raises:
+        UnisonoError: what the task refused, in the class of its exit code.
+        RankDied: if it crashed or was killed.
+    """
+    with TaskProcess(name, request, programs=programs) as task:
+        last: Message = {}
+        for message in task.messages():
+            last = message
+            if message["kind"] != "result" and on_message is not None:
+                on_message(message)
+    return {key: value for key, value in last.items() if key not in ("kind", "time")}
+
+
+class TaskProcess:
+    """A task that is talked to while it runs: start it as a context, `send` to it, read its `messages`."""
+
+    def __init__(
+        self, name: str, request: dict[str, Any], *, talks: bool = False, programs: Programs | None = None
+    ) -> None:
+        """Starts the task.
+
+        Args:
+            name: one of `unisono.task.__main__.TASKS`.
+            request: what the task's `run` gets.
+            talks: whether `send` will be used.
+            programs: what to start; the default is ours.
+        """
+        self.name = name
+        self._folder = tempfile.TemporaryDirectory(prefix="unisono-")  # mode 0700: requests hold prompts
+        path = Path(self._folder.name) / "request.json"
+        path.write_text(json.dumps(request, ensure_ascii=False), encoding="utf-8")
+        self._printed: IO[bytes] = (Path(self._folder.name) / "printed").open("w+b")
+        environment = read_environment()
+        threads = environment.omp_num_threads or read_machine(_no_devices).cores
+        started = programs or Programs()
+        self._child = ChildProcess(
+            lambda fd: task_command(started, name, request=path, report_fd=fd),
+            environment=child_environment(threads=threads, without=environment.leftovers),
+            output=self._printed, talks=talks,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def messages(self) -> Iterator[Message]:
+        """Every message until the task has ended; the last is `result`.
+
+        Raises:
+            UnisonoError: what the task refused, in the class of its exit code.
+            RankDied: if it crashed or was killed.
+        """
+        while not self._child.ended:
+            for message in self._child.read():
+                if message["kind"] == "refused":
+                    raise refusal(message)
+                if message["kind"] == "crashed":
+                    raise self._died(f"{message['error']} ({message.get('where', '')})")
+                yield message
+                if message["kind"] == "result":
+                    return
+        raise self._died(how_it_ended(self._child.returncode or 0))
+
+    def send(self, message: Message) -> None:
+        """Sends a JSON line to the task's stdin; needs `talks=True`."""
+        self._child.send(message)
+
+    def interrupt(self) -> None:
+        """Sends SIGINT, as when an answer is to end early."""
+        self._child.signal(signal.SIGINT)
+
+    def close(self, *, patience_s: float = 2.0) -> None:
+        """Ends the task: its input is closed, and what does not end by itself is ended."""
+        self._child.close_input()
+        self._child.end(patience_s=patience_s)
+        self._printed.close()
+        self._folder.cleanup()
+
+    def _died(self, how: str) -> RankDied:
+        return RankDied.of(
+            f"the task {self.name} ended: {one_line(how, limit=300)}",
+            why=one_line(tail_of(self._printed), limit=2000),
+            fix="run it again with --debug, and report it if it is not the memory or the disk",
+        )
+
+
+def refusal(message: Message) -> UnisonoError:
+    """The error that a `refused` message stands for, in the class of its exit code."""
+    kind = _BY_EXIT_CODE.get(int(message.get("exit_code", 1)), UnisonoError)
+    fields = ("what", "where", "why", "fix")
+    problems = [
+        Problem(**{f: str(p.get(f, "")) for f in fields})
+        for p in message.get("problems") or [{"what": "refused"}]
+    ]
+    verdict = message.get("verdict")
+    return kind(*problems, verdict=Verdict.from_json(verdict) if verdict else None)
+
+
+def how_it_ended(returncode: int) -> str:
+    """`killed by SIGKILL` or `exit status 3, without a word`."""
+    if returncode < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-returncode).name}"
+        return f"killed by signal {-returncode}"
+    return f"exit status {returncode}, without a word"
+
+
+def tail_of(printed: IO[bytes]) -> str:
+    """The end of what a child printed."""
+    size = os.fstat(printed.fileno()).st_size
+    start = max(0, size - _TAIL_BYTES)
+    return os.pread(printed.fileno(), _TAIL_BYTES, start).decode("utf-8", "replace")
+
+
+def _no_devices() -> tuple[list[Any], str]:
+    return [], ""
+
+
+_: DeviceProbe = _no_devices
