@@ -162,7 +162,9 @@ def flat_attention(
         or cu_seq_lens_q is None
         or query.shape[0] != 1
     ):
-        raise UnsupportedAttentionError(", ".join(wanted) or f"{type(module).__name__} with dropout {dropout}")
+        raise UnsupportedAttentionError(
+            ", ".join(wanted) or f"{type(module).__name__} with dropout {dropout}"
+        )
     del attention_mask  # none is made for an attention that transformers does not know
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))

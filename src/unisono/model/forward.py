@@ -149,7 +149,10 @@ def _alone(forward: Forward) -> torch.Tensor:
     rows = _probe_rows(forward.loaded.base, first=11)
     base = forward.loaded.base
     with forward._precision():  # noqa: SLF001 - same module
-        parts = [base(input_ids=ids[None], use_cache=False).logits[0, :-1].float() for ids in rows.input_ids.split(rows.lengths)]
+        parts = [
+            base(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+            for ids in rows.input_ids.split(rows.lengths)
+        ]
     return torch.cat(parts)
 
 

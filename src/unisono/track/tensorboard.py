@@ -13,7 +13,10 @@ class TensorboardWriter:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError.of(
-                "TensorBoard is not installed", where="track", why=str(error), fix="pip install 'unisono[track]', or set track: []"
+                "TensorBoard is not installed",
+                where="track",
+                why=str(error),
+                fix="pip install 'unisono[track]', or set track: []",
             ) from error
         self._writer = SummaryWriter(str(directory), purge_step=purge_step)
 

@@ -45,7 +45,9 @@ class TrainingData:
 
     def step(self, step: int) -> StepBatches:
         """The sequences of a step, dealt into micro batches."""
-        sequences = self.stream.step(step, global_batch=self.global_batch, total_sequences=self.total_sequences)
+        sequences = self.stream.step(
+            step, global_batch=self.global_batch, total_sequences=self.total_sequences
+        )
         return StepBatches(
             step,
             [sequences[i : i + self.micro_batch] for i in range(0, len(sequences), self.micro_batch)],
@@ -82,6 +84,10 @@ def load_rows(table: TokenTable, sequences: Sequence[int], device: torch.device)
         return torch.from_numpy(values).to(device, non_blocking=True)
 
     rows = Rows(
-        tensor(batch.input_ids), tensor(batch.position_ids), list(batch.lengths), tensor(batch.label_index), tensor(batch.labels)
+        tensor(batch.input_ids),
+        tensor(batch.position_ids),
+        list(batch.lengths),
+        tensor(batch.label_index),
+        tensor(batch.labels),
     )
     return rows, batch

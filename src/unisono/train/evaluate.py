@@ -26,7 +26,9 @@ def evaluation_loss(run: Run) -> float | None:
                 total += float(run.forward.loss(rows, count=count))
             if run.stop.outcome:  # an evaluation is not worth the grace time; the caller drops it
                 return None
-            run.report.phase("evaluate", "evaluating", done=(done + 1) * run.plan.micro_batch, total=table.sequences)
+            run.report.phase(
+                "evaluate", "evaluating", done=(done + 1) * run.plan.micro_batch, total=table.sequences
+            )
     return total
 
 
@@ -73,7 +75,11 @@ def show_samples(run: Run, *, step: int) -> None:
     rows = range(min(section.samples, run.eval_table.rows))
     for question, answer in _answers(run, rows, limit=section.sample_tokens):
         run.report.send(
-            "sample", step=step, prompt=_text(run, question.prompt), text=answer, reference=_text(run, question.answer)
+            "sample",
+            step=step,
+            prompt=_text(run, question.prompt),
+            text=answer,
+            reference=_text(run, question.answer),
         )
 
 
@@ -82,7 +88,8 @@ def exact_match_share(run: Run) -> float | None:
     if run.eval_table is None or not run.plan.config.eval.exact_match:
         return None
     pairs = [
-        (answer, _text(run, question.answer)) for question, answer in _answers(run, range(run.eval_table.rows), limit=None)
+        (answer, _text(run, question.answer))
+        for question, answer in _answers(run, range(run.eval_table.rows), limit=None)
     ]
     return exact_match(pairs) if pairs else None
 
@@ -112,4 +119,6 @@ def _stop_ids(run: Run, questions: list[Question]) -> set[int]:
 
 
 def _text(run: Run, ids: list[int]) -> str:
-    return plain(run.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
+    return plain(
+        run.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    ).strip()

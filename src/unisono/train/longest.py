@@ -53,7 +53,13 @@ def out_of_memory(run: Run, error: BaseException, *, shape: str, phase: str) -> 
         cause=cause, when="during", summary=summary, ranks=(0,), hosts=(run.plan.host,), phase=phase, step=run.state.step,
         evidence=(Evidence(where=f"rank 0 ({run.plan.host})", text=str(error)),), fix=tuple(_savings(run)),
     )  # fmt: skip
-    return RankDied.of(summary, where=f"rank 0 ({run.plan.host}), {phase}", why=str(error), fix="; ".join(_savings(run)), verdict=verdict)
+    return RankDied.of(
+        summary,
+        where=f"rank 0 ({run.plan.host}), {phase}",
+        why=str(error),
+        fix="; ".join(_savings(run)),
+        verdict=verdict,
+    )
 
 
 def _savings(run: Run) -> list[str]:
@@ -75,11 +81,17 @@ def _savings(run: Run) -> list[str]:
         found.append(f"batch.micro={smaller} saves about {show_bytes(saved)}, with the same result")
     if not plan.gradient_checkpointing:
         saved = now - total(plan.micro_batch, checkpointing=True)
-        found.append(f"memory.gradient_checkpointing=true saves about {show_bytes(saved)}, for about a third more time")
+        found.append(
+            f"memory.gradient_checkpointing=true saves about {show_bytes(saved)}, for about a third more time"
+        )
     if len(found) < 2:
-        found.append(f"data.max_length={config.data.max_length // 2} halves the longest sequence; data.too_long says what becomes of the rest")
+        found.append(
+            f"data.max_length={config.data.max_length // 2} halves the longest sequence; data.too_long says what becomes of the rest"
+        )
     if len(found) < 2 and config.adapter is None:
-        found.append("adapter={kind: lora} trains a small part, and saves gradients and optimizer state of the rest")
+        found.append(
+            "adapter={kind: lora} trains a small part, and saves gradients and optimizer state of the rest"
+        )
     return found[:2]
 
 

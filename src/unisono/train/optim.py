@@ -37,7 +37,9 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
 
-def build_optimizers(section: OptimSection, trainable: dict[str, torch.nn.Parameter], *, not_matrices: set[int]) -> Optimizers:
+def build_optimizers(
+    section: OptimSection, trainable: dict[str, torch.nn.Parameter], *, not_matrices: set[int]
+) -> Optimizers:
     """AdamW (arXiv:1711.05101), or Muon (Jordan et al., 2024) for the matrices and AdamW for the rest.
 
     Weight decay is for matrices; norms and biases have none.
@@ -47,12 +49,18 @@ def build_optimizers(section: OptimSection, trainable: dict[str, torch.nn.Parame
         trainable: the parameters by name.
         not_matrices: ids of two-dimensional parameters that are tables, not maps: embeddings and the head.
     """
-    muon = {n: p for n, p in trainable.items() if section.kind == "muon" and p.ndim == 2 and id(p) not in not_matrices}
+    muon = {
+        n: p
+        for n, p in trainable.items()
+        if section.kind == "muon" and p.ndim == 2 and id(p) not in not_matrices
+    }
     rest = {n: p for n, p in trainable.items() if n not in muon}
     parts: dict[str, torch.optim.Optimizer] = {}
     names: dict[str, list[str]] = {}
     if muon:
-        parts["muon"] = torch.optim.Muon(list(muon.values()), lr=section.muon_lr, weight_decay=section.weight_decay)
+        parts["muon"] = torch.optim.Muon(
+            list(muon.values()), lr=section.muon_lr, weight_decay=section.weight_decay
+        )
         names["muon"] = list(muon)
     if rest:
         decayed = {n: p for n, p in rest.items() if p.ndim >= 2}

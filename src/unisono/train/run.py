@@ -40,6 +40,6 @@ class Run:
     watch: GlobalStateWatch
 
     @property
-    def tokenizer(self) -> Any:  # noqa: ANN401 - transformers' class is dynamic
+    def tokenizer(self) -> Any:
         """The tokenizer that came with the model."""
         return self.forward.loaded.tokenizer

@@ -38,7 +38,11 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     began = time.perf_counter()
     section = run.plan.config.optim
     factor = lr_factor(
-        batches.step, total=run.plan.total_steps, warmup=run.plan.warmup_steps, schedule=section.schedule, floor=section.min_lr
+        batches.step,
+        total=run.plan.total_steps,
+        warmup=run.plan.warmup_steps,
+        schedule=section.schedule,
+        floor=section.min_lr,
     )
     run.optimizers.set_factor(factor)
     total = torch.zeros((), device=run.device)

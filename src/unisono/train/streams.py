@@ -41,8 +41,11 @@ class GlobalStateWatch:
         return found
 
     def _fingerprints(self) -> dict[str, int]:
-        state = np.random.get_state()  # noqa: NPY002 - this is the global state that is watched
-        found = {"python's random": hash(random.getstate()), "numpy.random": hash((state[1].tobytes(), state[2]))}  # type: ignore[index, union-attr]
+        state = np.random.get_state()
+        found = {
+            "python's random": hash(random.getstate()),
+            "numpy.random": hash((state[1].tobytes(), state[2])),
+        }  # type: ignore[index, union-attr]
         if not self._torch_is_used:
             found["torch's default generator"] = hash(torch.random.get_rng_state().numpy().tobytes())
         return found

@@ -1,0 +1,98 @@
+"""The result: final weights in the Hugging Face layout, written whole or not at all."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.files import fsync_dir
+from unisono.model.inspect import read_safetensors_header, weight_files
+from unisono.model.load import DTYPES, LoadedModel
+from unisono.plan import RunPlan
+from unisono.train.run import Run
+
+_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def write_result(run: Run) -> Path:
+    """Writes adapter/ or model/ of the run, with tokenizer and chat template; gives its path."""
+    target = run.files.adapter if run.plan.config.adapter is not None else run.files.model
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    write_weights(run.forward.loaded, run.plan, temporary)
+    _sync(temporary)
+    if target.exists():  # of an earlier, shorter run that this one has prolonged
+        old = target.with_name(f".{target.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        temporary.rename(target)
+        shutil.rmtree(old)
+    else:
+        temporary.rename(target)
+    fsync_dir(target.parent)
+    return target
+
+
+def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path) -> None:
+    """The adapter in peft's layout, or the whole model in transformers', with all that chat and generation need."""
+    directory.mkdir(parents=True)
+    if plan.config.adapter is not None:
+        model: Any = loaded.model
+        model.peft_config["default"].base_model_name_or_path = _base_name(plan)
+        model.save_pretrained(str(directory), save_embedding_layers=False)
+    else:
+        base = loaded.base
+        base.config.use_cache = True
+        dtype = DTYPES[stored_dtype(plan)]
+        state = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in base.state_dict().items()
+        }
+        base.config.dtype = dtype
+        base.save_pretrained(str(directory), state_dict=_tied_once(base, state))
+        base.config.use_cache = False
+    loaded.tokenizer.save_pretrained(str(directory))
+    if loaded.base.generation_config is not None and plan.config.adapter is not None:
+        loaded.base.generation_config.save_pretrained(str(directory))
+
+
+def stored_dtype(plan: RunPlan) -> str:
+    """The dtype in which trained weights are stored: that of the files they came from, else the computation's."""
+    if plan.config.model.weights == "random":
+        return plan.dtype
+    headers = [
+        header
+        for file in weight_files(Path(plan.model.directory))
+        for header in read_safetensors_header(file)
+    ]
+    largest = max(headers, key=lambda header: torch.Size(header.shape).numel())
+    return _NAMES.get(largest.dtype, plan.dtype)
+
+
+def _tied_once(base: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Casting made copies of tied weights; only the first name of each stays, as transformers itself would save them."""
+    seen: dict[int, str] = {}
+    kept = {}
+    for name, original in base.state_dict(keep_vars=True).items():
+        if seen.setdefault(id(original), name) == name:
+            kept[name] = state[name].contiguous()
+    return kept
+
+
+def _base_name(plan: RunPlan) -> str:
+    """What peft will load the base from: the hub id as it was given, or the directory."""
+    asked = plan.config.model.path
+    return plan.model.directory if asked.startswith("builtin:") or Path(asked).exists() else asked
+
+
+def _sync(directory: Path) -> None:
+    for file in directory.rglob("*"):
+        if file.is_file():
+            fd = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    fsync_dir(directory)

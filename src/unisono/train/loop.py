@@ -1,0 +1,129 @@
+"""The page everybody reads: what happens in a run, in order."""
+
+from typing import Any
+
+from unisono.train.evaluate import evaluation_loss, exact_match_share, show_samples
+from unisono.train.longest import is_out_of_memory, out_of_memory, peak_bytes
+from unisono.train.run import Run
+from unisono.train.saving import save_checkpoint
+from unisono.train.step import StepOutcome, optimizer_step
+from unisono.train.trouble import note_skipped_step, too_many_skipped
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Trains from the state's step to the plan's last, or until something asks it to stop.
+
+    Returns:
+        outcome, exit_code and verdict for the `result` message.
+    """
+    if run.state.step == 0 and "loss_before" not in run.state.eval:
+        _measure_before(run)
+    while run.state.step < run.plan.total_steps:
+        batches = run.data.step(run.state.step + 1)
+        try:
+            outcome = optimizer_step(run, batches)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            shape = f"{len(batches.groups[0])} sequences, {batches.tokens} tokens in {len(batches.groups)} micro batches"
+            raise out_of_memory(run, error, shape=shape, phase="train") from error
+        run.state.step = batches.step
+        run.state.tokens += batches.tokens
+        run.state.loss_tokens += batches.loss_tokens
+        _log_step(run, outcome, tokens=batches.tokens)
+        if not outcome.is_sound:
+            note_skipped_step(run, batches, outcome)
+            verdict = too_many_skipped(run, batches)
+            if verdict is not None:
+                return {"outcome": "stalled", "exit_code": 4, "verdict": verdict.to_json()}
+        _tell_moved_generators(run)
+
+        last = run.state.step == run.plan.total_steps
+        if _is_due(run.plan.eval_every, run.state.step) or last:
+            enough = _evaluate(run)
+            last = last or enough
+        if run.stop.outcome is not None:
+            save_checkpoint(run)
+            return {"outcome": run.stop.outcome, "exit_code": run.stop.exit_code, "verdict": None}
+        if _is_due(run.plan.checkpoint_every, run.state.step) or last:
+            save_checkpoint(run)
+        if last:
+            break
+    return {"outcome": "completed", "exit_code": 0, "verdict": None}
+
+
+def _is_due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+def _measure_before(run: Run) -> None:
+    """The figures before step 1, to compare with those at the end."""
+    loss = evaluation_loss(run)
+    if loss is not None:
+        run.state.eval["loss_before"] = loss
+    share = exact_match_share(run)
+    if share is not None:
+        run.state.eval["exact_match_before"] = share
+    if loss is not None:
+        run.report.send("eval", step=0, eval_loss=loss, exact_match=share)
+    show_samples(run, step=0)
+
+
+def _evaluate(run: Run) -> bool:
+    """Measures the loss on the evaluation rows; gives whether it has stopped improving for long enough to end the run."""
+    loss = evaluation_loss(run)
+    if loss is None:
+        return False
+    state = run.state
+    state.eval["loss"] = loss
+    if state.best_loss is None or loss < state.best_loss:
+        state.best_loss, state.best_step, state.evals_since_best = loss, state.step, 0
+    else:
+        state.evals_since_best += 1
+    run.metrics.append({"step": state.step, "eval_loss": loss})
+    run.report.send("eval", step=state.step, eval_loss=loss, best=state.best_step == state.step)
+    if run.board is not None:
+        run.board.scalars(state.step, {"eval/loss": loss})
+    show_samples(run, step=state.step)
+    if run.plan.config.checkpoint.best and state.best_step == state.step:
+        save_checkpoint(run)
+    patience = run.plan.config.eval.stop_after
+    if patience is None or state.evals_since_best < patience:
+        return False
+    run.report.send(
+        "warning", code="early_stop", fix="",
+        text=f"eval_loss has not improved in {patience} evaluations; the best, {state.best_loss:.4f}, was at step {state.best_step}",
+    )  # fmt: skip
+    return True
+
+
+def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
+    state = run.state
+    state.loss = outcome.loss
+    line = {
+        "step": state.step,
+        "epoch": state.step / run.plan.steps_per_epoch,
+        "loss": outcome.loss,
+        "lr": outcome.lr,
+        "grad_norm": outcome.grad_norm,
+        "tokens": state.tokens,
+        "loss_tokens": state.loss_tokens,
+        "tokens_per_second": tokens / outcome.step_time_s,
+        "step_time_s": outcome.step_time_s,
+        "data_time_s": outcome.data_time_s,
+        "comm_time_s": 0.0,
+        "memory_bytes": peak_bytes(run.device),
+    }
+    run.metrics.append(line)
+    run.report.send("step", **line)
+    if run.board is not None:
+        names = ("loss", "lr", "grad_norm", "tokens_per_second")
+        run.board.scalars(state.step, {f"train/{name}": float(line[name]) for name in names})
+
+
+def _tell_moved_generators(run: Run) -> None:
+    for name in run.watch.moved():
+        run.report.warning(
+            "global_random_state", f"something moved {name} during step {run.state.step}: it is not ours, and is not resumed exactly",
+            fix="have that code draw from a generator of its own",
+        )  # fmt: skip

@@ -1,0 +1,126 @@
+"""Puts a run together from its plan: model, data, optimizer, state; fresh or from a checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.store import CheckpointStore
+from unisono.data.table import TokenTable
+from unisono.events import Reporter
+from unisono.facts import read_environment
+from unisono.model.forward import choose_forward
+from unisono.model.load import LoadedModel, load_for_training
+from unisono.model.locate import locate_tokenizer
+from unisono.plan import RunPlan, Stream
+from unisono.rundir import RunDir
+from unisono.rundir.metrics import MetricsWriter, cut_after
+from unisono.track.tensorboard import TensorboardWriter
+from unisono.train.batches import TrainingData
+from unisono.train.optim import build_optimizers
+from unisono.train.run import Run
+from unisono.train.saving import restore
+from unisono.train.state import TrainState
+from unisono.train.stop import StopRequest
+from unisono.train.streams import GlobalStateWatch, seed_torch
+
+
+def set_up(plan: RunPlan, report: Reporter, stop: StopRequest) -> Run:
+    """Loads everything; afterwards only training is left.
+
+    Raises:
+        ModelError: if the model or its tokenizer is refused.
+        IntegrityError: if the checkpoint to resume from does not belong to this run.
+    """
+    files = RunDir(Path(plan.output_dir))
+    device = _bind_device(plan)
+    torch.set_num_threads(plan.threads)
+    report.phase("load_model", f"loading {plan.config.model.path}")
+    loaded = _load_model(plan, device)
+    adapter = plan.config.adapter
+    forward = choose_forward(
+        loaded, dtype=plan.dtype, gradient_checkpointing=plan.gradient_checkpointing,
+        quick_adapter=adapter is not None and adapter.kind != "dora" and adapter.dropout == 0 and not adapter.modules_to_save,
+    )  # fmt: skip
+    report.phase("load_data", "mapping the token table")
+    data, eval_table = _open_data(plan)
+    loaded.model.train()
+    run = Run(
+        plan=plan,
+        files=files,
+        report=report,
+        device=device,
+        forward=forward,
+        optimizers=build_optimizers(plan.config.optim, loaded.trainable, not_matrices=_tables(loaded)),
+        data=data,
+        eval_table=eval_table,
+        state=TrainState(),
+        store=CheckpointStore(files.checkpoints, key=user_key(read_environment().settings_dir)),
+        metrics=_open_metrics(plan, files),
+        board=_open_board(plan, files),
+        stop=stop,
+        watch=GlobalStateWatch(torch_is_used=_uses_dropout(loaded)),
+    )
+    if plan.resume is not None:
+        report.phase("resume", f"reading checkpoint {plan.resume.step}")
+        restore(run, Path(plan.resume.path))
+    return run
+
+
+def _bind_device(plan: RunPlan) -> torch.device:
+    """Binds the planned device before anything else touches CUDA."""
+    if plan.device.kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", 0)  # the front has made the planned device the only visible one
+    torch.cuda.set_device(device)
+    if plan.config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    return device
+
+
+def _load_model(plan: RunPlan, device: torch.device) -> LoadedModel:
+    seed_torch(plan.config.seed, "weights")
+    return load_for_training(
+        plan.config, directory=Path(plan.model.directory), tokenizer_directory=locate_tokenizer(plan.config), dtype=plan.dtype,
+        device=device,
+    )  # fmt: skip
+
+
+def _open_data(plan: RunPlan) -> tuple[TrainingData, TokenTable | None]:
+    directory = Path(plan.data.cache_dir)
+    table = TokenTable.open(directory, "train")
+    stream = Stream(table.sequences, plan.config.seed)
+    data = TrainingData(table, stream, plan.global_batch, plan.micro_batch, plan.total_sequences)
+    return data, TokenTable.open(directory, "eval") if plan.data.eval else None
+
+
+def _open_metrics(plan: RunPlan, files: RunDir) -> MetricsWriter:
+    """Lines after the step that the run goes on from are of a future that did not happen."""
+    cut_after(files.metrics, plan.resume.step if plan.resume else 0)
+    return MetricsWriter(files.metrics)
+
+
+def _open_board(plan: RunPlan, files: RunDir) -> TensorboardWriter | None:
+    if "tensorboard" not in plan.config.track:
+        return None
+    return TensorboardWriter(files.tensorboard, purge_step=plan.resume.step + 1 if plan.resume else None)
+
+
+def _tables(loaded: LoadedModel) -> set[int]:
+    """Ids of the embedding and of the head: tables of tokens, which Muon is not for."""
+    modules = [loaded.base.get_input_embeddings(), loaded.base.get_output_embeddings()]
+    return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
+
+
+def _uses_dropout(loaded: LoadedModel) -> bool:
+    return any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in loaded.model.modules())
+
+
+def ready_facts(run: Run, *, peak: int) -> dict[str, Any]:
+    """What only the worker knows before step 1, for the first screen."""
+    loaded, forward = run.forward.loaded, run.forward
+    return {
+        "parameters": loaded.parameters, "trainable": loaded.trainable_parameters, "dtype": run.plan.dtype, "layout": forward.layout,
+        "head": forward.head, "why": forward.why, "peak_bytes": peak, "resumed_step": run.state.step, "threads": torch.get_num_threads(),
+    }  # fmt: skip

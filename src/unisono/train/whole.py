@@ -1,0 +1,64 @@
+"""A run from plan to result."""
+
+import time
+from typing import Any
+
+import torch
+
+from unisono.events import Reporter
+from unisono.plan import RunPlan
+from unisono.train.evaluate import exact_match_share
+from unisono.train.finish import write_result
+from unisono.train.longest import try_longest
+from unisono.train.loop import train
+from unisono.train.run import Run
+from unisono.train.saving import restore
+from unisono.train.setup import ready_facts, set_up
+from unisono.train.stop import StopRequest
+
+
+def run_plan(plan: RunPlan, report: Reporter, stop: StopRequest) -> dict[str, Any]:
+    """Sets up, tries the longest batch, trains, and writes the result; gives the fields of the `result` message."""
+    assert not torch.distributed.is_initialized(), "one device never creates a process group"
+    run = set_up(plan, report, stop)
+    peak = try_longest(run)
+    report.send("ready", facts=ready_facts(run, peak=peak))
+    stop.training_begins()
+    began, tokens_before = time.perf_counter(), run.state.tokens
+    ending = train(run)
+    seconds = time.perf_counter() - began
+    weights = None
+    if ending["outcome"] == "completed":
+        _take_best(run)
+        share = exact_match_share(run)
+        if share is not None:
+            run.state.eval["exact_match"] = share
+        report.phase("finish", "writing the result")
+        weights = str(write_result(run))
+    if run.board is not None:
+        run.board.close()
+    run.metrics.close()
+    newest = run.files.checkpoint(run.saved_step) if run.saved_step is not None else None
+    return {
+        **ending,
+        "step": run.state.step,
+        "tokens": run.state.tokens,
+        "loss": run.state.loss,
+        "eval": run.state.eval,
+        "tokens_per_second": (run.state.tokens - tokens_before) / max(seconds, 1e-9),
+        "checkpoint": str(newest) if newest else None,
+        "weights": weights,
+    }
+
+
+def _take_best(run: Run) -> None:
+    """With `checkpoint.best` the result is the best checkpoint, which may be an earlier one."""
+    best = run.state.best_step
+    if run.plan.config.checkpoint.best is None or best is None or best == run.state.step:
+        return
+    run.report.phase("finish", f"taking the best checkpoint, step {best}")
+    state, eval_figures = run.state, run.state.eval
+    restore(run, run.files.checkpoint(best))
+    run.state = state
+    if state.best_loss is not None:
+        eval_figures["loss"] = state.best_loss

@@ -1,0 +1,54 @@
+"""Attention inside rows equals dense masked attention. Run: pytest tests/model/test_attention.py"""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unisono.model.attention import RowAttention
+
+
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], window: int | None
+) -> torch.Tensor:
+    tokens, heads, size = q.shape
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    position = torch.arange(tokens)
+    sees = (row[:, None] == row[None]) & (position[:, None] >= position[None])
+    if window:
+        sees &= position[:, None] - position[None] < window
+    group = heads // k.shape[1]
+    q, k, v = (
+        t.transpose(0, 1)[None] for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+    )
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=sees)[0].transpose(0, 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=5),
+    window=st.none() | st.integers(1, 200),
+    group=st.integers(1, 3),
+)
+def test_output_and_gradients_equal_dense_attention(
+    lengths: list[int], window: int | None, group: int
+) -> None:
+    torch.manual_seed(0)
+    tokens, kv, size = sum(lengths), 2, 8
+    shapes = ((tokens, kv * group, size), (tokens, kv, size), (tokens, kv, size))
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    weight = torch.randn(shapes[0], dtype=torch.float64)
+    results = []
+    for out in (RowAttention.apply(*tensors, lengths, size**-0.5, window), _dense(*tensors, lengths, window)):
+        results.append([out.detach(), *torch.autograd.grad(out, tensors, weight)])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_long_rows_compute_their_probabilities_again_with_the_same_result() -> None:
+    torch.manual_seed(0)
+    lengths = [1500, 20]  # beyond what is kept
+    tensors = [torch.randn(1520, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    weight = torch.randn(1520, 2, 8, dtype=torch.float64)
+    mine = torch.autograd.grad(RowAttention.apply(*tensors, lengths, 0.3, None), tensors, weight)
+    scaled = [tensors[0] * (0.3 * 8**0.5), tensors[1], tensors[2]]
+    theirs = torch.autograd.grad(_dense(*scaled, lengths, None), tensors, weight)
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(mine, theirs, strict=True))
