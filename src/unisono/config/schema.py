@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from unisono.config.describe import Says
 from unisono.units import Duration, Warmup, parse_seconds
 
 
@@ -35,25 +36,31 @@ def _check_seconds(text: str) -> str:
 def _check_pattern(text: str) -> str:
     try:
         re.compile(text)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:  # the last two: `a{99999999999}`, and (((…
         raise ValueError(f"{text!r} is no regular expression: {error}") from error
     return text
 
 
-def _float_of_yaml(value: Any) -> Any:  # noqa: ANN401 - whatever YAML gave
-    """YAML 1.1 reads `1e-4` as a string; a number is what was meant. Integers are fine where a float is asked for."""
+def _float_of_yaml(value: Any) -> Any:
+    """YAML 1.1 reads `1e-4` as a string; a number is what was meant."""
     if isinstance(value, str):
         try:
             return float(value)
         except ValueError:
             return value
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    return value
 
 
-DurationText = Annotated[str, AfterValidator(_check_duration)]
-WarmupText = Annotated[str, AfterValidator(_check_warmup)]
-SecondsText = Annotated[str, AfterValidator(_check_seconds)]
-Pattern = Annotated[str, AfterValidator(_check_pattern)]
+DurationText = Annotated[
+    str,
+    AfterValidator(_check_duration),
+    Says("an amount with its unit, as `3 epochs`, `500 steps` or `2M tokens`"),
+]
+WarmupText = Annotated[
+    str, AfterValidator(_check_warmup), Says("a share or a number of steps, as `3%` or `100 steps`")
+]
+SecondsText = Annotated[str, AfterValidator(_check_seconds), Says("a time, as `25 seconds` or `2 minutes`")]
+Pattern = Annotated[str, AfterValidator(_check_pattern), Says("a regular expression")]
 Number = Annotated[float, BeforeValidator(_float_of_yaml)]
 Share = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, BeforeValidator(_float_of_yaml), Field(gt=0.0)]
@@ -114,12 +121,15 @@ class SourceSection(Section):
 class DataSection(Section):
     """The rows: from where, in which form, and which of their tokens count."""
 
-    train: str | list[str | SourceSection] = Field(
-        description="a path, glob, URL (fsspec), hub id, or a list of sources"
-    )
-    eval: Annotated[float, Field(gt=0.0, lt=1.0)] | str | None = Field(
-        default=None, description="a share split off with the run's seed, or a path, or null"
-    )
+    train: Annotated[
+        str | list[str | SourceSection],
+        Says("a path, a glob, a URL, a hub id, or a list of these and of sections"),
+    ] = Field(description="a path, glob, URL (fsspec), hub id, or a list of sources")
+    eval: Annotated[
+        Annotated[float, Field(gt=0.0, lt=1.0)] | str | None,
+        BeforeValidator(_float_of_yaml),
+        Says("a share between 0 and 1 (as 0.05), a path, or null"),
+    ] = Field(default=None, description="a share split off with the run's seed, or a path, or null")
     format: Format = "auto"
     template: str | None = Field(
         default=None, description="a file with a chat template (Jinja); null: the tokenizer's own"
@@ -151,14 +161,16 @@ class OptimSection(Section):
     warmup: WarmupText = "3%"
     min_lr: Share = Field(default=0.0, description="where the schedule ends, as a share of lr")
     weight_decay: NotNegative = 0.0
-    betas: tuple[Share, Share] = (0.9, 0.999)
+    betas: Annotated[tuple[Share, Share], Says("a list of two numbers from 0 to below 1")] = Field(
+        default=(0.9, 0.999), description="how slowly the two moments of AdamW forget"
+    )
     max_grad_norm: Positive | None = Field(
         default=1.0, description="gradients are scaled down to this norm; null: never"
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _betas_from_list(cls, value: Any) -> Any:  # noqa: ANN401
+    def _betas_from_list(cls, value: Any) -> Any:
         if isinstance(value, dict) and isinstance(value.get("betas"), list):
             return {**value, "betas": tuple(value["betas"])}
         return value
@@ -168,25 +180,15 @@ class BatchSection(Section):
     """How many sequences make one optimizer step."""
 
     global_: int = Field(
-        default=16, ge=1, alias="global", description="sequences per optimizer step over all ranks"
+        default=16,
+        ge=1,
+        le=1_000_000,
+        alias="global",
+        description="sequences per optimizer step over all ranks",
     )
-    micro: int | Literal["auto"] = Field(
+    micro: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto", description="sequences per rank and forward; divides global"
     )
-
-    @model_validator(mode="after")
-    def _micro_divides_global(self) -> Self:
-        if isinstance(self.micro, int):
-            if self.micro < 1:
-                raise ValueError("micro must be at least 1")
-            if self.global_ % self.micro:
-                divisors = [n for n in range(1, self.global_ + 1) if self.global_ % n == 0]
-                shown = ", ".join(map(str, divisors[:12]))
-                raise ValueError(
-                    f"micro batch {self.micro} does not divide the global batch of {self.global_} sequences; "
-                    f"set batch.micro to one of {shown}"
-                )
-        return self
 
 
 class EvalSection(Section):
@@ -255,37 +257,62 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _model_by_name(cls, value: Any) -> Any:  # noqa: ANN401
+    def _model_by_name(cls, value: Any) -> Any:
         if isinstance(value, dict) and isinstance(value.get("model"), str):
             return {**value, "model": {"path": value["model"]}}
         return value
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        if self.adapter is not None and self.freeze:
-            raise ValueError(
-                "freeze: an adapter already freezes the model; remove `freeze`, or set `adapter: null`"
-            )
-        if self.adapter is not None and self.model.weights == "random":
-            raise ValueError("adapter: an adapter on random weights learns nothing; set `adapter: null`")
-        if self.adapter is not None and self.optim.kind == "muon":
-            raise ValueError(
-                "optim.kind: muon is for whole matrices; set `optim.kind: adamw`, or `adapter: null`"
-            )
-        if self.adapter is not None and self.model.resize_vocabulary:
-            raise ValueError(
-                "model.resize_vocabulary: new rows of the embedding must be trained; set `adapter: null`, or leave it out"
-            )
-        if self.checkpoint.best and self.data.eval is None:
-            raise ValueError("checkpoint.best: there is nothing to measure the best by; set `data.eval`")
-        if self.eval.stop_after and self.data.eval is None:
-            raise ValueError("eval.stop_after: there is nothing to measure by; set `data.eval`")
-        if (
-            self.objective == "pretrain"
-            and self.data.loss_on != "all"
-            and "loss_on" in self.data.model_fields_set
-        ):
-            raise ValueError(
-                "data.loss_on: pretraining counts all tokens; remove it, or set `data.loss_on: all`"
-            )
+        found = contradictions(self)
+        if found:
+            raise ValueError("\n".join(found))
         return self
+
+
+def contradictions(config: RunConfig) -> list[str]:
+    """What cannot be meant together, each as `key: what is wrong; remedy` on one line."""
+    has_adapter, has_eval = config.adapter is not None, config.data.eval is not None
+    micro, global_batch = config.batch.micro, config.batch.global_
+    rules = [
+        (
+            micro != "auto" and global_batch % micro != 0,
+            f"batch.micro: {micro} does not divide the global batch of {global_batch} sequences; "
+            f"set batch.micro to {_divisors(global_batch)}",
+        ),
+        (
+            has_adapter and bool(config.freeze),
+            "freeze: an adapter already freezes the model; remove `freeze`, or set `adapter: null`",
+        ),
+        (
+            has_adapter and config.model.weights == "random",
+            "adapter: an adapter on random weights learns nothing; set `adapter: null`",
+        ),
+        (
+            has_adapter and config.optim.kind == "muon",
+            "optim.kind: muon is for whole matrices; set `optim.kind: adamw`, or `adapter: null`",
+        ),
+        (
+            has_adapter and config.model.resize_vocabulary,
+            "model.resize_vocabulary: new rows of the embedding must be trained; set `adapter: null`, or leave it out",
+        ),
+        (
+            config.checkpoint.best is not None and not has_eval,
+            "checkpoint.best: there is nothing to measure the best by; set `data.eval`",
+        ),
+        (
+            config.eval.stop_after is not None and not has_eval,
+            "eval.stop_after: there is nothing to measure by; set `data.eval`",
+        ),
+        (
+            config.objective == "pretrain" and config.data.loss_on == "last-answer",
+            "data.loss_on: pretraining counts all tokens; remove it, or set `data.loss_on: all`",
+        ),
+    ]
+    return [text for is_wrong, text in rules if is_wrong]
+
+
+def _divisors(number: int) -> str:
+    """The numbers that divide `number`, as `1, 2, 4 or 8`; the first twelve."""
+    *others, last = [str(n) for n in range(1, number + 1) if number % n == 0][:12]
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,6 +1,6 @@
-"""Reads YAML and remembers on which line each key stands."""
+"""Reads YAML and remembers on which line each key stands. What a config cannot need is refused early."""
 
-from collections.abc import Hashable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,43 @@ import yaml
 from unisono.errors import ConfigError, Problem
 
 KeyPath = tuple[str | int, ...]
-_LIMIT_BYTES = 4_000_000
+_LIMIT_BYTES = 256_000  # pure-Python YAML reads about 50 kB a second; a config has a few kB
+_LIMIT_DEPTH = 20
+_LIMIT_NODES = 20_000  # a "billion laughs" file is small and unfolds into more than any memory
+_LIMIT_INTEGER = 2**63
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML; a key that occurs twice is an error, not a silent choice of the last."""
+    """Safe YAML without dates, so that `output_dir: 2026-11-21` is text, and without endless integers."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _construct_integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    try:
+        value = loader.construct_yaml_int(node)
+    except ValueError as error:  # `0x`, or more digits than Python reads
+        raise yaml.constructor.ConstructorError(None, None, "this is no number", node.start_mark) from error
+    if abs(value) >= _LIMIT_INTEGER:
+        raise yaml.constructor.ConstructorError(None, None, "this number is too large", node.start_mark)
+    return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_integer)
+
+
+@dataclass
+class _Walk:
+    """What a walk through the nodes has found so far."""
+
+    name: str
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    twice: list[Problem] = field(default_factory=list)
+    nodes: int = 0
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
@@ -23,86 +55,116 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         ConfigError: if the file is missing, not YAML, not a mapping, or says a key twice.
     """
     try:
-        if path.stat().st_size > _LIMIT_BYTES:
-            raise ConfigError.of(
-                f"{path} is no config: it has more than {_LIMIT_BYTES} bytes", where=str(path)
-            )
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(_LIMIT_BYTES + 1)
+        text = data.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError.of(
             f"there is no file {path}",
             where=str(path),
             fix="check the path, or make a config with `unisono init`",
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError.of(
             f"{path} cannot be read", where=str(path), why=str(error), fix="give a UTF-8 text file"
         ) from error
+    if len(data) > _LIMIT_BYTES:
+        raise ConfigError.of(
+            f"{path} is no config: it has more than {_LIMIT_BYTES:,} bytes",
+            where=str(path),
+            fix="give the YAML file of the run; data belong into files of their own, named by data.train",
+        )
     return parse_yaml(text, name=str(path))
 
 
 def parse_yaml(text: str, *, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """As read_yaml, from text; `name` stands for the file in messages."""
-    try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            lines: dict[KeyPath, int] = {}
-            twice: list[Problem] = []
-            if node is not None:
-                _collect(node, (), lines, twice, name, depth=0)
-            if twice:
-                raise ConfigError(*twice)
-            value = loader.construct_document(node) if node is not None else None
-        finally:
-            loader.dispose()
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        raise ConfigError.of(
-            "the config is not valid YAML", where=where, why=str(error.problem or error), fix="mend the line"
-        ) from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError.of(
-            "the config is not valid YAML", where=name, why=str(error), fix="mend the file"
-        ) from error
+    value, lines = _parse(text, name=name, what="the config")
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        kind = "empty" if value is None else type(value).__name__
+        kind = "empty" if value is None else f"a {type(value).__name__}"
+        why = "one of its keys is no text" if isinstance(value, dict) else f"it is {kind}"
         raise ConfigError.of(
             "the config is not a mapping of keys to values",
             where=name,
-            why=f"it is {kind}",
+            why=why,
             fix="start from `unisono init`",
         )
     return value, lines
 
 
-def _collect(
-    node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], twice: list[Problem], name: str, *, depth: int
-) -> None:
-    if depth > 20:
+def parse_value(text: str, *, name: str) -> Any:
+    """The value of an override, as `1e-4`, `[q_proj, v_proj]` or `null`; nothing is the empty text.
+
+    Raises:
+        ConfigError: if it is not YAML.
+    """
+    return _parse(text, name=name, what=f"the value {text!r}")[0] if text else ""
+
+
+def _parse(text: str, *, name: str, what: str) -> tuple[Any, dict[KeyPath, int]]:
+    fix = (
+        "put the value in quotes"
+        if what != "the config"
+        else "mend the line; text with `: ` or ` #` needs quotes"
+    )
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None, {}
+            walk = _Walk(name)
+            _collect(node, (), walk)
+            if walk.twice:
+                raise ConfigError(*walk.twice)
+            return loader.construct_document(node), walk.lines
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        why = str(error.problem or error)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        where, why = f"{name}:{line}", f"a character that YAML does not allow: U+{error.character:04X}"
+    except RecursionError:
+        where, why = name, f"it is nested deeper than {_LIMIT_DEPTH} levels"
+    except (yaml.YAMLError, ValueError) as error:
+        where, why = name, str(error)
+    place = where if what == "the config" else name  # a line of an override tells nobody anything
+    raise ConfigError.of(f"{what} is not valid YAML", where=place, why=why, fix=fix)
+
+
+def _collect(node: yaml.Node, path: KeyPath, walk: _Walk) -> None:
+    """Notes the lines of all keys below a node; follows aliases as often as they occur, as building the value will."""
+    walk.nodes += 1
+    if len(path) > _LIMIT_DEPTH or walk.nodes > _LIMIT_NODES:
         raise ConfigError.of(
-            "the config is nested deeper than 20 levels", where=name, fix="no key of ours is so deep"
+            f"the config is nested deeper than {_LIMIT_DEPTH} levels, or has more than {_LIMIT_NODES:,} values",
+            where=f"{walk.name}:{node.start_mark.line + 1}",
+            fix="no key of ours is so deep; write values out instead of repeating them with * and &",
         )
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            lines[(*path, index)] = item.start_mark.line + 1
-            _collect(item, (*path, index), lines, twice, name, depth=depth + 1)
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen: dict[Hashable, int] = {}
+            walk.lines[(*path, index)] = item.start_mark.line + 1
+            _collect(item, (*path, index), walk)
+    elif isinstance(node, yaml.MappingNode):
+        _collect_mapping(node, path, walk)
+
+
+def _collect_mapping(node: yaml.MappingNode, path: KeyPath, walk: _Walk) -> None:
+    seen: dict[str, int] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
         word = key.value if isinstance(key, yaml.ScalarNode) else "?"
         if word in seen:
-            twice.append(
-                Problem(
-                    f"the key {word!r} stands twice",
-                    f"{name}:{line}",
-                    f"it also stands on line {seen[word]}",
-                    "remove one",
-                )
+            problem = Problem(
+                f"the key {word!r} stands twice",
+                f"{walk.name}:{line}",
+                f"it also stands on line {seen[word]}",
+                "remove one",
             )
+            walk.twice.append(problem)
         seen[word] = line
-        lines[(*path, word)] = line
-        _collect(value, (*path, word), lines, twice, name, depth=depth + 1)
+        walk.lines[(*path, word)] = line
+        _collect(value, (*path, word), walk)

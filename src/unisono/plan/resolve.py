@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from unisono.config.digest import config_digest
-from unisono.config.schema import RunConfig
+from unisono.config.schema import RunConfig, Section
 from unisono.errors import ConfigError
 from unisono.plan.memory import estimate_memory
 from unisono.plan.model import DataSummary, DeviceChoice, MemoryEstimate, ModelFacts, ResumePoint, RunPlan
@@ -157,10 +157,19 @@ def _without_effect(config: RunConfig, data: DataSummary) -> list[str]:
     """Settings that were written and do nothing in this run."""
     found = []
     if data.eval is None:
-        for key in sorted(config.eval.model_fields_set):
-            found.append(f"eval.{key} has no effect: there are no evaluation rows; set data.eval")  # noqa: PERF401
+        found += [
+            f"eval.{key} has no effect: there are no evaluation rows; set data.eval"
+            for key in _changed(config.eval)
+        ]
     if config.deterministic and config.device == "cpu":
         found.append("deterministic has no effect: runs on CPU are bit-equal anyway")
-    if config.optim.kind != "muon" and "muon_lr" in config.optim.model_fields_set:
+    if config.optim.kind != "muon" and "muon_lr" in _changed(config.optim):
         found.append("optim.muon_lr has no effect: optim.kind is adamw")
     return found
+
+
+def _changed(section: Section) -> list[str]:
+    """The keys that differ from their defaults; what was merely written out, as in config.yaml, does not count."""
+    return sorted(
+        name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default
+    )

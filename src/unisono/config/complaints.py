@@ -1,0 +1,155 @@
+"""From what pydantic finds to what a person needs to know: the key, the place, the value seen, what it takes."""
+
+from typing import Any, get_args, get_origin
+
+from pydantic import ValidationError
+
+from unisono.config.describe import Says, all_keys, describe, keys_of, section_in
+from unisono.config.places import Places
+from unisono.config.schema import RunConfig
+from unisono.config.secrets import is_secret
+from unisono.config.yaml_file import KeyPath
+from unisono.errors import Problem
+from unisono.text import nearest, one_line
+
+_EXAMPLES = {
+    "model": "model: Qwen/Qwen3-0.6B",
+    "model.path": "model: {path: Qwen/Qwen3-0.6B}",
+    "data": "data: {train: data/train.jsonl}",
+    "data.train": "train: data/train.jsonl",
+    "output_dir": "output_dir: runs/first",
+}
+_SPECIAL = ("extra_forbidden", "missing", "value_error", "invalid_key")
+_LONGEST_VALUE = 60  # characters of a value that a message repeats
+
+
+def complaints(error: ValidationError, raw: dict[str, Any], places: Places) -> dict[KeyPath, list[Problem]]:
+    """What is wrong, key by key."""
+    found: dict[KeyPath, list[Any]] = {}
+    for item in error.errors(include_url=False):
+        found.setdefault(_key_of(item, raw), []).append(item)
+    problems: dict[KeyPath, list[Problem]] = {}
+    for key, items in found.items():
+        has_inner = any(len(other) > len(key) and other[: len(key)] == key for other in found)
+        if has_inner and not any(item["type"] in _SPECIAL for item in items):
+            continue  # a union says for each of its members that this is none of them; the real trouble lies deeper
+        problems[key] = _of_key(key, items, places)
+    return problems
+
+
+def _key_of(item: Any, raw: Any) -> KeyPath:
+    """Where an error is, without what pydantic puts between to say which member of a union it tried.
+
+    A part is a key if the value has it; the last part may be the key that is missing.
+    """
+    key: list[str | int] = []
+    value = raw
+    for part in item["loc"]:
+        if _has(value, part):
+            value = value[part]
+            key.append(part)
+    return (*key, item["loc"][-1]) if item["type"] == "missing" else tuple(key)
+
+
+def _has(value: Any, part: str | int) -> bool:
+    if isinstance(value, dict):
+        return part in value
+    return isinstance(value, list) and isinstance(part, int) and part < len(value)
+
+
+def _of_key(key: KeyPath, items: list[Any], places: Places) -> list[Problem]:
+    """The problems of one key: an unknown or missing one, a value that breaks a rule, or one of another type."""
+    name, where = ".".join(map(str, key)), places.of(key)
+    item = next((item for item in items if item["type"] in _SPECIAL), items[0])
+    kind = item["type"]
+    if kind == "extra_forbidden":
+        return [Problem(f"unknown key `{name}`", where, "", _near_key(key))]
+    if kind == "missing":
+        example = _EXAMPLES.get(name, name)
+        return [Problem(f"the key `{name}` is missing", where, "it has no default", f"add `{example}`")]
+    if kind == "invalid_key":
+        return [Problem(f"the key `{name}` is no text", where, "", "keys are words")]
+    if kind == "value_error":
+        text = str(item["ctx"]["error"])
+        if not key:
+            return [_contradiction(line, places) for line in text.splitlines()]
+        return [Problem(f"{name}: {one_line(text)}", where)]
+    annotation, metadata = _type_at(key)
+    what = f"{name}: must be {describe(annotation, metadata)}{_shown(item['input'])}"
+    return [Problem(what, where, "", _type_fix(item, annotation, metadata))]
+
+
+def _contradiction(text: str, places: Places) -> Problem:
+    """What the root's validator says: `key: what; remedy`."""
+    name = text.partition(":")[0]
+    what, _, fix = text.partition("; ")
+    return Problem(one_line(what), places.of(tuple(name.split("."))), "", one_line(fix))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return f", got a {'section' if isinstance(value, dict) else 'list'}"
+    if value is None:
+        return ", got null"
+    return "" if is_secret(value) else f", got {one_line(repr(value), limit=_LONGEST_VALUE)}"
+
+
+def _type_fix(item: Any, annotation: Any, metadata: list[Any]) -> str:
+    value = item["input"]
+    if isinstance(value, str):
+        if value.lower() in ("none", "nil") and type(None) in get_args(annotation):
+            return "write null"
+        words = [word for word in _words_in(annotation) if isinstance(word, str)]
+        near = nearest(value, words)
+        return f"did you mean `{near}`?" if near else ""
+    takes_any_text = str in (annotation, *get_args(annotation)) and not any(
+        isinstance(m, Says) for m in metadata
+    )
+    return f"put it in quotes: '{value}'" if takes_any_text and isinstance(value, int | float) else ""
+
+
+def _words_in(annotation: Any) -> list[Any]:
+    """The words that a Literal somewhere in a type allows."""
+    found = []
+    for argument in get_args(annotation):
+        found += _words_in(argument) if get_args(argument) else [argument]
+    return found
+
+
+def _near_key(key: KeyPath) -> str:
+    """The key that was probably meant: in this section, or of the same name in another."""
+    annotation, _ = _type_at(key[:-1])
+    section = section_in(annotation)
+    known = keys_of(section) if section else []
+    word = str(key[-1])
+    near = nearest(word, known)
+    if near:
+        return f"did you mean `{near}`?"
+    elsewhere = [dotted for dotted in all_keys(RunConfig) if dotted.rpartition(".")[2] == word]
+    if elsewhere:
+        return f"did you mean `{elsewhere[0]}`?"
+    return f"known keys here: {', '.join(known)}"
+
+
+def _type_at(key: KeyPath) -> tuple[Any, list[Any]]:
+    """The type of a key, and the bounds beside it."""
+    annotation: Any = RunConfig
+    metadata: list[Any] = []
+    for part in key:
+        section = section_in(annotation)
+        if isinstance(part, int) or section is None:
+            annotation, metadata = _item_of(annotation), []
+            continue
+        fields = {field.alias or name: field for name, field in section.model_fields.items()}
+        if part not in fields:
+            return Any, []
+        annotation, metadata = fields[part].annotation, fields[part].metadata
+    return annotation, metadata
+
+
+def _item_of(annotation: Any) -> Any:
+    """The type of a list's items or of a mapping's values."""
+    if get_origin(annotation) in (list, dict, tuple):
+        return get_args(annotation)[-1]
+    inner = [_item_of(argument) for argument in get_args(annotation)]
+    return next((item for item in inner if item is not Any), Any)
