@@ -1,0 +1,220 @@
+"""Answers to prompts: greedy or sampled, in batches of like length, by transformers' own generation and cache.
+
+Letters: B rows of a batch, L tokens so far, V vocabulary.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from unisono.model.attention import FLAT_ATTENTION
+
+_ROWS = 64  # of a batch: more gains little on CPU, and the longest answer keeps all of them waiting
+_TOKENS = 65_536  # of prompts and answers in a batch, with pads: what bounds the cache
+
+OnToken = Callable[[int], None]
+IsDone = Callable[[int, Sequence[int]], bool]
+
+
+def generate(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids: set[int],
+    pad_id: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    on_token: OnToken | None = None,
+    is_done: IsDone | None = None,
+    on_answers: Callable[[int], None] | None = None,
+) -> list[list[int]]:
+    """The answer to each prompt, as tokens, without the stop token that ended it.
+
+    The same seed gives the same answers. Each prompt has its own stream of random numbers, keyed by (seed, place among the
+    prompts), so what stands beside it in a batch matters only through the rounding of its logits. The model's training mode,
+    attention and settings, and all global generators are left as they were found.
+
+    Args:
+        model: a causal language model of transformers, or a peft model around one.
+        prompts: tokens of each; none may be empty.
+        max_new_tokens: the most tokens of an answer.
+        stop_ids: tokens that end an answer.
+        pad_id: any token; it fills batches on the left and is masked.
+        temperature: 0 takes the likeliest token, else the logits are divided by it.
+        top_p: only the likeliest tokens that together reach this probability can be drawn.
+        seed: of the draws.
+        on_token: called with each token of the answer as it comes; for a single prompt only.
+        is_done: called with a prompt's place and its answer so far; True ends that answer.
+        on_answers: called with the number of prompts that are answered, after each batch.
+    """
+    assert all(prompts), "a prompt without tokens has nothing to go on from"
+    assert on_token is None or len(prompts) == 1, "only one answer can be streamed"
+    answers: list[list[int]] = [[] for _ in prompts]
+    if max_new_tokens < 1 or not prompts:
+        return answers
+    done = 0
+    with torch.no_grad(), _undisturbed(model):
+        for batch in _batches([len(prompt) for prompt in prompts], max_new_tokens):
+            listener = _Listener(batch, stop_ids=stop_ids, on_token=on_token, is_done=is_done)
+            draws = _Draws(batch, length=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+            _run(
+                model,
+                [prompts[i] for i in batch],
+                listener,
+                draws,
+                max_new_tokens=max_new_tokens,
+                pad_id=pad_id,
+            )
+            for index, answer in zip(batch, listener.answers, strict=True):
+                answers[index] = answer
+            done += len(batch)
+            if on_answers is not None:
+                on_answers(done)
+    return answers
+
+
+def _run(
+    model: Any,
+    prompts: list[Sequence[int]],
+    listener: "_Listener",
+    draws: "_Draws",
+    *,
+    max_new_tokens: int,
+    pad_id: int,
+) -> None:
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts])  # (B, L)
+    mask = torch.tensor(
+        [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    )  # (B, L), 1: a token
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=pad_id,
+        return_dict_in_generate=False,
+    )
+    model.generate(
+        input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings,
+        stopping_criteria=StoppingCriteriaList([listener]), logits_processor=LogitsProcessorList([draws]),
+    )  # fmt: skip
+
+
+def _batches(lengths: list[int], max_new_tokens: int) -> Iterator[list[int]]:
+    """Places of the prompts, in batches of like length."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    first = 0
+    while first < len(order):
+        last = first + 1
+        while last < min(len(order), first + _ROWS):
+            if (last + 1 - first) * (lengths[order[last]] + max_new_tokens) > _TOKENS:
+                break
+            last += 1
+        yield order[first:last]
+        first = last
+
+
+class _Listener(StoppingCriteria):
+    """Keeps what each row says, and knows when it has ended.
+
+    transformers' own end-of-text criterion is not used: with this one a row's answer is cut in one place, whatever ends it.
+    """
+
+    def __init__(
+        self, batch: list[int], *, stop_ids: set[int], on_token: OnToken | None, is_done: IsDone | None
+    ) -> None:
+        self.answers: list[list[int]] = [[] for _ in batch]
+        self._places = batch
+        self._ended = [False] * len(batch)
+        self._stop_ids = stop_ids
+        self._on_token = on_token
+        self._is_done = is_done
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """input_ids (B, L) with the newest token last → (B,) bool, True: the row has ended."""
+        for row, token in enumerate(input_ids[:, -1].tolist()):  # the host must wait here: it decides
+            if not self._ended[row]:
+                self._hear(row, token)
+        return torch.tensor(self._ended, device=input_ids.device)
+
+    def _hear(self, row: int, token: int) -> None:
+        if token in self._stop_ids:
+            self._ended[row] = True
+            return
+        self.answers[row].append(token)
+        if self._on_token is not None:
+            self._on_token(token)
+        if self._is_done is not None and self._is_done(self._places[row], self.answers[row]):
+            self._ended[row] = True
+
+
+class _Draws(LogitsProcessor):
+    """Chooses the token of each row by its own numbers; the greedy search after it can only take that one."""
+
+    def __init__(self, batch: list[int], *, length: int, temperature: float, top_p: float, seed: int) -> None:
+        self._temperature = temperature
+        self._top_p = top_p
+        self._step = 0
+        # (B, length) float64 in [0, 1)
+        self._numbers = (
+            torch.stack([_stream(seed, place, length) for place in batch]) if temperature > 0 else None
+        )
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """scores (B, V) logits → the same if greedy, else -inf everywhere but at the drawn token."""
+        if self._numbers is None:
+            return scores
+        number = self._numbers[:, self._step, None].to(scores.device)
+        self._step += 1
+        likely = torch.softmax(scores.double() / self._temperature, dim=-1)
+        ordered, tokens = likely.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(dim=-1) - ordered
+        ordered = ordered.masked_fill((before >= self._top_p) & (before > 0), 0.0)
+        edges = ordered.cumsum(dim=-1)
+        place = torch.searchsorted(edges, number * edges[:, -1:], right=True)
+        last = (ordered > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not lead beyond what can be drawn
+        chosen = tokens.gather(-1, torch.minimum(place, last))
+        return torch.full_like(scores, -torch.inf).scatter(-1, chosen, 0.0)
+
+
+def _stream(seed: int, place: int, length: int) -> torch.Tensor:
+    """(length,) numbers of one prompt, from a generator of their own."""
+    key = hashlib.sha256(f"unisono generate {seed} {place}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
+    return torch.rand(length, generator=generator, dtype=torch.float64)
+
+
+@contextlib.contextmanager
+def _undisturbed(model: Any) -> Iterator[None]:
+    """Puts the model into evaluation mode, with an attention that knows padding; leaves it as it was found.
+
+    Its own generation_config is set aside, too: a repetition penalty in a file must not change what greedy means.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    training = [module for module in model.modules() if module.training]
+    attention = base.config._attn_implementation  # noqa: SLF001 - the one place where transformers keeps it
+    settings = base.generation_config
+    model.eval()
+    base.generation_config = GenerationConfig()
+    if attention == FLAT_ATTENTION:
+        base.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if attention == FLAT_ATTENTION:
+            base.set_attn_implementation(attention)
+        base.generation_config = settings
+        for module in training:
+            module.training = True
