@@ -1,0 +1,69 @@
+"""Scores of texts keep the properties their names promise. Run: pytest tests/talk/test_score.py"""
+
+import string
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unisono.score import bleu, exact_match, rouge_l
+
+TEXTS = st.text(max_size=40)
+PAIRS = st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=6)
+ASCII = st.text(alphabet=string.printable, max_size=40)
+SCORES = [(exact_match, 1.0), (rouge_l, 1.0), (bleu, 100.0)]
+
+
+@given(PAIRS)
+@settings(deadline=None, max_examples=60)
+def test_scores_lie_between_nothing_and_all(pairs: list[tuple[str, str]]) -> None:
+    for score, most in SCORES:
+        assert 0.0 <= score(pairs) <= most
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=6))
+@settings(deadline=None, max_examples=60)
+def test_answers_that_are_their_references_match_fully(texts: list[str]) -> None:
+    pairs = [(text, text) for text in texts]
+    assert exact_match(pairs) == 1.0
+    assert rouge_l(pairs) == pytest.approx(1.0)
+
+
+@given(PAIRS)
+@settings(deadline=None, max_examples=60)
+def test_the_order_of_pairs_changes_no_score(pairs: list[tuple[str, str]]) -> None:
+    for score, _ in SCORES:
+        assert score(pairs) == pytest.approx(score(pairs[::-1]), abs=1e-9)
+
+
+@given(PAIRS, PAIRS)
+@settings(deadline=None, max_examples=60)
+def test_means_over_pairs_are_means(some: list[tuple[str, str]], others: list[tuple[str, str]]) -> None:
+    for score in (exact_match, rouge_l):
+        whole = (score(some) * len(some) + score(others) * len(others)) / (len(some) + len(others))
+        assert score(some + others) == pytest.approx(whole)
+
+
+@given(ASCII, ASCII)
+@settings(deadline=None, max_examples=100)
+def test_on_ascii_rouge_l_is_what_rouge_score_gives(answer: str, reference: str) -> None:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    if answer.strip() != reference.strip():
+        theirs = RougeScorer(["rougeL"]).score(reference, answer)["rougeL"].fmeasure
+        assert rouge_l([(answer, reference)]) == pytest.approx(theirs)
+
+
+def test_words_of_other_scripts_count() -> None:
+    assert rouge_l([("привет мир", "привет всем")]) == pytest.approx(0.5)
+    assert rouge_l([("今日は", "今日も")]) == pytest.approx(2 / 3)
+
+
+def test_bleu_of_equal_sentences_is_100_and_of_others_less() -> None:
+    text = "the quick brown fox jumps over the lazy dog"
+    assert bleu([(text, text)]) == pytest.approx(100.0)
+    assert 0 < bleu([("the quick brown fox sits on the lazy dog", text)]) < 100
+
+
+def test_white_space_at_the_ends_does_not_count() -> None:
+    assert exact_match([(" a\n", "a"), ("a", "b")]) == 0.5
