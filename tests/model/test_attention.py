@@ -3,13 +3,14 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from unisono.model.attention import RowAttention
 
 
 def _dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], window: int | None
 ) -> torch.Tensor:
-    tokens, heads, size = q.shape
+    tokens, heads, _ = q.shape
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position = torch.arange(tokens)
     sees = (row[:, None] == row[None]) & (position[:, None] >= position[None])
@@ -36,9 +37,8 @@ def test_output_and_gradients_equal_dense_attention(
     shapes = ((tokens, kv * group, size), (tokens, kv, size), (tokens, kv, size))
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     weight = torch.randn(shapes[0], dtype=torch.float64)
-    results = []
-    for out in (RowAttention.apply(*tensors, lengths, size**-0.5, window), _dense(*tensors, lengths, window)):
-        results.append([out.detach(), *torch.autograd.grad(out, tensors, weight)])
+    outputs = (RowAttention.apply(*tensors, lengths, size**-0.5, window), _dense(*tensors, lengths, window))
+    results = [[out.detach(), *torch.autograd.grad(out, tensors, weight)] for out in outputs]
     for mine, theirs in zip(*results, strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-9, atol=1e-12)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
 from unisono.model.forward import Forward, Rows, choose_forward
 from unisono.model.load import LoadedModel
 
@@ -15,7 +16,7 @@ _SMALL = {
 }  # fmt: skip
 
 
-def _config(kind: str) -> Any:  # noqa: ANN401 - transformers' dynamic classes
+def _config(kind: str) -> Any:
     match kind:
         case "llama":
             return transformers.LlamaConfig(**_SMALL)
@@ -71,7 +72,7 @@ def _rows(lengths: list[int], *, seed: int = 1) -> tuple[Rows, list[torch.Tensor
     return Rows(ids, positions, lengths, torch.tensor(index), ids[torch.tensor(index) + 1]), alone
 
 
-def _reference(base: Any, alone: list[torch.Tensor], *, count: int) -> torch.Tensor:  # noqa: ANN401
+def _reference(base: Any, alone: list[torch.Tensor], *, count: int) -> torch.Tensor:
     losses = []
     for ids in alone:
         logits = base(input_ids=ids[None], use_cache=False).logits[0].float()

@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 import transformers
+
 from unisono.model.lora import hasten_lora
 from unisono.model.loss import head_loss, logits_loss
 

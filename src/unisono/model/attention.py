@@ -167,11 +167,14 @@ def flat_attention(
         )
     del attention_mask  # none is made for an attention that transformers does not know
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if query.is_cuda:
-        return _flash(q, k, v, cu_seq_lens_q, max_length_q or 0, scale, sliding_window)[None], None
-    lengths = cu_seq_lens_q.diff().tolist()
-    return RowAttention.apply(q, k, v, lengths, scale, sliding_window)[None], None
+    # Under autocast rotary embeddings give float32 queries and keys beside bfloat16 values; one dtype for all three.
+    q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
+    with torch.autocast(query.device.type, enabled=False):
+        if query.is_cuda:
+            out = _flash(q, k, v, cu_seq_lens_q, max_length_q or 0, scale, sliding_window)
+        else:
+            out = RowAttention.apply(q, k, v, cu_seq_lens_q.diff().tolist(), scale, sliding_window)
+    return out[None], None
 
 
 def _flash(

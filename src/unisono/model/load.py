@@ -102,7 +102,9 @@ def load_base(
         ModelError: naming the type, the file or the tensors that are wrong.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # the front shows progress, in its own form
     _refuse_unknown_type(directory, trust_remote_code=trust_remote_code)
     try:
         settings = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from unisono.causes import Verdict
 from unisono.train.evaluate import evaluation_loss, exact_match_share, show_samples
 from unisono.train.longest import is_out_of_memory, out_of_memory, peak_bytes
 from unisono.train.run import Run
@@ -19,29 +20,12 @@ def train(run: Run) -> dict[str, Any]:
     if run.state.step == 0 and "loss_before" not in run.state.eval:
         _measure_before(run)
     while run.state.step < run.plan.total_steps:
-        batches = run.data.step(run.state.step + 1)
-        try:
-            outcome = optimizer_step(run, batches)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            shape = f"{len(batches.groups[0])} sequences, {batches.tokens} tokens in {len(batches.groups)} micro batches"
-            raise out_of_memory(run, error, shape=shape, phase="train") from error
-        run.state.step = batches.step
-        run.state.tokens += batches.tokens
-        run.state.loss_tokens += batches.loss_tokens
-        _log_step(run, outcome, tokens=batches.tokens)
-        if not outcome.is_sound:
-            note_skipped_step(run, batches, outcome)
-            verdict = too_many_skipped(run, batches)
-            if verdict is not None:
-                return {"outcome": "stalled", "exit_code": 4, "verdict": verdict.to_json()}
-        _tell_moved_generators(run)
-
+        verdict = _advance(run)
+        if verdict is not None:
+            return {"outcome": "stalled", "exit_code": 4, "verdict": verdict.to_json()}
         last = run.state.step == run.plan.total_steps
         if _is_due(run.plan.eval_every, run.state.step) or last:
-            enough = _evaluate(run)
-            last = last or enough
+            last = _evaluate(run) or last
         if run.stop.outcome is not None:
             save_checkpoint(run)
             return {"outcome": run.stop.outcome, "exit_code": run.stop.exit_code, "verdict": None}
@@ -50,6 +34,27 @@ def train(run: Run) -> dict[str, Any]:
         if last:
             break
     return {"outcome": "completed", "exit_code": 0, "verdict": None}
+
+
+def _advance(run: Run) -> Verdict | None:
+    """Does the next optimizer step; gives a verdict if the run should not go on."""
+    batches = run.data.step(run.state.step + 1)
+    try:
+        outcome = optimizer_step(run, batches)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        shape = f"{len(batches.groups[0])} sequences, {batches.tokens} tokens in {len(batches.groups)} micro batches"
+        raise out_of_memory(run, error, shape=shape, phase="train") from error
+    run.state.step = batches.step
+    run.state.tokens += batches.tokens
+    run.state.loss_tokens += batches.loss_tokens
+    _log_step(run, outcome, tokens=batches.tokens)
+    _tell_moved_generators(run)
+    if outcome.is_sound:
+        return None
+    note_skipped_step(run, batches, outcome)
+    return too_many_skipped(run, batches)
 
 
 def _is_due(every: int | None, step: int) -> bool:
@@ -112,6 +117,7 @@ def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
         "step_time_s": outcome.step_time_s,
         "data_time_s": outcome.data_time_s,
         "comm_time_s": 0.0,
+        "cpu_time_s": outcome.cpu_time_s,
         "memory_bytes": peak_bytes(run.device),
     }
     run.metrics.append(line)

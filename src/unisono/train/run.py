@@ -38,6 +38,8 @@ class Run:
     board: TensorboardWriter | None
     stop: StopRequest
     watch: GlobalStateWatch
+    saved_step: int | None = None
+    """The step of the newest checkpoint that this start has written or begun from."""
 
     @property
     def tokenizer(self) -> Any:

@@ -26,6 +26,8 @@ class StepOutcome:
     lr: float
     data_time_s: float
     step_time_s: float
+    cpu_time_s: float
+    """CPU seconds of the whole process, which a busy machine does not stretch."""
 
     @property
     def is_sound(self) -> bool:
@@ -35,7 +37,7 @@ class StepOutcome:
 
 def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     """Does one step; updates nothing if the loss or the gradient is not a number."""
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     section = run.plan.config.optim
     factor = lr_factor(
         batches.step,
@@ -63,7 +65,9 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     if math.isfinite(loss_value) and math.isfinite(norm_value):
         run.optimizers.step()
     run.optimizers.zero_grad()
-    return StepOutcome(loss_value, norm_value, section.lr * factor, data_time, time.perf_counter() - began)
+    return StepOutcome(
+        loss_value, norm_value, section.lr * factor, data_time, time.perf_counter() - began, time.process_time() - cpu_began
+    )
 
 
 def _clip(run: Run, limit: float | None) -> torch.Tensor:

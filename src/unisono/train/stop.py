@@ -24,6 +24,12 @@ class StopRequest:
         self.outcome: Outcome | None = None
         self._training = False
 
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a run that ends because of it."""
+        assert self.outcome is not None
+        return EXIT_CODES[self.outcome]
+
     def install(self) -> None:
         """Takes over the three signals."""
         for number in _OUTCOMES:
