@@ -8,6 +8,7 @@ from typing import Literal, Self
 Unit = Literal["steps", "epochs", "tokens"]
 
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKMGBT]?)\s*([A-Za-z%]*)\s*$")
+_LONGEST = 60  # characters; on more blanks than that the pattern would search for minutes
 _SCALE = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _UNITS: dict[str, Unit] = {
     "step": "steps", "steps": "steps", "epoch": "epochs", "epochs": "epochs", "token": "tokens", "tokens": "tokens",
@@ -16,7 +17,7 @@ _UNITS: dict[str, Unit] = {
 
 def _split(text: str) -> tuple[float, str]:
     """The number of `text`, with its k, M, G multiplied in, and the unit's word."""
-    found = _NUMBER.match(text)
+    found = _NUMBER.match(text) if len(text) <= _LONGEST else None
     if found is None:
         raise ValueError(f"{text!r} is not a number with a unit")
     number = float(found[1].replace("_", "")) * _SCALE[found[2]]
@@ -105,12 +106,19 @@ def parse_seconds(text: str) -> float:
     return amount * factor
 
 
+_FOUR_DIGITS = 999.5  # rounds to 1000
+
+
+def _three_digits(size: float) -> str:
+    return f"{size:.3g}" if abs(size) < _FOUR_DIGITS else f"{size:,.0f}"
+
+
 def show_bytes(n_bytes: float) -> str:
     """`12.3 MB`: decimal units, three digits."""
     size = float(n_bytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(size) < 1000 or unit == "TB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        if abs(size) < _FOUR_DIGITS or unit == "TB":
+            return f"{size:.0f} B" if unit == "B" else f"{_three_digits(size)} {unit}"
         size /= 1000
     raise AssertionError
 
@@ -135,7 +143,7 @@ def show_count(n: float) -> str:
         return f"{n:,.0f}"
     size = float(n)
     for unit in ("", "k", "M", "G", "T"):
-        if abs(size) < 1000 or unit == "T":
-            return f"{size:.3g} {unit}".strip()
+        if abs(size) < _FOUR_DIGITS or unit == "T":
+            return f"{_three_digits(size)} {unit}".strip()
         size /= 1000
     raise AssertionError

@@ -48,7 +48,12 @@ def _key_of(item: Any, raw: Any) -> KeyPath:
         if _has(value, part):
             value = value[part]
             key.append(part)
-    return (*key, item["loc"][-1]) if item["type"] == "missing" else tuple(key)
+    return (*key, item["loc"][-1]) if _is_missing_key(item) else tuple(key)
+
+
+def _is_missing_key(item: Any) -> bool:
+    """Whether a section lacks a key; of a list that is too short pydantic says `missing`, too."""
+    return item["type"] == "missing" and isinstance(item["loc"][-1], str)
 
 
 def _has(value: Any, part: str | int) -> bool:
@@ -64,7 +69,7 @@ def _of_key(key: KeyPath, items: list[Any], places: Places) -> list[Problem]:
     kind = item["type"]
     if kind == "extra_forbidden":
         return [Problem(f"unknown key `{name}`", where, "", _near_key(key))]
-    if kind == "missing":
+    if _is_missing_key(item):
         example = _EXAMPLES.get(name, name)
         return [Problem(f"the key `{name}` is missing", where, "it has no default", f"add `{example}`")]
     if kind == "invalid_key":
@@ -87,7 +92,7 @@ def _contradiction(text: str, places: Places) -> Problem:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list | tuple):
         return f", got a {'section' if isinstance(value, dict) else 'list'}"
     if value is None:
         return ", got null"
@@ -100,7 +105,7 @@ def _type_fix(item: Any, annotation: Any, metadata: list[Any]) -> str:
         if value.lower() in ("none", "nil") and type(None) in get_args(annotation):
             return "write null"
         words = [word for word in _words_in(annotation) if isinstance(word, str)]
-        near = nearest(value, words)
+        near = "cuda" if value == "gpu" and "cuda" in words else nearest(value, words)
         return f"did you mean `{near}`?" if near else ""
     takes_any_text = str in (annotation, *get_args(annotation)) and not any(
         isinstance(m, Says) for m in metadata

@@ -1,5 +1,6 @@
 """Lays `key.sub=value` of the command line over what a file says."""
 
+import re
 from typing import Any
 
 from unisono.config.places import COMMAND_LINE, Places
@@ -35,7 +36,7 @@ def _parse(text: str) -> tuple[KeyPath, Any]:
         raise ConfigError.of(
             f"{text!r} is no override", where=COMMAND_LINE, fix="write key.sub=value, as in optim.lr=1e-4"
         )
-    return tuple(int(part) if part.isascii() and part.isdigit() else part for part in parts), parse_value(
+    return tuple(int(part) if re.fullmatch("[0-9]{1,6}", part) else part for part in parts), parse_value(
         value_text, name=COMMAND_LINE
     )
 

@@ -85,7 +85,8 @@ def _extent(config: RunConfig, data: DataSummary) -> tuple[int, int]:
     """Steps and sequences of the whole run. `N epochs` ends with one short batch."""
     duration = Duration.parse(config.duration)
     if duration.unit == "epochs":
-        sequences = math.ceil(duration.amount * data.train.sequences)
+        # Rounded first: 0.7 × 10 is 7.000000000000001, which is no eighth sequence.
+        sequences = math.ceil(round(duration.amount * data.train.sequences, 6))
         return -(-sequences // config.batch.global_), sequences
     steps = int(duration.amount) if duration.unit == "steps" else data.total_steps
     return steps, steps * config.batch.global_

@@ -1,0 +1,160 @@
+"""What is wrong with a config is said all at once, with file, line and remedy, in plain words.
+
+Run: pytest tests/config
+"""
+
+from pathlib import Path
+
+import pytest
+
+from unisono.config import RunConfig, load_config
+from unisono.errors import ConfigError, Problem
+
+GOOD = "model: m\ndata: {train: d}\noutput_dir: o\n"
+
+
+def refused(tmp_path: Path, text: str, *overrides: str) -> list[Problem]:
+    file = tmp_path / "t.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    return list(caught.value.problems)
+
+
+def the_one(tmp_path: Path, text: str, *overrides: str) -> Problem:
+    (problem,) = refused(tmp_path, text, *overrides)
+    return problem
+
+
+def accepted(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
+    file = tmp_path / "t.yaml"
+    file.write_text(text)
+    return load_config(file, overrides).config
+
+
+@pytest.mark.parametrize(
+    ("line", "nearest"),
+    [
+        ("modle: x", "did you mean `model`?"),
+        ("optim: {warmpu: 3%}", "did you mean `warmup`?"),
+        ("batch: {globl: 3}", "did you mean `global`?"),
+        ("lr: 1.0e-4", "did you mean `optim.lr`?"),  # of another section
+        ("optim: {strict: true}", "known keys here: kind, lr, "),  # nothing is near
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_and_its_line(
+    tmp_path: Path, line: str, nearest: str
+) -> None:
+    problem = the_one(tmp_path, GOOD + line)
+    assert problem.what.startswith("unknown key `")
+    assert problem.where == f"{tmp_path}/t.yaml:4"
+    assert problem.fix.startswith(nearest)
+
+
+def test_all_problems_come_at_once_each_with_its_line(tmp_path: Path) -> None:
+    text = "model: m\ndata:\n  train: d\n  max_length: many\noptm: 1\nseed: -1\nduration: 3 moons\n"
+    problems = refused(tmp_path, text, "batch.micro=x", "nonsense")
+    assert {problem.where.removeprefix(f"{tmp_path}/") for problem in problems} == {
+        "t.yaml:4", "t.yaml:5", "t.yaml:6", "t.yaml:7", "t.yaml", "command line",
+    }  # fmt: skip
+    assert len(problems) == 7  # with the missing output_dir, and two of the command line
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("seed: soon", "seed: must be a whole number of at least 0 and below 4,294,967,296, got 'soon'"),
+        ("seed: 1.5", "seed: must be a whole number of at least 0 and below 4,294,967,296, got 1.5"),
+        ("optim: {lr: fast}", "optim.lr: must be a number above 0, got 'fast'"),
+        ("optim: {lr: .nan}", "optim.lr: must be a number above 0, got nan"),
+        ("optim: {lr: true}", "optim.lr: must be a number above 0, got True"),
+        ("optim: {betas: [0.9]}", "optim.betas: must be a list of two numbers from 0 to below 1, got a list"),
+        ("deterministic: 1", "deterministic: must be true or false, got 1"),
+        ("batch: {micro: 0}", "batch.micro: must be a whole number of at least 1 or `auto`, got 0"),
+        ("track: tensorboard", "track: must be a list (each: `tensorboard`), got 'tensorboard'"),
+        ("eval: {every: 5}", "eval.every: must be an amount with its unit, as `3 epochs`, `500 steps` or `2M tokens` or null, got 5"),
+        ("output_dir: ''", "output_dir: must be text that is not empty, got ''"),
+        ("memory: [1]", "memory: must be a section (keys: gradient_checkpointing), got a list"),
+        ("adapter: {targets: ['(']}", "adapter.targets.0: '(' is no regular expression: missing ), unterminated subpattern at position 0"),
+        ("duration: 3 moons", "duration: '3 moons' has no unit; write for example `3 epochs`, `500 steps` or `2M tokens`"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_shown_with_what_the_key_takes(tmp_path: Path, line: str, what: str) -> None:
+    text = GOOD.replace("output_dir: o\n", "") if line.startswith("output_dir") else GOOD
+    assert the_one(tmp_path, text + line).what == what
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("objective: pretrian", "did you mean `pretrain`?"),
+        ("adapter: none", "write null"),
+        ("adapter: {kind: lroa}", "did you mean `lora`?"),
+        ("device: gpu", "did you mean `cuda`?"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_right_one(tmp_path: Path, line: str, fix: str) -> None:
+    assert the_one(tmp_path, GOOD + line).fix == fix
+
+
+def test_a_number_where_text_is_needed_gets_quotes(tmp_path: Path) -> None:
+    problem = the_one(tmp_path, "model: {path: m, revision: 1234567}\ndata: {train: d}\noutput_dir: o\n")
+    assert problem.fix == "put it in quotes: '1234567'"
+
+
+@pytest.mark.parametrize("key", ["model", "data", "output_dir"])
+def test_a_missing_key_is_named_with_an_example_that_loads(tmp_path: Path, key: str) -> None:
+    text = "".join(line + "\n" for line in GOOD.splitlines() if not line.startswith(key))
+    problem = the_one(tmp_path, text)
+    assert problem.what == f"the key `{key}` is missing"
+    accepted(tmp_path, text + problem.fix.removeprefix("add `").removesuffix("`"))
+
+
+def test_of_a_union_only_the_deepest_trouble_is_told(tmp_path: Path) -> None:
+    text = GOOD.replace("d}", "[a, {path: b, weight: -1}]}")
+    assert the_one(tmp_path, text).what == "data.train.1.weight: must be a number above 0, got -1"
+
+
+def test_contradictions_come_together_each_at_its_own_line(tmp_path: Path) -> None:
+    text = GOOD + "batch: {micro: 3, global: 64}\ncheckpoint:\n  best: eval_loss\nfreeze: [embed]\n"
+    problems = refused(tmp_path, text, "optim.kind=muon")
+    assert {(problem.what.partition(":")[0], problem.where.removeprefix(f"{tmp_path}/")) for problem in problems} == {
+        ("batch.micro", "t.yaml:4"), ("checkpoint.best", "t.yaml:6"), ("freeze", "t.yaml:7"), ("optim.kind", "command line"),
+    }  # fmt: skip
+    assert all(problem.fix for problem in problems)
+
+
+def test_the_micro_batch_is_answered_with_those_that_divide(tmp_path: Path) -> None:
+    problem = the_one(tmp_path, GOOD + "batch: {micro: 3, global: 64}")
+    assert problem.what == "batch.micro: 3 does not divide the global batch of 64 sequences"
+    assert problem.fix == "set batch.micro to 1, 2, 4, 8, 16, 32 or 64"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model: {path: m, weights: random}", "model: {path: m, resize_vocabulary: true}",
+        "eval: {stop_after: 3}", "objective: pretrain\ndata: {train: d, loss_on: last-answer}",
+    ],
+)  # fmt: skip
+def test_other_contradictions_are_refused_with_a_remedy(tmp_path: Path, line: str) -> None:
+    keys = {part.partition(":")[0] for part in line.splitlines()}
+    rest = "".join(part + "\n" for part in GOOD.splitlines() if part.partition(":")[0] not in keys)
+    assert the_one(tmp_path, rest + line).fix
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "0.0001", "'1e-4'"])
+def test_numbers_are_read_as_people_write_them(tmp_path: Path, text: str) -> None:
+    assert accepted(tmp_path, GOOD + f"optim: {{lr: {text}}}").optim.lr == 1e-4
+
+
+def test_a_share_in_exponent_form_is_no_path(tmp_path: Path) -> None:
+    assert accepted(tmp_path, GOOD, "data.eval=5e-2").data.eval == 0.05
+
+
+def test_a_date_is_text(tmp_path: Path) -> None:
+    assert accepted(tmp_path, GOOD, "output_dir=2026-11-21").output_dir == "2026-11-21"
+
+
+def test_a_whole_number_stands_where_a_number_is_asked_for(tmp_path: Path) -> None:
+    assert accepted(tmp_path, GOOD, "adapter.alpha=16").adapter.alpha == 16.0  # type: ignore[union-attr]

@@ -1,0 +1,82 @@
+"""The order of sequences is a function of (seed, epoch) alone, and loses and repeats nothing.
+
+Run: pytest tests/plan
+"""
+
+import random
+import subprocess
+import sys
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unisono.plan import Stream, permutation, steps_for_tokens
+
+FOREVER = [1, 4, 2, 0, 8, 7, 6, 5, 9, 3]
+sizes = st.integers(1, 200)
+seeds = st.integers(0, 2**32 - 1)
+epochs = st.integers(0, 50)
+
+
+@given(sizes, seeds, epochs)
+def test_an_epoch_has_every_sequence_once(n: int, seed: int, epoch: int) -> None:
+    assert sorted(permutation(n, seed=seed, epoch=epoch)) == list(range(n))
+
+
+@given(sizes, seeds, epochs)
+def test_the_order_depends_on_seed_and_epoch_and_nothing_else(n: int, seed: int, epoch: int) -> None:
+    first = permutation(n, seed=seed, epoch=epoch)
+    random.seed(1)
+    random.random()
+    assert permutation(n, seed=seed, epoch=epoch) == first
+
+
+def test_other_seeds_and_epochs_have_other_orders() -> None:
+    orders = {tuple(permutation(50, seed=seed, epoch=epoch)) for seed in range(10) for epoch in range(10)}
+    assert len(orders) == 100
+
+
+def test_the_order_is_the_same_in_another_process_and_for_ever() -> None:
+    """A literal: whoever changes the order changes every resumed run."""
+    assert permutation(10, seed=7, epoch=2) == FOREVER
+    program = "from unisono.plan import permutation; print(permutation(10, seed=7, epoch=2))"
+    environment = {"PYTHONHASHSEED": "12345"}
+    said = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == str(FOREVER)
+
+
+@given(sizes, seeds, st.integers(1, 40), st.integers(1, 300))
+def test_steps_cut_the_stream_without_gap_or_overlap(n: int, seed: int, batch: int, total: int) -> None:
+    stream = Stream(n, seed)
+    steps = -(-total // batch)
+    dealt = [
+        s
+        for step in range(1, steps + 1)
+        for s in stream.step(step, global_batch=batch, total_sequences=total)
+    ]
+    assert dealt == [Stream(n, seed).at(position) for position in range(total)]
+    for epoch in range(total // n):
+        assert sorted(dealt[epoch * n : (epoch + 1) * n]) == list(range(n))
+
+
+@given(sizes, seeds, st.lists(st.integers(0, 2000), max_size=20))
+def test_a_stream_may_be_entered_anywhere(n: int, seed: int, positions: list[int]) -> None:
+    """Resuming asks for a late position first; what was looked at before does not matter."""
+    stream = Stream(n, seed)
+    assert [stream.at(position) for position in positions] == [
+        Stream(n, seed).at(position) for position in positions
+    ]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 3000), st.integers(1, 9), seeds)
+def test_steps_for_tokens_is_what_counting_one_by_one_gives(
+    lengths: list[int], target: int, batch: int, seed: int
+) -> None:
+    stream, seen, steps = Stream(len(lengths), seed), 0, 0
+    while seen < target:
+        steps += 1
+        seen += sum(lengths[stream.at(position)] for position in range((steps - 1) * batch, steps * batch))
+    assert steps_for_tokens(lengths, target=target, global_batch=batch, seed=seed) == steps

@@ -1,0 +1,204 @@
+"""A plan is made of values alone; its numbers fit each other, whatever was asked.
+
+Run: pytest tests/plan
+"""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unisono.config import RunConfig
+from unisono.errors import ConfigError
+from unisono.plan import (
+    DataSummary,
+    DeviceChoice,
+    ModelFacts,
+    PlanInputs,
+    RunPlan,
+    SplitSummary,
+    estimate_memory,
+    resolve_plan,
+)
+
+MODEL = ModelFacts(
+    directory="/m", model_type="llama", parameters=15_000_000, hidden_size=256, layers=6, intermediate_size=768,
+    vocab_size=8000, linear_parameters=9_000_000, linear_in_out=60_000, weight_bytes=30_000_000, digest="d",
+)  # fmt: skip
+
+
+def split(rows: int = 1000, sequences: int = 1000, longest: int = 512) -> SplitSummary:
+    return SplitSummary(
+        rows=rows, sequences=sequences, tokens=sequences * longest // 2, loss_tokens=sequences, longest_sequence=longest,
+        longest_row=longest,
+    )  # fmt: skip
+
+
+def inputs(
+    sequences: int = 1000, *, memory_bytes: int = 10**12, has_eval: bool = True, kind: str = "cpu", total_steps: int = 77, **keys: Any
+) -> PlanInputs:  # fmt: skip
+    body = {
+        "model": "m",
+        "data": {"train": "d", "eval": 0.1 if has_eval else None},
+        "output_dir": "o",
+        **keys,
+    }
+    data = DataSummary(
+        cache_dir="/c", cache_hit=False, cache_reason="new", train=split(sequences=sequences), eval=split() if has_eval else None,
+        ledger={}, formats=[], template="own", total_steps=total_steps, digest="d",
+    )  # fmt: skip
+    device = DeviceChoice.model_validate(
+        {"kind": kind, "name": "x", "memory_bytes": memory_bytes, "bfloat16": kind == "cuda"}
+    )
+    return PlanInputs(
+        config=RunConfig.model_validate(body), run_id="r", output_dir="/o", host="h", device=device, threads=1, threads_origin="cores",
+        model=MODEL, data=data, resume=None, resume_reason="fresh",
+    )  # fmt: skip
+
+
+def plan(*arguments: Any, **keys: Any) -> RunPlan:
+    return resolve_plan(inputs(*arguments, **keys))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 12))
+def test_epochs_see_every_sequence_that_often_and_the_last_step_may_be_short(
+    n: int, batch: int, epochs: int
+) -> None:
+    made = plan(n, batch={"global": batch}, duration=f"{epochs} epochs")
+    assert made.total_sequences == n * epochs
+    assert (made.total_steps - 1) * batch < made.total_sequences <= made.total_steps * batch
+
+
+@pytest.mark.parametrize(("epochs", "sequences"), [("0.7", 7), ("0.3", 3), ("2.5", 25), ("0.11", 2)])
+def test_a_part_of_an_epoch_is_rounded_up_to_whole_sequences(epochs: str, sequences: int) -> None:
+    assert plan(10, duration=f"{epochs} epochs").total_sequences == sequences
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 10**6))
+def test_steps_are_as_many_as_asked_and_all_full(n: int, batch: int, steps: int) -> None:
+    made = plan(n, batch={"global": batch}, duration=f"{steps} steps")
+    assert (made.total_steps, made.total_sequences) == (steps, steps * batch)
+
+
+def test_tokens_take_the_steps_that_were_counted_from_the_data() -> None:
+    assert plan(duration="2M tokens").total_steps == 77
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 600),
+    st.integers(10**6, 10**11),
+    st.sampled_from(["auto", True, False]),
+    st.sampled_from(["cpu", "cuda"]),
+)
+def test_the_micro_batch_always_divides_the_global_one(
+    batch: int, memory: int, checkpointing: Any, kind: str
+) -> None:
+    keys = {"batch": {"global": batch}, "memory": {"gradient_checkpointing": checkpointing}}
+    made = plan(memory_bytes=memory, kind=kind, **keys)
+    assert batch % made.micro_batch == 0
+    assert 1 <= made.micro_batch <= batch
+
+
+@settings(deadline=None)
+@given(st.integers(1, 600), st.integers(10**6, 10**11), st.booleans())
+def test_more_memory_never_means_a_smaller_micro_batch(batch: int, room: int, checkpointing: Any) -> None:
+    small, large = (
+        resolve_plan(
+            inputs(batch={"global": batch}, memory_bytes=n, memory={"gradient_checkpointing": checkpointing})
+        )
+        for n in (room, room * 2)
+    )
+    assert large.micro_batch >= small.micro_batch
+
+
+def test_what_fits_is_chosen_and_what_does_not_is_said() -> None:
+    roomy, tight = plan(memory_bytes=10**12), plan(memory_bytes=10**6)
+    assert roomy.memory.total <= 0.8 * 10**12
+    assert not roomy.gradient_checkpointing
+    assert (tight.micro_batch, tight.gradient_checkpointing) == (1, True)
+    assert "more than 80%" in tight.origins["memory"]
+
+
+def test_a_micro_batch_that_was_asked_for_is_kept() -> None:
+    assert plan(batch={"global": 16, "micro": 2}, memory_bytes=10**6).micro_batch == 2
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [("200 steps", 200), ("1 epoch", 62), ("0.5 epochs", 31), ("0.001 epochs", 1), ("1M tokens", 244)],
+)
+def test_periods_become_steps(every: str, steps: int) -> None:
+    """1000 sequences of 256 tokens, 16 a step: an epoch is 62.5 steps, a step 4096 tokens."""
+    made = plan(eval={"every": every}, checkpoint={"every": every}, duration="9 epochs")
+    assert (made.eval_every, made.checkpoint_every) == (steps, steps)
+
+
+def test_without_evaluation_rows_there_is_no_evaluation() -> None:
+    assert plan(has_eval=False).eval_every is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "dtype"),
+    [("cpu", "auto", "float32"), ("cuda", "auto", "bfloat16"), ("cpu", "bfloat16", "bfloat16")],
+)
+def test_auto_takes_the_dtype_that_the_device_has(kind: str, asked: str, dtype: str) -> None:
+    assert plan(kind=kind, model={"path": "m", "dtype": asked}).dtype == dtype
+
+
+def test_float16_on_a_cpu_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(model={"path": "m", "dtype": "float16"})
+    assert "bfloat16" in caught.value.problems[0].fix
+
+
+@pytest.mark.parametrize(
+    ("keys", "warned"),
+    [
+        ({"has_eval": False, "eval": {"samples": 3}}, "eval.samples has no effect"),
+        ({"optim": {"muon_lr": 0.1}}, "optim.muon_lr has no effect"),
+        ({"device": "cpu", "deterministic": True}, "deterministic has no effect"),
+    ],
+)
+def test_a_setting_without_effect_is_named(keys: dict[str, Any], warned: str) -> None:
+    assert [text for text in plan(**keys).warnings if text.startswith(warned)]
+
+
+def test_defaults_that_were_written_out_are_not_warned_of() -> None:
+    """As in a run's own config.yaml, which holds every key."""
+    given_inputs = inputs(has_eval=False)
+    written = RunConfig.model_validate(given_inputs.config.model_dump(mode="json", by_alias=True))
+    again = PlanInputs(**{**vars(given_inputs), "config": written})
+    assert resolve_plan(again).warnings == resolve_plan(given_inputs).warnings == []
+
+
+def test_a_plan_survives_being_written_and_read() -> None:
+    made = plan()
+    assert RunPlan.model_validate(made.to_json()) == made
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 10**5),
+    st.integers(1, 10**4),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from([None, 4, 64]),
+)
+def test_the_estimate_grows_with_tokens_and_shrinks_with_checkpointing(
+    tokens: int, row: int, dtype: str, rank: int | None
+) -> None:
+    def total(tokens: int, *, checkpointing: bool = False) -> int:
+        return estimate_memory(
+            MODEL, dtype=dtype, adapter_rank=rank, micro_tokens=tokens, longest_row=row, gradient_checkpointing=checkpointing
+        ).total  # fmt: skip
+
+    assert total(tokens) < total(tokens * 2)
+    assert total(tokens, checkpointing=True) < total(tokens)
+
+
+def test_the_parts_of_an_estimate_are_its_sum() -> None:
+    memory = plan().memory
+    assert memory.total == memory.weights + memory.trainable + memory.activations + memory.loss_head
