@@ -63,7 +63,7 @@ _TENS = ("", "", "twenty", "thirty", "forty", "fifty")
 LITTLE_WORDS = _words(
     "a about add alarm an and ask be can count day do does down evening for forecast forget from give half "
     "hear her his how i in intent is it know let like look make message midnight minutes morning my name need noon "
-    "afternoon not number of off on over past phone play please put quarter remind reminder set should show song "
+    "afternoon not number of off on over past phone play please put quarter remind seconds reminder set should show song "
     "start stop sure talk tell text that the their they time timer to today tomorrow track up wake want weather what "
     "when who will with word you"
 )

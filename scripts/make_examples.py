@@ -78,11 +78,11 @@ MESSAGE = (
     "message {name} and ask them to {what}",
 )
 TIMER = (
-    "set a timer for {minutes} minutes",
-    "timer {minutes} minutes",
-    "count down {minutes} minutes",
-    "start a timer of {minutes} minutes",
-    "tell me when {minutes} minutes are over",
+    "set a timer for {amount} {unit}",
+    "timer {amount} {unit}",
+    "count down {amount} {unit}",
+    "start a timer of {amount} {unit}",
+    "tell me when {amount} {unit} are over",
 )
 CALL = (
     "call {name} {time}",
@@ -169,9 +169,9 @@ def _message(draw: random.Random, words: Words) -> tuple[str, Answer]:
 
 
 def _timer(draw: random.Random, words: Words) -> tuple[str, Answer]:
-    minutes = draw.randint(2, 59)
-    said = number_word(minutes) if draw.random() < 0.6 else str(minutes)
-    return draw.choice(TIMER).format(minutes=said), {"intent": "timer", "minutes": minutes}
+    amount, unit = draw.randint(2, 59), draw.choice(("seconds", "minutes", "minutes", "hours"))
+    said = number_word(amount) if draw.random() < 0.6 else str(amount)
+    return draw.choice(TIMER).format(amount=said, unit=unit), {"intent": "timer", unit: amount}
 
 
 def _call(draw: random.Random, words: Words) -> tuple[str, Answer]:

@@ -3,12 +3,14 @@
 It teaches the words of the demo and how to copy: repeat what was said, list and list again, find a value by its key,
 answer questions about a little story, write a number's word as digits. It holds no JSON and no phrase of the task.
 
-    python scripts/pretraining_text.py 5       # shows five rows
+    python scripts/pretraining_text.py       # writes a sample, examples/data/text.jsonl
 """
 
+import json
 import random
-import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
 
 from demo_words import (
     ADJECTIVES,
@@ -24,6 +26,8 @@ from demo_words import (
 )
 from make_examples import phrases
 
+EXAMPLE = Path("examples/data/text.jsonl")
+EXAMPLE_ROWS = 2000
 _CONSONANTS, _VOWELS = "bcdfgklmnprstvz", "aeiou"
 _PRINTABLE = "".join(chr(code) for code in range(33, 127))
 
@@ -91,11 +95,13 @@ def _keys_and_values(draw: Draw) -> str:
 def _numbers(draw: Draw) -> str:
     start, number = draw.randint(0, 55), draw.randint(0, 59)
     several = [draw.randint(0, 59) for _ in range(4)]
+    said = number_word(number) if draw.random() < 0.7 else str(number)
     return draw.choice(
         (
             ", ".join(f"{number_word(n)} is {n}" for n in range(start, start + 5)),
             f'{number_word(number)} is {number}. the number {number_word(number)}: "{number}".',
             " ".join(map(number_word, several)) + "\n" + " ".join(map(str, several)),
+            f"{draw.choice(NAMES)} counted {said} {draw.choice(NOUNS)}. how many? {_quoted(draw, str(number))}.",
         )
     )
 
@@ -169,7 +175,7 @@ _KINDS: dict[Callable[[Draw], str], float] = {
     _copies: 3,
     _lists: 1,
     _keys_and_values: 2.5,
-    _numbers: 1,
+    _numbers: 1.5,
     _story: 4,
     _codes: 1,
 }
@@ -186,7 +192,12 @@ def rows(seed: int) -> Iterator[str]:
             yield row
 
 
+def main() -> None:
+    """Writes the small sample that examples/pretrain.yaml trains on."""
+    lines = (json.dumps({"text": row}) + "\n" for row in islice(rows(0), EXAMPLE_ROWS))
+    EXAMPLE.write_text("".join(lines), encoding="utf-8")
+    print(f"{EXAMPLE}: {EXAMPLE_ROWS} rows")
+
+
 if __name__ == "__main__":
-    stream = rows(0)
-    for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 10):
-        print(next(stream), end="\n\n")
+    main()
