@@ -65,28 +65,36 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:  # noqa: BLE001 - the edge of the process
-        sys.exit(_show(error))
+        sys.exit(_show(error, command=words[0] if words else ""))
 
 
-def _show(error: Exception) -> int:
+def _show(error: Exception, *, command: str) -> int:
     """Tells a refusal in its own lines, and a defect of ours with its traceback; gives the exit code."""
     from unisono.errors import UnisonoError
 
     speak = output()
-    if not isinstance(error, UnisonoError):
+    defect = not isinstance(error, UnisonoError)
+    if speak.debug or defect:
         speak.warn(traceback.format_exc().rstrip())
+    if isinstance(error, UnisonoError):
+        body = error.to_json()
+        for line in error.lines():
+            speak.warn(line)
+    else:
+        body = {"exit_code": 1, "problems": [{"what": repr(error)}], "verdict": None}
         speak.warn("This is a defect of unisono, not of yours. Please report it with the lines above.")
-        if speak.json:
-            speak.emit(_refusal({"exit_code": 1, "problems": [{"what": repr(error)}], "verdict": None}))
-        return 1
-    if speak.debug:
-        speak.warn(traceback.format_exc().rstrip())
-    for line in error.lines():
-        speak.warn(line)
     if speak.json:
-        speak.emit(_refusal(error.to_json()))
-    return error.exit_code
+        _emit_refusal(body, command=command)
+    return int(body["exit_code"])
 
 
-def _refusal(body: dict[str, Any]) -> dict[str, Any]:
-    return {"kind": "refused", "schema": 1, **body}
+def _emit_refusal(body: dict[str, Any], *, command: str) -> None:
+    """`train` speaks in lines, of which the last is its result (DESIGN A1); others say it in one object."""
+    if command != "train":
+        output().emit({"kind": "refused", "schema": 1, **body})
+        return
+    from unisono.launch.outcome import refused_result
+
+    if body["verdict"]:
+        output().emit({"kind": "verdict", **body["verdict"]})
+    output().emit({"kind": "result", **refused_result(body["exit_code"], body["problems"], body["verdict"])})

@@ -1,6 +1,7 @@
 """How the command line speaks: results to stdout, talk to stderr, with `--json` nothing but JSON on stdout."""
 
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -37,8 +38,12 @@ class Output:
         _write(sys.stderr if self.json else sys.stdout, text)
 
     def emit(self, value: Any) -> None:
-        """One JSON value as a line on stdout."""
-        _write(sys.stdout, json.dumps(value, ensure_ascii=False))
+        """One JSON value as a line on stdout. What is not a finite number becomes null: JSON has no word for it."""
+        try:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+        _write(sys.stdout, text)
 
 
 _current = Output()  # set once by main, before the command runs
@@ -60,6 +65,15 @@ def split_globals(arguments: list[str]) -> tuple[list[str], set[str]]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     flags = {word for word in arguments[:end] if word in GLOBAL_FLAGS}
     return [word for word in arguments[:end] if word not in GLOBAL_FLAGS] + arguments[end:], flags
+
+
+def _finite(value: Any) -> Any:
+    """The same JSON value with null in place of nan and infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _write(stream: TextIO, text: str) -> None:

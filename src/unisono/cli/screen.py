@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from unisono.causes import Verdict
 from unisono.cli.first_screen import first_screen
 from unisono.cli.output import Output
+from unisono.errors import Problem
 from unisono.events import Message
 from unisono.plan import RunPlan
 from unisono.text import one_line
@@ -100,7 +101,8 @@ class Screen:
         handler = {
             "plan": self._on_plan, "ready": self._on_ready, "phase": self._on_phase, "step": self._on_step,
             "eval": self._on_eval, "sample": self._on_sample, "checkpoint": self._on_checkpoint,
-            "warning": self._on_warning, "note": self._on_note, "verdict": self._on_verdict, "result": self._on_result,
+            "warning": self._on_warning, "note": self._on_note, "verdict": self._on_verdict,
+            "refused": self._on_refused, "result": self._on_result,
         }.get(message["kind"])  # fmt: skip
         if handler is not None:
             handler(message)
@@ -179,6 +181,11 @@ class Screen:
         verdict = Verdict.from_json({k: v for k, v in message.items() if k not in ("kind", "time")})
         for text in verdict.lines():
             self._line.above(text)
+
+    def _on_refused(self, message: Message) -> None:
+        for problem in message.get("problems") or []:
+            for text in Problem(**{name: str(value) for name, value in problem.items()}).lines():
+                self._line.above(text)
 
     def _on_result(self, message: Message) -> None:
         self.close()

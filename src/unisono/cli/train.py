@@ -1,0 +1,88 @@
+"""`unisono train`: fine-tune a model."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unisono.cli.output import output
+
+if TYPE_CHECKING:
+    from unisono.launch.asked import TrainRequest
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="a YAML file; `unisono init` makes one", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="as optim.lr=1e-4", show_default=False),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on; also starts a new run, and extends a finished one.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Rename what is in output_dir to OUT.old-N, and begin.")
+    ] = False,
+    devices: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="The device: its index or UUID.", show_default=False)
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(min=0, max=100, help="How often a run that died goes on by itself.", show_default=False),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; start nothing.")] = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Try the whole path with 64 rows and three steps, elsewhere.")
+    ] = False,
+) -> None:
+    """Fine-tunes a model on one device."""
+    from unisono.launch.asked import TrainRequest
+
+    request = TrainRequest(
+        config, tuple(overrides or ()), resume=resume, fresh=fresh, devices=devices, restarts=restarts
+    )
+    if dry_run:
+        _show_plan(request)
+    elif rehearse:
+        from unisono.cli.rehearse import rehearse_run
+
+        raise typer.Exit(rehearse_run(request))
+    else:
+        raise typer.Exit(_train(request))
+
+
+def _train(request: "TrainRequest") -> int:
+    from unisono.cli.screen import JsonLines, Screen
+    from unisono.launch.session import train as train_session
+
+    speak = output()
+    screen = JsonLines(speak) if speak.json else Screen(speak)
+    try:
+        return int(train_session(request, screen.show)["exit_code"])
+    finally:
+        screen.close()
+
+
+def _show_plan(request: "TrainRequest") -> None:
+    from unisono.cli.first_screen import first_screen
+    from unisono.cli.screen import Screen
+    from unisono.launch.outcome import dry_result
+    from unisono.launch.session import plan_only
+
+    speak = output()
+    screen = Screen(speak)
+    try:
+        plan = plan_only(request, screen.show)
+    finally:
+        screen.close()
+    if speak.json:
+        speak.emit({"kind": "plan", **plan.to_json()})
+        speak.emit({"kind": "result", **dry_result(plan)})
+        return
+    for text in first_screen(plan, {}):
+        speak.result(text)
+    speak.result("")
+    for name, origin in sorted(plan.origins.items()):
+        speak.result(f"{name:<28} {origin}")
+    for text in [*plan.warnings, *plan.data.warnings]:
+        speak.result(f"warning: {text}")

@@ -1,0 +1,89 @@
+"""Takes a run's directory for one start: decided, made, locked; and given back, with nothing left if nothing came of it."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.config import RunConfig
+from unisono.errors import UsageError
+from unisono.files import make_private_dir
+from unisono.rundir import RunDir
+from unisono.rundir.lock import RunLock
+from unisono.rundir.start import StartDecision, decide_start, set_aside
+
+
+@dataclass
+class Claim:
+    """A directory that is ours until the end of the start.
+
+    Attributes:
+        run: its names.
+        decision: what this start is: fresh, resume or extend.
+        made: whether this start made the directory.
+        worth_keeping: whether something came of it; otherwise a directory that was made is removed again.
+    """
+
+    run: RunDir
+    decision: StartDecision
+    made: bool
+    worth_keeping: bool = False
+
+
+@contextlib.contextmanager
+def claim(
+    config: RunConfig, *, host: str, resume: bool, fresh: bool, say: Callable[[str], None]
+) -> Iterator[Claim]:
+    """Decides, makes the directory, locks it, and decides again under the lock.
+
+    Raises:
+        UsageError: if the directory is taken, finished, another run's, or cannot be written.
+    """
+    run = RunDir(Path(config.output_dir))
+    decide_start(run, config, resume=resume, fresh=fresh)  # refuses before anything is touched
+    if fresh and run.root.exists() and any(run.root.iterdir()):
+        with _locked(run, host, say):  # nobody renames a run under the feet of one that lives
+            moved = set_aside(run)
+        say(f"the earlier run is now {moved}")
+    made = not run.root.exists()
+    _make(run)
+    try:
+        with _locked(run, host, say):
+            decision = decide_start(run, config, resume=resume, fresh=False)
+            claimed = Claim(run, decision, made)
+            try:
+                yield claimed
+            finally:
+                made = claimed.made and not claimed.worth_keeping
+    finally:
+        if made:
+            shutil.rmtree(run.root, ignore_errors=True)
+
+
+def _make(run: RunDir) -> None:
+    try:
+        make_private_dir(run.root)
+    except OSError as error:
+        raise UsageError.of(
+            f"the run's directory {run.root} cannot be made", where="output_dir", why=str(error),
+            fix="set output_dir to a directory that you may write",
+        ) from error  # fmt: skip
+    if not os.access(run.root, os.W_OK | os.X_OK):
+        raise UsageError.of(
+            f"the run's directory {run.root} cannot be written", where="output_dir", why="it is not yours to write in",
+            fix="set output_dir to a directory that you may write",
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _locked(run: RunDir, host: str, say: Callable[[str], None]) -> Iterator[None]:
+    lock = RunLock(run.lock)
+    note = lock.acquire(host, os.getpid())
+    if note:
+        say(note)
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,113 @@
+"""How a start ended, as result.json says it (DESIGN A3). Pure."""
+
+import signal
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono.causes import Verdict, find_cause
+from unisono.errors import UnisonoError
+from unisono.launch.attempt import Attempt
+from unisono.launch.interrupts import exit_code_of
+from unisono.launch.postmortem import name_death
+from unisono.launch.tasks import refusal
+from unisono.plan import RunPlan
+
+_OUTCOMES = {
+    0: "completed", 1: "failed", 2: "refused", 3: "disagreed", 4: "stalled", 5: "died", 6: "unfit", 7: "corrupt",
+    75: "preempted", 130: "interrupted",
+}  # fmt: skip
+
+NOTHING_DONE: dict[str, Any] = {
+    "step": 0, "tokens": 0, "loss": None, "eval": {}, "tokens_per_second": None, "checkpoint": None, "weights": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one attempt ended.
+
+    Attributes:
+        exit_code: of DESIGN A2.
+        fields: for result.json: step, tokens, loss, eval, tokens_per_second, checkpoint, weights.
+        verdict: what was wrong, if anything was.
+        error: a refusal of the worker, to be told in its own words.
+    """
+
+    exit_code: int
+    fields: dict[str, Any] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    error: UnisonoError | None = None
+
+    @property
+    def outcome(self) -> str:
+        """The word for it."""
+        return outcome_of(self.exit_code)
+
+
+def outcome_of(exit_code: int) -> str:
+    """The word of result.json for an exit code."""
+    return _OUTCOMES.get(exit_code, "failed")
+
+
+def ending_of(attempt: Attempt, plan: RunPlan, *, asked_to_stop: signal.Signals | None) -> Ending:
+    """What became of an attempt: its own word where it gave one, else what its death tells."""
+    known = {
+        "step": attempt.step, "tokens": attempt.tokens, "loss": attempt.loss, "eval": attempt.evals,
+        "tokens_per_second": attempt.tokens_per_second, "checkpoint": attempt.checkpoint, "weights": None,
+    }  # fmt: skip
+    last = attempt.last or {}
+    if last.get("kind") == "result":
+        told = {name: last[name] for name in known if name in last}
+        told["checkpoint"] = last.get("checkpoint") or attempt.checkpoint
+        verdict = Verdict.from_json(last["verdict"]) if last.get("verdict") else None
+        return Ending(int(last.get("exit_code", 0)), {**known, **told}, verdict)
+    if last.get("kind") == "refused":
+        error = refusal(last)
+        return Ending(error.exit_code, known, error.verdict, error)
+    stopped = _stopped(attempt, asked_to_stop)
+    if stopped and last.get("kind") != "crashed":
+        return Ending(stopped, known)
+    verdict = name_death(attempt, plan)
+    cause = find_cause(verdict.cause)
+    return Ending(cause.exit_code if cause else 5, known, verdict)
+
+
+def _stopped(attempt: Attempt, asked_to_stop: signal.Signals | None) -> int:
+    """130 or 75 if it ended because it was asked to, else 0."""
+    if asked_to_stop is not None:
+        return exit_code_of(asked_to_stop)
+    return (
+        attempt.returncode if attempt.returncode in (75, 130) else 0
+    )  # the signal went to the worker itself
+
+
+def result_of(
+    ending: Ending, *, run_id: str, output_dir: str, restarts: list[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
+    """The object of result.json."""
+    result = {
+        "schema": 1, "run_id": run_id, "outcome": ending.outcome, "exit_code": ending.exit_code, "output_dir": output_dir,
+        **ending.fields, "verdict": ending.verdict.to_json() if ending.verdict else None, "restarts": restarts,
+        "wall_time_s": seconds,
+    }  # fmt: skip
+    if ending.error is not None:
+        result["problems"] = ending.error.to_json()["problems"]
+    return result
+
+
+def refused_result(
+    exit_code: int, problems: list[dict[str, str]], verdict: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The result of a start that was refused before it had a run to speak of."""
+    return {
+        "schema": 1, "run_id": None, "outcome": outcome_of(exit_code), "exit_code": exit_code, "output_dir": None, **NOTHING_DONE,
+        "verdict": verdict, "restarts": [], "wall_time_s": 0.0, "problems": problems,
+    }  # fmt: skip
+
+
+def dry_result(plan: RunPlan) -> dict[str, Any]:
+    """The result of `--dry-run`: nothing was started."""
+    return {
+        "schema": 1, "run_id": plan.run_id, "outcome": "completed", "exit_code": 0, "dry_run": True, "output_dir": plan.output_dir,
+        **NOTHING_DONE, "verdict": None, "restarts": [], "wall_time_s": 0.0,
+    }  # fmt: skip

@@ -1,0 +1,80 @@
+"""Writes what a start leaves in the run's directory beside the worker's own files."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from unisono.causes import Verdict
+from unisono.facts import package_versions
+from unisono.facts.versions import versions_digest
+from unisono.files import make_private_dir, read_json, write_json, write_text
+from unisono.launch.resolved import config_yaml
+from unisono.plan import RunPlan
+from unisono.rundir import RunDir
+from unisono.rundir.metrics import read_metrics
+from unisono.track.curve import draw_curve
+
+
+def write_decision(run: RunDir, plan: RunPlan) -> None:
+    """Writes config.yaml, plan.json, environment.json and agreement.json: all that is decided before the worker starts."""
+    for folder in (run.checkpoints, run.events(0).parent, run.log(plan.host, 0).parent):
+        make_private_dir(folder)
+    write_text(run.config, config_yaml(plan.config, command=f"unisono train {run.config}"), mode=0o600)
+    versions = package_versions()
+    digest = versions_digest(versions)
+    write_json(run.environment, {"schema": 1, "digest": digest, "packages": versions})
+    write_json(run.agreement, _agreement(plan, versions_digest_=digest))
+    write_json(run.plan, plan.to_json(), mode=0o600)
+
+
+def set_verdict(run: RunDir, verdict: Verdict | None) -> None:
+    """Makes verdict.json that of this start; one of an earlier start goes to verdicts/, and none stays if there is none."""
+    if run.verdict.exists():
+        make_private_dir(run.verdicts)
+        number = 1 + max(
+            (int(p.stem) for p in run.verdicts.glob("[0-9]*.json") if p.stem.isdigit()), default=0
+        )
+        run.verdict.rename(run.verdicts / f"{number:04d}.json")
+    if verdict is not None:
+        write_json(run.verdict, verdict.to_json(), mode=0o600)
+
+
+def keep_tail(run: RunDir, host: str, tail: str) -> Path:
+    """Keeps the end of a rank's log among the evidence; gives its path."""
+    make_private_dir(run.evidence)
+    number = 1 + len(list(run.evidence.glob("log-*.txt")))
+    path = run.evidence / f"log-{number:04d}-{host}-rank-00000.txt"
+    write_text(path, tail, mode=0o600)
+    return path
+
+
+def draw(run: RunDir, *, title: str) -> None:
+    """Draws loss.svg from metrics.jsonl. A picture is not worth a run: a full disk leaves the old one."""
+    lines = read_metrics(run.metrics)
+    losses = [(float(x["step"]), float(x["loss"])) for x in lines if _has(x, "loss")]
+    evaluations = [(float(x["step"]), float(x["eval_loss"])) for x in lines if _has(x, "eval_loss")]
+    with contextlib.suppress(OSError):
+        write_text(run.curve, draw_curve(losses, evaluations, title=title))
+
+
+def read_plan(run: RunDir) -> RunPlan | None:
+    """The plan of the last start, or None where there is none to be read."""
+    try:
+        return RunPlan.model_validate(read_json(run.plan))
+    except (OSError, ValueError):
+        return None
+
+
+def _agreement(plan: RunPlan, *, versions_digest_: str) -> dict[str, Any]:
+    """One node, one rank: what it brought, and that there was nobody to disagree with."""
+    report = {
+        "node_rank": 0, "host": plan.host, "nproc_per_node": 1, "world_size": 1, "device": plan.device.model_dump(mode="json"),
+        "config_digest": plan.config_digest, "data_digest": plan.data.digest, "model_digest": plan.model.digest,
+        "environment_digest": versions_digest_, "threads": plan.threads, "dtype": plan.dtype,
+        "resume_step": plan.resume.step if plan.resume else 0, "ignored_variables": plan.ignored_variables,
+    }  # fmt: skip
+    return {"schema": 1, "nodes": [report], "verdicts": [], "outcome": "agreed"}
+
+
+def _has(line: dict[str, Any], name: str) -> bool:
+    return isinstance(line.get(name), int | float) and "step" in line

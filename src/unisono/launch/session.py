@@ -1,0 +1,216 @@
+"""One training start, whole: config, decision, lock, data, plan, worker, restarts, result."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.store import CheckpointStore
+from unisono.config import LoadedConfig
+from unisono.errors import IntegrityError
+from unisono.events import Message
+from unisono.facts import read_environment, read_machine
+from unisono.files import write_json
+from unisono.launch.asked import TrainRequest, load_asked, refuse_live_launcher
+from unisono.launch.attempt import Attempt, Show, run_attempt
+from unisono.launch.claim import Claim, claim
+from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
+from unisono.launch.outcome import NOTHING_DONE, Ending, ending_of, result_of
+from unisono.launch.planning import Here, make_plan
+from unisono.launch.record import draw, keep_tail, set_verdict, write_decision
+from unisono.launch.restart import Death, may_restart
+from unisono.plan import ResumePoint, RunPlan
+from unisono.rundir import RunDir
+from unisono.rundir.start import decide_start
+
+
+def train(request: TrainRequest, show: Show) -> dict[str, Any]:
+    """Carries a start from its config to its end; gives the object of result.json.
+
+    Raises:
+        UnisonoError: if it is refused before anything was started.
+    """
+    began = time.monotonic()
+    with Interrupts() as interrupts:
+        try:
+            result = _Start(request, show, interrupts, began).run()
+        except Stopped as stopped:
+            say(show, f"{stopped.number.name} before anything was started: nothing has changed")
+            result = result_of(
+                Ending(exit_code_of(stopped.number), NOTHING_DONE), run_id="", output_dir="", restarts=[],
+                seconds=time.monotonic() - began,
+            )  # fmt: skip
+    show({"kind": "result", "time": time.time(), **result})
+    return result
+
+
+def plan_only(request: TrainRequest, show: Show) -> RunPlan:
+    """The plan of a start that is not made; nothing is left in the run's directory.
+
+    Raises:
+        UnisonoError: whatever the start itself would be refused for before its worker.
+    """
+    loaded = load_asked(request)
+    here = Here(read_machine(request.probe), read_environment())
+    refuse_live_launcher(here.environment, request)
+    run = RunDir(Path(loaded.config.output_dir))
+    decision = decide_start(run, loaded.config, resume=request.resume, fresh=request.fresh)
+    resume = None if decision.kind == "fresh" else _resume_point(run, here, show)
+    return make_plan(
+        request, loaded, here, run_id=decision.run_id, resume=resume, resume_reason=_reason(decision.reason, resume),
+        ledger=False, show=show,
+    )  # fmt: skip
+
+
+def say(show: Show, text: str) -> None:
+    """A line for people."""
+    show({"kind": "note", "time": time.time(), "text": text})
+
+
+@dataclass
+class _Start:
+    request: TrainRequest
+    show: Show
+    interrupts: Interrupts
+    began: float
+
+    def run(self) -> dict[str, Any]:
+        loaded = load_asked(self.request)
+        here = Here(read_machine(self.request.probe), read_environment())
+        refuse_live_launcher(here.environment, self.request)
+        with claim(
+            loaded.config, host=here.machine.host, resume=self.request.resume, fresh=self.request.fresh,
+            say=lambda text: say(self.show, text),
+        ) as claimed:  # fmt: skip
+            return self._train(loaded, here, claimed)
+
+    def _train(self, loaded: LoadedConfig, here: Here, claimed: Claim) -> dict[str, Any]:
+        plan = self._plan(loaded, here, claimed)
+        recorder = _Recorder(claimed, plan, self.show)
+        deaths: list[Death] = []
+        restarts: list[dict[str, Any]] = []
+        while True:
+            write_decision(claimed.run, plan)
+            self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
+            attempt = run_attempt(
+                plan, programs=self.request.programs, interrupts=self.interrupts, show=recorder.show
+            )
+            ending = ending_of(attempt, plan, asked_to_stop=self.interrupts.first)
+            ending = self._told(claimed.run, plan, attempt, ending)
+            again = self._goes_on(plan, attempt, ending, deaths)
+            if not again or ending.verdict is None:
+                return self._finish(claimed, plan, attempt, ending, restarts)
+            deaths.append(Death(ending.verdict.cause, attempt.step))
+            resume = _resume_point(claimed.run, here, self.show)
+            restarts.append(
+                {"verdict": ending.verdict.to_json(), "from_step": resume.step if resume else 0, "seconds": attempt.seconds}
+            )  # fmt: skip
+            plan = plan.model_copy(
+                update={"resume": resume, "resume_reason": _again(ending.verdict.cause, resume)}
+            )
+
+    def _plan(self, loaded: LoadedConfig, here: Here, claimed: Claim) -> RunPlan:
+        decision = claimed.decision
+        resume = None if decision.kind == "fresh" else _resume_point(claimed.run, here, self.show)
+        return make_plan(
+            self.request, loaded, here, run_id=decision.run_id, resume=resume,
+            resume_reason=_reason(decision.reason, resume), ledger=True, show=self.show,
+        )  # fmt: skip
+
+    def _told(self, run: RunDir, plan: RunPlan, attempt: Attempt, ending: Ending) -> Ending:
+        """Keeps the evidence of a verdict, and shows it."""
+        if ending.verdict is None:
+            return ending
+        if attempt.tail and ending.error is None:
+            path = keep_tail(run, plan.host, attempt.tail)
+            say(self.show, f"the end of the rank's log is kept in {path}")
+        set_verdict(run, ending.verdict)
+        self.show({"kind": "verdict", "time": time.time(), **ending.verdict.to_json()})
+        return ending
+
+    def _goes_on(self, plan: RunPlan, attempt: Attempt, ending: Ending, deaths: list[Death]) -> bool:
+        if ending.verdict is None or self.interrupts.first is not None:
+            return False
+        again, why = may_restart(
+            ending.verdict, step=attempt.step, earlier=deaths, allowed=plan.config.restarts
+        )
+        say(self.show, why)
+        return again
+
+    def _finish(
+        self, claimed: Claim, plan: RunPlan, attempt: Attempt, ending: Ending, restarts: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        result = result_of(
+            ending, run_id=plan.run_id, output_dir=plan.output_dir, restarts=restarts,
+            seconds=time.monotonic() - self.began,
+        )  # fmt: skip
+        if ending.error is not None:
+            self.show({"kind": "refused", "time": time.time(), **ending.error.to_json()})
+        stopped_before_training = ending.exit_code in (75, 130) and not attempt.ready
+        if not (stopped_before_training and claimed.run.result.exists()):  # leave what was
+            write_json(claimed.run.result, result)
+        claimed.worth_keeping = attempt.ready or ending.exit_code not in (2, 75, 130) or bool(restarts)
+        draw(claimed.run, title=_title(plan))
+        return result
+
+
+class _Recorder:
+    """Passes messages on, and does what a first step and an evaluation are occasions for."""
+
+    def __init__(self, claimed: Claim, plan: RunPlan, show: Show) -> None:
+        self._run = claimed.run
+        self._title = _title(plan)
+        self._show = show
+        self._stepped = False
+
+    def show(self, message: Message) -> None:
+        if message["kind"] == "step" and not self._stepped:
+            self._stepped = True  # from here on the earlier start's end is history
+            self._run.result.unlink(missing_ok=True)
+            set_verdict(self._run, None)
+        if message["kind"] == "eval":
+            draw(self._run, title=self._title)
+        self._show(message)
+
+
+def _resume_point(run: RunDir, here: Here, show: Show) -> ResumePoint | None:
+    """The newest intact checkpoint, damage told; None where the run has none yet.
+
+    Raises:
+        IntegrityError: if there are checkpoints and none is intact.
+    """
+    store = CheckpointStore(run.checkpoints, key=user_key(here.environment.settings_dir))
+    damaged: list[str] = []
+
+    def on_damage(path: Path, damage: Any) -> None:
+        damaged.append(f"{path.name}: {damage}")
+        show(
+            {
+                "kind": "warning",
+                "time": time.time(),
+                "code": "damaged_checkpoint",
+                "text": damaged[-1],
+                "fix": "",
+            }
+        )
+
+    found = store.newest_intact(on_damage)
+    if found is None and damaged:
+        raise IntegrityError.of(
+            f"none of the {len(damaged)} checkpoints is intact", where=str(run.checkpoints), why="; ".join(damaged),
+            fix="start anew with --fresh, which keeps this run under another name",
+        )  # fmt: skip
+    return ResumePoint(step=found.step, path=str(found.path)) if found else None
+
+
+def _reason(decided: str, resume: ResumePoint | None) -> str:
+    return f"{decided}; from step {resume.step}" if resume else decided
+
+
+def _again(cause: str, resume: ResumePoint | None) -> str:
+    return f"restarted after {cause}, from " + (f"step {resume.step}" if resume else "the beginning")
+
+
+def _title(plan: RunPlan) -> str:
+    return f"{Path(plan.output_dir).name}: {plan.config.model.path}"
