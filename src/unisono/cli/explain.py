@@ -21,7 +21,7 @@ def explain(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CAUSE|VARIABLE]", help="as nan_loss or NCCL_SOCKET_IFNAME; without it: the list"
+            metavar="CAUSE|VARIABLE", help="as nan_loss or NCCL_SOCKET_IFNAME; without it: the list"
         ),
     ] = None,
 ) -> None:
@@ -57,10 +57,12 @@ def cause_lines(cause: "Cause") -> list[str]:
             *(f"  - {other}: {difference}" for other, difference in cause.neighbours),
         ]
     lines += ["", "What to do:", *(f"  {number}. {item}" for number, item in enumerate(cause.remedy, 1))]
+    from unisono.causes.exit_codes import EXIT_CODES
+
     retry = "can help" if cause.retry_helps else "does not help by itself"
     lines += [
         "",
-        f"Exit code {cause.exit_code}. Starting again {retry}. Found {' and '.join(cause.when)} a run.",
+        f"Exit code {cause.exit_code} ({EXIT_CODES[cause.exit_code]}). Starting again {retry}. Found {' and '.join(cause.when)} a run.",
     ]
     return lines
 

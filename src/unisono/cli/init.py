@@ -14,7 +14,7 @@ _DEFAULT = "lora"
 def init(
     template: Annotated[
         str | None,
-        typer.Argument(metavar="[TEMPLATE]", help="one of `unisono init --list`; lora if not given"),
+        typer.Argument(metavar="TEMPLATE", help="one of `unisono init --list`; lora if not given"),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="write it to this file, which must not exist; else to stdout")

@@ -61,7 +61,6 @@ WarmupText = Annotated[
 ]
 SecondsText = Annotated[str, AfterValidator(_check_seconds), Says("a time, as `25 seconds` or `2 minutes`")]
 Pattern = Annotated[str, AfterValidator(_check_pattern), Says("a regular expression")]
-Number = Annotated[float, BeforeValidator(_float_of_yaml)]
 Share = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, BeforeValidator(_float_of_yaml), Field(gt=0.0)]
 NotNegative = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0)]
@@ -92,7 +91,10 @@ class ModelSection(Section):
 class AdapterSection(Section):
     """A low-rank adapter (LoRA, arXiv:2106.09685; rsLoRA, arXiv:2312.03732; DoRA, arXiv:2402.09353)."""
 
-    kind: Literal["lora", "dora", "rslora"] = "lora"
+    kind: Literal["lora", "dora", "rslora"] = Field(
+        default="lora",
+        description="dora learns length and direction apart and is slower; rslora suits high ranks",
+    )
     rank: int = Field(default=16, ge=1, description="the rank r of the update B·A")
     alpha: Positive = Field(
         default=32.0, description="scale: the update is multiplied by alpha / rank (rslora: alpha / √rank)"
@@ -109,8 +111,8 @@ class AdapterSection(Section):
 class SourceSection(Section):
     """One source of rows."""
 
-    path: str = Field(min_length=1)
-    format: Format = "auto"
+    path: str = Field(min_length=1, description="a path, glob, URL or hub id")
+    format: Format = Field(default="auto", description="as data.format, for this source")
     weight: Positive = Field(
         default=1.0, description="how often its rows occur in an epoch: 2 twice, 0.5 a seeded half of them"
     )
@@ -130,15 +132,21 @@ class DataSection(Section):
         BeforeValidator(_float_of_yaml),
         Says("a share between 0 and 1 (as 0.05), a path, or null"),
     ] = Field(default=None, description="a share split off with the run's seed, or a path, or null")
-    format: Format = "auto"
+    format: Format = Field(default="auto", description="how a row is written; auto: found out and said")
     template: str | None = Field(
         default=None, description="a file with a chat template (Jinja); null: the tokenizer's own"
     )
-    max_length: int = Field(default=1024, ge=8, description="tokens")
-    too_long: Literal["error", "cut", "drop", "split"] = "error"
-    on_bad_row: Literal["error", "skip"] = "error"
+    max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")
+    too_long: Literal["error", "cut", "drop", "split"] = Field(
+        default="error", description="what happens to longer rows; the ledger says what was done to which"
+    )
+    on_bad_row: Literal["error", "skip"] = Field(
+        default="error", description="what happens to a row that cannot be read or has no answer"
+    )
     packing: bool = Field(default=True, description="rows share a sequence, never attention")
-    loss_on: Literal["answers", "last-answer", "all"] = "answers"
+    loss_on: Literal["answers", "last-answer", "all"] = Field(
+        default="answers", description="which tokens are learnt; with `objective: pretrain` always all"
+    )
     check_template: bool = Field(
         default=True,
         description="refuse a template that leaves the stop token of a trained answer out of the loss",
@@ -152,15 +160,19 @@ class OptimSection(Section):
         default="adamw",
         description="muon: Muon for matrices, AdamW for the rest (with full fine-tuning or pretraining)",
     )
-    lr: Positive = 2.0e-4
+    lr: Positive = Field(
+        default=2.0e-4, description="the highest learning rate; full fine-tuning takes about a tenth"
+    )
     muon_lr: Positive = Field(default=0.02, description="learning rate of the matrices with `kind: muon`")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         default="cosine",
         description="after the warm-up; wsd: constant, then a linear fall over the last fifth",
     )
-    warmup: WarmupText = "3%"
+    warmup: WarmupText = Field(default="3%", description="the learning rate rises over so much of the run")
     min_lr: Share = Field(default=0.0, description="where the schedule ends, as a share of lr")
-    weight_decay: NotNegative = 0.0
+    weight_decay: NotNegative = Field(
+        default=0.0, description="of matrices; norms and biases have none"
+    )
     betas: Annotated[tuple[Share, Share], Says("a list of two numbers from 0 to below 1")] = Field(
         default=(0.9, 0.999), description="how slowly the two moments of AdamW forget"
     )
@@ -213,7 +225,7 @@ class EvalSection(Section):
 class CheckpointSection(Section):
     """When the state is saved, and what is kept."""
 
-    every: DurationText = "200 steps"
+    every: DurationText = Field(default="200 steps", description="a period; at the end there is always one")
     keep: int = Field(default=3, ge=1, description="how many of the newest stay")
     best: Literal["eval_loss"] | None = Field(
         default=None, description="eval_loss: the best one stays too, and is the result"
@@ -223,7 +235,10 @@ class CheckpointSection(Section):
 class MemorySection(Section):
     """What is traded for memory."""
 
-    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    gradient_checkpointing: bool | Literal["auto"] = Field(
+        default="auto",
+        description="activations are computed again instead of kept; auto: where they do not fit",
+    )
 
 
 class RunConfig(Section):
@@ -238,22 +253,30 @@ class RunConfig(Section):
         description="with `adapter: null`: parameters whose name matches one of these stay as they are",
     )
     data: DataSection
-    objective: Literal["sft", "pretrain"] = "sft"
+    objective: Literal["sft", "pretrain"] = Field(
+        default="sft", description="sft: answers to requests; pretrain: plain text, all of it"
+    )
     optim: OptimSection = OptimSection()
-    duration: DurationText = "3 epochs"
+    duration: DurationText = Field(default="3 epochs", description="how long the run is")
     batch: BatchSection = BatchSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: the first visible accelerator, else the CPU"
+    )
     memory: MemorySection = MemorySection()
     restarts: int = Field(default=2, ge=0, le=100, description="how often a run that died goes on by itself")
     grace: SecondsText = Field(default="25 seconds", description="from SIGTERM to the end, with a checkpoint")
-    track: list[Literal["tensorboard"]] = []
+    track: list[Literal["tensorboard"]] = Field(
+        default=[], description="where metrics go besides metrics.jsonl; needs `pip install 'unisono[track]'`"
+    )
     deterministic: bool = Field(
         default=False, description="bit-equal runs on GPU too; on CPU runs are so anyway"
     )
-    seed: int = Field(default=0, ge=0, lt=2**32)
-    output_dir: str = Field(min_length=1)
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="of the split, the order, dropout and new weights"
+    )
+    output_dir: str = Field(min_length=1, description="the run's directory; everything it makes is below it")
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,211 @@
+"""Writes docs/reference/ from the code: the schema, the catalogue, the commands, the exit codes, the names of files.
+
+    python scripts/make_reference.py            writes the pages
+    python scripts/make_reference.py --check    exit 1 if one of them is not up to date
+
+The pages are kept in the repository, so that they can be read there; a test runs --check.
+"""
+
+import argparse
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from unisono.causes.catalogue import ALL_CAUSES
+from unisono.causes.cause import Cause
+from unisono.causes.exit_codes import EXIT_CODES
+from unisono.causes.variable import GROUP_MEANING, Variable
+from unisono.causes.variables import VARIABLES
+from unisono.cli.app import build_app
+from unisono.config.describe import describe_field, section_in
+from unisono.config.schema import RunConfig, Section
+from unisono.rundir.layout import RunDir
+
+FOLDER = Path(__file__).parent.parent / "docs" / "reference"
+NOT_MADE_YET = ("agreement", "evidence")  # names that are kept for runs of several nodes
+WIDTH = 100  # columns of a help text
+MADE = "<!-- Made by scripts/make_reference.py. Change the code, then run it. -->"
+
+
+def main() -> int:
+    """Writes the pages, or with --check compares them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="only compare")
+    pages = {FOLDER / name: text for name, text in make_pages().items()}
+    if parser.parse_args().check:
+        old = [
+            path
+            for path, text in pages.items()
+            if not path.exists() or path.read_text(encoding="utf-8") != text
+        ]
+        for path in old:
+            print(f"{path} is not up to date: run python scripts/make_reference.py", file=sys.stderr)
+        return 1 if old else 0
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for path, text in pages.items():
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+def make_pages() -> dict[str, str]:
+    """Every page by its file name."""
+    bodies = {
+        "config.md": config_page(),
+        "causes.md": causes_page(),
+        "variables.md": variables_page(),
+        "commands.md": commands_page(),
+        "exit-codes.md": exit_codes_page(),
+        "files.md": files_page(),
+    }
+    return {name: "\n".join([MADE, "", *lines]).rstrip("\n") + "\n" for name, lines in bodies.items()}
+
+
+def config_page() -> list[str]:
+    """Every key of a config."""
+    return [
+        "# The config", "",
+        "A YAML file. `unisono init` gives one to start from; `key.sub=value` on the command line is laid over it.",
+        "Unknown keys are refused. Paths are relative to the working directory. Only `model`, `data.train` and `output_dir` must be given.", "",
+        *section_lines(RunConfig, ""),
+    ]  # fmt: skip
+
+
+def section_lines(section: type[Section], prefix: str) -> list[str]:
+    """A table of a section's keys, then the sections in it."""
+    rows, inner_pages = [], []
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        inner = section_in(field.annotation)
+        about = field.description or (plain_doc(inner) if inner else "")
+        takes = describe_field(field)
+        rows.append([f"`{key}`", re.sub(r" \(keys: .*?\)", "", takes), default_of(field, inner), about])
+        if inner is not None:
+            assert issubclass(inner, Section)
+            inner_pages += [f"## `{key}`", "", plain_doc(inner), "", *section_lines(inner, f"{key}.")]
+    return [*table(["key", "takes", "default", "meaning"], rows), "", *inner_pages]
+
+
+def default_of(field: Any, inner: type | None) -> str:  # a pydantic FieldInfo
+    """The default as it would be written."""
+    if field.is_required():
+        return "must be given"
+    if inner is not None and field.default is not None and not isinstance(field.default, list):
+        return "see below"
+    words = {None: "null", True: "true", False: "false"}
+    value = field.default
+    shown = words.get(value, str(value)) if isinstance(value, bool | None) else str(value)
+    return f"`{list(value) if isinstance(value, tuple) else shown}`"
+
+
+def causes_page() -> list[str]:
+    """The catalogue."""
+    lines = [
+        "# Causes",
+        "",
+        "Why training fails, and what to do. `unisono explain CAUSE` shows the same.",
+        "",
+    ]
+    lines += table(["cause", "in one line", "exit code"], [
+        [f"[{cause.id}](#{cause.id})", cause.title, str(cause.exit_code)] for cause in ALL_CAUSES
+    ])  # fmt: skip
+    for cause in ALL_CAUSES:
+        lines += ["", *cause_section(cause)]
+    return lines
+
+
+def cause_section(cause: Cause) -> list[str]:
+    """One entry."""
+    retry = "can help" if cause.retry_helps else "does not help by itself"
+    lines = [f"## {cause.id}", "", f"*{cause.title}*", "", cause.meaning, "", "How it shows:", ""]
+    lines += [f"- {text}" for text in cause.telltales]
+    if cause.neighbours:
+        lines += [
+            "",
+            "Looks alike:",
+            "",
+            *(f"- [{name}](#{name}): {text}" for name, text in cause.neighbours),
+        ]
+    lines += ["", "What to do:", "", *(f"{number}. {text}" for number, text in enumerate(cause.remedy, 1))]
+    lines += [
+        "",
+        f"Exit code {cause.exit_code}. Starting again {retry}. Found {' and '.join(cause.when)} a run.",
+    ]
+    return lines
+
+
+def variables_page() -> list[str]:
+    """The environment variables."""
+    lines = ["# Environment variables", "", "What they do in distributed training. `unisono explain VARIABLE` shows the same.",
+             "On one device unisono needs none of them, and says which it ignored."]  # fmt: skip
+    for group, meaning in GROUP_MEANING.items():
+        rows = [variable_row(variable) for variable in VARIABLES if variable.group == group]
+        head = ["variable", "what it does", "suspicious", "related causes"]
+        lines += ["", f"## It {meaning}", "", *table(head, rows)]
+    return lines
+
+
+def variable_row(variable: Variable) -> list[str]:
+    """One row of the table."""
+    causes = ", ".join(f"[{name}](causes.md#{name})" for name in variable.causes)
+    return [f"`{variable.name}`", variable.meaning, variable.suspicious, causes]
+
+
+def commands_page() -> list[str]:
+    """Every command, as its --help says."""
+    import typer.main
+
+    group: Any = typer.main.get_command(build_app())
+    lines = ["# Commands", "", f"{group.help}", "", f"{group.epilog}"]
+    for name, command in group.commands.items():
+        lines += command_lines(f"unisono {name}", command)
+    return lines
+
+
+def command_lines(name: str, command: Any) -> list[str]:  # a command of typer's, or a group of them
+    """One command, or all of a group."""
+    if hasattr(command, "commands"):
+        return [
+            line for sub, inner in command.commands.items() for line in command_lines(f"{name} {sub}", inner)
+        ]
+    context = command.context_class(command, info_name=name, terminal_width=WIDTH)
+    return ["", f"## {name}", "", "```", command.get_help(context), "```"]
+
+
+def exit_codes_page() -> list[str]:
+    """What each exit code means."""
+    rows = [[str(code), meaning] for code, meaning in EXIT_CODES.items()]
+    return ["# Exit codes", "", "Of every command.", "", *table(["code", "meaning"], rows)]
+
+
+def files_page() -> list[str]:
+    """What is in a run's directory."""
+    run = RunDir(Path("OUT"))
+    rows = []
+    for name, member in vars(RunDir).items():
+        if isinstance(member, property) and name not in NOT_MADE_YET:
+            rows.append([f"`{getattr(run, name).relative_to('OUT')}`", plain_doc(member)])
+    rows.append([f"`{run.events(0).relative_to('OUT')}`", plain_doc(RunDir.events)])
+    rows.append([f"`{run.log('HOST', 0).relative_to('OUT')}`", plain_doc(RunDir.log)])
+    rows.append([f"`{run.checkpoint(100).relative_to('OUT')}/`", plain_doc(RunDir.checkpoint)])
+    return [
+        "# Files of a run", "",
+        "Everything that a run makes is below its `output_dir`. JSON files have `\"schema\": 1`, and are written whole or not at all.", "",
+        *table(["name", "what it is"], rows),
+    ]  # fmt: skip
+
+
+def plain_doc(thing: Any) -> str:
+    """The first line of a docstring."""
+    return (inspect.getdoc(thing) or "").partition("\n")[0]
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
