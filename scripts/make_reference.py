@@ -24,7 +24,6 @@ from unisono.config.schema import RunConfig, Section
 from unisono.rundir.layout import RunDir
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
-NOT_MADE_YET = ("agreement", "evidence")  # names that are kept for runs of several nodes
 WIDTH = 100  # columns of a help text
 MADE = "<!-- Made by scripts/make_reference.py. Change the code, then run it. -->"
 
@@ -184,7 +183,7 @@ def files_page() -> list[str]:
     run = RunDir(Path("OUT"))
     rows = []
     for name, member in vars(RunDir).items():
-        if isinstance(member, property) and name not in NOT_MADE_YET:
+        if isinstance(member, property):
             rows.append([f"`{getattr(run, name).relative_to('OUT')}`", plain_doc(member)])
     rows.append([f"`{run.events(0).relative_to('OUT')}`", plain_doc(RunDir.events)])
     rows.append([f"`{run.log('HOST', 0).relative_to('OUT')}`", plain_doc(RunDir.log)])

@@ -77,7 +77,7 @@ CAUSES: tuple[Cause, ...] = (
             "Move the hub's cache: HF_HOME=/larger/disk.",
         ),
         exit_code=6,
-        retry_helps=True,
+        retry_helps=False,
         when=("during", "after"),
     ),
     Cause(
