@@ -1,0 +1,210 @@
+"""From examples to tokens, with the tokens that count in the loss."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from unisono.data.answers import Span, render_answers
+from unisono.data.rows import Completion, Conversation, Example, RowError, Text
+from unisono.data.template import choose_template, stand_in, stop_token_ids
+from unisono.data.tokens import Tokens, encode_texts
+from unisono.errors import DataError
+from unisono.text import one_line
+
+ENCODER_VERSION = 1
+"""Part of the cache's key: goes up whenever the same rows could give other tokens or another loss mask."""
+
+LossOn = Literal["answers", "last-answer", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A row as the model sees it.
+
+    Attributes:
+        ids: (L,) int32.
+        targets: (L,) bool, True where the token is predicted and counts in the loss; targets[0] is False.
+    """
+
+    ids: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A text on its way through the tokenizer.
+
+    Attributes:
+        text: what is encoded.
+        answers: trained characters; None: all of them.
+        whole: a text of its own: the tokenizer adds its special tokens, and end of sequence is put behind it.
+    """
+
+    text: str
+    answers: list[Span] | None
+    whole: bool
+
+
+class Encoder:
+    """Encodes rows with one tokenizer, one template and one rule for the loss.
+
+    Attributes:
+        tokenizer: of transformers.
+        template: the chat template; None as long as there is none and no row needed the stand-in.
+        stop_ids: the tokens that end an answer.
+        warnings: what a person should know, each once.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        directory: Path,
+        template_file: str | None = None,
+        loss_on: LossOn = "answers",
+        check_template: bool = True,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = choose_template(tokenizer, template_file)
+        self.stop_ids = stop_token_ids(tokenizer, self.template, directory)
+        self.warnings: list[str] = []
+        self._directory = directory
+        self._loss_on = loss_on
+        self._check = check_template
+        self._probed = False
+
+    def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
+        """The tokens of each example, or what is wrong with it.
+
+        Raises:
+            DataError: if the template leaves the end of an answer untrained, or there is nothing to end one with.
+        """
+        if not self._probed and any(not isinstance(example, Text) for example in examples):
+            self._probed = True
+            self._probe(examples)
+        jobs = [self._job(example) for example in examples]
+        encoded: dict[int, Encoded | RowError] = {}
+        for whole in (False, True):
+            chosen = [(i, job) for i, job in enumerate(jobs) if isinstance(job, _Job) and job.whole is whole]
+            texts = encode_texts(self.tokenizer, [job.text for _, job in chosen], special=whole)
+            for (i, job), tokens in zip(chosen, texts, strict=True):
+                encoded[i] = self._finish(job, tokens)
+        return [job if isinstance(job, RowError) else encoded[i] for i, job in enumerate(jobs)]
+
+    def _probe(self, examples: Sequence[Example]) -> None:
+        """Takes the stand-in where a conversation needs it, and looks once at what the template does with an answer."""
+        if self.template is None:
+            if not any(isinstance(example, Conversation) for example in examples):
+                self._probed = False
+                return
+            self.template = stand_in(self.tokenizer)
+            self.stop_ids = stop_token_ids(self.tokenizer, self.template, self._directory)
+            self.warnings.append(
+                f"the tokenizer has no chat template; rows are rendered as {self.template.origin}"
+            )
+        if not self._check or self.template.frame is None:
+            return
+        question = Conversation(
+            [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        )
+        job = self._job(question)
+        if isinstance(job, RowError):
+            return  # it is said where a row meets it
+        tokens = encode_texts(self.tokenizer, [job.text], special=False)[0]
+        trained = tokens.ids if job.answers is None else self._trained_ids(job, tokens)
+        if not self.stop_ids.intersection(trained):
+            raise DataError.of(
+                "the chat template leaves the stop token of an answer out of the loss", where=f"data.template: {self.template.origin}",
+                why=f"it trains {one_line(repr(self.tokenizer.decode(trained)), limit=80)}; "
+                f"an answer ends with {self._stop_names()}; a model trained so would not stop",
+                fix="end each answer with that token (inside the generation block, if it has one), or set data.check_template: false",
+            )  # fmt: skip
+
+    def _trained_ids(self, job: _Job, tokens: Tokens) -> list[int]:
+        ranges = [tokens.range(first, end) for first, end in job.answers or []]
+        return [token for found in ranges if found is not None for token in tokens.ids[found[0] : found[1]]]
+
+    def _stop_names(self) -> str:
+        names = [str(self.tokenizer.convert_ids_to_tokens(i)) for i in sorted(self.stop_ids)]
+        return " or ".join(names) or "a token that the tokenizer does not name (it has no eos_token)"
+
+    def _job(self, example: Example) -> _Job | RowError:
+        try:
+            if isinstance(example, Text):
+                return _text_job(example)
+            if isinstance(example, Completion):
+                if self.template is None:
+                    return self._completion_job(example)
+                turns = [
+                    {"role": "user", "content": example.prompt},
+                    {"role": "assistant", "content": example.completion},
+                ]
+                example = Conversation(turns)
+            return self._conversation_job(example)
+        except RowError as error:
+            return error
+
+    def _completion_job(self, example: Completion) -> _Job:
+        """Without a template prompt and completion are put side by side as they are."""
+        if not example.completion.strip():
+            raise RowError("the completion is empty", "write an answer, or remove the row")
+        if self.tokenizer.eos_token_id is None:
+            raise DataError.of(
+                "the tokenizer has no end-of-sequence token", where="model.tokenizer", why="a completion could not be ended",
+                fix="set the tokenizer's eos_token",
+            )  # fmt: skip
+        text = example.prompt + example.completion
+        answers = None if self._loss_on == "all" else [(len(example.prompt), len(text))]
+        return _Job(text, answers, whole=True)
+
+    def _conversation_job(self, example: Conversation) -> _Job:
+        assert self.template is not None
+        if self._loss_on == "all":
+            return _Job(self.template.render(example.messages, example.tools), None, whole=False)
+        rendered = render_answers(self.template, example, last_only=self._loss_on == "last-answer")
+        return _Job(rendered.text, rendered.answers, whole=False)
+
+    def _finish(self, job: _Job, tokens: Tokens) -> Encoded | RowError:
+        ids = tokens.ids
+        eos = self.tokenizer.eos_token_id
+        ended = job.whole and eos is not None and ids[-1:] != [eos]
+        if ended:
+            ids = [*ids, eos]
+        targets = np.zeros(len(ids), np.bool_)
+        if job.answers is None:
+            targets[:] = True
+        for number, (first, end) in enumerate(job.answers or [], 1):
+            found = tokens.range(first, end)
+            if found is None:
+                return RowError(
+                    "the tokenizer does not say which tokens an answer has",
+                    "use a fast tokenizer (tokenizer.json)",
+                )
+            begin, stop = found
+            last = stop if job.whole else self._after_stop(ids, begin, stop)
+            if last is None:
+                return RowError(
+                    f"the stop token of answer {number} is not in the loss: an answer ends with {self._stop_names()}",
+                    "end each answer with it in the template, or set data.check_template: false",
+                )
+            targets[begin:last] = True
+        targets[len(tokens.ids) :] = True  # the end of sequence that was put behind
+        targets[:1] = False
+        return Encoded(np.array(ids, dtype=np.int32), targets)
+
+    def _after_stop(self, ids: list[int], begin: int, end: int) -> int | None:
+        """The place after the last stop token of an answer; what a template writes behind it is not the model's to say."""
+        for place in range(end - 1, begin - 1, -1):
+            if ids[place] in self.stop_ids:
+                return place + 1
+        return None if self._check else end
+
+
+def _text_job(example: Text) -> _Job:
+    if not example.text.strip():
+        raise RowError("the text is empty", "remove the row")
+    return _Job(example.text, None, whole=True)

@@ -1,0 +1,323 @@
+"""From columns to examples: alpaca, sharegpt, messages, prompt-completion, text; and which of them a source has."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from unisono.data.rows import Completion, Conversation, Example, Message, RowError, Text
+from unisono.text import nearest, one_line
+
+FormatName = Literal["alpaca", "sharegpt", "messages", "text", "prompt-completion"]
+
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
+    "function_call": "function_call", "observation": "tool", "tool": "tool", "function_response": "tool",
+}  # fmt: skip
+
+# What each format needs, in the order in which `auto` looks for them, and what else it reads.
+COLUMNS: dict[FormatName, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "messages": (("messages",), ("tools",)),
+    "sharegpt": (("conversations",), ("system", "tools")),
+    "prompt-completion": (("prompt", "completion"), ("tools",)),
+    "alpaca": (("instruction", "output"), ("input", "history", "system")),
+    "text": (("text",), ()),
+}
+
+
+def detect(rows: Sequence[dict[str, Any]], renamed: dict[str, str]) -> tuple[FormatName, str] | None:
+    """The format that the first of some rows has, and why; None if it has none that we know.
+
+    Args:
+        rows: the first rows of a source; at least one.
+        renamed: our name of a column: the file's.
+    """
+    columns = [name for name in rows[0] if isinstance(name, str)]
+    for name, (needed, _) in COLUMNS.items():
+        theirs = [renamed.get(column, column) for column in needed]
+        if not all(column in rows[0] for column in theirs):
+            continue
+        taken, because = _by_its_turns(name, rows[0][theirs[0]])
+        others = [c for c in columns if c not in _theirs(taken, renamed)]
+        why = f"the first row has {' and '.join(theirs)}{because}"
+        return taken, why + (f"; not read: {', '.join(others[:6])}" if others else "")
+    return None
+
+
+def _by_its_turns(name: FormatName, turns: Any) -> tuple[FormatName, str]:
+    """`messages` and `conversations` are both used for both forms of a turn; the turn itself decides."""
+    first = turns[0] if name in ("messages", "sharegpt") and isinstance(turns, list) and turns else None
+    if not isinstance(first, dict):
+        return name, ""
+    if "role" in first:
+        return "messages", " with role and content"
+    return ("sharegpt", " with from and value") if "from" in first else (name, "")
+
+
+def _theirs(name: FormatName, renamed: dict[str, str]) -> list[str]:
+    needed, optional = COLUMNS[name]
+    ours = (*needed, *optional, "messages", "conversations")
+    return [renamed.get(column, column) for column in ours]
+
+
+def to_example(name: FormatName, row: dict[str, Any], renamed: dict[str, str]) -> Example:
+    """The example that a row holds.
+
+    Args:
+        name: the source's format.
+        row: columns and values.
+        renamed: our name of a column: the file's.
+
+    Raises:
+        RowError: if a column is missing or does not hold what it should.
+    """
+    example = _READ[name](_Columns(row, renamed))
+    _refuse_surrogates(example)
+    return example
+
+
+class _Columns:
+    """A row under our names."""
+
+    def __init__(self, row: dict[str, Any], renamed: dict[str, str]) -> None:
+        self._row = row
+        self._renamed = renamed
+
+    def has(self, ours: str) -> bool:
+        return self._row.get(self._renamed.get(ours, ours)) is not None
+
+    def get(self, ours: str) -> Any:
+        theirs = self._renamed.get(ours, ours)
+        if theirs not in self._row:
+            near = nearest(theirs, [str(name) for name in self._row])
+            known = ", ".join(one_line(str(name), limit=40) for name in list(self._row)[:8]) or "none"
+            fix = (
+                f"set columns: {{{ours}: {near}}}, or another data.format"
+                if near
+                else "set data.format, or name it with columns"
+            )
+            raise RowError(f"there is no column {theirs!r}; there are {known}", fix)
+        return self._row[theirs]
+
+    def text(self, ours: str) -> str:
+        value = self.get(ours)
+        if not isinstance(value, str):
+            raise RowError(f"{ours} is {_kind(value)}, not text", f"make {ours} a string")
+        return value
+
+    def optional_text(self, ours: str) -> str:
+        return self.text(ours) if self.has(ours) else ""
+
+
+def _read_text(row: _Columns) -> Example:
+    return Text(row.text("text"))
+
+
+def _read_completion(row: _Columns) -> Example:
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Completion(prompt, completion)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return Conversation(_messages([*prompt, *completion], "prompt and completion"), _tools(row))
+    raise RowError(
+        f"prompt is {_kind(prompt)} and completion is {_kind(completion)}",
+        "make both strings, or both lists of messages",
+    )
+
+
+def _read_messages(row: _Columns) -> Example:
+    return Conversation(
+        _messages(row.get("messages" if row.has("messages") else _either(row)), "messages"), _tools(row)
+    )
+
+
+def _either(row: _Columns) -> str:
+    return "conversations" if row.has("conversations") else "messages"
+
+
+def _read_alpaca(row: _Columns) -> Example:
+    system = row.optional_text("system")
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    history = row.get("history") if row.has("history") else []
+    for pair in _list_of(history, "history"):
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(side, str) for side in pair)):
+            raise RowError("history is no list of [question, answer]", "write [[question, answer], …]")
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    asked = "\n".join(part for part in (row.text("instruction"), row.optional_text("input")) if part)
+    return Conversation(
+        [*messages, {"role": "user", "content": asked}, {"role": "assistant", "content": row.text("output")}]
+    )
+
+
+def _read_sharegpt(row: _Columns) -> Example:
+    turns = _list_of(row.get("conversations" if not row.has("messages") else "messages"), "conversations")
+    system = row.optional_text("system")
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+            raise RowError(f"turn {number} has no text under `value`", "write {from: human, value: …}")
+        role = _ROLES.get(turn["from"]) if isinstance(turn.get("from"), str) else None
+        if role is None:
+            raise RowError(
+                f"turn {number} is from {one_line(repr(turn.get('from')), limit=40)}",
+                f"from is one of {', '.join(_ROLES)}",
+            )
+        if role == "function_call":
+            messages.append(
+                {"role": "assistant", "content": "", "tool_calls": _calls_of_text(turn["value"], number)}
+            )
+        else:
+            messages.append({"role": role, "content": turn["value"]})
+    return Conversation(_checked(messages, "conversations"), _tools(row))
+
+
+def _calls_of_text(text: str, number: int) -> list[dict[str, Any]]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    calls = value if isinstance(value, list) else [value]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise RowError(
+            f"the function call of turn {number} is no JSON object with a name",
+            'write {"name": …, "arguments": {…}}',
+        )
+    return [{"type": "function", "function": _function(call)} for call in calls]
+
+
+def _messages(value: Any, column: str) -> list[Message]:
+    messages = []
+    for number, message in enumerate(_list_of(value, column), 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RowError(f"message {number} has no role", "write {role: user, content: …}")
+        messages.append(_message(message, number))
+    return _checked(messages, column)
+
+
+def _message(message: Message, number: int) -> Message:
+    """The message with its content as one string, arguments of calls as objects, and without null keys.
+
+    Templates expect just that; `tokenizer.apply_chat_template` gets what this gives.
+    """
+    kept = {name: value for name, value in message.items() if value is not None}
+    content = kept.get("content", "")
+    if isinstance(content, list):
+        content = "".join(_part(part, number) for part in content)
+    if not isinstance(content, str):
+        raise RowError(f"the content of message {number} is {_kind(content)}, not text", "make it a string")
+    kept["content"] = content
+    calls = kept.get("tool_calls")
+    if calls is not None:
+        calls = _list_of(calls, f"tool_calls of message {number}")
+        kept["tool_calls"] = [_call(call, number) for call in calls]
+        if not calls:
+            del kept["tool_calls"]
+    return kept
+
+
+def _part(part: Any, number: int) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    raise RowError(
+        f"message {number} has a part that is not text", "only text is trained; take other parts out"
+    )
+
+
+def _call(call: Any, number: int) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowError(
+            f"a tool call of message {number} has no function name",
+            "write {function: {name: …, arguments: …}}",
+        )
+    outer = {name: value for name, value in call.items() if value is not None and call is not function}
+    return {"type": "function", **outer, "function": _function(function)}
+
+
+def _function(function: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI writes arguments as a string of JSON; templates expect the object."""
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    return {"name": function["name"], "arguments": arguments}
+
+
+def _tools(row: _Columns) -> list[Any] | None:
+    if not row.has("tools"):
+        return None
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else []
+        except (ValueError, RecursionError):
+            raise RowError("tools is no JSON", "write a list of function schemas") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError("tools is no list of function schemas", "write a list of function schemas")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
+
+
+def _checked(messages: list[Message], column: str) -> list[Message]:
+    if not messages:
+        raise RowError(f"{column} is empty", "remove the row, or give it a question and an answer")
+    return messages
+
+
+def _list_of(value: Any, name: str) -> list[Any]:
+    if isinstance(value, str) and value.lstrip().startswith("["):  # a csv can hold a list as JSON only
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise RowError(f"{name} is a string that is no JSON list", "write a list") from None
+    if not isinstance(value, list):
+        raise RowError(f"{name} is {_kind(value)}, not a list", "write a list")
+    return value
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "empty"
+    names: dict[type, str] = {list: "a list", str: "text", dict: "an object", bool: "a boolean"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
+
+
+def _refuse_surrogates(example: Example) -> None:
+    """Half of a surrogate pair, which JSON can hold, is no text and would end in the tokenizer's own error."""
+    if _SURROGATE.search(all_text(example)):
+        raise RowError("it holds half of a surrogate pair, which is no text", "write the whole character")
+
+
+def all_text(example: Example) -> str:
+    """Every string of an example, one after the other."""
+    if isinstance(example, Text):
+        return example.text
+    if isinstance(example, Completion):
+        return example.prompt + "\0" + example.completion
+    found: list[str] = []
+    _collect([example.messages, example.tools], found)
+    return "\0".join(found)
+
+
+def _collect(value: Any, found: list[str]) -> None:
+    if isinstance(value, str):
+        found.append(value)
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            found.append(str(name))
+            _collect(inner, found)
+    elif isinstance(value, list):
+        for inner in value:
+            _collect(inner, found)
+
+
+_READ: dict[FormatName, Callable[[_Columns], Example]] = {
+    "messages": _read_messages,
+    "sharegpt": _read_sharegpt,
+    "prompt-completion": _read_completion,
+    "alpaca": _read_alpaca,
+    "text": _read_text,
+}

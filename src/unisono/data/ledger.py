@@ -1,0 +1,92 @@
+"""The ledger: what became of every row of every source (DESIGN A3, data.json).
+
+For each source, and in total, rows = used + dropped + bad. Cut, split and eval are parts of used.
+
+A row is a row of a file, and is counted once: with a weight of 2 it is used once, though it is trained twice an epoch;
+with a weight of 0.5 the half that is not chosen is dropped, with the reason `weight`. `tokens` and `loss_tokens` are
+what the model sees in one epoch of training and one evaluation, so there a weight does count. `tokens_cut` are tokens
+of used rows that the model never sees.
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Self
+
+from unisono.data.rows import Place
+
+_COUNTS = ("rows", "used", "cut", "split", "bad", "eval", "tokens", "tokens_cut", "loss_tokens")
+
+
+@dataclass
+class SourceCounts:
+    """What became of the rows of one source."""
+
+    path: str
+    weight: float = 1.0
+    rows: int = 0
+    used: int = 0
+    cut: int = 0
+    split: int = 0
+    bad: int = 0
+    eval: int = 0
+    tokens: int = 0
+    tokens_cut: int = 0
+    loss_tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def to_json(self) -> dict[str, Any]:
+        """The source's entry in data.json."""
+        body: dict[str, Any] = {"path": self.path, "weight": self.weight}
+        return (
+            body
+            | {name: getattr(self, name) for name in _COUNTS}
+            | {"dropped": dict(sorted(self.dropped.items()))}
+        )
+
+
+class Ledger:
+    """Counts, and a list of the rows to which something was done; the list goes to a file, not into memory."""
+
+    def __init__(self, notes: Path) -> None:
+        """Begins a ledger whose list of rows is kept in the file `notes` until it is written out."""
+        self.sources: list[SourceCounts] = []
+        self._path = notes
+        self._notes: IO[str] = notes.open("w", encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._notes.close()
+
+    def note(self, place: Place, what: str, why: str) -> None:
+        """Writes down what was done to a row: bad, dropped, cut or split."""
+        entry = {"file": place.file, "line": place.number, "what": what, "why": why}
+        self._notes.write(json.dumps(entry, ensure_ascii=True) + "\n")
+
+    def total(self) -> dict[str, Any]:
+        """The sums over all sources."""
+        dropped: Counter[str] = sum((source.dropped for source in self.sources), Counter())
+        sums: dict[str, Any] = {
+            name: sum(getattr(source, name) for source in self.sources) for name in _COUNTS
+        }
+        return sums | {"dropped": dict(sorted(dropped.items()))}
+
+    def write(self, path: Path) -> None:
+        """Writes data.json to a new file, row by row."""
+        self._notes.flush()
+        head = {"schema": 1, "sources": [source.to_json() for source in self.sources], "total": self.total()}
+        with path.open("w", encoding="utf-8") as out, self._path.open(encoding="utf-8") as notes:
+            out.write(json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}") + ',\n "rows": [')
+            for number, line in enumerate(notes):
+                out.write((",\n  " if number else "\n  ") + line.rstrip("\n"))
+            out.write("\n ]\n}\n")
+
+
+def flat_total(total: dict[str, Any]) -> dict[str, int]:
+    """The total with `dropped` as one number, for the plan."""
+    return {
+        name: sum(value.values()) if isinstance(value, dict) else int(value) for name, value in total.items()
+    }

@@ -1,0 +1,109 @@
+"""From what the config names to files on this machine: paths, globs, URLs, hub ids."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.config.schema import DataSection, SourceSection
+from unisono.data.readers import READERS, RowFile, kind_of
+from unisono.errors import DataError, Problem
+
+_URL = re.compile(r"^([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+_GLOB = re.compile(r"[*?\[]")
+
+Fetch = Callable[[SourceSection, Path], list[RowFile]]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One source of rows, found on this machine.
+
+    Attributes:
+        section: what the config says about it.
+        files: in the order in which they are read.
+        role: train; or eval, where all its rows are for evaluation.
+    """
+
+    section: SourceSection
+    files: list[RowFile]
+    role: str = "train"
+
+
+def find_sources(data: DataSection, *, cache_dir: Path) -> list[Source]:
+    """All sources of training, then those of evaluation where it has its own.
+
+    Args:
+        data: the config's section.
+        cache_dir: what is downloaded is kept below it.
+
+    Raises:
+        DataError: with every source that cannot be had.
+    """
+    entries = data.train if isinstance(data.train, list) else [data.train]
+    wanted = [(_section(entry, data), "train", _key(data, i)) for i, entry in enumerate(entries)]
+    if isinstance(data.eval, str):
+        wanted.append((SourceSection(path=data.eval, format=data.format, split="test"), "eval", "data.eval"))
+    found: list[Source] = []
+    problems: list[Problem] = []
+    if not entries:
+        problems.append(Problem("data.train names no source", "data.train", fix="name a file"))
+    for section, role, key in wanted:
+        try:
+            found.append(Source(section, _find(section, key, cache_dir), role))
+        except DataError as error:
+            problems += error.problems
+    if problems:
+        raise DataError(*problems)
+    return found
+
+
+def _key(data: DataSection, index: int) -> str:
+    return f"data.train.{index}" if isinstance(data.train, list) else "data.train"
+
+
+def _section(entry: str | SourceSection, data: DataSection) -> SourceSection:
+    if isinstance(entry, str):
+        return SourceSection(path=entry, format=data.format)
+    return entry if entry.format != "auto" else entry.model_copy(update={"format": data.format})
+
+
+def _find(section: SourceSection, key: str, cache_dir: Path) -> list[RowFile]:
+    scheme = _URL.match(section.path)
+    if scheme and scheme[1].lower() != "file":
+        from unisono.data.remote import fetch_url
+
+        return fetch_url(section.path, key, cache_dir)
+    text = section.path.removeprefix("file://")
+    path = Path(text).expanduser()
+    if path.is_file():
+        return [RowFile(path, text, kind_of(text))]
+    if path.is_dir():
+        raise DataError.of(
+            f"{text} is a directory", where=key, fix=f"name its files, for example {text.rstrip('/')}/*.jsonl"
+        )
+    if _GLOB.search(text):
+        return _find_glob(text, path, key)
+    if _HUB_ID.match(text) and kind_of(text) not in READERS:
+        from unisono.data.remote import fetch_hub
+
+        return fetch_hub(section, key, cache_dir)
+    raise DataError.of(
+        f"there is no file {text}",
+        where=key,
+        fix="check the path; relative ones start at the working directory",
+    )
+
+
+def _find_glob(text: str, path: Path, key: str) -> list[RowFile]:
+    root = Path(path.anchor)
+    pattern = str(path.relative_to(root)) if path.anchor else str(path)
+    found = sorted(match for match in root.glob(pattern) if match.is_file())
+    if not found:
+        raise DataError.of(
+            f"no file matches {text}",
+            where=key,
+            fix="check the pattern; relative ones start at the working directory",
+        )
+    return [RowFile(match, str(match), kind_of(match.name)) for match in found]

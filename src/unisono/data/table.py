@@ -1,0 +1,150 @@
+"""The token table: rows of token ids, memory-mapped. Needs numpy and pyarrow alone.
+
+A table is a directory:
+
+    tokens.arrow            all rows in the order of their sources: `ids` lists of int32, `targets` lists of uint8.
+                            Every record batch but the last has ROWS_PER_BATCH rows
+    train-rows.arrow        one entry a row of the split: `stored` (row in tokens.arrow), `length`, `loss`, `file`, `number`
+    train-sequences.arrow   one entry a sequence: `rows` lists of int64 (entries of train-rows), `tokens`, `loss_tokens`
+    eval-rows.arrow, eval-sequences.arrow   the same, where there is an evaluation
+    meta.json               names of the files, figures, the stop tokens
+    ledger.json             data.json of a run
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+ROWS_PER_BATCH = 1024
+
+Split = Literal["train", "eval"]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBlock:
+    """ROWS_PER_BATCH rows of tokens.arrow.
+
+    Attributes:
+        ends: (rows + 1,) int64, where each row begins.
+        ids: tokens of all its rows, int32.
+        targets: bool, beside ids.
+    """
+
+    ends: Ints
+    ids: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """The rows and sequences of one split. Everything it gives is a view of mapped memory.
+
+    Attributes:
+        split: train or eval.
+        blocks: the record batches of tokens.arrow.
+        columns: (rows,) int64 each; see train-rows.arrow above.
+        sequence_rows: rows of all sequences, one after the other, int64.
+        sequence_ends: (sequences + 1,) int64, where each begins in sequence_rows.
+        sequence_columns: `tokens` and `loss_tokens`, (sequences,) int64 each.
+        files: the name of each file, and whether its rows are lines.
+    """
+
+    split: Split
+    blocks: list[TokenBlock]
+    columns: dict[str, Ints]
+    sequence_rows: Ints
+    sequence_ends: Ints
+    sequence_columns: dict[str, Ints]
+    files: list[tuple[str, bool]]
+
+    @classmethod
+    def open(cls, directory: Path, split: Split) -> Self:
+        """Maps a split of a table.
+
+        Raises:
+            OSError: if a file is missing, or is no Arrow file.
+        """
+        directory = Path(directory)
+        meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+        tokens = _open(directory / "tokens.arrow")
+        rows = _open(directory / f"{split}-rows.arrow").get_batch(0)
+        sequences = _open(directory / f"{split}-sequences.arrow").get_batch(0)
+        lists = sequences.column("rows")
+        return cls(
+            split=split,
+            blocks=[_block(tokens.get_batch(i)) for i in range(tokens.num_record_batches)],
+            columns={name: _ints(rows.column(name)) for name in rows.schema.names},
+            sequence_rows=_ints(lists.values),
+            sequence_ends=_ints(lists.offsets),
+            sequence_columns={name: _ints(sequences.column(name)) for name in ("tokens", "loss_tokens")},
+            files=[(name, by_line) for name, by_line in meta["files"]],
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows of the split. With a source's weight above 1 a row may be in several sequences."""
+        return len(self.columns["stored"])
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one epoch."""
+        return len(self.sequence_ends) - 1
+
+    def row(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """The tokens of a row, and which of them are predicted and count in the loss.
+
+        Returns:
+            ids (L,) int32 and targets (L,) bool; targets[0] is False, as nothing stands before it.
+        """
+        number, place = divmod(int(self.columns["stored"][i]), ROWS_PER_BATCH)
+        block = self.blocks[number]
+        first, end = block.ends[place], block.ends[place + 1]
+        return block.ids[first:end], block.targets[first:end]
+
+    def rows_of(self, s: int) -> Ints:
+        """The rows of a sequence, int64."""
+        return self.sequence_rows[self.sequence_ends[s] : self.sequence_ends[s + 1]]
+
+    def sequence_tokens(self) -> Ints:
+        """(S,) int64: tokens of each sequence."""
+        return self.sequence_columns["tokens"]
+
+    def sequence_loss_tokens(self) -> Ints:
+        """(S,) int64: tokens of each sequence that count in the loss."""
+        return self.sequence_columns["loss_tokens"]
+
+    def row_lengths(self) -> Ints:
+        """(rows,) int64: tokens of each row."""
+        return self.columns["length"]
+
+    def row_id(self, i: int) -> str:
+        """Where a row comes from: `train.jsonl:17`, or `train.parquet#17` where a file has no lines."""
+        name, by_line = self.files[int(self.columns["file"][i])]
+        return f"{name}{':' if by_line else '#'}{int(self.columns['number'][i])}"
+
+
+def _open(path: Path) -> Any:
+    try:
+        return pa.ipc.open_file(pa.memory_map(str(path)))
+    except pa.ArrowInvalid as error:
+        raise OSError(f"{path} is no Arrow file: {error}") from error
+
+
+def _block(batch: Any) -> TokenBlock:
+    ids, targets = batch.column("ids"), batch.column("targets")
+    return TokenBlock(
+        ends=ids.offsets.to_numpy(zero_copy_only=True),
+        ids=ids.values.to_numpy(zero_copy_only=True),
+        targets=targets.values.to_numpy(zero_copy_only=True).view(np.bool_),
+    )
+
+
+def _ints(column: Any) -> Ints:
+    values: Ints = column.to_numpy(zero_copy_only=True)
+    return values if values.dtype == np.int64 else values.astype(np.int64)
