@@ -1,0 +1,116 @@
+"""What is safely on disk: the manifest of one checkpoint. Pure: bytes in, values out.
+
+A manifest vouches for itself twice. `checksum` finds damage: a flipped bit, a hand's edit. `mac` finds strangers: it
+is an HMAC under the user's own key, and without a valid one the checkpoint is *foreign*, though not damaged.
+"""
+
+import hashlib
+import hmac
+import json
+import re
+from typing import Any, Literal, Self
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+
+
+class ManifestError(ValueError):
+    """The bytes are no manifest; the text says what is wrong with them."""
+
+
+class FileEntry(BaseModel):
+    """One file of a checkpoint: its size, and the XXH3-128 digest of its content in hex."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    bytes: int = Field(ge=0)
+    xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+class Manifest(BaseModel):
+    """All that is known of a checkpoint without reading its tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, serialize_by_alias=True)
+
+    schema_: Literal[1] = Field(default=1, alias="schema")
+    run_id: str
+    step: int = Field(ge=0)
+    created: str
+    """UTC, ISO 8601."""
+    config_digest: str
+    world_size: int = Field(ge=1)
+    threads: int = Field(ge=1)
+    holder: str
+    """The host that wrote it."""
+    files: dict[str, FileEntry]
+    mac: str = ""
+    checksum: str = ""
+
+    @field_validator("files")
+    @classmethod
+    def _names_stay_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        for name in files:
+            if not is_file_name(name) or name == MANIFEST:
+                raise ValueError(f"{name!r} cannot be a file of a checkpoint")
+        return files
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all files together, without the manifest."""
+        return sum(entry.bytes for entry in self.files.values())
+
+    def signed(self, key: bytes) -> Self:
+        """The same manifest with mac and checksum."""
+        signed = self.model_copy(update={"mac": self._mac(key)})
+        return signed.model_copy(update={"checksum": signed.true_checksum()})
+
+    def is_signed_by(self, key: bytes) -> bool:
+        """Whether the mac is one of this key."""
+        return hmac.compare_digest(self.mac, self._mac(key))
+
+    def true_checksum(self) -> str:
+        """The checksum of what stands in it, mac included."""
+        return xxhash.xxh3_128_hexdigest(self._body("checksum"))
+
+    def to_bytes(self) -> bytes:
+        """The content of manifest.json. There is one such text for a manifest, so that any other byte is damage."""
+        return (json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n").encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Reads what to_bytes wrote.
+
+        Raises:
+            ManifestError: if a single byte is not as it was written.
+        """
+        try:
+            value = json.loads(data)
+        except ValueError as error:
+            raise ManifestError(f"it is not JSON ({error})") from error
+        if isinstance(value, dict) and isinstance(value.get("schema"), int) and value["schema"] > 1:
+            raise ManifestError(f"its schema {value['schema']} is of a newer version of unisono")
+        try:
+            manifest = cls.model_validate(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "it"
+            raise ManifestError(f"{place}: {first['msg']}") from error
+        if manifest.checksum != manifest.true_checksum() or data != manifest.to_bytes():
+            raise ManifestError("its checksum does not fit what stands in it")
+        return manifest
+
+    def _mac(self, key: bytes) -> str:
+        return hmac.new(key, self._body("mac", "checksum"), hashlib.sha256).hexdigest()
+
+    def _body(self, *without: str) -> bytes:
+        """Canonical JSON: sorted keys, no blanks, ASCII."""
+        body: dict[str, Any] = self.model_dump(mode="json", exclude=set(without))
+        return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def is_file_name(name: str) -> bool:
+    """Whether `name` can be a file in a checkpoint: plain, no path, not hidden."""
+    return _NAME.fullmatch(name) is not None

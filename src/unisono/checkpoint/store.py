@@ -1,0 +1,353 @@
+"""A run's checkpoints on disk: written whole or not at all, verified before they are read, pruned with care.
+
+step-00000100/               published: complete when it was renamed to this name
+step-00000200.tmp-NONCE/     being written; locked by its writer, so that a dead writer's can be told and swept
+step-00000100.aside-NONCE/   found damaged, or a stranger's, when the same step was saved again
+.trash-00000100-NONCE/       being deleted
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, is_file_name
+from unisono.checkpoint.trouble import Damage, StorageFailed, StorageFull, free_bytes, is_full
+from unisono.checkpoint.verify import Stamp, digest_file, inspect, stamp_of
+from unisono.errors import IntegrityError, Problem
+from unisono.files import fsync_dir, make_private_dir
+
+__all__ = ["CheckpointStore", "Damage", "Found", "StorageFailed", "StorageFull"]
+
+_PUBLISHED = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+|\.trash-\d{8,}-[0-9a-f]+")
+_ASIDE = re.compile(r"step-(\d{8,})\.aside-[0-9a-f]+")
+
+OnDamage = Callable[[Path, Damage], None]
+Paths = list[Path]  # inside the class, `list` is a method
+Findings = list[Damage]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A published checkpoint that was read through and found intact.
+
+    Attributes:
+        is_foreign: it has no valid mac of this user, and was trusted all the same.
+    """
+
+    path: Path
+    manifest: Manifest
+    is_foreign: bool = False
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was saved."""
+        return self.manifest.step
+
+
+class CheckpointStore:
+    """The checkpoints of one run. There is one writer at a time (the run's lock sees to it); readers may be many."""
+
+    def __init__(self, root: Path, *, key: bytes) -> None:
+        self.root = root
+        self._key = key
+        self._verified: dict[
+            str, Stamp | None
+        ] = {}  # what this process has read through, and how it looked then
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.root / f"step-{step:08d}"
+
+    def list(self) -> Paths:
+        """All published checkpoints, oldest first, intact or not."""
+        try:
+            names = [entry.name for entry in os.scandir(self.root) if _PUBLISHED.fullmatch(entry.name)]
+        except FileNotFoundError:
+            return []
+        return [self.root / name for name in sorted(names, key=_step_of)]
+
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        *,
+        run_id: str,
+        config_digest: str,
+        world_size: int,
+        threads: int,
+        holder: str,
+    ) -> Path:
+        """Has `write` fill a directory and publishes it; gives its path.
+
+        An intact checkpoint of this step and run stays as it is: it is never overwritten.
+
+        Raises:
+            StorageFull: if there is not enough room; what was there before is untouched.
+            StorageFailed: if the storage fails otherwise.
+        """
+        if not self._is_saved(step, run_id):
+            with self.writing(
+                step, run_id=run_id, config_digest=config_digest, world_size=world_size, threads=threads, holder=holder,
+            ) as directory:  # fmt: skip
+                write(directory)
+        return self.path(step)
+
+    @contextlib.contextmanager
+    def writing(
+        self, step: int, *, run_id: str, config_digest: str, world_size: int, threads: int, holder: str
+    ) -> Iterator[Path]:
+        """Gives an empty directory; at the end it is digested, synced, signed and published, on an error removed.
+
+        Raises:
+            StorageFull: if there is not enough room; what was there before is untouched.
+            StorageFailed: if the storage fails otherwise.
+        """
+        target = self.path(step)
+        temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+        lock: int | None = None
+        try:
+            make_private_dir(self.root)
+            temporary.mkdir(mode=0o700)
+            lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):  # a file system without locks: the run's lock stands alone
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield temporary
+            manifest = Manifest(
+                run_id=run_id, step=step, created=_now(), config_digest=config_digest, world_size=world_size,
+                threads=threads, holder=holder, files=_digest_and_sync(temporary),
+            )  # fmt: skip
+            self._publish(temporary, target, manifest.signed(self._key))
+        except BaseException as error:
+            trouble = _storage_trouble(error, target, temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
+            if trouble is not None:
+                raise trouble from error
+            raise
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+    def verify(self, path: Path, *, run_id: str | None = None) -> Findings:
+        """Reads a published checkpoint through; gives all that is wrong with it, and [] where nothing is.
+
+        Args:
+            path: the checkpoint.
+            run_id: the run that it must belong to, if that matters.
+        """
+        manifest, findings = inspect(path, key=self._key, run_id=run_id)
+        if manifest is not None and not any(finding.is_fatal for finding in findings):
+            self._verified[path.name] = stamp_of(path, manifest)
+        else:
+            self._verified.pop(path.name, None)
+        return findings
+
+    def newest_intact(
+        self, on_damage: OnDamage | None = None, *, run_id: str | None = None, trust: bool = False
+    ) -> Found | None:
+        """The newest checkpoint that is intact, after reading it through; None where there is none.
+
+        Args:
+            on_damage: is told of every finding in a newer one, with its path.
+            run_id: the run that it must belong to, if that matters.
+            trust: take one that is not signed by this user, too.
+        """
+        for path in reversed(self.list()):
+            found = self._found(path, on_damage, run_id=run_id, trust=trust)
+            if found is not None:
+                return found
+        return None
+
+    def require(self, path: Path, *, run_id: str | None = None, trust: bool = False) -> Found:
+        """The checkpoint at `path`, read through.
+
+        Raises:
+            IntegrityError: with all that is wrong with it.
+        """
+        findings: Findings = []
+        found = self._found(path, lambda _, damage: findings.append(damage), run_id=run_id, trust=trust)
+        if found is not None:
+            return found
+        raise IntegrityError(
+            *(
+                Problem(f"checkpoint {path.name} cannot be read: {damage.what}", str(path / damage.file))
+                for damage in findings
+                if damage.kind != "extra"
+            )
+        )
+
+    def prune(self, keep: int, protect: Collection[int] = ()) -> Paths:
+        """Deletes old checkpoints; gives those that it deleted.
+
+        The newest `keep` intact ones stay, the protected steps stay, and what is not ours stays. A damaged one does not
+        count as kept; it goes once it is older than all that stay.
+        """
+        assert keep >= 1
+        kept: Paths = []
+        deleted: Paths = []
+        for path in reversed(self.list()):
+            if _step_of(path.name) in protect or self._is_foreign(path):
+                continue
+            if len(kept) >= keep:
+                self._delete(path)
+                deleted.append(path)
+            elif self._is_intact(path):
+                kept.append(path)
+        if len(kept) >= keep:
+            self._delete_aside(before=_step_of(kept[-1].name))
+        return deleted
+
+    def sweep(self) -> Paths:
+        """Removes what dead writers have left: half-written and half-deleted directories. Gives what it removed."""
+        try:
+            leftovers = [
+                self.root / entry.name for entry in os.scandir(self.root) if _LEFTOVER.fullmatch(entry.name)
+            ]
+        except FileNotFoundError:
+            return []
+        dead = [path for path in leftovers if _writer_is_dead(path)]
+        for path in dead:
+            shutil.rmtree(path, ignore_errors=True)
+        return dead
+
+    def _found(
+        self, path: Path, on_damage: OnDamage | None, *, run_id: str | None, trust: bool
+    ) -> Found | None:
+        manifest, findings = inspect(path, key=self._key, run_id=run_id)
+        foreign = any(finding.kind == "foreign" for finding in findings)
+        fatal = any(finding.is_fatal for finding in findings)
+        if not path.exists():  # pruned by its run while we looked
+            return None
+        for finding in findings:
+            if on_damage is not None:
+                on_damage(path, finding)
+        if manifest is None or fatal or (foreign and not trust):
+            return None
+        self._verified[path.name] = stamp_of(path, manifest)
+        return Found(path, manifest, is_foreign=foreign)
+
+    def _publish(self, temporary: Path, target: Path, manifest: Manifest) -> None:
+        with open(temporary / MANIFEST, "xb") as file:  # noqa: PTH123 - exclusive
+            file.write(manifest.to_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        fsync_dir(temporary)
+        if target.exists():
+            if self._is_saved(manifest.step, manifest.run_id):
+                shutil.rmtree(temporary)
+                return
+            target.rename(target.with_name(f"{target.name}.aside-{secrets.token_hex(4)}"))
+        temporary.rename(target)
+        fsync_dir(self.root)
+        self._verified[target.name] = stamp_of(target, manifest)
+
+    def _is_saved(self, step: int, run_id: str) -> bool:
+        """Whether the step is there already, intact, of this run and signed by this user."""
+        path = self.path(step)
+        return path.exists() and not any(
+            finding.kind != "extra" for finding in inspect(path, key=self._key, run_id=run_id)[1]
+        )
+
+    def _is_intact(self, path: Path) -> bool:
+        """Whether it is intact; it is read through unless this process has done so and it looks the same since."""
+        known = self._verified.get(path.name)
+        if known is not None and known == stamp_of(path, known.manifest):
+            return True
+        return not any(finding.is_fatal for finding in self.verify(path))
+
+    def _is_foreign(self, path: Path) -> bool:
+        try:
+            manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
+        except (OSError, ValueError):
+            return False
+        return not manifest.is_signed_by(self._key)
+
+    def _delete(self, path: Path) -> None:
+        """Renames before deleting, so that a death half-way leaves no published directory with files missing."""
+        trash = self.root / f".trash-{_step_of(path.name):08d}-{secrets.token_hex(4)}"
+        path.rename(trash)
+        fsync_dir(self.root)
+        shutil.rmtree(trash, ignore_errors=True)  # what is left of it is swept at the next start
+        self._verified.pop(path.name, None)
+
+    def _delete_aside(self, *, before: int) -> None:
+        for entry in os.scandir(self.root):
+            found = _ASIDE.fullmatch(entry.name)
+            if found and int(found[1]) < before:
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _step_of(name: str) -> int:
+    found = _PUBLISHED.match(name)
+    assert found is not None
+    return int(found[1])
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _digest_and_sync(directory: Path) -> dict[str, FileEntry]:
+    entries = {}
+    for path in sorted(directory.iterdir()):
+        assert is_file_name(path.name), f"{path.name!r} cannot be a file of a checkpoint"
+        assert path.is_file(), f"{path} is no plain file"
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            size, digest = digest_file(fd)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        entries[path.name] = FileEntry(bytes=size, xxh3_128=digest)
+    return entries
+
+
+def _storage_trouble(error: BaseException, target: Path, temporary: Path) -> StorageFailed | None:
+    """What an exception of a write means for the user; None if it is not the storage's doing."""
+    if isinstance(error, StorageFailed):
+        error.path = target
+        return None
+    if is_full(error):
+        written = sum(file.stat().st_size for file in temporary.glob("*")) if temporary.exists() else 0
+        shutil.rmtree(temporary, ignore_errors=True)
+        free = free_bytes(_existing(target.parent))
+        return StorageFull(target, needed_bytes=max(written, free) + 1, free_bytes=free)
+    if isinstance(error, OSError):
+        return StorageFailed(
+            Problem(
+                f"checkpoint {target.name} cannot be written: {error.strerror or error}", str(error.filename or target),
+                "the storage failed", "mend it, or set output_dir to another one; the older checkpoints are as they were",
+            ),
+            path=target,
+        )  # fmt: skip
+    return None
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _writer_is_dead(path: Path) -> bool:
+    """Whether nobody holds the lock on the directory. Where locks do not work, the run's lock has said so already."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return True

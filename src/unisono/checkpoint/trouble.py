@@ -1,0 +1,91 @@
+"""What can be wrong with a checkpoint that is read, and with the storage that one is written to."""
+
+import errno
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from unisono.errors import Problem, UnfitError
+from unisono.units import show_bytes
+
+Kind = Literal["manifest", "missing", "size", "content", "step", "run", "foreign", "extra"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# safetensors writes in Rust and tells the error's number in its text only.
+_FULL_TEXT = re.compile(rf"os error (?:{errno.ENOSPC}|{errno.EDQUOT})\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One finding in a checkpoint.
+
+    Attributes:
+        file: its name in the checkpoint's directory.
+        what: what is off, in plain words.
+        kind: what sort of finding it is.
+    """
+
+    file: str
+    what: str
+    kind: Kind
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether the checkpoint must not be read. A stranger's may be, if it is trusted; an extra file never is."""
+        return self.kind not in ("foreign", "extra")
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
+
+
+class StorageFailed(UnfitError):  # noqa: N818 - named for what happened, as RankDied is
+    """A checkpoint could not be written; what was there before is untouched.
+
+    Attributes:
+        path: where it should have been.
+    """
+
+    def __init__(self, *problems: Problem, path: Path) -> None:
+        super().__init__(*problems)
+        self.path = path
+
+
+class StorageFull(StorageFailed):
+    """There is not enough room for a checkpoint.
+
+    Attributes:
+        needed_bytes: the size of the checkpoint.
+        free_bytes: what was free for it.
+    """
+
+    def __init__(self, path: Path, *, needed_bytes: int, free_bytes: int) -> None:
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        missing = show_bytes(self.missing_bytes)
+        super().__init__(
+            Problem(
+                f"no room for checkpoint {path.name}: {missing} ({self.missing_bytes} bytes) are missing", str(path),
+                f"it needs {show_bytes(needed_bytes)} in {path.parent}, and {show_bytes(free_bytes)} are free",
+                f"free {missing} there, or lower checkpoint.keep; the older checkpoints are as they were",
+            ),
+            path=path,
+        )  # fmt: skip
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much more room it takes, in bytes."""
+        return max(1, self.needed_bytes - self.free_bytes)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an exception of a write means that disk or quota is full."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    return type(error).__name__ == "SafetensorError" and _FULL_TEXT.search(str(error)) is not None
+
+
+def free_bytes(directory: Path) -> int:
+    """Free bytes where `directory` is."""
+    return shutil.disk_usage(directory).free

@@ -1,0 +1,131 @@
+"""Reads a checkpoint's directory through and says what is wrong with it."""
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, ManifestError
+from unisono.checkpoint.trouble import Damage
+
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """How a checkpoint looked when it was read through: its manifest, and size, time and inode of every file."""
+
+    manifest: Manifest
+    files: tuple[tuple[int, int, int], ...]
+
+
+def stamp_of(path: Path, manifest: Manifest) -> Stamp | None:
+    """The stamp as it is now; None if a file is not there."""
+    try:
+        stats = [(path / name).lstat() for name in (MANIFEST, *sorted(manifest.files))]
+    except OSError:
+        return None
+    return Stamp(manifest, tuple((entry.st_size, entry.st_mtime_ns, entry.st_ino) for entry in stats))
+
+
+def digest_file(fd: int) -> tuple[int, str]:
+    """The size of an open file in bytes, and the XXH3-128 digest of what it holds."""
+    digest, size = xxhash.xxh3_128(), 0
+    while chunk := os.read(fd, _CHUNK):
+        digest.update(chunk)
+        size += len(chunk)
+    return size, digest.hexdigest()
+
+
+def inspect(
+    path: Path, *, key: bytes, run_id: str | None = None, contents: bool = True
+) -> tuple[Manifest | None, list[Damage]]:
+    """The manifest, or None if it cannot be read, and all findings.
+
+    Args:
+        path: a published checkpoint.
+        key: the user's key.
+        run_id: the run that it must belong to, if that matters.
+        contents: read the files through; otherwise only their presence and sizes are looked at.
+    """
+    try:
+        manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return None, [Damage(MANIFEST, "it is missing", "missing")]
+    except OSError as error:
+        return None, [Damage(MANIFEST, f"it cannot be read: {error.strerror}", "manifest")]
+    except ManifestError as error:
+        return None, [Damage(MANIFEST, f"it is damaged: {error}", "manifest")]
+    findings = _misplaced(path, manifest, run_id)
+    for name, entry in manifest.files.items():
+        finding = _inspect_file(path, name, entry, contents=contents)
+        if finding is not None:
+            findings.append(finding)
+    findings += [
+        Damage(entry.name, "it is not in the manifest, and is not read", "extra")
+        for entry in sorted(os.scandir(path), key=lambda entry: entry.name)
+        if entry.name != MANIFEST and entry.name not in manifest.files
+    ]
+    if not manifest.is_signed_by(key):
+        findings.append(
+            Damage(MANIFEST, "it is not signed with this user's key: the checkpoint is foreign", "foreign")
+        )
+    return manifest, findings
+
+
+def _misplaced(path: Path, manifest: Manifest, run_id: str | None) -> list[Damage]:
+    findings = []
+    if path.name != f"step-{manifest.step:08d}":
+        findings.append(Damage(MANIFEST, f"it is the manifest of step {manifest.step}", "step"))
+    if run_id is not None and manifest.run_id != run_id:
+        findings.append(
+            Damage(MANIFEST, f"it belongs to another run: {manifest.run_id}, not {run_id}", "run")
+        )
+    return findings
+
+
+def _inspect_file(path: Path, name: str, entry: FileEntry, *, contents: bool) -> Damage | None:
+    try:
+        fd = os.open(path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return Damage(name, "it is missing", "missing")
+    except OSError as error:
+        return Damage(name, f"it cannot be read: {error.strerror}", "missing")
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            return Damage(name, "it is no plain file", "content")
+        if not contents and found.st_size == entry.bytes:
+            return None
+        size, digest = digest_file(fd)
+    except OSError as error:
+        return Damage(name, f"it cannot be read: {error.strerror}", "content")
+    finally:
+        os.close(fd)
+    if (size, digest) == (entry.bytes, entry.xxh3_128):
+        return None
+    return _explain(path, name, entry, FileEntry(bytes=size, xxh3_128=digest))
+
+
+def _explain(path: Path, name: str, wanted: FileEntry, found: FileEntry) -> Damage:
+    """What a wrong file is: the one of another step, or a damaged one."""
+    for other in _other_manifests(path):
+        if other.files.get(name) == found:
+            return Damage(name, f"it is the file of step {other.step}", "step")
+    if found.bytes < wanted.bytes:
+        return Damage(name, f"it is cut short: {found.bytes} bytes of {wanted.bytes}", "size")
+    if found.bytes > wanted.bytes:
+        return Damage(name, f"it is too long: {found.bytes} bytes instead of {wanted.bytes}", "size")
+    return Damage(name, f"its content has changed: digest {found.xxh3_128}, not {wanted.xxh3_128}", "content")
+
+
+def _other_manifests(path: Path) -> Iterator[Manifest]:
+    """Those of the checkpoints beside this one that can be read."""
+    for file in sorted(path.parent.glob("step-*/" + MANIFEST)):
+        if file.parent != path:
+            with contextlib.suppress(OSError, ManifestError):
+                yield Manifest.from_bytes(file.read_bytes())
