@@ -325,9 +325,9 @@ CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "Look at the rows of the named batch: empty, absurdly long, or binary rubbish.",
-            "Lower optim.lr by a factor of 3 to 10, and lengthen optim.warmup.",
-            "Use bfloat16 or float32 instead of float16 (model.dtype).",
-            "Keep optim.max_grad_norm at 1.0 or lower.",
+            "Lower the learning rate, optim.lr, by a factor of 3 to 10, and lengthen optim.warmup.",
+            "Use bfloat16 (bf16) or float32 instead of float16: model.dtype.",
+            "Clip gradients: keep optim.max_grad_norm at 1.0 or lower.",
         ),
         exit_code=4,
         retry_helps=False,

@@ -19,7 +19,7 @@ CAUSES: tuple[Cause, ...] = (
             ("missing_dependency", "the exception is `No module named …`"),
         ),
         remedy=(
-            "Mend the line that the traceback ends in, or the row of data that it was given.",
+            "Mend the line that the traceback ends in, or the row or column of the data set that it was given.",
             "Reproduce it on one device: it is quicker and the traceback is alone.",
         ),
         exit_code=5,

@@ -1,0 +1,123 @@
+"""What the README and the docs say is true: links lead somewhere, commands and configs work.
+
+Run: pytest tests/docs
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from unisono.causes.exit_codes import EXIT_CODES
+from unisono.config import load_config
+from unisono.config.describe import all_keys
+from unisono.config.schema import RunConfig
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return [body for found, body in _BLOCK.findall(text) if found == language]
+
+
+def first_config(tmp_path: Path) -> Path:
+    """The README's config, as a reader would have saved it, with its results elsewhere."""
+    (text,) = blocks(README, "yaml")
+    path = tmp_path / "first.yaml"
+    path.write_text(text.replace("runs/first", str(tmp_path / "run")))
+    return path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            assert anchor in {heading.lower().replace(" ", "-").strip("`") for heading in headings}, anchor
+
+
+def test_the_exit_codes_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", README, re.MULTILINE)
+    assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
+
+
+def test_the_tree_is_there() -> None:
+    (tree,) = [body for body in blocks(README, "") if "the package" in body]
+    for line in tree.splitlines():
+        assert (ROOT / line.split()[0]).is_dir(), line
+
+
+def test_the_two_commands_are_targets_of_make() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", "\n".join(blocks(README, "")), re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_the_first_config_has_five_lines_and_loads(tmp_path: Path) -> None:
+    path = first_config(tmp_path)
+    assert len(path.read_text().splitlines()) == 5
+    assert load_config(path).config.model.path == "builtin:tiny"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_that_is_shown_exists(page: Path) -> None:
+    """`unisono NAME` in a block or in the text, with options that its --help knows."""
+    text = page.read_text()
+    shown = re.findall(r"^(?:\.venv/bin/)?unisono (.+)$", "\n".join(blocks(text, "")), re.MULTILINE)
+    shown += re.findall(r"`unisono ([^`]+)`", text)
+    reference = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    for line in shown:
+        words = line.split()
+        if words[0].startswith("-"):
+            continue
+        two = f"unisono {words[0]} {words[1]}" if len(words) > 1 else ""
+        name = two if f"## {two}\n" in reference else f"unisono {words[0]}"
+        assert f"## {name}\n" in reference, f"{page.name} shows unisono {line}"
+        section = reference.partition(f"## {name}\n")[2].partition("\n## ")[0]
+        for option in re.findall(r"(?<!\S)--[a-z-]+", line):
+            assert option in section or option in ("--json", "--quiet", "--debug"), (
+                f"{page.name}: {option} of {name}"
+            )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_key_that_is_shown_exists(page: Path) -> None:
+    """`section.key` in backquotes or as an override."""
+    keys = set(all_keys(RunConfig))
+    sections = {key for key in keys if any(other.startswith(f"{key}.") for other in keys)}
+    for name in re.findall(r"(?<![\w/.])((?:[a-z_]+\.)+[a-z_]+)(?==|`|:)", page.read_text()):
+        is_ours = name.partition(".")[0] in sections and not name.startswith(
+            "model.embed_tokens"
+        )  # a tensor's name
+        if is_ours and not name.endswith((".py", ".yaml", ".json", ".jsonl", ".md")):
+            assert name in keys, f"{page.name}: {name}"
+
+
+def test_yaml_that_is_shown_is_yaml() -> None:
+    for page in PAGES:
+        for body in blocks(page.read_text(), "yaml"):
+            assert isinstance(yaml.safe_load(body), dict), page.name
+
+
+def test_the_version_and_the_help_answer() -> None:
+    for words in (["--version"], ["--help"], ["init", "--list"], ["explain", "nan_loss"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "unisono", *words], capture_output=True, text=True, check=False, cwd=ROOT
+        )
+        assert (done.returncode, done.stderr) == (0, ""), words
+        assert done.stdout
