@@ -24,9 +24,11 @@ def try_longest(run: Run) -> int:
     rows, batch = load_rows(run.data.table, group, run.device)
     shape = f"{len(group)} sequences, {batch.tokens} tokens, longest row {max(batch.lengths)}"
     try:
+        held = _as_much_as_the_optimizer_will_hold(run)
         if len(rows.labels):
             run.forward.loss(rows, count=len(rows.labels)).backward()
         run.optimizers.zero_grad()
+        del held
         if run.eval_table is not None:
             first = next(evaluation_groups(run.eval_table, micro_batch=run.plan.micro_batch))
             with torch.no_grad(), evaluating(run):
@@ -38,6 +40,13 @@ def try_longest(run: Run) -> int:
             raise
         raise out_of_memory(run, error, shape=shape, phase="rehearse") from error
     return peak_bytes(run.device)
+
+
+def _as_much_as_the_optimizer_will_hold(run: Run) -> list[torch.Tensor]:
+    """Two moments of every trained parameter, which the first step allocates and every later forward has beside it."""
+    if any(part.state for part in run.optimizers.parts.values()):
+        return []
+    return [torch.zeros_like(p).add_(1) for p in run.forward.loaded.trainable.values() for _ in range(2)]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

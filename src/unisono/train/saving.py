@@ -31,11 +31,20 @@ def save_checkpoint(run: Run) -> Path | None:
     except StorageFailed as error:
         for problem in error.problems:
             what = "; ".join(part for part in (problem.what, problem.why) if part)
-            run.report.send("warning", code="checkpoint_failed", step=step, text=what, where=problem.where, fix=problem.fix)
+            run.report.send(
+                "warning",
+                code="checkpoint_failed",
+                step=step,
+                text=what,
+                where=problem.where,
+                fix=problem.fix,
+            )
         return None
     run.saved_step = step
     n_bytes = sum(file.stat().st_size for file in path.iterdir())
-    run.report.send("checkpoint", step=step, path=str(path), bytes=n_bytes, seconds=time.perf_counter() - began)
+    run.report.send(
+        "checkpoint", step=step, path=str(path), bytes=n_bytes, seconds=time.perf_counter() - began
+    )
     run.store.prune(plan.config.checkpoint.keep, protect=_protected(run))
     return path
 
@@ -60,7 +69,9 @@ def restore(run: Run, path: Path) -> None:
         for name, parameter in trainable.items():
             parameter.copy_(saved[name])
     for name, part in run.optimizers.parts.items():
-        load_optimizer(part, run.optimizers.names[name], tensors[f"optimizer-{name}"], state["optimizer"][name])
+        load_optimizer(
+            part, run.optimizers.names[name], tensors[f"optimizer-{name}"], state["optimizer"][name]
+        )
     run.state = TrainState.from_json(state["train"])
     run.saved_step = run.state.step
 

@@ -66,7 +66,12 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
         run.optimizers.step()
     run.optimizers.zero_grad()
     return StepOutcome(
-        loss_value, norm_value, section.lr * factor, data_time, time.perf_counter() - began, time.process_time() - cpu_began
+        loss_value,
+        norm_value,
+        section.lr * factor,
+        data_time,
+        time.perf_counter() - began,
+        time.process_time() - cpu_began,
     )
 
 

@@ -21,6 +21,16 @@ def run_plan(plan: RunPlan, report: Reporter, stop: StopRequest) -> dict[str, An
     """Sets up, tries the longest batch, trains, and writes the result; gives the fields of the `result` message."""
     assert not torch.distributed.is_initialized(), "one device never creates a process group"
     run = set_up(plan, report, stop)
+    try:
+        return _to_the_end(run)
+    finally:
+        run.metrics.close()
+        if run.board is not None:
+            run.board.close()
+
+
+def _to_the_end(run: Run) -> dict[str, Any]:
+    report, stop = run.report, run.stop
     peak = try_longest(run)
     report.send("ready", facts=ready_facts(run, peak=peak))
     stop.training_begins()
@@ -35,9 +45,6 @@ def run_plan(plan: RunPlan, report: Reporter, stop: StopRequest) -> dict[str, An
             run.state.eval["exact_match"] = share
         report.phase("finish", "writing the result")
         weights = str(write_result(run))
-    if run.board is not None:
-        run.board.close()
-    run.metrics.close()
     newest = run.files.checkpoint(run.saved_step) if run.saved_step is not None else None
     return {
         **ending,

@@ -1,0 +1,177 @@
+"""Runs whole plans in this process, on a random model of 30,000 parameters, so that one import of torch serves many runs."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from unisono.config import RunConfig
+from unisono.events import Reporter
+from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
+from unisono.task import prepare
+from unisono.train.stop import StopRequest
+from unisono.train.whole import run_plan
+
+_WORDS = [
+    "red",
+    "green",
+    "blue",
+    "one",
+    "two",
+    "three",
+    "four",
+    "cat",
+    "dog",
+    "bird",
+    "sings",
+    "runs",
+    "sleeps",
+    "under",
+    "over",
+    "the",
+    "a",
+    "house",
+    "tree",
+]
+_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@dataclass
+class Trained:
+    """What a run left."""
+
+    directory: Path
+    plan: RunPlan
+    result: dict[str, Any]
+    messages: list[dict[str, Any]]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.metrics if "loss" in line]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The final weights that were written."""
+        (file,) = [*self.directory.glob("adapter/*.safetensors"), *self.directory.glob("model/*.safetensors")]
+        return load_file(file)
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [message for message in self.messages if message["kind"] == kind]
+
+
+class Listening(Reporter):
+    """A reporter that keeps its messages."""
+
+    def __init__(self, on_message: Callable[[dict[str, Any]], None] | None = None) -> None:
+        super().__init__(None)
+        self.messages: list[dict[str, Any]] = []
+        self._on_message = on_message
+
+    def send(self, kind: str, **fields: Any) -> None:
+        self.messages.append({"kind": kind, **fields})
+        if self._on_message is not None:
+            self._on_message(self.messages[-1])
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with a chat template of its own."""
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([" ".join(_WORDS)] * 4, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
+    fast.chat_template = _TEMPLATE
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(fast), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=fast.eos_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    fast.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty rows of different lengths."""
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+
+    def text(low: int, high: int) -> str:
+        return " ".join(draw.choices(_WORDS, k=draw.randint(low, high)))
+
+    rows = [{"prompt": f"{i} {text(1, 12)}", "completion": text(1, 9)} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[..., Trained]:
+    """A function that trains in this process: config sections as keywords, laid over a small default."""
+    runs = iter(range(1000))
+
+    def train(
+        *,
+        faults: dict[str, Any] | None = None,
+        resume: tuple[int, Path] | None = None,
+        directory: Path | None = None,
+        on_message: Callable[[dict[str, Any], StopRequest], None] | None = None,
+        **sections: Any,
+    ) -> Trained:
+        out = directory or tmp_path / f"run-{next(runs)}"
+        out.mkdir(exist_ok=True)
+        raw: dict[str, Any] = {
+            "model": {"path": str(model_dir), "dtype": "float32"},
+            "adapter": {"rank": 4, "alpha": 8},
+            "data": {"train": str(rows_file), "max_length": 64},
+            "optim": {"lr": 1e-2},
+            "duration": "6 steps",
+            "batch": {"global": 8},
+            "device": "cpu",
+            "output_dir": str(out),
+        }
+        for key, value in sections.items():
+            raw[key] = (
+                {**raw[key], **value} if isinstance(value, dict) and isinstance(raw.get(key), dict) else value
+            )
+        config = RunConfig.model_validate(raw)
+        stop = StopRequest()
+        report = Listening((lambda message: on_message(message, stop)) if on_message else None)
+        prepared = prepare.run(
+            {"config": config.model_dump(mode="json", by_alias=True), "cache_dir": str(tmp_path / "cache"), "output_dir": str(out)},
+            report,
+        )  # fmt: skip
+        plan = resolve_plan(
+            PlanInputs(
+                config=config, run_id="test", output_dir=str(out), host="here", threads=1, threads_origin="test",
+                device=DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True),
+                model=ModelFacts.model_validate(prepared["model"]), data=DataSummary.model_validate(prepared["data"]),
+                resume=ResumePoint(step=resume[0], path=str(resume[1])) if resume else None, resume_reason="",
+                faults=faults or {},
+            )
+        )  # fmt: skip
+        result = run_plan(plan, report, stop)
+        return Trained(out, plan, result, report.messages)
+
+    return train

@@ -1,0 +1,90 @@
+"""The same training, done in different ways, is the same. Run: pytest tests/train/test_exactness.py"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+Train = Callable[..., Any]
+
+
+def _same_bits(a: Any, b: Any) -> None:
+    assert a.losses == b.losses
+    mine, theirs = a.weights(), b.weights()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("adapter", [{"rank": 4, "alpha": 8}, None])
+def test_micro_batches_of_one_and_of_eight_give_the_same_losses_over_twenty_steps(
+    train_here: Train, *, packing: bool, adapter: dict[str, Any] | None
+) -> None:
+    lr = {"lr": 1e-2 if adapter else 1e-3}
+    common = {"duration": "20 steps", "adapter": adapter, "data": {"packing": packing}, "optim": lr}
+    one, eight = (train_here(batch={"micro": micro}, **common) for micro in (1, 8))
+    assert one.plan.micro_batch == 1
+    assert eight.plan.micro_batch == 8
+    assert one.losses == pytest.approx(eight.losses, abs=1e-5)
+    assert len(one.losses) == 20
+    assert one.losses[-1] < one.losses[0]
+
+
+def test_a_run_repeated_from_its_own_config_is_bit_equal(train_here: Train) -> None:
+    dropout = {"dropout": 0.2}
+    _same_bits(train_here(adapter=dropout), train_here(adapter=dropout))
+
+
+def test_dropout_and_order_depend_on_the_seed(train_here: Train) -> None:
+    assert train_here(seed=1).losses != train_here(seed=2).losses
+
+
+@pytest.mark.parametrize("optim", [{"kind": "adamw"}, {"kind": "muon", "lr": 1e-3}])
+def test_a_run_resumed_from_a_checkpoint_is_bit_equal_to_one_that_was_not_stopped(
+    train_here: Train, optim: dict[str, Any]
+) -> None:
+    sections: dict[str, Any] = {
+        "adapter": None if optim["kind"] == "muon" else {"dropout": 0.1}, "optim": optim, "duration": "12 steps",
+        "checkpoint": {"every": "5 steps"}, "data": {"eval": 0.2},
+    }  # fmt: skip
+    straight = train_here(**sections)
+    stopped = train_here(on_message=_stop_at(7), **sections)
+    assert stopped.result["outcome"] == "preempted"
+    assert stopped.result["exit_code"] == 75
+    path = stopped.directory / "checkpoints" / "step-00000007"
+    resumed = train_here(directory=stopped.directory, resume=(7, path), **sections)
+    _same_bits(straight, resumed)
+    assert [line["step"] for line in resumed.metrics if "loss" in line] == list(range(1, 13))
+
+
+def _stop_at(step: int) -> Callable[[dict[str, Any], Any], None]:
+    def on_message(message: dict[str, Any], stop: Any) -> None:
+        if message["kind"] == "step" and message["step"] == step:
+            stop.outcome = "preempted"
+
+    return on_message
+
+
+def test_tokens_are_counted_without_padding_and_over_the_whole_run(train_here: Train) -> None:
+    run = train_here(duration="2 epochs", data={"packing": False})
+    last = run.metrics[-1]
+    assert last["tokens"] == 2 * run.plan.data.train.tokens
+    assert last["loss_tokens"] == 2 * run.plan.data.train.loss_tokens
+    assert last["step"] == run.plan.total_steps == 15  # 2 × 60 rows in batches of 8
+
+
+def test_packed_rows_give_the_gradient_of_the_same_rows_unpacked(train_here: Train) -> None:
+    """All rows in one step, packed and not: one update with the same gradient, so the same weights afterwards."""
+    packed = train_here(
+        duration="2 steps", batch={"global": 60, "micro": 60}, data={"packing": False}, optim={"warmup": "0%"}
+    )
+    sequences = train_here(duration="1 epoch", data={"packing": True}).plan.data.train.sequences
+    one_bin_a_step = {"global": sequences, "micro": 1}
+    bins = train_here(
+        duration="2 steps", batch=one_bin_a_step, data={"packing": True}, optim={"warmup": "0%"}
+    )
+    assert sequences < 60
+    assert bins.losses == pytest.approx(packed.losses, abs=1e-5)
+    for name, tensor in packed.weights().items():
+        assert torch.allclose(tensor, bins.weights()[name], atol=1e-5), name

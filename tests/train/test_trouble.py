@@ -1,0 +1,86 @@
+"""What goes wrong in a run is said, and costs no more than it must. Run: pytest tests/train/test_trouble.py"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.errors import RankDied
+
+Train = Callable[..., Any]
+
+
+def test_a_step_that_is_not_a_number_is_skipped_and_its_rows_are_named(train_here: Train) -> None:
+    run = train_here(faults={"nan_steps": [3]})
+    (warning,) = [m for m in run.of_kind("warning") if m["code"] == "nan_step"]
+    assert warning["step"] == 3
+    assert "rows.jsonl:" in warning["text"]
+    assert run.result["outcome"] == "completed"
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
+    assert all(math.isfinite(loss) for loss in run.losses[3:])
+
+
+def test_three_in_twenty_end_the_run_with_a_verdict(train_here: Train) -> None:
+    run = train_here(faults={"nan_steps": [2, 4, 6]}, duration="30 steps")
+    assert run.result["outcome"] == "stalled"
+    assert run.result["exit_code"] == 4
+    verdict = run.result["verdict"]
+    assert verdict["cause"] == "nan_loss"
+    assert verdict["step"] == 6
+    assert "2, 4, 6" in verdict["summary"]
+
+
+def test_three_in_more_than_twenty_do_not(train_here: Train) -> None:
+    run = train_here(faults={"nan_steps": [2, 12, 23]}, duration="25 steps")
+    assert run.result["outcome"] == "completed"
+
+
+def test_memory_that_does_not_suffice_is_said_before_step_1_with_two_settings(train_here: Train) -> None:
+    """A model this small cannot fill the memory, so the limit is put on the process for the longest batch."""
+    import resource
+
+    messages: list[dict[str, Any]] = []
+
+    def limit(message: dict[str, Any], stop: object) -> None:
+        del stop
+        messages.append(message)
+        if message["kind"] == "phase" and message["phase"] == "rehearse":
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + 1_000_000, resource.RLIM_INFINITY))
+
+    try:
+        with pytest.raises(RankDied) as caught:
+            train_here(
+                on_message=limit, batch={"global": 48, "micro": 48}, data={"max_length": 256}, adapter=None
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    (problem,) = caught.value.problems
+    assert "tokens" in problem.what
+    assert "batch.micro=24 saves about" in problem.fix
+    assert "memory.gradient_checkpointing=true saves about" in problem.fix
+    assert not any(message["kind"] == "step" for message in messages)
+
+
+def test_early_stop_and_the_best_checkpoint_is_the_result(train_here: Train) -> None:
+    run = train_here(
+        data={"eval": 0.3}, eval={"every": "2 steps", "stop_after": 2}, checkpoint={"best": "eval_loss", "keep": 1, "every": "100 steps"},
+        optim={"lr": 0.3, "schedule": "constant"}, duration="60 steps",
+    )  # fmt: skip
+    evals = [message for message in run.of_kind("eval") if message["step"] > 0]
+    losses = [message["eval_loss"] for message in evals]
+    best = min(range(len(losses)), key=losses.__getitem__)
+    assert len(losses) == best + 3, "two evaluations in a row were not better, and no third was made"
+    assert run.result["eval"]["loss"] == losses[best]
+    assert (run.directory / "checkpoints" / f"step-{evals[best]['step']:08d}").is_dir()
+
+
+def test_exact_match_is_measured_before_and_after(train_here: Train) -> None:
+    run = train_here(data={"eval": 0.1}, eval={"exact_match": True, "samples": 2})
+    assert 0 <= run.result["eval"]["exact_match_before"] <= 1
+    assert 0 <= run.result["eval"]["exact_match"] <= 1
+    samples = run.of_kind("sample")
+    assert {message["step"] for message in samples} == {0, 6}
+    assert all(message["reference"] for message in samples)
