@@ -6,12 +6,14 @@ Run: pytest tests/cli/test_init.py
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from unisono.cli.app import main
 from unisono.cli.init import template_names, template_text
-from unisono.config import load_config
+from unisono.config import RunConfig, load_config
+from unisono.config.describe import all_keys, describe_field, section_in
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -35,6 +37,31 @@ def test_a_template_loads_without_a_change(
 @pytest.mark.parametrize("name", template_names())
 def test_a_template_says_first_what_it_is_for(name: str) -> None:
     assert re.match(r"# [A-Z].{20,120}\n# Start it with", template_text(name))
+
+
+def test_the_choices_in_a_comment_are_all_that_the_key_takes() -> None:
+    """`kind: lora  # lora | dora | rslora` lists the words of the schema, no more and no fewer."""
+    texts = "".join(template_text(name) for name in template_names())
+    found = re.findall(r"^ *([a-z_]+): \S+ +# (?:.*: )?([\w-]+(?: \| [\w-]+)+)$", texts, re.MULTILINE)
+    assert len(found) >= 6
+    for key, listed in found:
+        choices = [
+            set(_words(known)) - {"auto"} for known in all_keys(RunConfig) if known.split(".")[-1] == key
+        ]
+        assert set(listed.split(" | ")) in choices, key
+
+
+def _words(key: str) -> list[str]:
+    """The words that a key of the config takes."""
+    section: Any = RunConfig
+    *outer, last = key.split(".")
+    for part in outer:
+        section = section_in({f.alias or n: f for n, f in section.model_fields.items()}[part].annotation)
+    return (
+        re.findall(r"`([^` ]+)`", describe_field(section.model_fields[last]))
+        if last in section.model_fields
+        else []
+    )
 
 
 def test_without_a_file_it_goes_to_stdout_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
