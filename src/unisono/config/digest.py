@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from typing import Any
 
 from unisono.config.schema import RunConfig
 
@@ -9,7 +10,11 @@ from unisono.config.schema import RunConfig
 _NOT_THE_RUN = {"output_dir", "duration", "restarts", "grace", "track"}
 
 
+def what_decides(config: RunConfig) -> dict[str, Any]:
+    """The part of a config that decides what is learnt: all but output_dir, duration, restarts, grace and track."""
+    return config.model_dump(mode="json", by_alias=True, exclude=_NOT_THE_RUN)
+
+
 def config_digest(config: RunConfig) -> str:
-    """A hex digest of everything that decides what is learnt: all but output_dir, duration, restarts, grace and track."""
-    body = config.model_dump(mode="json", by_alias=True, exclude=_NOT_THE_RUN)
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
+    """A hex digest of what decides."""
+    return hashlib.sha256(json.dumps(what_decides(config), sort_keys=True).encode()).hexdigest()[:32]

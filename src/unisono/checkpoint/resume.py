@@ -1,0 +1,61 @@
+"""The checkpoint that a run goes on from: the newest intact one, or a clear word that there is none."""
+
+from pathlib import Path
+
+from unisono.checkpoint.signing import KEY_FILE
+from unisono.checkpoint.store import CheckpointStore, Found, OnDamage
+from unisono.checkpoint.trouble import Damage
+from unisono.errors import IntegrityError
+
+
+def require_intact(
+    store: CheckpointStore,
+    on_damage: OnDamage | None = None,
+    *,
+    run_id: str | None = None,
+    trust: bool = False,
+) -> Found | None:
+    """The newest intact checkpoint; None only where the run has not saved any.
+
+    Args:
+        store: of the run.
+        on_damage: is told of every finding in a newer checkpoint, with its path.
+        run_id: the run that it must belong to, if that matters.
+        trust: take one that is not signed by this user, too.
+
+    Raises:
+        IntegrityError: if there are checkpoints and none can be read, with what is wrong with each.
+    """
+    findings: dict[Path, list[Damage]] = {}
+
+    def note(path: Path, damage: Damage) -> None:
+        findings.setdefault(path, []).append(damage)
+        if on_damage is not None:
+            on_damage(path, damage)
+
+    found = store.newest_intact(note, run_id=run_id, trust=trust)
+    if found is None and findings:
+        raise _none_intact(store.root, findings)
+    return found
+
+
+def _none_intact(root: Path, findings: dict[Path, list[Damage]]) -> IntegrityError:
+    many = len(findings) > 1
+    return IntegrityError.of(
+        f"none of the run's {len(findings)} checkpoints is intact" if many else "the run's only checkpoint is not intact",
+        where=str(root), why="; ".join(_told(path, of_path) for path, of_path in findings.items()), fix=_remedy(findings),
+    )  # fmt: skip
+
+
+def _told(path: Path, findings: list[Damage]) -> str:
+    return f"{path.name}: " + ", ".join(str(finding) for finding in findings if finding.kind != "extra")
+
+
+def _remedy(findings: dict[Path, list[Damage]]) -> str:
+    foreign = any(all(f.kind in ("foreign", "extra") for f in of_path) for of_path in findings.values())
+    if foreign:
+        return (
+            f"copy the key of the user who made them ({KEY_FILE} in the folder of settings, ~/.config/unisono), or start anew"
+            " with --fresh, which keeps this run under another name"
+        )
+    return "restore one from a copy, or start anew with --fresh, which keeps this run under another name"

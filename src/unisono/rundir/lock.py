@@ -1,0 +1,204 @@
+"""The lock of a run's directory: one start at a time, and a dead holder's lock is taken over.
+
+The kernel's flock decides between processes that it can see; it ends with its holder, also by kill -9. A file system may
+keep flock to one node. So the holder also writes its host into the file and beats: it touches the file every few
+seconds. Who finds another host's name in a lock that it could take watches for beats before it believes in a death.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+from unisono.errors import UsageError
+from unisono.files import make_private_dir
+from unisono.text import one_line
+
+BEAT_S = 5.0
+_BEATS_OF_PATIENCE = 3
+_WRITING_S = 1.0  # a holder writes its name right after it took the lock
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lock: host, process, a word of its own, and since when (UTC, ISO 8601)."""
+
+    host: str
+    pid: int
+    nonce: str
+    since: str
+
+    def __str__(self) -> str:
+        return (
+            f"process {self.pid} on {one_line(self.host, limit=100)}, since {one_line(self.since, limit=40)}"
+        )
+
+
+class RunLock:
+    """The lock at `path`. Held from acquire to release, or to the end of the process."""
+
+    def __init__(self, path: Path, *, beat_s: float = BEAT_S) -> None:
+        self.path = path
+        self._beat_s = beat_s
+        self._fd: int | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self, host: str, pid: int, *, on_wait: Callable[[str], None] | None = None) -> str | None:
+        """Takes the lock; the directory is made if it is missing. Gives a line for people if it was a dead holder's.
+
+        Args:
+            host: this node.
+            pid: the process that is to be named to others.
+            on_wait: is told, once, if it takes time to see whether a holder on another node lives.
+
+        Raises:
+            UsageError: if a living process holds it, naming it.
+        """
+        assert self._fd is None, "taken already"
+        make_private_dir(self.path.parent)
+        fd = self._lock_file()
+        try:
+            earlier = _parse(os.pread(fd, 4096, 0))
+            if earlier is not None and earlier.host != host:
+                self._wait_for_beats(fd, earlier, on_wait)
+            holder = Holder(host, pid, secrets.token_hex(8), datetime.now(UTC).isoformat(timespec="seconds"))
+            _write(fd, holder)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._beat, args=(fd,), name="run.lock", daemon=True)
+        self._thread.start()
+        return f"took over the lock of {earlier}, which has ended" if earlier is not None else None
+
+    def release(self) -> None:
+        """Gives the lock back and removes the file. Releasing twice is once."""
+        if self._fd is None:
+            return
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        if _is_at(self._fd, self.path):  # the directory may have been renamed with it
+            self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _lock_file(self) -> int:
+        """An open, locked file that is the one at the path: between open and lock a holder may have removed it."""
+        while True:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = _wait_for_name(fd)
+                os.close(fd)
+                raise _taken(self.path, holder) from None
+            except OSError as error:
+                os.close(fd)
+                raise UsageError.of(
+                    f"{self.path} cannot be locked: {error.strerror}", where="output_dir",
+                    why="without a lock two runs could write into one directory",
+                    fix="set output_dir to a directory on a file system with locks (flock)",
+                ) from error  # fmt: skip
+            if _is_at(fd, self.path):
+                return fd
+            os.close(fd)
+
+    def _wait_for_beats(self, fd: int, earlier: Holder, on_wait: Callable[[str], None] | None) -> None:
+        """Watches whether a holder on another node lives. By our clock and what changes, not by the other's clock."""
+        patience_s = self._beat_s * _BEATS_OF_PATIENCE
+        if on_wait is not None:
+            on_wait(f"{self.path.name} is of {earlier}: watching {patience_s:.0f} s whether it lives")
+        first = _beat_of(fd)
+        limit = time.monotonic() + patience_s
+        while time.monotonic() < limit:
+            time.sleep(min(0.1, self._beat_s / 4))
+            if _beat_of(fd) != first:
+                raise _taken(self.path, earlier)
+
+    def _beat(self, fd: int) -> None:
+        while not self._ended.wait(self._beat_s):
+            with contextlib.suppress(OSError):  # storage that is away for a while; flock stands
+                os.utime(fd)
+
+
+def read_holder(path: Path) -> Holder | None:
+    """The living holder of a lock, or None if nobody holds it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _wait_for_name(fd) or Holder("an unknown host", 0, "", "")
+    except OSError:
+        return _parse(os.pread(fd, 4096, 0))
+    finally:
+        os.close(fd)
+    return None
+
+
+def _wait_for_name(fd: int) -> Holder | None:
+    """The holder's name; it may be about to be written."""
+    limit = time.monotonic() + _WRITING_S
+    while True:
+        holder = _parse(os.pread(fd, 4096, 0))
+        if holder is not None or time.monotonic() > limit:
+            return holder
+        time.sleep(0.01)
+
+
+def _parse(data: bytes) -> Holder | None:
+    try:
+        value = json.loads(data)
+        return Holder(str(value["host"]), int(value["pid"]), str(value["nonce"]), str(value["since"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(fd: int, holder: Holder) -> None:
+    body = {"schema": 1, "host": holder.host, "pid": holder.pid, "nonce": holder.nonce, "since": holder.since}
+    data = (json.dumps(body) + "\n").encode()
+    os.pwrite(fd, data, 0)
+    os.ftruncate(fd, len(data))
+    os.fsync(fd)
+
+
+def _beat_of(fd: int) -> tuple[int, bytes]:
+    return os.fstat(fd).st_mtime_ns, os.pread(fd, 4096, 0)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    ours = os.fstat(fd)
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _taken(path: Path, holder: Holder | None) -> UsageError:
+    return UsageError.of(
+        f"a run in {path.parent} is going on: {holder or 'its holder has not said its name'}", where=str(path),
+        why="two runs in one directory would destroy each other's work",
+        fix=f"wait for it, or end it (kill {holder.pid} on {one_line(holder.host)}), or set another output_dir"
+        if holder
+        else "wait for it, or set another output_dir",
+    )  # fmt: skip

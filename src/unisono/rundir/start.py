@@ -1,0 +1,308 @@
+"""What a start in a directory is: a fresh run, one that goes on, or none at all (DESIGN A3, "Starting again").
+
+The decision reads files and changes nothing. set_aside is the one thing that is done about it, when it is asked for.
+"""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from unisono.config import RunConfig
+from unisono.config.digest import config_digest, what_decides
+from unisono.errors import UsageError
+from unisono.files import fsync_dir, read_json
+from unisono.rundir.layout import RunDir
+from unisono.text import one_line
+from unisono.units import Duration
+
+CONFIG_HEADER = "# Written by unisono"
+"""How a config.yaml of ours begins; a config that somebody wrote by hand is not ours to overwrite."""
+
+_MOST_DIFFERENCES = 8
+_TEMPORARY = re.compile(r"\..+\.tmp-[0-9]+-[0-9a-f]+")  # of files.whole_file
+
+
+@dataclass(frozen=True, slots=True)
+class StartDecision:
+    """What a start is.
+
+    Attributes:
+        kind: fresh: there is nothing to go on from; resume: an unfinished run; extend: a finished one that grew.
+        run_id: the same over all starts of a run.
+        reason: one line for the first screen.
+        done_steps: steps of the finished run that is extended; 0 otherwise.
+    """
+
+    kind: Literal["fresh", "resume", "extend"]
+    run_id: str
+    reason: str
+    done_steps: int = 0
+
+
+def decide_start(run: RunDir, config: RunConfig, *, resume: bool, fresh: bool) -> StartDecision:
+    """Decides from what is in the directory; touches nothing.
+
+    Args:
+        run: the output_dir.
+        config: what was asked, its paths as they will be kept in config.yaml.
+        resume: `--resume`: also start where nothing exists, and extend a finished run.
+        fresh: `--fresh`: a run that is there will be set aside.
+
+    Raises:
+        UsageError: if the directory is finished, another run's, no run at all, or cannot be used.
+    """
+    if resume and fresh:
+        raise UsageError.of(
+            "--resume and --fresh exclude each other", where="command line", fix="give one of them"
+        )
+    _check_place(run.root)
+    plan = _plan_of(run)
+    if plan is None:
+        _refuse_what_is_no_run(run)
+    if fresh or plan is None:
+        return StartDecision("fresh", _new_run_id(), _why_fresh(run, fresh=fresh and plan is not None))
+    return _decide_again(run, plan, config, resume=resume)
+
+
+def set_aside(run: RunDir) -> Path:
+    """Renames the run's directory to OUT.old-N and gives the new path. Nothing is deleted.
+
+    Raises:
+        UsageError: if it cannot be renamed.
+    """
+    target = next_old(run.root)
+    try:
+        run.root.rename(target)
+        RunDir(target).lock.unlink(
+            missing_ok=True
+        )  # of the start that renames; it takes a new one at the old place
+        fsync_dir(target.parent)
+    except OSError as error:
+        raise UsageError.of(
+            f"{run.root} cannot be renamed to {target.name}: {error.strerror}", where="output_dir",
+            fix="set another output_dir",
+        ) from error  # fmt: skip
+    return target
+
+
+def next_old(root: Path) -> Path:
+    """The first of OUT.old-1, OUT.old-2 … that does not exist."""
+    number = 1
+    while os.path.lexists(root.with_name(f"{root.name}.old-{number}")):
+        number += 1
+    return root.with_name(f"{root.name}.old-{number}")
+
+
+def refuse_if_shrunk(decision: StartDecision, *, done_steps: int, total_steps: int) -> None:
+    """Refuses a duration below what is done. For the moment when steps are known, which takes the data.
+
+    Args:
+        decision: of this start.
+        done_steps: the step of the checkpoint that it goes on from, 0 without one.
+        total_steps: of the new plan.
+
+    Raises:
+        UsageError: if the run would have to undo steps, or an extension adds none.
+    """
+    done = max(done_steps, decision.done_steps)
+    if total_steps < done or (decision.kind == "extend" and total_steps == done):
+        raise UsageError.of(
+            f"the duration comes to {total_steps} steps, and {done} are done", where="duration",
+            why="a run goes on or grows; it cannot lose steps",
+            fix="give a longer duration, or another output_dir, or pass --fresh",
+        )  # fmt: skip
+
+
+def _check_place(root: Path) -> None:
+    """Whether the directory can be used, or made."""
+    there = root
+    while not os.path.lexists(there) and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise UsageError.of(
+            f"{there} is a file" if there.exists() else f"{there} is a link that leads nowhere", where="output_dir",
+            why=f"the run's directory would be {root}", fix="set output_dir to a directory, or to a path that does not exist",
+        )  # fmt: skip
+    if not os.access(there, os.W_OK | os.X_OK | os.R_OK):
+        raise UsageError.of(
+            f"{there} cannot be written", where="output_dir", why=f"the run's directory would be {root}",
+            fix="set output_dir to a directory that you may write",
+        )  # fmt: skip
+
+
+def _refuse_what_is_no_run(run: RunDir) -> None:
+    """Without a plan there may be what a start leaves before it has made one, and nothing else."""
+    if not run.root.is_dir():
+        return
+    if run.checkpoints.is_dir() and any(run.checkpoints.glob("step-*")):
+        raise UsageError.of(
+            f"{run.root} holds checkpoints, but no plan that can be read", where=str(run.plan),
+            why="without it nobody knows what the checkpoints are of",
+            fix=f"restore {run.plan.name}, or set another output_dir",
+        )  # fmt: skip
+    found = [
+        name
+        for name in sorted(entry.name for entry in run.root.iterdir())
+        if not _is_left_by_a_start(run, name)
+    ]
+    if found:
+        raise UsageError.of(
+            f"{run.root} is not empty, and is no run of unisono: it holds {_some(found)}", where="output_dir",
+            why="nothing there is overwritten or renamed", fix="set output_dir to another directory",
+        )  # fmt: skip
+
+
+def _is_left_by_a_start(run: RunDir, name: str) -> bool:
+    """Whether a start that ended before its plan was made may have left this."""
+    path = run.root / name
+    if path in (run.environment, run.agreement, run.data):
+        return _read(path).get("schema") == 1
+    if path == run.config:
+        return _starts_with(path, CONFIG_HEADER)
+    folders = (run.checkpoints, run.events(0).parent, run.log("", 0).parent)
+    return path == run.lock or (path in folders and path.is_dir()) or _TEMPORARY.fullmatch(name) is not None
+
+
+def _why_fresh(run: RunDir, *, fresh: bool) -> str:
+    if fresh:
+        return "fresh, as asked: the earlier run is set aside"
+    if run.config.exists() or run.data.exists():
+        return "fresh: an earlier start ended before its plan was made"
+    return "fresh"
+
+
+def _decide_again(run: RunDir, plan: dict[str, Any], config: RunConfig, *, resume: bool) -> StartDecision:
+    before = _config_of(run, plan)
+    if config_digest(before) != config_digest(config):
+        raise _other_config(run, before, config)
+    result = _read(run.result)
+    if result.get("outcome") == "completed":
+        return _decide_finished(run, plan, before, config, result, resume=resume)
+    ended = result.get("outcome")
+    reason = "goes on with the unfinished run here"
+    if isinstance(ended, str):
+        reason += f" ({one_line(ended, limit=40)})"
+    if before.duration != config.duration:
+        reason += f"; its duration is now {config.duration}, it was {before.duration}"
+    return StartDecision("resume", str(plan["run_id"]), reason)
+
+
+def _decide_finished(
+    run: RunDir,
+    plan: dict[str, Any],
+    before: RunConfig,
+    config: RunConfig,
+    result: dict[str, Any],
+    *,
+    resume: bool,
+) -> StartDecision:
+    done = _whole(result.get("step"))
+    old, new = Duration.parse(before.duration), Duration.parse(config.duration)
+    grew = new.unit != old.unit or new.amount > old.amount
+    # an extension that ended before its first step has left the longer plan, and the old result
+    unfinished = _whole(plan.get("total_steps")) > done
+    shrank = new.unit == old.unit and new.amount < old.amount
+    if resume and (grew or (unfinished and not shrank)):
+        return StartDecision(
+            "extend",
+            str(plan["run_id"]),
+            f"extends the finished run here, {done} steps, to {config.duration}",
+            done,
+        )
+    longer = "give a longer duration and --resume to extend it"
+    raise UsageError.of(
+        f"the run in {run.root} is finished: {done} steps, {before.duration}", where="output_dir",
+        why=f"the duration asked for is {config.duration}" if resume else "a finished run is not written over",
+        fix=f"{longer}, or set another output_dir, or pass --fresh: it renames this one to {next_old(run.root).name}",
+    )  # fmt: skip
+
+
+def _other_config(run: RunDir, before: RunConfig, config: RunConfig) -> UsageError:
+    differences = list(_differences(what_decides(before), what_decides(config)))
+    shown = "; ".join(
+        f"{key}: {_shown(a)} there, {_shown(b)} here" for key, a, b in differences[:_MOST_DIFFERENCES]
+    )
+    more = len(differences) - _MOST_DIFFERENCES
+    if more > 0:
+        shown += f"; and {more} more"
+    return UsageError.of(
+        f"{run.root} holds a run with another config", where=f"output_dir; compare with {run.config}", why=shown,
+        fix="set another output_dir, or change the config back, or pass --fresh: it renames the run there to "
+        f"{next_old(run.root).name}",
+    )  # fmt: skip
+
+
+_ABSENT = object()
+
+
+def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted keys whose values differ, with both values."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in dict.fromkeys([*before, *now]):
+            dotted = f"{key}.{name}" if key else name
+            yield from _differences(before.get(name, _ABSENT), now.get(name, _ABSENT), dotted)
+    elif before != now:
+        yield key, before, now
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is _ABSENT else one_line(json.dumps(value, ensure_ascii=False), limit=80)
+
+
+def _plan_of(run: RunDir) -> dict[str, Any] | None:
+    plan = _read(run.plan)
+    is_ours = (
+        plan.get("schema") == 1
+        and isinstance(plan.get("run_id"), str)
+        and isinstance(plan.get("config"), dict)
+    )
+    return plan if is_ours else None
+
+
+def _config_of(run: RunDir, plan: dict[str, Any]) -> RunConfig:
+    try:
+        return RunConfig.model_validate(plan["config"])
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UsageError.of(
+            f"the run in {run.root} has a config that this version of unisono cannot read", where=str(run.plan),
+            why=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
+            fix="go on with the version it was started with (environment.json), or set another output_dir, or pass --fresh",
+        ) from error  # fmt: skip
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _starts_with(path: Path, text: str) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(text.encode())) == text.encode()
+    except OSError:
+        return False
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(one_line(name, limit=60) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _new_run_id() -> str:
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
