@@ -1,0 +1,210 @@
+"""`unisono chat`: a conversation with a model, on a terminal or through a pipe."""
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from unisono.cli.generate import MaxTokens, Seed, Step, System, Target, Temperature, TopP
+from unisono.cli.output import Output, output
+
+if TYPE_CHECKING:
+    from unisono.launch.tasks import TaskProcess
+
+_HELP = (
+    "/clear       forget what was said",
+    "/save FILE   write the conversation to a new file, as a row that training reads",
+    "/exit        end; so does Ctrl-D",
+    "/help        this",
+    "Ctrl-C ends the answer. A line that begins with // is sent with one /.",
+)
+
+
+def chat(
+    target: Target,
+    system: System = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    step: Step = None,
+) -> None:
+    """Talks to a model. Commands: /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the conversation."""
+    from unisono.cli.progress import Progress
+    from unisono.launch.tasks import TaskProcess
+
+    request = {
+        "target": target, "step": step, "system": system, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
+        "seed": seed,
+    }  # fmt: skip
+    speak = output()
+    with TaskProcess("chat", request, talks=True) as task:
+        messages = task.messages()
+        with Progress(speak) as progress:
+            for message in messages:
+                if message["kind"] == "ready":
+                    break
+                progress.show(message)
+        _greet(speak, message["facts"])
+        Talk(task, messages, speak, system=system).go_on()
+
+
+def _greet(speak: Output, facts: dict[str, Any]) -> None:
+    if facts["note"]:
+        speak.warn(f"warning: {facts['note']}")
+    speak.say(f"talking to {facts['description']}; /help lists the commands")
+
+
+class Talk:
+    """The front's side of a conversation: reads lines, sends them, writes what comes back."""
+
+    def __init__(
+        self, task: "TaskProcess", messages: Iterator[dict[str, Any]], speak: Output, *, system: str | None
+    ) -> None:
+        self._task = task
+        self._messages = messages
+        self._speak = speak
+        self._system = system
+        self._saved: set[Path] = set()
+        self._forget()
+
+    def go_on(self) -> None:
+        """Until /exit or the end of stdin."""
+        for line in _lines():
+            text = line.strip()
+            if not text:
+                continue
+            if text.startswith("/") and not text.startswith("//"):
+                if text == "/exit":
+                    return
+                self._command(text)
+            else:
+                self._say(text.removeprefix("/") if text.startswith("//") else line)
+
+    def _forget(self) -> None:
+        self._turns = [{"role": "system", "content": self._system}] if self._system is not None else []
+
+    def _command(self, text: str) -> None:
+        name, _, rest = text.partition(" ")
+        if name == "/clear":
+            self._forget()
+            self._task.send({"kind": "clear"})
+            self._speak.say("forgotten")
+        elif name == "/save":
+            self._save(rest.strip())
+        elif name == "/help":
+            for line in _HELP:
+                self._speak.warn(line)
+        else:
+            self._speak.warn(f"there is no command {name}; /help lists them")
+
+    def _save(self, name: str) -> None:
+        from unisono.files import write_text
+
+        if not name:
+            self._speak.warn("/save FILE: the name of the file is missing")
+            return
+        path = Path(name).expanduser().absolute()
+        if path.exists() and path not in self._saved:
+            self._speak.warn(f"{path} exists and is not overwritten; name a new file")
+            return
+        try:
+            write_text(path, json.dumps({"messages": self._turns}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            self._speak.warn(f"{path} cannot be written: {error.strerror}")
+            return
+        self._saved.add(path)
+        self._speak.say(f"saved {len(self._turns)} messages to {path}")
+
+    def _say(self, text: str) -> None:
+        self._task.send({"kind": "say", "text": text})
+        with _ctrl_c_ends_the_answer(self._task):
+            for message in self._messages:
+                if message["kind"] == "token":
+                    self._show(message["text"])
+                elif message["kind"] == "refused_turn":
+                    self._speak.warn(f"error: {message['text']}; {message['fix']}")
+                    return
+                elif message["kind"] == "answer":
+                    self._turns += [
+                        {"role": "user", "content": text},
+                        {"role": "assistant", "content": message["text"]},
+                    ]
+                    self._end(message)
+                    return
+
+    def _show(self, piece: str) -> None:
+        from unisono.text import plain
+
+        if not self._speak.json:
+            sys.stdout.write(plain(piece))
+            sys.stdout.flush()
+
+    def _end(self, message: dict[str, Any]) -> None:
+        if self._speak.json:
+            self._speak.emit(
+                {
+                    "kind": "answer",
+                    "text": message["text"],
+                    "tokens": message["tokens"],
+                    "ended": message["ended"],
+                }
+            )
+            return
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        if message["ended"] == "length":
+            self._speak.say(f"(cut at {message['tokens']} tokens; --max-tokens sets the limit)")
+        elif message["ended"] == "interrupted":
+            self._speak.say("(ended)")
+
+
+def _lines() -> Iterator[str]:
+    """The lines that a person types, or that come through a pipe."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.rstrip("\n")
+        return
+    if sys.stdout.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - its import gives input() a history and editing
+    while True:
+        try:
+            if sys.stdout.isatty():
+                yield input("> ")
+            else:
+                sys.stderr.write("> ")
+                sys.stderr.flush()
+                line = sys.stdin.readline()
+                if not line:
+                    return
+                yield line.rstrip("\n")
+        except EOFError:
+            sys.stderr.write("\n")
+            return
+        except KeyboardInterrupt:
+            sys.stderr.write("\n(Ctrl-D or /exit ends)\n")
+
+
+@contextlib.contextmanager
+def _ctrl_c_ends_the_answer(task: "TaskProcess") -> Iterator[None]:
+    """The first Ctrl-C is handed to the task; a second one, if the task does not hear, ends the program."""
+    pressed = False
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        del number, frame
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+        task.interrupt()
+
+    before = signal.signal(signal.SIGINT, hand_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

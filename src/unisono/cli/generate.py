@@ -1,0 +1,155 @@
+"""`unisono generate`: an answer to one prompt, or answers to a file of them."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from unisono.cli.output import output
+
+if TYPE_CHECKING:
+    from unisono.cli.progress import Progress
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|MODEL",
+        help="a run's directory, a model's or adapter's, a hub id, builtin:tiny",
+        show_default=False,
+    ),
+]
+Step = Annotated[
+    int | None, typer.Option(min=0, help="Of a run: this checkpoint, not the result.", show_default=False)
+]
+MaxTokens = Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, max=100.0, help="0 takes the likeliest token each time.")
+]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that reach this probability.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same answers.")]
+System = Annotated[str | None, typer.Option(help="A system message before the prompt.", show_default=False)]
+
+
+def generate(
+    target: Target,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Without it and without --file: read from stdin.", show_default=False)
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "--file",
+            metavar="FILE",
+            help="A prompt a line (txt), or rows with `prompt` or `messages`.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="Write the answers here, a JSON object a line.", show_default=False
+        ),
+    ] = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stop", metavar="TEXT", help="End before this text; may be repeated.", show_default=False
+        ),
+    ] = None,
+    system: System = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")
+    ] = False,
+    step: Step = None,
+) -> None:
+    """Answers one prompt, or each prompt of a file. Answers go to stdout, all else to stderr."""
+    from unisono.errors import UsageError
+
+    if prompt is not None and file is not None:
+        raise UsageError.of(
+            "a prompt and a file of prompts are given", where="--file", fix="give one of them"
+        )
+    if stop and not all(stop):
+        raise UsageError.of(
+            "a stop text is empty", where="--stop", fix="write the text before which an answer ends"
+        )
+    if out is not None and out.exists():
+        raise UsageError.of(
+            f"{out} exists", where="--out", why="it would be overwritten", fix="name a new file"
+        )
+    request = {
+        "target": target, "step": step, "prompt": None if file else _prompt(prompt), "file": file, "system": system, "raw": raw,
+        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop or [],
+    }  # fmt: skip
+    result = _run(request, streams=file is None and out is None and not output().json)
+    _hand_over(result["answers"], out=out, single=file is None)
+
+
+def _prompt(prompt: str | None) -> str:
+    if prompt is not None:
+        return prompt
+    if sys.stdin.isatty():
+        output().say("the prompt, ended by Ctrl-D:")
+    return sys.stdin.read().rstrip("\n")
+
+
+def _run(request: dict[str, Any], *, streams: bool) -> dict[str, Any]:
+    from unisono.cli.progress import Progress
+    from unisono.launch.tasks import run_task
+
+    with Progress(output()) as progress:
+        shown = _Tokens(progress) if streams else None
+
+        def show(message: dict[str, Any]) -> None:
+            if message["kind"] == "token" and shown is not None:
+                shown.show(message["text"])
+            elif shown is None or not shown.begun:
+                progress.show(message)
+
+        return run_task("generate", request, on_message=show)
+
+
+class _Tokens:
+    """Writes an answer as it comes."""
+
+    def __init__(self, progress: "Progress") -> None:
+        self._progress = progress
+        self.begun = False
+
+    def show(self, text: str) -> None:
+        from unisono.text import plain
+
+        if not self.begun:
+            self._progress.close()
+            self.begun = True
+        sys.stdout.write(plain(text))
+        sys.stdout.flush()
+
+
+def _hand_over(answers: list[dict[str, Any]], *, out: Path | None, single: bool) -> None:
+    import json
+
+    from unisono.files import write_text
+    from unisono.text import plain
+
+    speak = output()
+    if out is not None:
+        write_text(out, "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers))
+        speak.say(f"wrote {len(answers)} answers to {out}")
+    if speak.json:
+        for answer in answers:
+            speak.emit({"schema": 1, **answer})
+    elif out is None and single:
+        sys.stdout.write("\n")  # the answer itself was streamed
+    elif out is None:
+        for answer in answers:
+            speak.result(f"{answer['where']}\n{plain(answer['answer'])}\n")
+    if single and answers[0]["ended"] == "length":
+        speak.say(f"(cut at {answers[0]['tokens']} tokens; --max-tokens sets the limit)")

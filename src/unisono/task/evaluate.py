@@ -1,0 +1,156 @@
+"""The task `eval`: loss and perplexity over the loss tokens of a file's rows, and scores of generated answers.
+
+Request: target, step (or null), data (file), limit (or null), cache_dir. The rows go through the same preparation as in training, with
+the run's own settings where it is a run. Result: description, figures, ledger, formats, rows (one for each answer).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.config.schema import DataSection, ModelSection, RunConfig
+from unisono.data.table import TokenTable
+from unisono.errors import DataError
+from unisono.events import Reporter
+from unisono.model.generate import generate
+from unisono.score import bleu, exact_match, rouge_l
+from unisono.task import prepare
+from unisono.task.decoding import decode
+from unisono.task.opening import Opened, open_for_inference
+from unisono.text import plain
+from unisono.train.batches import load_rows
+from unisono.train.evaluate import Question, question_of
+
+_TOKENS = 8_192  # of a forward
+
+
+def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Measures; `figures` has rows, tokens, loss_tokens, loss, perplexity, questions, exact_match, rouge_l, bleu."""
+    file = request["data"]
+    if not Path(file).expanduser().exists() and "://" not in file:
+        raise DataError.of(
+            f"there is no file {file}", where="--data", fix="check the path; relative ones start at the working directory"
+        )  # fmt: skip
+    opened = open_for_inference(request["target"], step=request.get("step"), report=report)
+    config = evaluation_config(opened, file)
+    body = {
+        "config": config.model_dump(mode="json", by_alias=True),
+        "cache_dir": request["cache_dir"],
+        "output_dir": None,
+    }
+    prepared = prepare.run(body, report)["data"]
+    table = TokenTable.open(Path(prepared["cache_dir"]), "train")
+    sequences = list(range(min(request.get("limit") or table.sequences, table.sequences)))
+    figures = losses(opened, table, sequences, report)
+    rows = [int(row) for sequence in sequences for row in table.rows_of(sequence)]
+    found = [(row, question) for row in rows if (question := question_of(table, row)) is not None]
+    answers = answer_all(opened, [question for _, question in found], report)
+    references = [text_of(opened, question.answer) for _, question in found]
+    pairs = list(zip(answers, references, strict=True))
+    figures |= {"questions": len(pairs), "exact_match": None, "rouge_l": None, "bleu": None}
+    if pairs:
+        figures |= {"exact_match": exact_match(pairs), "rouge_l": rouge_l(pairs), "bleu": bleu(pairs)}
+    return {
+        "description": opened.target.description,
+        "figures": figures,
+        "ledger": prepared["ledger"],
+        "formats": prepared["formats"],
+        "rows": [
+            {
+                "row": table.row_id(row),
+                "prompt": decode(opened.tokenizer, question.prompt),
+                "answer": answer,
+                "reference": reference,
+                "exact_match": answer == reference,
+            }
+            for (row, question), (answer, reference) in zip(found, pairs, strict=True)
+        ],
+    }
+
+
+def evaluation_config(opened: Opened, file: str) -> RunConfig:
+    """The config by which the rows are prepared: every row a sequence of its own, masked as in the run."""
+    plan, target = opened.target.plan, opened.target
+    tokenizer = opened.tokenizer.name_or_path or str(target.base)
+    if plan is None:
+        data = DataSection(train=file, packing=False, max_length=max(8, opened.context))
+        model = ModelSection(path=str(target.base), tokenizer=tokenizer)
+        return RunConfig(model=model, adapter=None, data=data, output_dir="unused")
+    settings = plan.config.data.model_copy(update={"train": file, "eval": None, "packing": False})
+    model = plan.config.model.model_copy(
+        update={"path": str(target.base), "tokenizer": tokenizer, "weights": "pretrained"}
+    )
+    if target.source == "checkpoint":
+        model = plan.config.model
+    return RunConfig(
+        model=model, adapter=None, data=settings, objective=plan.config.objective, seed=plan.config.seed, output_dir="unused"
+    )  # fmt: skip
+
+
+def losses(opened: Opened, table: TokenTable, sequences: Sequence[int], report: Reporter) -> dict[str, Any]:
+    """Σ of the cross entropy over the loss tokens / their number, and what it is a mean of."""
+    count = int(table.sequence_loss_tokens()[list(sequences)].sum())
+    tokens = int(table.sequence_tokens()[list(sequences)].sum())
+    total, done = 0.0, 0
+    with torch.no_grad():
+        for group in _groups(table, sequences):
+            rows, _ = load_rows(table, group, opened.device)
+            if len(rows.labels):
+                total += float(opened.forward.loss(rows, count=count))
+            done += len(group)
+            report.phase("evaluate", "measuring the loss", done=done, total=len(sequences))
+    known = count > 0
+    return {
+        "rows": len(sequences),
+        "tokens": tokens,
+        "loss_tokens": count,
+        "loss": total if known else None,
+        "perplexity": (math.exp(total) if total < 700 else math.inf) if known else None,
+    }
+
+
+def _groups(table: TokenTable, sequences: Sequence[int]) -> Iterator[list[int]]:
+    """Sequences in order, in groups of up to `_TOKENS` tokens, at least one each."""
+    lengths = table.sequence_tokens()
+    group: list[int] = []
+    size = 0
+    for sequence in sequences:
+        length = int(lengths[sequence])
+        if group and size + length > _TOKENS:
+            yield group
+            group, size = [], 0
+        group.append(sequence)
+        size += length
+    if group:
+        yield group
+
+
+def answer_all(opened: Opened, questions: Sequence[Question], report: Reporter) -> list[str]:
+    """Greedy answers, up to twice as long as the longest written one."""
+    if not questions:
+        return []
+    limit = 2 * max(len(question.answer) for question in questions) + 8
+    special = set(opened.tokenizer.all_special_ids)
+    stops = opened.stops(opened.template) | ({question.answer[-1] for question in questions} & special)
+    room = [opened.context - len(question.prompt) for question in questions]
+    usual = [i for i, left in enumerate(room) if left >= limit]
+    answers: list[list[int]] = [[] for _ in questions]
+    # Where the model's context ends sooner, each has a batch of its own: beyond it some models have no positions.
+    batches = [(usual, limit), *(([i], left) for i, left in enumerate(room) if left < limit)]
+    with opened.ready() as model:
+        for places, most in batches:
+            found = generate(
+                model, [questions[i].prompt for i in places], max_new_tokens=most, stop_ids=stops, pad_id=opened.pad_id,
+                on_answers=lambda done: report.phase("generate", "answering", done=done, total=len(questions)),
+            )  # fmt: skip
+            for place, answer in zip(places, found, strict=True):
+                answers[place] = answer
+    return [text_of(opened, answer) for answer in answers]
+
+
+def text_of(opened: Opened, ids: Sequence[int]) -> str:
+    """The text of an answer as scores compare it."""
+    return plain(decode(opened.tokenizer, ids)).strip()

@@ -1,0 +1,203 @@
+"""The task `export`: a directory that transformers and peft load as it is, whole or not at all.
+
+Request: target, step (or null), out, merge. Result: out, what (`adapter`, `merged model` or `model`), description, base, dtype, files,
+bytes, and for a merged model how far its logits are from those of base plus adapter.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.data.template import stop_token_ids
+from unisono.errors import ModelError, UnfitError, UsageError
+from unisono.events import Reporter
+from unisono.files import fsync_dir, read_json, write_json
+from unisono.model.inspect import read_safetensors_header, weight_files
+from unisono.model.load import load_base, load_tokenizer
+from unisono.task.merging import logits_of_probe, merge_adapter
+from unisono.task.opening import adapter_tokenizer, load_target, template_of, trusts_code
+from unisono.task.target import Target, find_target
+from unisono.train.finish import write_weights
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
+# Root mean square of the difference of logits, as a share of their spread: rounding of one addition, or of a 16-bit weight.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.06, "float16": 0.06}
+
+
+def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Writes the directory.
+
+    Raises:
+        UsageError: if OUT is taken, or the target is not there.
+        ModelError: if an adapter cannot be merged.
+        UnfitError: if the storage fails.
+    """
+    out = _free_place(request["out"])
+    target = find_target(request["target"], step=request.get("step"))
+    for note in target.notes:
+        report.warning("target", note)
+    merge = bool(request.get("merge")) and _has_adapter(target)
+    if request.get("merge") and not merge:
+        report.warning(
+            "nothing_to_merge", "there is no adapter to merge: all weights are in the model already"
+        )
+    report.phase("export", f"writing {out}")
+    with whole_directory(out) as directory:
+        extra = write_merged(target, directory, report) if merge else write_as_it_is(target, directory)
+        _write_rest(target, directory)
+    what = "merged model" if merge else "adapter" if _has_adapter(target) else "model"
+    files = sorted(file for file in out.rglob("*") if file.is_file())
+    return {
+        "out": str(out), "what": what, "description": target.description, "base": str(target.base), "merged": merge,
+        "files": [str(file.relative_to(out)) for file in files], "bytes": sum(file.stat().st_size for file in files), **extra,
+    }  # fmt: skip
+
+
+def write_as_it_is(target: Target, directory: Path) -> dict[str, Any]:
+    """The adapter, or the whole model, without a change in its weights."""
+    if target.source == "checkpoint":
+        assert target.plan is not None
+        write_weights(
+            load_target(target, dtype=target.plan.dtype, device=torch.device("cpu")), target.plan, directory
+        )
+        return {}
+    directory.mkdir()
+    patterns = _ADAPTER_FILES if target.source == "adapter" else _MODEL_FILES
+    for file in sorted({file for pattern in patterns for file in target.weights.glob(pattern)}):
+        shutil.copyfile(file, directory / file.name)
+    if target.source == "adapter":
+        _name_base(target, directory / "adapter_config.json")
+    return {}
+
+
+def write_merged(target: Target, directory: Path, report: Reporter) -> dict[str, Any]:
+    """The model with the adapter added to its weights, in the dtype of the model's own files.
+
+    What was written is read again, and its logits are compared with those of base plus adapter.
+
+    Raises:
+        ModelError: if the adapter cannot be merged.
+    """
+    from transformers import GenerationConfig
+
+    dtype = stored_dtype(target.base)
+    report.phase("load_model", f"loading {target.description}")
+    loaded = load_target(target, dtype=dtype, device=torch.device("cpu"))
+    wanted = logits_of_probe(loaded.model)
+    report.phase("merge", "adding the adapter to the weights")
+    merged = merge_adapter(loaded.model, where=str(target.weights))
+    merged.generation_config = (
+        GenerationConfig()
+    )  # ours is written below; an odd one would be refused by transformers
+    merged.config.use_cache = True
+    merged.save_pretrained(str(directory))
+    del loaded, merged
+    report.phase("verify", "reading the merged model again")
+    again = load_base(directory, dtype=getattr(torch, dtype), trust_remote_code=trusts_code(target)).eval()
+    difference = float(
+        (logits_of_probe(again) - wanted).square().mean().sqrt() / wanted.std().clamp_min(1e-6)
+    )
+    if not difference <= TOLERANCE[dtype]:
+        raise ModelError.of(
+            "the merged model does not give what base plus adapter give", where=str(target.weights),
+            why=f"its logits differ by {difference:.2g} of their spread; up to {TOLERANCE[dtype]:g} is rounding",
+            fix="export without --merge",
+        )  # fmt: skip
+    return {"dtype": dtype, "logits_differ_by": difference}
+
+
+def stored_dtype(directory: Path) -> str:
+    """The dtype of the largest tensor in a model's files."""
+    headers = [header for file in weight_files(directory) for header in read_safetensors_header(file)]
+    largest = max(headers, key=lambda header: torch.Size(header.shape).numel())
+    return _DTYPES.get(largest.dtype, "float32")
+
+
+@contextlib.contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """Gives a path beside `out` that does not exist yet; at the end what is there is synced and renamed to `out`.
+
+    Raises:
+        UnfitError: if the storage fails; nothing is left of it then.
+    """
+    temporary = out.parent / f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        for file in temporary.rglob("*"):
+            _sync(file)
+        fsync_dir(temporary)
+        temporary.rename(out)  # over an empty directory, too
+        fsync_dir(out.parent)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UnfitError.of(
+            f"{out} cannot be written: {error.strerror or error}", where=str(error.filename or out),
+            fix="make room or choose another place; nothing was left half written",
+        ) from error  # fmt: skip
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _sync(file: Path) -> None:
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _free_place(asked: str) -> Path:
+    out = Path(asked).expanduser().absolute()
+    if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
+        raise UsageError.of(
+            f"{asked} is taken", where=str(out), why="an export never overwrites", fix="name a directory that does not exist or is empty"
+        )  # fmt: skip
+    return out
+
+
+def _has_adapter(target: Target) -> bool:
+    if target.source == "checkpoint":
+        return target.plan is not None and target.plan.config.adapter is not None
+    return target.source == "adapter"
+
+
+def _name_base(target: Target, file: Path) -> None:
+    """An adapter that was trained elsewhere gets the place where the model beneath it is now."""
+    settings = read_json(file)
+    named = str(settings.get("base_model_name_or_path") or "")
+    if not named or (named.startswith(("/", ".")) and not Path(named).is_dir()):
+        settings["base_model_name_or_path"] = str(target.base)
+    write_json(file, settings)
+
+
+def _write_rest(target: Target, directory: Path) -> None:
+    """Tokenizer with the chat template of the run, and a generation_config that ends answers where it ended them."""
+    tokenizer: Any = load_tokenizer(target.weights) if target.source == "model" else adapter_tokenizer(target)
+    template = template_of(target, tokenizer)
+    stops = stop_token_ids(tokenizer, template, target.base) | stop_token_ids(tokenizer, None, target.weights)
+    if template is not None and template.text is not None:
+        tokenizer.chat_template = template.text
+    tokenizer.save_pretrained(str(directory))
+    _write_generation_config(target, directory, tokenizer, stops)
+
+
+def _write_generation_config(target: Target, directory: Path, tokenizer: Any, stops: set[int]) -> None:
+    found: dict[str, Any] = {}
+    for place in (target.base, target.weights):
+        with contextlib.suppress(OSError, ValueError):
+            found = read_json(place / "generation_config.json")
+    if stops:
+        found["eos_token_id"] = sorted(stops) if len(stops) > 1 else min(stops)
+    if isinstance(tokenizer.pad_token_id, int):
+        found.setdefault("pad_token_id", tokenizer.pad_token_id)
+    write_json(directory / "generation_config.json", found)

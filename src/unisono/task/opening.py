@@ -1,0 +1,230 @@
+"""Opens what RUN|MODEL names, ready to be talked to: model, tokenizer, chat template, stop tokens. One way for all tasks."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.config.schema import RunConfig
+from unisono.data.template import ChatTemplate, choose_template, stand_in, stop_token_ids
+from unisono.errors import ModelError
+from unisono.events import Reporter
+from unisono.facts import read_machine
+from unisono.model.forward import Forward, choose_forward
+from unisono.model.load import DTYPES, LoadedModel, load_base, load_for_training, load_tokenizer
+from unisono.task.target import Target, find_target
+from unisono.text import one_line
+
+_DEFAULT_CONTEXT = 4096  # tokens, of a model that does not say its own
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that can answer.
+
+    Attributes:
+        target: what was named.
+        forward: the model, with the way in which its rows are computed.
+        template: the chat template; None where the model was not made for conversations.
+        stop_ids: the tokens that end an answer.
+        context: tokens of prompt and answer together, at the most.
+        dtype: of weights that are not trained, and of the computation.
+    """
+
+    target: Target
+    forward: Forward
+    template: ChatTemplate | None
+    stop_ids: set[int]
+    context: int
+    dtype: str
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of transformers."""
+        return self.forward.loaded.tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.forward.loaded.base.device
+
+    @property
+    def pad_id(self) -> int:
+        """Some token that fills batches; it is masked."""
+        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if isinstance(token, int):
+                return token
+        return 0
+
+    def chat_template(self) -> tuple[ChatTemplate, str]:
+        """The template for a conversation, and what a person should know if it is only a stand-in.
+
+        Raises:
+            DataError: if there is none, and no token that could end an answer.
+        """
+        if self.template is not None:
+            return self.template, ""
+        template = stand_in(self.tokenizer)
+        return (
+            template,
+            f"the tokenizer has no chat template: {template.origin}, which the model may not know",
+        )
+
+    def stops(self, template: ChatTemplate | None) -> set[int]:
+        """The stop tokens, with the end of turn of a template."""
+        return self.stop_ids | stop_token_ids(self.tokenizer, template, self.target.base)
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[Any]:
+        """Within it the model can generate."""
+        with self.forward.ready_to_generate() as model:
+            yield model
+
+
+def open_for_inference(asked: str, *, step: int | None = None, report: Reporter) -> Opened:
+    """Finds and loads what was named, on this machine's accelerator if it has one.
+
+    Raises:
+        UsageError: if there is nothing there, or no weights yet.
+        ModelError: if files are missing or do not fit together.
+        IntegrityError: if a checkpoint is damaged.
+    """
+    report.phase("locate", f"looking for {asked}")
+    target = find_target(asked, step=step)
+    report.phase("load_model", f"loading {target.description}")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = _dtype(target, device)
+    loaded = load_target(target, dtype=dtype, device=device)
+    loaded.model.eval()
+    template = template_of(target, loaded.tokenizer)
+    forward = choose_forward(
+        loaded,
+        dtype=dtype,
+        gradient_checkpointing=False,
+        quick_adapter=target.source != "model" and _is_plain_lora(loaded),
+    )
+    loaded.model.eval()
+    stops = stop_token_ids(loaded.tokenizer, template, target.base) | stop_token_ids(
+        loaded.tokenizer, None, target.weights
+    )
+    for note in target.notes:
+        report.warning("target", note)
+    return Opened(target, forward, template, stops, _context(loaded.base), dtype)
+
+
+def load_target(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
+    """Loads the weights of a target in evaluation mode; adapters stay apart from the model beneath them.
+
+    Raises:
+        ModelError: if files are missing or do not fit together.
+    """
+    if target.source == "model":
+        base = load_base(target.weights, dtype=DTYPES[dtype], trust_remote_code=trusts_code(target)).to(
+            device
+        )
+        return _loaded(base, base, load_tokenizer(target.weights, trust_remote_code=trusts_code(target)), {})
+    if target.source == "checkpoint":
+        return _load_checkpoint(target, dtype=dtype, device=device)
+    from peft import PeftModel
+
+    tokenizer = adapter_tokenizer(target)
+    base = load_base(target.base, dtype=DTYPES[dtype], trust_remote_code=trusts_code(target)).to(device)
+    try:
+        model = PeftModel.from_pretrained(
+            base, str(target.weights), is_trainable=True, torch_device=str(device)
+        )
+    except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
+        raise ModelError.of(
+            "the adapter does not fit the model beneath it", where=str(target.weights), why=one_line(str(error), limit=300),
+            fix="set base_model_name_or_path in adapter_config.json to the model that it was trained on",
+        ) from error  # fmt: skip
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return _loaded(model, base, tokenizer, trainable)
+
+
+def _loaded(model: Any, base: Any, tokenizer: Any, trainable: dict[str, torch.nn.Parameter]) -> LoadedModel:
+    return LoadedModel(model.eval(), base, tokenizer, trainable, sum(p.numel() for p in model.parameters()))
+
+
+def _load_checkpoint(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
+    """As training loads it, and then what was trained is put in its place."""
+    from unisono.checkpoint.state import load_state
+    from unisono.model.locate import locate_tokenizer
+
+    plan = target.plan
+    assert plan is not None
+    with torch.random.fork_rng(devices=[]):  # an adapter's first weights are drawn, and overwritten below
+        loaded = load_for_training(
+            plan.config, directory=target.base, tokenizer_directory=locate_tokenizer(plan.config), dtype=dtype, device=device
+        )  # fmt: skip
+    saved = load_state(target.weights)[0]["trainable"]
+    if {name: p.shape for name, p in loaded.trainable.items()} != {
+        name: t.shape for name, t in saved.items()
+    }:
+        raise ModelError.of(
+            "the checkpoint does not fit the model that the run began with", where=str(target.weights),
+            why=f"the model is now read from {target.base}", fix="put the original model there again",
+        )  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in loaded.trainable.items():
+            parameter.copy_(saved[name])
+    loaded.model.eval()
+    return loaded
+
+
+def adapter_tokenizer(target: Target) -> Any:
+    """The adapter's own tokenizer if it has one: it may carry the template that it was trained with."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    own = any((target.weights / name).is_file() for name in names)
+    return load_tokenizer(target.weights if own else target.base, trust_remote_code=trusts_code(target))
+
+
+def trusts_code(target: Target) -> bool:
+    """Whether the config of the run allows the model's own Python code to run."""
+    return target.plan is not None and target.plan.config.model.trust_remote_code
+
+
+def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
+    """The template that the run was trained with; of a model, its own."""
+    plan = target.plan
+    if plan is None:
+        return choose_template(tokenizer, None)
+    if plan.config.objective == "pretrain":
+        return choose_template(tokenizer, None)
+    file = plan.config.data.template
+    if file is not None and not Path(file).is_file() and tokenizer.chat_template:
+        file = None  # the file is gone; the result has kept its text
+    found = choose_template(tokenizer, file)
+    if found is None and plan.data.template.startswith("ChatML"):
+        return stand_in(tokenizer)
+    return found
+
+
+def _dtype(target: Target, device: torch.device) -> str:
+    """The run's own on the same kind of device; else what this machine does well."""
+    if target.plan is not None and target.plan.device.kind == device.type:
+        return target.plan.dtype
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    return "bfloat16" if read_machine(lambda: ([], "")).cpu_bfloat16 else "float32"
+
+
+def _is_plain_lora(loaded: LoadedModel) -> bool:
+    return bool(loaded.trainable) and all("lora_A" in name or "lora_B" in name for name in loaded.trainable)
+
+
+def _context(base: Any) -> int:
+    settings = base.config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
+        value = getattr(settings, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return _DEFAULT_CONTEXT
+
+
+def run_config(opened: Opened) -> RunConfig | None:
+    """The config of the run that was named, or None."""
+    return opened.target.plan.config if opened.target.plan is not None else None

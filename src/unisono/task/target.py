@@ -1,0 +1,233 @@
+"""What RUN|MODEL on a command line names: a run's final weights, one of its checkpoints, a model, an adapter. Without torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.store import CheckpointStore, Found
+from unisono.errors import IntegrityError, ModelError, Problem, UsageError
+from unisono.facts import read_environment
+from unisono.files import read_json
+from unisono.model.locate import locate_model
+from unisono.plan import RunPlan
+from unisono.rundir import RunDir
+
+Source = Literal["model", "adapter", "checkpoint"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Weights that can be loaded.
+
+    Attributes:
+        asked: the words on the command line.
+        source: what `weights` is a directory of.
+        weights: a model, an adapter, or a checkpoint.
+        base: the model beneath an adapter or checkpoint; of a model, itself.
+        plan: of the run, where it is one.
+        description: one line: what is talked to.
+        notes: what a person should know of it.
+    """
+
+    asked: str
+    source: Source
+    weights: Path
+    base: Path
+    plan: RunPlan | None
+    description: str
+    notes: tuple[str, ...] = ()
+
+
+def find_target(asked: str, *, step: int | None = None) -> Target:
+    """Finds what was named.
+
+    Args:
+        asked: a run's directory, a model's or adapter's directory, a hub id, or `builtin:NAME`.
+        step: of a run: take this checkpoint and not the result.
+
+    Raises:
+        UsageError: if there is nothing there, or no weights yet.
+        ModelError: if a model or adapter lacks files.
+        IntegrityError: if a run has checkpoints, and none of them is intact.
+    """
+    directory = Path(asked).expanduser()
+    if not asked.strip():
+        raise UsageError.of(
+            "no run or model is named", fix="give a run's directory, a model's directory, or a hub id"
+        )
+    if _is_run(directory):
+        return _of_run(asked, RunDir(directory.resolve()), step)
+    if step is not None:
+        raise UsageError.of(
+            f"{asked} is no run, so it has no step {step}", where="--step", fix="give the directory of a run, or leave --step out"
+        )  # fmt: skip
+    if directory.is_dir():
+        _refuse_other_places(asked, directory.resolve())
+    found = locate_model(asked)
+    if (found / "adapter_config.json").is_file():
+        return _of_adapter(asked, found)
+    return Target(asked, "model", found, found, None, f"the model {asked}")
+
+
+def _is_run(directory: Path) -> bool:
+    run = RunDir(directory)
+    return directory.is_dir() and (run.plan.is_file() or (run.config.is_file() and run.checkpoints.is_dir()))
+
+
+def _refuse_other_places(asked: str, directory: Path) -> None:
+    """A directory that is part of a run, or nothing that we know, gets a hint instead of `no config.json`."""
+    if _is_run(directory.parent.parent) and directory.parent.name == "checkpoints":
+        number = directory.name.removeprefix("step-").lstrip("0") or "0"
+        raise UsageError.of(
+            f"{asked} is a checkpoint", where=str(directory), why="it holds what was trained, without its model",
+            fix=f"name its run: {directory.parent.parent} --step {number}",
+        )  # fmt: skip
+    if not any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise UsageError.of(
+            f"{asked} is neither a run nor a model", where=str(directory),
+            why="there is no plan.json, config.json or adapter_config.json in it",
+            fix="give a run's directory (output_dir of its config), or a model's with config.json, weights and tokenizer",
+        )  # fmt: skip
+
+
+def _of_run(asked: str, run: RunDir, step: int | None) -> Target:
+    plan = _read_plan(asked, run)
+    base = Path(plan.model.directory)
+    if (
+        not base.is_dir()
+    ):  # the run was carried elsewhere, or the built-in model is in another environment now
+        base = locate_model(plan.config.model.path, plan.config.model.revision)
+    store = CheckpointStore(run.checkpoints, key=user_key(read_environment().settings_dir))
+    if step is not None:
+        return _at_checkpoint(asked, plan, base, _at_step(store, plan, step), ())
+    final = run.adapter if plan.config.adapter is not None else run.model
+    outcome = _outcome(run)
+    if final.is_dir() and outcome == "completed":
+        return _at_result(asked, plan, base, final)
+    damaged: list[str] = []
+    newest = store.newest_intact(
+        lambda path, damage: damaged.append(f"{path.name} is passed over: {damage}") if damage.is_fatal else None,
+        run_id=plan.run_id, trust=True,
+    )  # fmt: skip
+    if newest is not None:
+        unfinished = f"the run is not finished ({outcome or 'no result yet'}): this is its checkpoint of step {newest.step}"
+        return _at_checkpoint(asked, plan, base, newest, (unfinished, *damaged))
+    if final.is_dir():
+        return _at_result(asked, plan, base, final)
+    if damaged:
+        raise IntegrityError.of(
+            f"no checkpoint of {asked} is intact", where=str(run.checkpoints), why="; ".join(damaged[:4]),
+            fix="`unisono checkpoint verify` shows each; start the run again with --fresh",
+        )  # fmt: skip
+    raise UsageError.of(
+        f"{asked} has no weights yet", where=str(run.root), why="it ended before its first checkpoint, or has only begun",
+        fix=f"go on with `unisono train {run.config}`",
+    )  # fmt: skip
+
+
+def _read_plan(asked: str, run: RunDir) -> RunPlan:
+    try:
+        return RunPlan.model_validate(read_json(run.plan))
+    except FileNotFoundError:
+        raise UsageError.of(
+            f"{asked} has no weights yet", where=str(run.root), why="there is no plan.json: it ended before it was planned",
+            fix=f"start it with `unisono train {run.config}`",
+        ) from None  # fmt: skip
+    except (OSError, ValueError, ValidationError) as error:
+        raise UsageError.of(
+            f"the plan of {asked} cannot be read", where=str(run.plan), why=str(error),
+            fix="restore the file, or name the adapter or model directory in the run instead",
+        ) from error  # fmt: skip
+
+
+def _outcome(run: RunDir) -> str | None:
+    try:
+        value = read_json(run.result)
+    except (OSError, ValueError):
+        return None
+    outcome = value.get("outcome") if isinstance(value, dict) else None
+    return str(outcome) if outcome else None
+
+
+def _at_step(store: CheckpointStore, plan: RunPlan, step: int) -> Found:
+    path = store.path(step)
+    if not path.is_dir():
+        steps = ", ".join(entry.name.removeprefix("step-").lstrip("0") or "0" for entry in store.list())
+        raise UsageError.of(
+            f"the run has no checkpoint of step {step}", where=str(store.root),
+            fix=f"there are those of step {steps}" if steps else "it has none; leave --step out for the result",
+        )  # fmt: skip
+    return store.require(path, run_id=plan.run_id, trust=True)
+
+
+def _at_result(asked: str, plan: RunPlan, base: Path, final: Path) -> Target:
+    if plan.config.adapter is not None:
+        _refuse_incomplete_adapter(final)
+        return Target(
+            asked,
+            "adapter",
+            final,
+            base,
+            plan,
+            f"the run {asked}, finished: {plan.config.model.path} + adapter",
+        )
+    return Target(
+        asked,
+        "model",
+        final,
+        final,
+        plan,
+        f"the run {asked}, finished: all weights of {plan.config.model.path}",
+    )
+
+
+def _at_checkpoint(asked: str, plan: RunPlan, base: Path, found: Found, notes: tuple[str, ...]) -> Target:
+    foreign = ("the checkpoint was not signed by you; only its weights are read",) if found.is_foreign else ()
+    what = "adapter" if plan.config.adapter is not None else "all weights"
+    text = f"the run {asked} at step {found.step}: {what} of {plan.config.model.path}"
+    return Target(asked, "checkpoint", found.path, base, plan, text, (*notes, *foreign))
+
+
+def _of_adapter(asked: str, directory: Path) -> Target:
+    _refuse_incomplete_adapter(directory)
+    base = _adapter_settings(directory).get("base_model_name_or_path")
+    where = f"base_model_name_or_path in {directory / 'adapter_config.json'}"
+    if not isinstance(base, str) or not base:
+        raise ModelError.of(
+            f"{asked} does not say which model it adapts", where=where, fix="set it to the directory or hub id of that model"
+        )  # fmt: skip
+    try:
+        located = locate_model(base)
+    except ModelError as error:
+        raise ModelError(
+            *(
+                Problem(p.what, where, p.why, "set it to where the model beneath the adapter is now")
+                for p in error.problems
+            )
+        ) from error
+    return Target(asked, "adapter", directory, located, None, f"the adapter {asked} on {base}")
+
+
+def _refuse_incomplete_adapter(directory: Path) -> None:
+    if not (directory / "adapter_model.safetensors").is_file():
+        raise ModelError.of(
+            "the adapter lacks its weights", where=str(directory), why="there is no adapter_model.safetensors in it",
+            fix="copy the whole directory again",
+        )  # fmt: skip
+    _adapter_settings(directory)
+
+
+def _adapter_settings(directory: Path) -> dict[str, Any]:
+    file = directory / "adapter_config.json"
+    try:
+        value = read_json(file)
+    except (OSError, ValueError) as error:
+        raise ModelError.of(
+            "adapter_config.json cannot be read", where=str(file), why=str(error), fix="copy it again"
+        ) from error  # fmt: skip
+    if not isinstance(value, dict):
+        raise ModelError.of("adapter_config.json is no JSON object", where=str(file), fix="copy it again")
+    return value
