@@ -49,8 +49,8 @@ def collate(table: TokenTable, sequences: Sequence[int]) -> Batch:
     rows = [int(row) for sequence in sequences for row in table.rows_of(sequence)]
     parts = [table.row(row) for row in rows]
     lengths = [len(ids) for ids, _ in parts]
-    input_ids = _joined([ids for ids, _ in parts], np.int64)
-    targets = _joined([wanted for _, wanted in parts], np.bool_)
+    input_ids = np.concatenate([np.zeros(0, np.int64), *(ids for ids, _ in parts)])
+    targets = np.concatenate([np.zeros(0, np.bool_), *(wanted for _, wanted in parts)])
     starts = np.cumsum([0, *lengths])[:-1]
     predicted = np.flatnonzero(targets)
     return Batch(
@@ -62,7 +62,3 @@ def collate(table: TokenTable, sequences: Sequence[int]) -> Batch:
         sequences=[int(s) for s in sequences],
         row_ids=[table.row_id(row) for row in rows],
     )
-
-
-def _joined(parts: list[npt.NDArray[np.generic]], dtype: type) -> npt.NDArray[np.generic]:
-    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)

@@ -79,14 +79,17 @@ def gather(config: RunConfig, sources: list[Source], *, tokenizer: Path) -> Ingr
         }
     if data.template is not None:
         found["data.template"] = digest_file(Path(data.template).expanduser(), data.template)
-    names = [*_TOKENIZER_FILES, *sorted(path.name for path in tokenizer.glob("*.py"))]
-    templates = sorted(
-        path.relative_to(tokenizer) for path in tokenizer.glob("additional_chat_templates/*.jinja")
-    )
-    for file in [tokenizer / name for name in (*names, *templates)]:
-        if file.is_file():
-            found[f"the tokenizer's {file.relative_to(tokenizer)}"] = digest_file(file, str(file))
+    for file in _tokenizer_files(tokenizer):
+        found[f"the tokenizer's {file.relative_to(tokenizer)}"] = digest_file(file, str(file))
     return found
+
+
+def _tokenizer_files(directory: Path) -> list[Path]:
+    """Those that decide what a text becomes; also code, which some tokenizers bring."""
+    more = [*directory.glob("*.py"), *directory.glob("additional_chat_templates/*.jinja")]
+    return [
+        file for file in (*(directory / name for name in _TOKENIZER_FILES), *sorted(more)) if file.is_file()
+    ]
 
 
 def digest_file(path: Path, name: str) -> str:

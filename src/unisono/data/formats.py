@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 from unisono.data.rows import Completion, Conversation, Example, Message, RowError, Text
@@ -26,19 +26,19 @@ COLUMNS: dict[FormatName, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def detect(rows: Sequence[dict[str, Any]], renamed: dict[str, str]) -> tuple[FormatName, str] | None:
-    """The format that the first of some rows has, and why; None if it has none that we know.
+def detect(row: dict[str, Any], renamed: dict[str, str]) -> tuple[FormatName, str] | None:
+    """The format that the first row of a source has, and why; None if it has none that we know.
 
     Args:
-        rows: the first rows of a source; at least one.
+        row: its columns and values.
         renamed: our name of a column: the file's.
     """
-    columns = [name for name in rows[0] if isinstance(name, str)]
+    columns = list(row)
     for name, (needed, _) in COLUMNS.items():
         theirs = [renamed.get(column, column) for column in needed]
-        if not all(column in rows[0] for column in theirs):
+        if not all(column in row for column in theirs):
             continue
-        taken, because = _by_its_turns(name, rows[0][theirs[0]])
+        taken, because = _by_its_turns(name, row[theirs[0]])
         others = [c for c in columns if c not in _theirs(taken, renamed)]
         why = f"the first row has {' and '.join(theirs)}{because}"
         return taken, why + (f"; not read: {', '.join(others[:6])}" if others else "")
@@ -72,8 +72,11 @@ def to_example(name: FormatName, row: dict[str, Any], renamed: dict[str, str]) -
     Raises:
         RowError: if a column is missing or does not hold what it should.
     """
-    example = _READ[name](_Columns(row, renamed))
-    _refuse_surrogates(example)
+    try:
+        example = _READ[name](_Columns(row, renamed))
+        _refuse_surrogates(example)
+    except RecursionError:
+        raise RowError("it is nested too deep", "flatten it") from None
     return example
 
 
@@ -298,7 +301,9 @@ def all_text(example: Example) -> str:
     if isinstance(example, Completion):
         return example.prompt + "\0" + example.completion
     found: list[str] = []
-    _collect([example.messages, example.tools], found)
+    for message in example.messages:
+        _collect(message, found)
+    _collect(example.tools, found)
     return "\0".join(found)
 
 

@@ -83,7 +83,7 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
 def _build(
     config: RunConfig, sources: list[Source], tokenizer: Path, directory: Path, report: Reporter
 ) -> None:
-    from unisono.data.build import TableBuilder
+    from unisono.data.build import build_table
     from unisono.data.encode import Encoder
 
     pretrain = config.objective == "pretrain"
@@ -95,7 +95,7 @@ def _build(
         check_template=config.data.check_template and not pretrain,
     )
     with writing(directory) as temporary:
-        TableBuilder(config, encoder, temporary, report).build(sources)
+        build_table(config, sources, encoder, directory=temporary, report=report)
 
 
 def _check_vocabulary(

@@ -1,7 +1,6 @@
 """From what the config names to files on this machine: paths, globs, URLs, hub ids."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +11,6 @@ from unisono.errors import DataError, Problem
 _URL = re.compile(r"^([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _GLOB = re.compile(r"[*?\[]")
-
-Fetch = Callable[[SourceSection, Path], list[RowFile]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +41,14 @@ def find_sources(data: DataSection, *, cache_dir: Path) -> list[Source]:
     entries = data.train if isinstance(data.train, list) else [data.train]
     wanted = [(_section(entry, data), "train", _key(data, i)) for i, entry in enumerate(entries)]
     if isinstance(data.eval, str):
-        wanted.append((SourceSection(path=data.eval, format=data.format, split="test"), "eval", "data.eval"))
+        wanted.append((SourceSection(path=data.eval, format=data.format), "eval", "data.eval"))
     found: list[Source] = []
     problems: list[Problem] = []
     if not entries:
         problems.append(Problem("data.train names no source", "data.train", fix="name a file"))
     for section, role, key in wanted:
         try:
-            found.append(Source(section, _find(section, key, cache_dir), role))
+            found.append(Source(section, _find(section, key, cache_dir, role=role), role))
         except DataError as error:
             problems += error.problems
     if problems:
@@ -69,7 +66,7 @@ def _section(entry: str | SourceSection, data: DataSection) -> SourceSection:
     return entry if entry.format != "auto" else entry.model_copy(update={"format": data.format})
 
 
-def _find(section: SourceSection, key: str, cache_dir: Path) -> list[RowFile]:
+def _find(section: SourceSection, key: str, cache_dir: Path, *, role: str) -> list[RowFile]:
     scheme = _URL.match(section.path)
     if scheme and scheme[1].lower() != "file":
         from unisono.data.remote import fetch_url
@@ -88,7 +85,8 @@ def _find(section: SourceSection, key: str, cache_dir: Path) -> list[RowFile]:
     if _HUB_ID.match(text) and kind_of(text) not in READERS:
         from unisono.data.remote import fetch_hub
 
-        return fetch_hub(section, key, cache_dir)
+        splits = [section.split or "train"] if role == "train" else ["validation", "test"]
+        return fetch_hub(section, key, cache_dir, splits=splits)
     raise DataError.of(
         f"there is no file {text}",
         where=key,

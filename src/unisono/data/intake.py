@@ -1,0 +1,237 @@
+"""Takes rows in: reads, encodes and fits them, counts them in the ledger, and hands their pieces to the writer."""
+
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from unisono.config.schema import DataSection
+from unisono.data.encode import Encoded, Encoder
+from unisono.data.fit import fit
+from unisono.data.formats import COLUMNS, FormatName, detect, to_example
+from unisono.data.ledger import Ledger, SourceCounts
+from unisono.data.readers import Row, RowFile, read_rows
+from unisono.data.rows import BadRow, Example, Place, RawRow, RowError
+from unisono.data.sources import Source
+from unisono.data.store import TokenWriter
+from unisono.errors import DataError, Problem
+from unisono.events import Reporter
+
+_BATCH = 512  # rows that go through the tokenizer together
+_SHOWN_PROBLEMS = 20
+_REPORT_EVERY_S = 0.5
+
+
+def _numbers() -> "array[int]":
+    return array("q")
+
+
+@dataclass(frozen=True)
+class UsableRows:
+    """One number of each kind for every row that can be used, in the order of the sources.
+
+    Attributes:
+        source: which source.
+        file: which of all files.
+        number: line or row in it.
+        first: its first piece in tokens.arrow.
+        pieces: how many pieces it has.
+    """
+
+    source: "array[int]" = field(default_factory=_numbers)
+    file: "array[int]" = field(default_factory=_numbers)
+    number: "array[int]" = field(default_factory=_numbers)
+    first: "array[int]" = field(default_factory=_numbers)
+    pieces: "array[int]" = field(default_factory=_numbers)
+
+
+class Progress:
+    """Tells the front how far the rows are, a few times a second."""
+
+    def __init__(self, report: Reporter, expected: int | None) -> None:
+        self._report = report
+        self._expected = expected
+        self._done = 0
+        self._said = 0.0
+
+    def add(self, rows: int, name: str) -> None:
+        """Counts rows that were read."""
+        self._done += rows
+        now = time.monotonic()
+        if now - self._said >= _REPORT_EVERY_S:
+            self._said = now
+            total = None if self._expected is None else max(self._expected, self._done)
+            self._report.phase("tokenize", f"tokenizing {name}", done=self._done, total=total)
+
+
+class Intake:
+    """Reads sources one after the other.
+
+    Attributes:
+        files: name of each file, and whether its rows are lines; rows name a file by its place here.
+        usable: the rows that can be used.
+        formats: one line a source: which format was taken, and why.
+    """
+
+    def __init__(
+        self, data: DataSection, encoder: Encoder, ledger: Ledger, writer: TokenWriter, progress: Progress
+    ) -> None:
+        self.files: dict[str, bool] = {}
+        self.usable = UsableRows()
+        self.formats: list[str] = []
+        self._data = data
+        self._encoder = encoder
+        self._ledger = ledger
+        self._writer = writer
+        self._progress = progress
+        self._file_number: dict[str, int] = {}
+        self._problems: list[Problem] = []
+        self._refused = 0
+        self._longest = 0
+
+    def read(self, source: Source) -> None:
+        """Takes in all rows of a source.
+
+        Raises:
+            DataError: if a file cannot be read, the format is unknown, or there are no rows.
+        """
+        path = source.section.path
+        self._ledger.sources.append(SourceCounts(path, source.section.weight))
+        for file in source.files:
+            self.files.setdefault(file.name, file.by_line)
+            self._file_number.setdefault(file.name, len(self._file_number))
+        rows = chain.from_iterable(read_rows(file) for file in source.files)
+        leading = list(_up_to_first(rows))
+        if not leading:
+            raise DataError.of(f"{path} has no rows", where=path, fix="give a file with rows")
+        name = self._format(source, leading[-1])
+        rows = chain(leading, rows)
+        while batch := list(islice(rows, _BATCH)):
+            self._progress.add(len(batch), path)
+            self._read_batch(source, name, batch)
+
+    def refuse(self) -> None:
+        """Ends with all rows that were refused, if any was.
+
+        Raises:
+            DataError: with the first of them, and the number of the rest.
+        """
+        if not self._refused:
+            return
+        problems = list(self._problems)
+        rest = self._refused - len(problems)
+        if rest:
+            problems.append(Problem(f"{rest} more rows are refused"))
+        if self._longest:
+            fix = f"data.max_length={self._longest} takes all of them whole"
+            problems.append(
+                Problem(f"the longest row has {self._longest} tokens", "data.max_length", fix=fix)
+            )
+        raise DataError(*problems)
+
+    def _format(self, source: Source, first: Row) -> FormatName:
+        """The format of a source, as it was set or as its first row shows it."""
+        path, asked = source.section.path, source.section.format
+        if asked != "auto":
+            self.formats.append(f"{path}: {asked} (set)")
+            return asked
+        if isinstance(first, BadRow):
+            return "text"  # no row can be read, so none will ask for it
+        found = detect(first.value, source.section.columns)
+        if found is None:
+            known = "; ".join(f"{name}: {', '.join(needed)}" for name, (needed, _) in COLUMNS.items())
+            columns = ", ".join(map(str, list(first.value)[:12])) or "none"
+            raise DataError.of(
+                f"{path} has no format that is known by its columns", where=str(first.place),
+                why=f"its columns are {columns}; known are {known}",
+                fix="set data.format, or name the columns, as in data.train: [{path: FILE, columns: {instruction: question, output: answer}}]",
+            )  # fmt: skip
+        self.formats.append(f"{path}: {found[0]} (auto: {found[1]})")
+        return found[0]
+
+    def _read_batch(self, source: Source, name: FormatName, batch: list[Row]) -> None:
+        counts = self._ledger.sources[-1]
+        counts.rows += len(batch)
+        examples: list[Example] = []
+        places: list[Place] = []
+        for row in batch:
+            example = row if isinstance(row, BadRow) else _example(name, row, source)
+            if isinstance(example, BadRow):
+                self._take_bad(example, counts)
+            else:
+                places.append(row.place)
+                examples.append(example)
+        for place, encoded in zip(places, self._encoder.encode(examples), strict=True):
+            if isinstance(encoded, RowError):
+                self._take_bad(encoded.at(place), counts)
+            else:
+                self._take(place, encoded, counts)
+
+    def _take(self, place: Place, row: Encoded, counts: SourceCounts) -> None:
+        fitted = fit(row, max_length=self._data.max_length, too_long=self._data.too_long)
+        if fitted.what == "drop":
+            counts.dropped["too_long"] += 1
+            self._ledger.note(place, "dropped", fitted.why)
+        elif fitted.what == "error":
+            self._longest = max(self._longest, len(row.ids))
+            fix = "raise data.max_length, or set data.too_long to cut, drop or split"
+            self._refuse_row(Problem("a row is too long", str(place), fitted.why, fix))
+        elif not fitted.pieces:
+            why = "no token of it counts in the loss" + (f" ({fitted.why})" if fitted.why else "")
+            self._take_bad(BadRow(place, why, "raise data.max_length, or remove the row"), counts)
+        else:
+            self._keep(place, fitted.pieces)
+            counts.tokens_cut += fitted.tokens_cut
+            if fitted.what != "used":
+                counts.cut += fitted.what == "cut"
+                counts.split += fitted.what == "split"
+                self._ledger.note(place, fitted.what, fitted.why)
+
+    def _keep(self, place: Place, pieces: list[Encoded]) -> None:
+        self.usable.source.append(len(self._ledger.sources) - 1)
+        self.usable.file.append(self._file_number[place.file])
+        self.usable.number.append(place.number)
+        self.usable.first.append(len(self._writer.lengths))
+        self.usable.pieces.append(len(pieces))
+        for piece in pieces:
+            self._writer.add(piece)
+
+    def _take_bad(self, row: BadRow, counts: SourceCounts) -> None:
+        counts.bad += 1
+        self._ledger.note(row.place, "bad", row.why)
+        if self._data.on_bad_row == "error":
+            fix = row.fix + ("; or " if row.fix else "") + "set data.on_bad_row: skip to leave such rows out"
+            self._refuse_row(Problem("a row cannot be used", row.where, row.why, fix))
+
+    def _refuse_row(self, problem: Problem) -> None:
+        self._refused += 1
+        if len(self._problems) < _SHOWN_PROBLEMS:
+            self._problems.append(problem)
+
+
+def _up_to_first(rows: Iterator[Row]) -> Iterator[Row]:
+    """The first row that could be read, and the bad ones before it."""
+    for row in rows:
+        yield row
+        if isinstance(row, RawRow):
+            return
+
+
+def _example(name: FormatName, row: RawRow, source: Source) -> Example | BadRow:
+    try:
+        return to_example(name, row.value, source.section.columns)
+    except RowError as error:
+        return error.at(row.place)
+
+
+def expected_rows(files: list[RowFile]) -> int | None:
+    """About how many rows will come, by counting line ends; None where files are not lines."""
+    total = 0
+    for file in files:
+        if not file.by_line:
+            return None
+        with file.path.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                total += block.count(b"\n")
+    return total
