@@ -36,17 +36,37 @@ def build_app() -> typer.Typer:
         epilog=f"For example: unisono train train.yaml. {_EPILOG}",
         add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
     )  # fmt: skip
-    for name, (module_name, attribute, example) in _COMMANDS.items():
-        if find_spec(f"unisono.cli.{module_name}") is None:
-            continue
-        command = getattr(importlib.import_module(f"unisono.cli.{module_name}"), attribute)
-        epilog = f"For example: {example}"
+    for name, command in _commands().items():
+        epilog = f"For example: {_COMMANDS[name][2]}"
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name, epilog=epilog, no_args_is_help=True)
         else:
             app.command(name, epilog=epilog)(command)
     app.callback()(_nothing_of_its_own)
     return app
+
+
+def _commands() -> dict[str, Any]:
+    """The commands whose modules are here, by name: functions, and Typers of groups."""
+    return {
+        name: getattr(importlib.import_module(f"unisono.cli.{module}"), attribute)
+        for name, (module, attribute, _) in _COMMANDS.items()
+        if find_spec(f"unisono.cli.{module}") is not None
+    }
+
+
+def command_names() -> list[tuple[str, ...]]:
+    """Every command as it is typed: `("train",)`, `("checkpoint", "ls")`."""
+    found: list[tuple[str, ...]] = [()]
+    for name, command in _commands().items():
+        found.append((name,))
+        if isinstance(command, typer.Typer):
+            found += [
+                (name, str(inner.name or inner.callback.__name__))
+                for inner in command.registered_commands
+                if inner.callback
+            ]
+    return found
 
 
 def _nothing_of_its_own() -> None:
@@ -76,6 +96,7 @@ def _show(error: Exception, *, command: str) -> int:
     defect = not isinstance(error, UnisonoError)
     if speak.debug or defect:
         speak.warn(traceback.format_exc().rstrip())
+    body: dict[str, Any]
     if isinstance(error, UnisonoError):
         body = error.to_json()
         for line in error.lines():

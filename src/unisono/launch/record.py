@@ -7,7 +7,7 @@ from typing import Any
 from unisono.causes import Verdict
 from unisono.facts import package_versions
 from unisono.facts.versions import versions_digest
-from unisono.files import make_private_dir, read_json, write_json, write_text
+from unisono.files import make_private_dir, write_json, write_text
 from unisono.launch.resolved import config_yaml
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
@@ -50,19 +50,13 @@ def keep_tail(run: RunDir, host: str, tail: str) -> Path:
 
 def draw(run: RunDir, *, title: str) -> None:
     """Draws loss.svg from metrics.jsonl. A picture is not worth a run: a full disk leaves the old one."""
+    if not run.metrics.exists():
+        return
     lines = read_metrics(run.metrics)
     losses = [(float(x["step"]), float(x["loss"])) for x in lines if _has(x, "loss")]
     evaluations = [(float(x["step"]), float(x["eval_loss"])) for x in lines if _has(x, "eval_loss")]
     with contextlib.suppress(OSError):
         write_text(run.curve, draw_curve(losses, evaluations, title=title))
-
-
-def read_plan(run: RunDir) -> RunPlan | None:
-    """The plan of the last start, or None where there is none to be read."""
-    try:
-        return RunPlan.model_validate(read_json(run.plan))
-    except (OSError, ValueError):
-        return None
 
 
 def _agreement(plan: RunPlan, *, versions_digest_: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore
+from unisono.checkpoint.trouble import Damage
 from unisono.config import LoadedConfig
 from unisono.errors import IntegrityError
 from unisono.events import Message
@@ -22,7 +23,7 @@ from unisono.launch.record import draw, keep_tail, set_verdict, write_decision
 from unisono.launch.restart import Death, may_restart
 from unisono.plan import ResumePoint, RunPlan
 from unisono.rundir import RunDir
-from unisono.rundir.start import decide_start
+from unisono.rundir.start import StartDecision, decide_start, refuse_if_shrunk
 
 
 def train(request: TrainRequest, show: Show) -> dict[str, Any]:
@@ -56,11 +57,7 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
     refuse_live_launcher(here.environment, request)
     run = RunDir(Path(loaded.config.output_dir))
     decision = decide_start(run, loaded.config, resume=request.resume, fresh=request.fresh)
-    resume = None if decision.kind == "fresh" else _resume_point(run, here, show)
-    return make_plan(
-        request, loaded, here, run_id=decision.run_id, resume=resume, resume_reason=_reason(decision.reason, resume),
-        ledger=False, show=show,
-    )  # fmt: skip
+    return _plan(request, loaded, here, run=run, decision=decision, ledger=False, show=show)
 
 
 def say(show: Show, text: str) -> None:
@@ -86,7 +83,16 @@ class _Start:
             return self._train(loaded, here, claimed)
 
     def _train(self, loaded: LoadedConfig, here: Here, claimed: Claim) -> dict[str, Any]:
-        plan = self._plan(loaded, here, claimed)
+        CheckpointStore(claimed.run.checkpoints, key=user_key(here.environment.settings_dir)).sweep()
+        plan = _plan(
+            self.request,
+            loaded,
+            here,
+            run=claimed.run,
+            decision=claimed.decision,
+            ledger=True,
+            show=self.show,
+        )
         recorder = _Recorder(claimed, plan, self.show)
         deaths: list[Death] = []
         restarts: list[dict[str, Any]] = []
@@ -102,21 +108,14 @@ class _Start:
             if not again or ending.verdict is None:
                 return self._finish(claimed, plan, attempt, ending, restarts)
             deaths.append(Death(ending.verdict.cause, attempt.step))
-            resume = _resume_point(claimed.run, here, self.show)
+            set_verdict(claimed.run, None)
+            resume = _resume_point(claimed.run, plan.run_id, here, self.show)
             restarts.append(
                 {"verdict": ending.verdict.to_json(), "from_step": resume.step if resume else 0, "seconds": attempt.seconds}
             )  # fmt: skip
             plan = plan.model_copy(
                 update={"resume": resume, "resume_reason": _again(ending.verdict.cause, resume)}
             )
-
-    def _plan(self, loaded: LoadedConfig, here: Here, claimed: Claim) -> RunPlan:
-        decision = claimed.decision
-        resume = None if decision.kind == "fresh" else _resume_point(claimed.run, here, self.show)
-        return make_plan(
-            self.request, loaded, here, run_id=decision.run_id, resume=resume,
-            resume_reason=_reason(decision.reason, resume), ledger=True, show=self.show,
-        )  # fmt: skip
 
     def _told(self, run: RunDir, plan: RunPlan, attempt: Attempt, ending: Ending) -> Ending:
         """Keeps the evidence of a verdict, and shows it."""
@@ -174,38 +173,63 @@ class _Recorder:
         self._show(message)
 
 
-def _resume_point(run: RunDir, here: Here, show: Show) -> ResumePoint | None:
-    """The newest intact checkpoint, damage told; None where the run has none yet.
+def _plan(
+    request: TrainRequest,
+    loaded: LoadedConfig,
+    here: Here,
+    *,
+    run: RunDir,
+    decision: StartDecision,
+    ledger: bool,
+    show: Show,
+) -> RunPlan:
+    """Finds the checkpoint to go on from, prepares the data, and decides the rest."""
+    resume = None if decision.kind == "fresh" else _resume_point(run, decision.run_id, here, show)
+    reason = f"{decision.reason}; from step {resume.step}" if resume else decision.reason
+    plan = make_plan(
+        request,
+        loaded,
+        here,
+        run_id=decision.run_id,
+        resume=resume,
+        resume_reason=reason,
+        ledger=ledger,
+        show=show,
+    )
+    refuse_if_shrunk(decision, done_steps=resume.step if resume else 0, total_steps=plan.total_steps)
+    return plan
+
+
+def _resume_point(run: RunDir, run_id: str, here: Here, show: Show) -> ResumePoint | None:
+    """The newest intact checkpoint, what is wrong with newer ones told; None where the run has none yet.
 
     Raises:
-        IntegrityError: if there are checkpoints and none is intact.
+        IntegrityError: if there are checkpoints and none can be read.
     """
     store = CheckpointStore(run.checkpoints, key=user_key(here.environment.settings_dir))
-    damaged: list[str] = []
+    wrong: list[str] = []
 
-    def on_damage(path: Path, damage: Any) -> None:
-        damaged.append(f"{path.name}: {damage}")
+    def on_damage(path: Path, damage: Damage) -> None:
+        text = f"{path.name}: {damage}"
+        if damage.kind != "extra":
+            wrong.append(text)
         show(
             {
                 "kind": "warning",
                 "time": time.time(),
-                "code": "damaged_checkpoint",
-                "text": damaged[-1],
+                "code": f"checkpoint_{damage.kind}",
+                "text": text,
                 "fix": "",
             }
         )
 
-    found = store.newest_intact(on_damage)
-    if found is None and damaged:
+    found = store.newest_intact(on_damage, run_id=run_id)
+    if found is None and wrong:
         raise IntegrityError.of(
-            f"none of the {len(damaged)} checkpoints is intact", where=str(run.checkpoints), why="; ".join(damaged),
+            f"none of the checkpoints in {run.checkpoints} can be read", where=str(run.checkpoints), why="; ".join(wrong),
             fix="start anew with --fresh, which keeps this run under another name",
         )  # fmt: skip
     return ResumePoint(step=found.step, path=str(found.path)) if found else None
-
-
-def _reason(decided: str, resume: ResumePoint | None) -> str:
-    return f"{decided}; from step {resume.step}" if resume else decided
 
 
 def _again(cause: str, resume: ResumePoint | None) -> str:

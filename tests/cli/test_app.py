@@ -1,0 +1,101 @@
+"""The command line's edges: flags, refusals, defects, readers that leave. Run: pytest tests/cli/test_app.py"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unisono import __version__
+from unisono.cli.output import Output, split_globals
+
+UNISONO = [sys.executable, "-m", "unisono"]
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "100"}
+    return subprocess.run(
+        [*UNISONO, *arguments], capture_output=True, text=True, cwd=cwd, check=False, env=environment
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--version",), ("train", "--version"), ("explain", "nan_loss", "--version")]
+)
+def test_every_command_tells_the_version(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (0, f"unisono {__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [("--json", "explain", "nan_loss"), ("explain", "nan_loss", "--json")])
+def test_flags_that_all_commands_take_may_stand_anywhere(arguments: tuple[str, ...]) -> None:
+    assert json.loads(run(*arguments).stdout)["id"] == "nan_loss"
+
+
+def test_what_follows_two_dashes_is_no_flag_of_ours() -> None:
+    assert split_globals(["run", "--json", "--", "x", "--json"]) == (["run", "--", "x", "--json"], {"--json"})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("nonsense",), ("train",), ("train", "--nonsense", "x.yaml"), ("train", "x.yaml", "--restarts", "many")],
+)
+def test_a_slip_on_the_command_line_is_exit_2(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_refusal_says_what_where_and_fix_without_a_traceback(tmp_path: Path) -> None:
+    done = run("train", "no.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: there is no file no.yaml")
+    assert "fix:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_shows_the_traceback_of_a_refusal(tmp_path: Path) -> None:
+    assert "Traceback" in run("train", "no.yaml", "--debug", cwd=tmp_path).stderr
+
+
+def test_with_json_the_last_line_of_a_refused_training_is_its_result(tmp_path: Path) -> None:
+    done = run("train", "no.yaml", "--json", cwd=tmp_path)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["kind"], result["outcome"], result["exit_code"]) == ("result", "refused", 2)
+    assert done.returncode == 2
+    assert "no.yaml" in result["problems"][0]["what"]
+
+
+def test_with_json_another_commands_refusal_is_one_object() -> None:
+    done = run("explain", "nan_los", "--json")
+    assert json.loads(done.stdout)["kind"] == "refused"
+
+
+def test_a_defect_of_ours_shows_its_traceback_and_asks_for_a_report() -> None:
+    script = (
+        "import unisono.cli.logs as module\n"
+        "def broken(run):\n    raise ZeroDivisionError('ours')\n"
+        "import unisono.launch.logs\nunisono.launch.logs.merged_logs = broken\n"
+        "from unisono.cli.app import main\nmain(['logs', '.'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+    assert "report" in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m unisono explain | head -1; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "0"
+
+
+def test_json_has_no_word_for_what_is_not_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(json=True).emit({"loss": float("nan"), "inner": [float("inf"), 1.5]})
+    assert capsys.readouterr().out == '{"loss": null, "inner": [null, 1.5]}\n'

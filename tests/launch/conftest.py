@@ -1,0 +1,104 @@
+"""Starts the front as a process, with stand-ins for worker and tasks behind it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STANDINS = Path(__file__).parent / "standins"
+LIMIT_S = 60.0
+
+
+class Front:
+    """One `unisono …` in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.out = folder / "out"
+        self.environment = {
+            **os.environ, "XDG_CONFIG_HOME": str(folder / "settings"), "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        self.config(train="rows")
+
+    def config(self, *, train: str, **more: Any) -> None:
+        """Writes c.yaml: 10 steps of 4 sequences, a checkpoint every 3 steps."""
+        body = {
+            "model": "builtin:tiny", "data": {"train": train}, "output_dir": str(self.out), "duration": "10 steps",
+            "batch": {"global": 4}, "checkpoint": {"every": "3 steps"}, "device": "cpu", **more,
+        }  # fmt: skip
+        (self.folder / "c.yaml").write_text(json.dumps(body))
+
+    def arguments(self, *words: str, faults: dict[str, Any] | None = None) -> list[str]:
+        return [
+            sys.executable,
+            str(STANDINS / "front.py"),
+            json.dumps(faults or {}),
+            "train",
+            "c.yaml",
+            *words,
+        ]
+
+    def run(self, *words: str, faults: dict[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.arguments(*words, faults=faults), cwd=self.folder, env=self.environment, capture_output=True, text=True,
+            timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+
+    def start(self, *words: str, faults: dict[str, Any] | None = None) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            self.arguments(*words, faults=faults), cwd=self.folder, env=self.environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def read(self, name: str) -> Any:
+        return json.loads((self.out / name).read_text())
+
+    def steps(self) -> list[int]:
+        lines = (self.out / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
+    def waits_before(self, step: int) -> Callable[[], bool]:
+        """Whether the stand-in worker has come to the step before which it was told to wait."""
+        events = self.out / "events" / "rank-00000.jsonl"
+        return lambda: events.exists() and f"waiting before step {step}" in events.read_text()
+
+
+def wait_until(condition: Callable[[], bool], *, limit_s: float = LIMIT_S) -> None:
+    """Waits for an event, with a limit."""
+    limit = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < limit, "it never came"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Front:
+    return Front(tmp_path)
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], None]:
+    return wait_until
+
+
+@pytest.fixture
+def started(front: Front) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Starts fronts that are ended with the test, whatever becomes of it."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(*words: str, faults: dict[str, Any] | None = None) -> "subprocess.Popen[str]":
+        running.append(front.start(*words, faults=faults))
+        return running[-1]
+
+    yield start
+    for process in running:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.communicate()

@@ -1,0 +1,130 @@
+"""A rank without a model: counts steps, saves real checkpoints, and does at a step what plan.faults says.
+
+kill, raise, exit, segfault, oom: at this step, in the first start only unless `always`
+wait: before this step it waits for a signal, and says so with a phase
+deaf: ignores signals; refuse: refuses before step 1; flood: prints this many kilobytes a step
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from unisono.causes import Verdict
+from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.store import CheckpointStore
+from unisono.child import parse_child_arguments, run_child
+from unisono.errors import ModelError, RankDied
+from unisono.events import Reporter
+from unisono.facts import read_environment
+from unisono.plan import RunPlan
+from unisono.rundir import RunDir
+from unisono.rundir.metrics import cut_after
+
+STOPS = {signal.SIGTERM: ("preempted", 75), signal.SIGINT: ("interrupted", 130)}
+
+
+class Rank:
+    """One start."""
+
+    def __init__(self, plan: RunPlan, report: Reporter) -> None:
+        self.plan, self.report = plan, report
+        self.run = RunDir(Path(plan.output_dir))
+        self.store = CheckpointStore(self.run.checkpoints, key=user_key(read_environment().settings_dir))
+        self.begin = plan.resume.step if plan.resume else 0
+        self.step = self.begin
+        self.asked: tuple[str, int] | None = None
+        self.training = False
+
+    def train(self) -> dict[str, Any]:
+        faults = self.plan.faults
+        for number in STOPS:
+            signal.signal(number, self.note)
+        print("loading", flush=True)
+        if "refuse" in faults:
+            raise ModelError.of("the model lacks lm_head", fix="take another")
+        if "oom" in faults:
+            raise RankDied.of(
+                "memory ran out", verdict=Verdict(cause="cuda_oom", when="during", summary="memory ran out")
+            )
+        self.wait_before(0)
+        self.report.send(
+            "ready", facts={"parameters": 1000, "trainable": 100, "layout": "flat", "peak_bytes": 10**6}
+        )
+        self.training = True
+        cut_after(self.run.metrics, self.begin)
+        outcome, code = "completed", 0
+        with self.run.metrics.open("a") as metrics:
+            while self.step < self.plan.total_steps:
+                self.wait_before(self.step + 1)
+                self.fault(self.step + 1)
+                self.step += 1
+                line = {
+                    "step": self.step,
+                    "loss": 1.0 / self.step,
+                    "tokens": 160 * self.step,
+                    "tokens_per_second": 1e3,
+                }
+                metrics.write(json.dumps(line) + "\n")
+                metrics.flush()
+                self.report.send("step", **line)
+                if self.step == 2 and self.plan.eval_every:
+                    self.report.send("eval", step=2, eval_loss=0.5)
+                if (
+                    self.asked
+                    or self.step % self.plan.checkpoint_every == 0
+                    or self.step == self.plan.total_steps
+                ):
+                    self.save()
+                if self.asked:
+                    outcome, code = self.asked
+                    break
+        return {
+            "outcome": outcome, "exit_code": code, "step": self.step, "tokens": 160 * self.step, "loss": 1.0 / self.step,
+            "eval": {"loss": 0.5}, "tokens_per_second": 1e3, "checkpoint": str(self.store.path(self.step)), "verdict": None,
+            "weights": None,
+        }  # fmt: skip
+
+    def save(self) -> None:
+        def write(directory: Path) -> None:
+            (directory / "state.json").write_text(str(self.step))
+
+        path = self.store.save(
+            self.step, write, run_id=self.plan.run_id, config_digest=self.plan.config_digest, world_size=1,
+            threads=self.plan.threads, holder=self.plan.host,
+        )  # fmt: skip
+        self.report.send("checkpoint", step=self.step, path=str(path), bytes=1, seconds=0.0)
+
+    def note(self, number: int, _frame: object) -> None:
+        if "deaf" in self.plan.faults:
+            return
+        if not self.training:
+            os._exit(STOPS[signal.Signals(number)][1])
+        self.asked = STOPS[signal.Signals(number)]
+
+    def wait_before(self, step: int) -> None:
+        if self.plan.faults.get("wait") != step:
+            return
+        self.report.phase("waiting", f"waiting before step {step}")
+        while self.asked is None:
+            signal.sigtimedwait([], 0.01)
+
+    def fault(self, step: int) -> None:
+        faults = self.plan.faults
+        print("x" * 1024 * faults.get("flood", 0), flush=True)
+        if self.begin and not faults.get("always"):
+            return
+        if faults.get("kill") == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if faults.get("raise") == step:
+            raise ZeroDivisionError("a batch of nothing")
+        if faults.get("exit") == step:
+            os._exit(3)
+
+
+if __name__ == "__main__":
+    arguments = parse_child_arguments(sys.argv[1:], named=False)
+    plan = RunPlan.model_validate(json.loads(arguments.file.read_text()))
+    sys.exit(run_child(lambda report: Rank(plan, report).train(), arguments))

@@ -1,0 +1,171 @@
+"""Signals to the front: finish the step, save, go; a second Ctrl-C goes at once. Run: pytest tests/launch/test_signals.py"""
+
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+Until = Callable[[Callable[[], bool]], None]
+Started = Callable[..., "subprocess.Popen[str]"]
+
+
+def worker_of(process: "subprocess.Popen[str]") -> psutil.Process:
+    """The rank that a front has started."""
+    children = psutil.Process(process.pid).children()
+    return next(
+        child for child in children if any(Path(word).name == "worker.py" for word in child.cmdline())
+    )
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("number", "outcome", "code"),
+    [
+        (signal.SIGTERM, "preempted", 75),
+        (signal.SIGUSR1, "preempted", 75),
+        (signal.SIGHUP, "preempted", 75),
+        (signal.SIGINT, "interrupted", 130),
+    ],
+)
+def test_a_signal_ends_the_run_with_a_checkpoint_and_the_same_command_goes_on(
+    front: Any, started: Started, until: Until, number: signal.Signals, outcome: str, code: int
+) -> None:
+    process = started(faults={"wait": 5})
+    until(front.waits_before(5))
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "saving" in stderr
+    result = front.read("result.json")
+    assert (result["outcome"], result["step"], result["verdict"]) == (outcome, 5, None)
+    assert result["checkpoint"].endswith("step-00000005")
+    assert "same command" in stdout
+    again = front.run()
+    assert again.returncode == 0, again.stderr
+    assert "from step 5" in again.stderr
+    assert front.steps() == list(range(1, 11))
+
+
+def test_a_second_ctrl_c_leaves_at_once_and_the_last_checkpoint_stays(
+    front: Any, started: Started, until: Until
+) -> None:
+    process = started(faults={"wait": 5, "deaf": True})
+    until(front.waits_before(5))
+    rank = worker_of(process)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "Ctrl-C again leaves at once" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert is_gone(rank)
+    assert front.read("result.json")["checkpoint"].endswith("step-00000003")
+
+
+def test_a_rank_that_does_not_finish_in_the_grace_time_is_ended(
+    front: Any, started: Started, until: Until
+) -> None:
+    front.config(train="rows", grace="1 seconds")
+    process = started(faults={"wait": 5, "deaf": True})
+    until(front.waits_before(5))
+    rank = worker_of(process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert is_gone(rank)
+    assert front.read("result.json")["checkpoint"].endswith("step-00000003")
+
+
+def test_while_the_rank_starts_a_signal_ends_both_at_once(front: Any, started: Started, until: Until) -> None:
+    process = started(faults={"wait": 0})
+    until(front.waits_before(0))
+    rank = worker_of(process)
+    process.send_signal(signal.SIGTERM)
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert is_gone(rank)
+    assert "no checkpoint yet" in stdout
+    assert not front.out.exists()
+
+
+def test_while_the_data_are_prepared_a_signal_ends_both_at_once(
+    front: Any, started: Started, until: Until
+) -> None:
+    front.config(train="wait")
+    process = started()
+    until(lambda: bool(psutil.Process(process.pid).children()))
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "tokenising" in line:
+            break
+    (task,) = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert is_gone(task)
+    assert not front.out.exists()
+
+
+def test_an_interrupted_start_leaves_the_earlier_result(front: Any, started: Started, until: Until) -> None:
+    front.run("duration=4 steps")
+    before = (front.out / "result.json").read_bytes()
+    process = started("--resume", "duration=8 steps", faults={"wait": 0})
+    until(front.waits_before(0))
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (front.out / "result.json").read_bytes() == before
+
+
+def test_a_front_that_is_killed_takes_its_rank_with_it(front: Any, started: Started, until: Until) -> None:
+    process = started(faults={"wait": 5})
+    until(front.waits_before(5))
+    rank = worker_of(process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    until(lambda: is_gone(rank))
+    again = front.run()
+    assert again.returncode == 0, again.stderr
+    assert front.steps() == list(range(1, 11))
+
+
+def test_a_second_start_is_refused_while_the_first_one_runs(
+    front: Any, started: Started, until: Until
+) -> None:
+    process = started(faults={"wait": 5})
+    until(front.waits_before(5))
+    second = front.run()
+    assert second.returncode == 2
+    assert str(process.pid) in second.stderr
+    fresh = front.run("--fresh")
+    assert fresh.returncode == 2
+    assert front.out.exists()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+
+
+@pytest.mark.parametrize("flag", ["--json", "--quiet"])
+def test_a_reader_that_leaves_does_not_end_the_run(front: Any, flag: str) -> None:
+    words = front.arguments(flag)
+    script = f"{subprocess.list2cmdline(words[:2])} '{{}}' train c.yaml {flag} | head -1 >/dev/null; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=front.folder,
+        env=front.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert front.read("result.json")["outcome"] == "completed"
