@@ -11,6 +11,7 @@ of used rows that the model never sees.
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -75,14 +76,30 @@ class Ledger:
         return sums | {"dropped": dict(sorted(dropped.items()))}
 
     def write(self, path: Path) -> None:
-        """Writes data.json to a new file, row by row."""
+        """Writes data.json to a new file: `sources` and `total` on a line each, then a line for each row."""
         self._notes.flush()
-        head = {"schema": 1, "sources": [source.to_json() for source in self.sources], "total": self.total()}
         with path.open("w", encoding="utf-8") as out, self._path.open(encoding="utf-8") as notes:
-            out.write(json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}") + ',\n "rows": [')
+            out.write(
+                f'{{"schema": 1,\n"sources": {json.dumps([source.to_json() for source in self.sources])},\n'
+            )
+            out.write(f'"total": {json.dumps(self.total())},\n"rows": [\n')
             for number, line in enumerate(notes):
-                out.write((",\n  " if number else "\n  ") + line.rstrip("\n"))
-            out.write("\n ]\n}\n")
+                out.write((",\n" if number else "") + line.rstrip("\n"))
+            out.write("\n]}\n")
+
+
+def read_counts(path: Path) -> dict[str, Any]:
+    """`sources` and `total` of a ledger that Ledger.write wrote, without its rows, of which there may be millions."""
+    with path.open(encoding="utf-8") as stream:
+        head = "".join(islice(stream, 3))
+    return json.loads(head.rstrip().removesuffix(",") + "}")
+
+
+def first_notes(path: Path, *, limit: int) -> list[dict[str, Any]]:
+    """The first rows of such a ledger to which something was done."""
+    with path.open(encoding="utf-8") as stream:
+        lines = (line.strip().removesuffix(",") for line in islice(stream, 4, 4 + limit))
+        return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def flat_total(total: dict[str, Any]) -> dict[str, int]:
