@@ -23,9 +23,15 @@ Ints = npt.NDArray[np.int64]
 
 
 def build_table(
-    config: RunConfig, sources: list[Source], encoder: Encoder, *, directory: Path, report: Reporter
+    config: RunConfig,
+    sources: list[Source],
+    encoder: Encoder,
+    *,
+    directory: Path,
+    report: Reporter,
+    limit_rows: int | None = None,
 ) -> None:
-    """Writes the token table of some sources into an empty directory.
+    """Writes the token table of some sources, or of the first rows of each, into an empty directory.
 
     Raises:
         DataError: if a file or a row is refused, or nothing is left to train on.
@@ -34,7 +40,7 @@ def build_table(
     progress = Progress(report, expected_rows([file for source in sources for file in source.files]))
     with Ledger(notes) as ledger:
         with TokenWriter(directory / "tokens.arrow") as writer:
-            intake = Intake(config.data, encoder, ledger, writer, progress)
+            intake = Intake(config.data, encoder, ledger, writer, progress, limit_rows=limit_rows)
             for source in sources:
                 intake.read(source)
             intake.refuse()

@@ -53,7 +53,9 @@ class Lookup:
     reason: str
 
 
-def gather(config: RunConfig, sources: list[Source], *, tokenizer: Path) -> Ingredients:
+def gather(
+    config: RunConfig, sources: list[Source], *, tokenizer: Path, limit_rows: int | None = None
+) -> Ingredients:
     """Everything that decides what is in the table of a config.
 
     Raises:
@@ -66,6 +68,8 @@ def gather(config: RunConfig, sources: list[Source], *, tokenizer: Path) -> Ingr
     keys = ("max_length", "too_long", "on_bad_row", "packing", "loss_on", "check_template")
     found |= {f"data.{key}": getattr(data, key) for key in keys}
     found["data.eval"] = share
+    if limit_rows is not None:
+        found["limit_rows"] = limit_rows
     if share is not None or any(source.section.weight % 1 for source in sources):
         found["seed"] = config.seed
     for number, source in enumerate(sources):

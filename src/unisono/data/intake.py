@@ -75,7 +75,14 @@ class Intake:
     """
 
     def __init__(
-        self, data: DataSection, encoder: Encoder, ledger: Ledger, writer: TokenWriter, progress: Progress
+        self,
+        data: DataSection,
+        encoder: Encoder,
+        ledger: Ledger,
+        writer: TokenWriter,
+        progress: Progress,
+        *,
+        limit_rows: int | None = None,
     ) -> None:
         self.files: dict[str, bool] = {}
         self.usable = UsableRows()
@@ -85,6 +92,7 @@ class Intake:
         self._ledger = ledger
         self._writer = writer
         self._progress = progress
+        self._limit_rows = limit_rows
         self._file_number: dict[str, int] = {}
         self._problems: list[Problem] = []
         self._refused = 0
@@ -101,7 +109,7 @@ class Intake:
         for file in source.files:
             self.files.setdefault(file.name, file.by_line)
             self._file_number.setdefault(file.name, len(self._file_number))
-        rows = chain.from_iterable(read_rows(file) for file in source.files)
+        rows = islice(chain.from_iterable(read_rows(file) for file in source.files), self._limit_rows)
         leading = list(_up_to_first(rows))
         if not leading:
             raise DataError.of(f"{path} has no rows", where=path, fix="give a file with rows")

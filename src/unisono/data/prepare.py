@@ -29,6 +29,7 @@ def prepare_data(
     cache_dir: Path,
     report: Reporter,
     ledger: Path | None = None,
+    limit_rows: int | None = None,
 ) -> DataSummary:
     """The summary of a config's rows, whose token table is in the cache afterwards.
 
@@ -39,6 +40,7 @@ def prepare_data(
         cache_dir: where tables and downloads are kept.
         report: told about progress.
         ledger: where data.json is to be written, if anywhere.
+        limit_rows: only so many rows of each source are read; for a rehearsal.
 
     Raises:
         DataError: if sources, rows or the template are refused.
@@ -47,12 +49,13 @@ def prepare_data(
     """
     report.phase("data", "looking for the rows in the cache")
     sources = find_sources(config.data, cache_dir=cache_dir)
-    ingredients = gather(config, sources, tokenizer=tokenizer)
+    ingredients = gather(config, sources, tokenizer=tokenizer, limit_rows=limit_rows)
     found = look_up(cache_dir, ingredients, sources)
     if not found.hit:
         report.phase("tokenize", f"tokenizing: {found.reason}")
-        _build(config, sources, tokenizer, found.directory, report)
-        remember(cache_dir, ingredients, sources)
+        _build(config, sources, tokenizer, found.directory, report, limit_rows=limit_rows)
+        if limit_rows is None:
+            remember(cache_dir, ingredients, sources)
     meta = read_json(found.directory / "meta.json")
     _check_vocabulary(meta, vocab_size, tokenizer, config)
     if ledger is not None:
@@ -81,7 +84,13 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
 
 
 def _build(
-    config: RunConfig, sources: list[Source], tokenizer: Path, directory: Path, report: Reporter
+    config: RunConfig,
+    sources: list[Source],
+    tokenizer: Path,
+    directory: Path,
+    report: Reporter,
+    *,
+    limit_rows: int | None,
 ) -> None:
     from unisono.data.build import build_table
     from unisono.data.encode import Encoder
@@ -95,7 +104,7 @@ def _build(
         check_template=config.data.check_template and not pretrain,
     )
     with writing(directory) as temporary:
-        build_table(config, sources, encoder, directory=temporary, report=report)
+        build_table(config, sources, encoder, directory=temporary, report=report, limit_rows=limit_rows)
 
 
 def _check_vocabulary(

@@ -16,7 +16,8 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Gives `data` (a DataSummary) and `model` (ModelFacts), both as JSON.
 
     Args:
-        request: `config` (a RunConfig as JSON), `cache_dir`, and `output_dir`, into which data.json is written, or null.
+        request: `config` (a RunConfig as JSON), `cache_dir`, and `output_dir`, into which data.json is written, or null;
+            `limit_rows`, if only so many rows of each source are to be read, as in a rehearsal.
         report: told about progress.
     """
     config = RunConfig.model_validate(request["config"])
@@ -34,5 +35,6 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         cache_dir=Path(request["cache_dir"]),
         report=report,
         ledger=ledger,
+        limit_rows=request.get("limit_rows"),
     )
     return {"data": data.model_dump(mode="json"), "model": facts.model_dump(mode="json")}
