@@ -4,7 +4,6 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from unisono.causes import Verdict
 from unisono.facts import package_versions
 from unisono.facts.versions import versions_digest
 from unisono.files import make_private_dir, write_json, write_text
@@ -25,18 +24,6 @@ def write_decision(run: RunDir, plan: RunPlan) -> None:
     write_json(run.environment, {"schema": 1, "digest": digest, "packages": versions})
     write_json(run.agreement, _agreement(plan, versions_digest_=digest))
     write_json(run.plan, plan.to_json(), mode=0o600)
-
-
-def set_verdict(run: RunDir, verdict: Verdict | None) -> None:
-    """Makes verdict.json that of this start; one of an earlier start goes to verdicts/, and none stays if there is none."""
-    if run.verdict.exists():
-        make_private_dir(run.verdicts)
-        number = 1 + max(
-            (int(p.stem) for p in run.verdicts.glob("[0-9]*.json") if p.stem.isdigit()), default=0
-        )
-        run.verdict.rename(run.verdicts / f"{number:04d}.json")
-    if verdict is not None:
-        write_json(run.verdict, verdict.to_json(), mode=0o600)
 
 
 def keep_tail(run: RunDir, host: str, tail: str) -> Path:

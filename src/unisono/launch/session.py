@@ -12,17 +12,17 @@ from unisono.config import LoadedConfig
 from unisono.errors import IntegrityError
 from unisono.events import Message
 from unisono.facts import read_environment, read_machine
-from unisono.files import write_json
 from unisono.launch.asked import TrainRequest, load_asked, refuse_live_launcher
 from unisono.launch.attempt import Attempt, Show, run_attempt
 from unisono.launch.claim import Claim, claim
 from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.launch.outcome import NOTHING_DONE, Ending, ending_of, result_of
 from unisono.launch.planning import Here, make_plan
-from unisono.launch.record import draw, keep_tail, set_verdict, write_decision
+from unisono.launch.record import draw, keep_tail, write_decision
 from unisono.launch.restart import Death, may_restart
 from unisono.plan import ResumePoint, RunPlan
 from unisono.rundir import RunDir
+from unisono.rundir.result import RunResult, set_verdict, write_result
 from unisono.rundir.start import StartDecision, decide_start, refuse_if_shrunk
 
 
@@ -148,7 +148,7 @@ class _Start:
             self.show({"kind": "refused", "time": time.time(), **ending.error.to_json()})
         stopped_before_training = ending.exit_code in (75, 130) and not attempt.ready
         if not (stopped_before_training and claimed.run.result.exists()):  # leave what was
-            write_json(claimed.run.result, result)
+            write_result(claimed.run, RunResult.from_json(result))
         claimed.worth_keeping = attempt.ready or ending.exit_code not in (2, 75, 130) or bool(restarts)
         draw(claimed.run, title=_title(plan))
         return result
