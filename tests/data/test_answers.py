@@ -1,0 +1,210 @@
+"""Which tokens count in the loss: exactly the answers, over templates that behave in different ways.
+
+Run: .venv/bin/python -m pytest tests/data/test_answers.py
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.data.encode import Encoded, Encoder
+from unisono.data.prepare import load_tokenizer
+from unisono.data.rows import Conversation, RowError
+from unisono.errors import DataError
+
+TokenizerDir = Callable[..., Path]
+# Template, its end of a turn, whether it strips contents.
+TEMPLATES = [
+    ("chatml_tools", "<|im_end|>"), ("headers", "<|eot_id|>"), ("inst", "</s>"), ("turns", "<end_of_turn>"),
+    ("thinking", "<|im_end|>"), ("forced_thinking", "</s>"), ("marked", "<|im_end|>"),
+]  # fmt: skip
+
+
+def turns(*contents: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def make_encoder(directory: Path, **settings: Any) -> Encoder:
+    return Encoder(load_tokenizer(directory, trust_remote_code=False), directory=directory, **settings)
+
+
+def encode(encoder: Encoder, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Encoded:
+    (encoded,) = encoder.encode([Conversation(messages, tools)])
+    assert isinstance(encoded, Encoded), encoded
+    return encoded
+
+
+def refusal(encoder: Encoder, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    (encoded,) = encoder.encode([Conversation(messages, tools)])
+    assert isinstance(encoded, RowError)
+    return str(encoded)
+
+
+def trained(encoder: Encoder, encoded: Encoded) -> list[str]:
+    """The text of each stretch of loss tokens."""
+    parts: list[list[int]] = []
+    for place, (token, target) in enumerate(zip(encoded.ids.tolist(), encoded.targets.tolist(), strict=True)):
+        if target:
+            if not place or not encoded.targets[place - 1]:
+                parts.append([])
+            parts[-1].append(token)
+    return [encoder.tokenizer.decode(part, skip_special_tokens=False) for part in parts]
+
+
+@pytest.mark.parametrize(("template", "end"), TEMPLATES)
+def test_the_tokens_are_those_of_apply_chat_template(tokenizer_dir: TokenizerDir, template: str, end: str) -> None:
+    encoder = make_encoder(tokenizer_dir(template, eos=end))
+    messages = turns("hello  ", "\nthere,\n how are you ", "日本語? 🙂", "fine\n\n")
+    expected = encoder.tokenizer.apply_chat_template(messages, tokenize=True)["input_ids"]
+    assert encode(encoder, messages).ids.tolist() == expected
+
+
+@pytest.mark.parametrize(("template", "end"), TEMPLATES)
+@pytest.mark.parametrize("trim", [False, True])
+def test_every_answer_is_trained_with_its_stop_token_and_nothing_else(
+    tokenizer_dir: TokenizerDir, template: str, end: str, *, trim: bool
+) -> None:
+    encoder = make_encoder(tokenizer_dir(template, eos=end, trim=trim))
+    encoded = encode(encoder, turns("hello", "there there", "日本語?", "fine 🙂", "and you?", "I am fine"))
+    expected = ["there there", "fine 🙂", "I am fine"]
+    if template == "thinking":  # it writes an empty thought into the last turn, which the model is to write, too
+        expected[-1] = "<think>\n\n</think>\n\nI am fine"
+    assert [text.removeprefix(" ") for text in trained(encoder, encoded)] == [text + end for text in expected]
+
+
+@pytest.mark.parametrize(("template", "end"), TEMPLATES)
+def test_with_last_answer_only_the_last_is_trained(tokenizer_dir: TokenizerDir, template: str, end: str) -> None:
+    encoder = make_encoder(tokenizer_dir(template, eos=end), loss_on="last-answer")
+    (text,) = trained(encoder, encode(encoder, turns("hello", "there there", "and you?", "I am fine")))
+    assert text.endswith("I am fine" + end)
+    assert "there there" not in text
+
+
+@pytest.mark.parametrize(("template", "end"), TEMPLATES)
+def test_with_all_everything_but_the_first_token_is_trained(tokenizer_dir: TokenizerDir, template: str, end: str) -> None:
+    encoded = encode(make_encoder(tokenizer_dir(template, eos=end), loss_on="all"), turns("hello", "there"))
+    assert not encoded.targets[0]
+    assert encoded.targets[1:].all()
+
+
+@pytest.mark.parametrize("answer", ["\n\nthere", "  there", "there\n\n", "\tthere \n", "🙂", "e\u0301"])
+@pytest.mark.parametrize("trim", [False, True])
+def test_blanks_at_the_ends_of_an_answer_belong_to_it(tokenizer_dir: TokenizerDir, answer: str, *, trim: bool) -> None:
+    encoder = make_encoder(tokenizer_dir("chatml_tools", trim=trim))
+    (text,) = trained(encoder, encode(encoder, turns("hello", answer)))
+    assert text.lstrip("\n") == (answer + "<|im_end|>").lstrip("\n")
+
+
+def test_the_thoughts_of_earlier_turns_are_neither_in_the_text_nor_needed_to_find_the_answers(tokenizer_dir: TokenizerDir) -> None:
+    encoder = make_encoder(tokenizer_dir("thinking"))
+    messages = turns("hello", "<think>\nwell\n</think>\n\nthere", "and?", "<think>\nhm\n</think>\n\nfine")
+    encoded = encode(encoder, messages)
+    assert encoded.ids.tolist() == encoder.tokenizer.apply_chat_template(messages, tokenize=True)["input_ids"]
+    assert trained(encoder, encoded) == ["there<|im_end|>", "<think>\nhm\n</think>\n\nfine<|im_end|>"]
+
+
+def test_where_earlier_turns_change_and_a_message_holds_the_markers_the_row_is_refused(tokenizer_dir: TokenizerDir) -> None:
+    encoder = make_encoder(tokenizer_dir("thinking"))
+    messages = turns("say <|im_start|>assistant\n", "<think>\nwell\n</think>\n\nthere", "and?", "fine")
+    assert "not certain" in refusal(encoder, messages)
+
+
+def test_a_stop_token_inside_a_message_does_not_end_its_answer(tokenizer_dir: TokenizerDir) -> None:
+    encoder = make_encoder(tokenizer_dir("chatml_tools"))
+    assert trained(encoder, encode(encoder, turns("hello", "a <|im_end|> b", "x <|im_end|>", "c"))) == ["a <|im_end|> b<|im_end|>", "c<|im_end|>"]
+
+
+def test_tool_calls_are_answers_and_tool_results_are_not(tokenizer_dir: TokenizerDir) -> None:
+    encoder = make_encoder(tokenizer_dir("chatml_tools"))
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Łódź"}}}
+    messages = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "12 °C"},
+        {"role": "tool", "content": "13 °C"},
+        {"role": "assistant", "content": "It is 12 °C."},
+    ]  # fmt: skip
+    encoded = encode(encoder, messages, tools)
+    assert encoded.ids.tolist() == encoder.tokenizer.apply_chat_template(messages, tools=tools, tokenize=True)["input_ids"]
+    written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
+    assert trained(encoder, encoded) == [f"{written}\n{written}<|im_end|>", "It is 12 °C.<|im_end|>"]
+
+
+def test_what_a_template_would_leave_out_is_refused(tokenizer_dir: TokenizerDir) -> None:
+    encoder = make_encoder(tokenizer_dir("turns", eos="<end_of_turn>"))
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert "does not render tool calls" in refusal(encoder, messages)
+    assert "does not render tools" in refusal(encoder, turns("a", "b"), [{"type": "function", "function": {"name": "f"}}])
+
+
+def test_a_message_of_weight_0_is_not_trained(tokenizer_dir: TokenizerDir) -> None:
+    encoder = make_encoder(tokenizer_dir("chatml_tools"))
+    messages = turns("hello", "there", "and?", "fine")
+    messages[1]["weight"] = 0
+    assert trained(encoder, encode(encoder, messages)) == ["fine<|im_end|>"]
+
+
+@pytest.mark.parametrize("messages", [turns("hello"), turns("hello", ""), turns("hello", " \n")])
+def test_a_conversation_without_an_answer_is_refused(tokenizer_dir: TokenizerDir, messages: list[dict[str, Any]]) -> None:
+    assert "answer" in refusal(make_encoder(tokenizer_dir("chatml_tools")), messages)
+
+
+def test_what_the_template_itself_refuses_is_said_in_its_words(tokenizer_dir: TokenizerDir) -> None:
+    said = refusal(make_encoder(tokenizer_dir("turns", eos="<end_of_turn>")), [{"role": "system", "content": "x"}, *turns("a", "b")])
+    assert "System role not supported" in said
+
+
+# The user's own template.
+
+NO_STOP = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+UNTRAINED_STOP = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [NO_STOP, UNTRAINED_STOP])
+def test_a_template_that_leaves_the_stop_token_out_of_the_loss_is_refused(tokenizer_dir: TokenizerDir, tmp_path: Path, template: str) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(template, encoding="utf-8")
+    encoder = make_encoder(tokenizer_dir(), template_file=str(file))
+    with pytest.raises(DataError, match="leaves the stop token") as caught:
+        encoder.encode([Conversation(turns("hello", "there"))])
+    assert "data.check_template" in caught.value.problems[0].fix
+    assert "<|im_end|>" in caught.value.problems[0].why
+
+
+@pytest.mark.parametrize(("template", "answer"), [(NO_STOP, "there\n"), (UNTRAINED_STOP, "there")])
+def test_the_check_can_be_turned_off(tokenizer_dir: TokenizerDir, tmp_path: Path, template: str, answer: str) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(template, encoding="utf-8")
+    encoder = make_encoder(tokenizer_dir(), template_file=str(file), check_template=False)
+    encoded = encode(encoder, turns("hello", "there"))
+    assert [text.lstrip(" ") for text in trained(encoder, encoded)] == [answer]
+
+
+def test_a_template_file_is_rendered_in_place_of_the_tokenizers_own(tokenizer_dir: TokenizerDir, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text((Path(__file__).parent / "templates" / "marked.jinja").read_text(encoding="utf-8"), encoding="utf-8")
+    encoder = make_encoder(tokenizer_dir("headers"), template_file=str(file))
+    messages = turns("hello", "there")
+    expected = encoder.tokenizer.apply_chat_template(messages, chat_template=file.read_text(encoding="utf-8"), tokenize=True)
+    assert encode(encoder, messages).ids.tolist() == expected["input_ids"]
+
+
+def test_a_template_that_is_no_jinja_is_refused_with_its_line(tokenizer_dir: TokenizerDir, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}", encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        make_encoder(tokenizer_dir(), template_file=str(file))
+    assert caught.value.problems[0].where == f"{file}:2"
+
+
+def test_without_a_template_conversations_become_chatml_with_a_warning(tokenizer_dir: TokenizerDir) -> None:
+    encoder = make_encoder(tokenizer_dir(None))
+    assert trained(encoder, encode(encoder, turns("hello", "there"))) == ["there<|im_end|>"]
+    assert "ChatML" in encoder.warnings[0]
