@@ -1,5 +1,6 @@
 """How the command line speaks: results to stdout, talk to stderr, with `--json` nothing but JSON on stdout."""
 
+import errno
 import json
 import math
 import os
@@ -81,7 +82,9 @@ def _write(stream: TextIO, text: str) -> None:
     try:
         stream.write(text + "\n")
         stream.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal is gone
+            raise
         silence(stream)
     except UnicodeEncodeError:  # a terminal that cannot show it, for example with LANG=C
         encoding = stream.encoding or "ascii"

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from unisono.causes import Verdict
@@ -40,12 +41,16 @@ class PlainLine:
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
         self._clock = clock
+        self._share = 0.0
         self._next_share = 0.0
         self._next_time = 0.0
 
     def show(self, text: str, *, share: float | None) -> None:
         """Says it if it is time to."""
         now = self._clock()
+        if share is not None and share < self._share:  # something else has begun
+            self._next_share = 0.0
+        self._share = share if share is not None else self._share
         reached = share is not None and share >= self._next_share
         if not reached and now < self._next_time:
             return
@@ -135,8 +140,11 @@ class Screen:
     def _on_phase(self, message: Message) -> None:
         done, total = message.get("done"), message.get("total")
         share = done / total if isinstance(done, int | float) and total else None
-        if self._pace.rate() is None and not self._speak.quiet:  # while steps run, their line says more
-            self._line.show(one_line(str(message.get("text", ""))), share=share)
+        if self._speak.quiet:
+            return
+        counted = f" {done:,} of {total:,}" if share is not None else ""
+        trains = self._pace.rate() is not None  # then the bar is that of the steps
+        self._line.show(one_line(str(message.get("text", ""))) + counted, share=None if trains else share)
 
     def _on_step(self, message: Message) -> None:
         step = int(message["step"])
@@ -189,7 +197,7 @@ class Screen:
 
     def _on_result(self, message: Message) -> None:
         self.close()
-        for text in ending(message):
+        for text in ending(message, Path.cwd()):
             self._speak.result(text)
 
     def _talk(self, text: str) -> None:
@@ -214,25 +222,41 @@ class JsonLines:
         """Nothing is held."""
 
 
-def ending(result: Message) -> list[str]:
-    """The last lines: how it ended, where the result is, and the next command to type."""
+def ending(result: Message, here: Path) -> list[str]:
+    """The last lines: how it ended, where the result is, and the next command to type; paths as seen from `here`."""
     output_dir = str(result.get("output_dir", ""))
     figures = [f"step {result.get('step', 0):,}"]
     if result.get("loss") is not None:
         figures.append(f"loss {_figure(result['loss'])}")
-    figures += [f"{name} {_figure(v)}" for name, v in (result.get("eval") or {}).items() if _is_number(v)]
     if result.get("tokens_per_second"):
         figures.append(f"{show_count(float(result['tokens_per_second']))} tokens/s")
     figures.append(show_seconds(float(result.get("wall_time_s") or 0)))
-    lines = [f"{result.get('outcome')}: {' · '.join(figures)}"]
+    lines = [f"{result.get('outcome')}: {' · '.join(figures)}", *_evaluation(result.get("eval") or {})]
     if result.get("outcome") == "completed":
-        lines += [f"result: {result.get('weights') or output_dir}", f"next:   unisono chat {output_dir}"]
-        return lines
+        weights = _near(str(result.get("weights") or output_dir), here)
+        return [*lines, f"result: {weights}", f"next:   unisono chat {_near(output_dir, here)}"]
     checkpoint = result.get("checkpoint")
-    lines.append(f"checkpoint: {checkpoint}" if checkpoint else "there is no checkpoint yet")
+    lines.append(f"checkpoint: {_near(checkpoint, here)}" if checkpoint else "there is no checkpoint yet")
     if result.get("exit_code") in (75, 130):
         lines.append("next:   the same command goes on " + ("from there" if checkpoint else "from step 1"))
     return lines
+
+
+def _evaluation(figures: dict[str, Any]) -> list[str]:
+    """The evaluation's figures in a line, each with what it was before training if that is known."""
+    shown = []
+    for name, value in figures.items():
+        if _is_number(value) and not name.endswith("_before"):
+            before = figures.get(f"{name}_before")
+            shown.append(
+                f"{name} " + (f"{_figure(before)} → " if _is_number(before) else "") + _figure(value)
+            )
+    return [f"evaluation: {', '.join(shown)}"] if shown else []
+
+
+def _near(path: str, here: Path) -> str:
+    """A path as one would type it."""
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def _line_for(speak: Output) -> Line:

@@ -1,13 +1,15 @@
 """`unisono train`: fine-tune a model."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unisono.cli.output import output
+from unisono.cli.output import output, silence
 
 if TYPE_CHECKING:
+    from unisono.events import Message
     from unisono.launch.asked import TrainRequest
 
 
@@ -44,9 +46,7 @@ def train(
     if dry_run:
         _show_plan(request)
     elif rehearse:
-        from unisono.cli.rehearse import rehearse_run
-
-        raise typer.Exit(rehearse_run(request))
+        raise typer.Exit(_rehearse(request))
     else:
         raise typer.Exit(_train(request))
 
@@ -57,8 +57,16 @@ def _train(request: "TrainRequest") -> int:
 
     speak = output()
     screen = JsonLines(speak) if speak.json else Screen(speak)
+
+    def show(message: "Message") -> None:
+        try:
+            screen.show(message)
+        except OSError:  # where it is written to is full or gone: not worth a run, whose directory has it all
+            silence(sys.stdout)
+            silence(sys.stderr)
+
     try:
-        return int(train_session(request, screen.show)["exit_code"])
+        return int(train_session(request, show)["exit_code"])
     finally:
         screen.close()
 
@@ -86,3 +94,21 @@ def _show_plan(request: "TrainRequest") -> None:
         speak.result(f"{name:<28} {origin}")
     for text in [*plan.warnings, *plan.data.warnings]:
         speak.result(f"warning: {text}")
+
+
+def _rehearse(request: "TrainRequest") -> int:
+    from unisono.cli.screen import Screen
+    from unisono.launch.rehearsal import rehearse, summary
+
+    speak = output()
+    screen = Screen(speak)
+    try:
+        done = rehearse(request, screen.show)
+    finally:
+        screen.close()
+    if speak.json:
+        speak.emit({"kind": "result", **done.to_json()})
+    else:
+        for text in summary(done):
+            speak.result(text)
+    return done.exit_code
