@@ -116,7 +116,7 @@ def load_optimizer(
     """Puts back what optimizer_tensors gave, to the same bits (load_state_dict would cast to the parameter's dtype).
 
     Raises:
-        IntegrityError: if the state is of other parameters, groups or shapes.
+        IntegrityError: if the state is of other parameters, or they are in other groups.
     """
     parameters = _named(optimizer, names)
     _check_groups(optimizer, names, state)
@@ -128,10 +128,6 @@ def load_optimizer(
         parameter = parameters[name]
         for key, value in entries.items():
             if isinstance(value, torch.Tensor):
-                if value.ndim and value.shape != parameter.shape and value.numel() == parameter.numel():
-                    raise _misfit(
-                        f"{key} of {name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}"
-                    )
                 entries[key] = value.to(_device(optimizer, parameter, key))
     optimizer.state.clear()
     optimizer.state.update({parameters[name]: entries for name, entries in loaded.items()})

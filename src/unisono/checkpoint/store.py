@@ -77,7 +77,7 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        write: Callable[[Path], None],
+        write: Callable[[Path], object],
         *,
         run_id: str,
         config_digest: str,
@@ -175,6 +175,8 @@ class CheckpointStore:
         found = self._found(path, lambda _, damage: findings.append(damage), run_id=run_id, trust=trust)
         if found is not None:
             return found
+        if not path.exists():
+            raise IntegrityError.of(f"there is no checkpoint {path.name}", where=str(path))
         raise IntegrityError(
             *(
                 Problem(f"checkpoint {path.name} cannot be read: {damage.what}", str(path / damage.file))

@@ -1,6 +1,7 @@
 """Reads a checkpoint's directory through and says what is wrong with it."""
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -94,7 +95,8 @@ def _inspect_file(path: Path, name: str, entry: FileEntry, *, contents: bool) ->
     except FileNotFoundError:
         return Damage(name, "it is missing", "missing")
     except OSError as error:
-        return Damage(name, f"it cannot be read: {error.strerror}", "missing")
+        link = error.errno == errno.ELOOP
+        return Damage(name, "it is a link" if link else f"it cannot be read: {error.strerror}", "content")
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):

@@ -1,10 +1,11 @@
-"""`unisono checkpoint`: list, verify and prune the checkpoints of a run."""
+"""`unisono checkpoint`: list, verify, export and prune the checkpoints of a run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unisono.cli.export import export
 from unisono.cli.output import output
 
 if TYPE_CHECKING:
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
     from unisono.checkpoint.trouble import Damage
     from unisono.rundir import RunDir
 
-app = typer.Typer(help="Lists, verifies and prunes the checkpoints of a run.", rich_markup_mode=None)
+app = typer.Typer(help="Lists, verifies, exports and prunes the checkpoints of a run.", rich_markup_mode=None)
+app.command("export", epilog="For example: unisono checkpoint export runs/demo out --step 200")(export)
 
 Run = Annotated[Path, typer.Argument(help="a run's directory", show_default=False)]
 

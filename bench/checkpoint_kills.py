@@ -1,0 +1,197 @@
+"""Kills a writer of checkpoints at random moments, and damages checkpoints at random: what survives?
+
+    python bench/checkpoint_kills.py                       200 kills, 100 corruptions; writes bench/results/checkpoint_kills.json
+    python bench/checkpoint_kills.py --kills 25 --out FILE
+
+A real process writes and prunes checkpoints, and acknowledges each that it has saved. It gets SIGKILL at a random moment;
+the next one goes on from what is there. After each kill there must be an intact checkpoint, and none older than the last
+acknowledged. After each corruption what is found intact must hold, byte for byte, what was written at its step.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint.store import CheckpointStore, Found
+
+KEY = b"k" * 32
+KEEP = 3
+FILES = 3
+FILE_BYTES = 1 << 18
+
+
+def content(step: int, number: int) -> bytes:
+    """What file `number` of a step holds."""
+    return random.Random(step * 100 + number).randbytes(1 << 12) * (FILE_BYTES >> 12)
+
+
+def save(store: CheckpointStore, step: int) -> None:
+    def fill(directory: Path) -> None:
+        for number in range(FILES):
+            (directory / f"part-{number}.safetensors").write_bytes(content(step, number))
+
+    store.save(step, fill, run_id="run", config_digest="c", world_size=1, threads=1, holder="host")
+
+
+def holds_what_was_written(found: Found) -> bool:
+    return all(
+        (found.path / f"part-{number}.safetensors").read_bytes() == content(found.step, number)
+        for number in range(FILES)
+    )
+
+
+def write_for_ever(root: Path, acknowledge: int) -> None:
+    """The body of the writer: go on from what is there, save, acknowledge, prune."""
+    store = CheckpointStore(root, key=KEY)
+    store.sweep()
+    found = store.newest_intact()
+    step = found.step if found else 0
+    os.write(acknowledge, f"{step}\n".encode())
+    while True:
+        step += 1
+        save(store, step)
+        os.write(acknowledge, f"{step}\n".encode())
+        store.prune(KEEP)
+
+
+def start_writer(root: Path) -> tuple[int, int]:
+    """Starts a writer; gives its pid and the pipe of its acknowledgements."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            write_for_ever(root, write_end)
+        finally:
+            os._exit(1)
+    os.close(write_end)
+    return pid, read_end
+
+
+def kill_at_random(root: Path, kills: int, chance: random.Random) -> dict[str, int]:
+    counts = {"kills": 0, "died_by_itself": 0, "none_intact": 0, "acknowledged_lost": 0, "wrong_content": 0, "leftovers_of_dead": 0,
+              "published_but_damaged": 0}  # fmt: skip
+    acknowledged = 0
+    for _ in range(kills):
+        pid, pipe = start_writer(root)
+        first = os.read(pipe, 64)  # it has read what is there, and begins to save
+        time.sleep(chance.uniform(0.0, 0.12))
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+        with os.fdopen(pipe, "rb") as rest:
+            words = (first + rest.read()).split(b"\n")[:-1]
+        counts["kills"] += 1
+        counts["died_by_itself"] += not os.WIFSIGNALED(status)
+        acknowledged = max([acknowledged, *map(int, words)])
+        store = CheckpointStore(root, key=KEY)
+        counts["leftovers_of_dead"] += sum(
+            not path.name.startswith("step-") or "." in path.name for path in root.iterdir()
+        )
+        counts["published_but_damaged"] += sum(bool(store.verify(path)) for path in store.list())
+        found = store.newest_intact()
+        counts["none_intact"] += found is None and acknowledged > 0
+        counts["acknowledged_lost"] += (found.step if found else 0) < acknowledged
+        counts["wrong_content"] += found is not None and not holds_what_was_written(found)
+    counts["steps_acknowledged"] = acknowledged
+    return counts
+
+
+def damage(root: Path, chance: random.Random) -> str:
+    """Damages one random file of a random checkpoint; gives how."""
+    steps = sorted(path for path in root.iterdir() if path.name.startswith("step-"))
+    file = chance.choice(sorted(chance.choice(steps).iterdir()))
+    data = bytearray(file.read_bytes())
+    kind = chance.choice(["bit", "page", "cut", "gone", "other step", "garbage"])
+    if kind == "bit":
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    elif kind == "page":
+        start = chance.randrange(len(data)) & ~4095
+        data[start : start + 4096] = bytes(len(data[start : start + 4096]))
+    elif kind == "cut":
+        del data[chance.randrange(len(data)) :]
+    elif kind == "other step":
+        data[:] = (chance.choice([path for path in steps if path != file.parent]) / file.name).read_bytes()
+    elif kind == "garbage":
+        data[:] = chance.randbytes(len(data))
+    if kind == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(data)
+    return kind
+
+
+def corrupt_at_random(root: Path, corruptions: int, chance: random.Random) -> dict[str, Any]:
+    template = root.with_name("template")
+    shutil.rmtree(root)
+    for step in range(1, KEEP + 1):
+        save(CheckpointStore(template, key=KEY), step)
+    counts: dict[str, Any] = {
+        "corruptions": 0,
+        "silent_wrong_loads": 0,
+        "not_named": 0,
+        "none_intact": 0,
+        "kinds": {},
+    }
+    for _ in range(corruptions):
+        shutil.copytree(template, root)
+        kind = damage(root, chance)
+        store = CheckpointStore(root, key=KEY)
+        found = store.newest_intact()
+        counts["corruptions"] += 1
+        counts["kinds"][kind] = counts["kinds"].get(kind, 0) + 1
+        counts["not_named"] += not any(store.verify(path) for path in store.list())
+        counts["none_intact"] += found is None
+        counts["silent_wrong_loads"] += found is not None and not holds_what_was_written(found)
+        shutil.rmtree(root)
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--corruptions", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "checkpoint_kills.json"
+    )
+    arguments = parser.parse_args()
+    chance = random.Random(arguments.seed)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "checkpoints"
+        killed = kill_at_random(root, arguments.kills, chance)
+        corrupted = corrupt_at_random(root, arguments.corruptions, chance)
+    result = {
+        "schema": 1, "seed": arguments.seed, "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}",
+        "python": platform.python_version(), "checkpoint_bytes": FILES * FILE_BYTES, "keep": KEEP, "kills": killed,
+        "corruptions": corrupted, "seconds": round(time.monotonic() - began, 1),
+    }  # fmt: skip
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    wrong = [
+        killed[name]
+        for name in (
+            "died_by_itself",
+            "none_intact",
+            "acknowledged_lost",
+            "wrong_content",
+            "published_but_damaged",
+        )
+    ]
+    wrong += [corrupted[name] for name in ("silent_wrong_loads", "not_named", "none_intact")]
+    return 1 if any(wrong) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
