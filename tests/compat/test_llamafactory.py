@@ -3,10 +3,13 @@
 Run: pytest tests/compat
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from unisono.cli.app import main
 from unisono.compat import refuse_if_llamafactory
 from unisono.compat.llamafactory import llamafactory_version
 from unisono.errors import ConfigError
@@ -60,3 +63,18 @@ def test_the_refusal_is_one_sentence_with_our_names_for_the_keys() -> None:
     for pair in ("cutoff_len → data.max_length", "learning_rate → optim.lr", "dataset → data.train"):
         assert pair in problem.fix
     assert "save_steps" not in problem.fix  # only what the file has
+
+
+@pytest.mark.parametrize("command", [["train"], ["train", "--dry-run"], ["data", "preview"]])
+def test_every_command_that_reads_a_config_refuses_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    file = tmp_path / "lf.yaml"
+    file.write_text(yaml.safe_dump(V0))
+    with pytest.raises(SystemExit) as ended:
+        main([*command, str(file)])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("error:") == 1
+    assert "is a LLaMA-Factory file (v0)" in said
+    assert list(tmp_path.iterdir()) == [file]

@@ -4,10 +4,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.compat.llamafactory import refuse_if_llamafactory
+from unisono.compat import load_own_config
 from unisono.config import LoadedConfig
-from unisono.config.load import build_config
-from unisono.config.yaml_file import read_yaml
 from unisono.errors import UsageError
 from unisono.facts import Environment
 from unisono.facts.machine import DeviceProbe, probe_nvidia
@@ -61,13 +59,10 @@ def load_asked(request: TrainRequest) -> LoadedConfig:
             "--resume and --fresh contradict each other", where="command line",
             fix="--resume goes on with the run, --fresh renames it and begins anew",
         )  # fmt: skip
-    raw, lines = read_yaml(request.config_path)
-    name = str(request.config_path)
-    refuse_if_llamafactory(raw, name)
     overrides = request.overrides
     if request.restarts is not None:
         overrides = (*overrides, f"restarts={request.restarts}")
-    loaded = build_config(raw, lines=lines, name=name, path=request.config_path, overrides=overrides)
+    loaded = load_own_config(request.config_path, overrides)
     return replace(loaded, config=with_absolute_paths(loaded.config, Path.cwd()))
 
 
