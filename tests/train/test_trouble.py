@@ -84,3 +84,20 @@ def test_exact_match_is_measured_before_and_after(train_here: Train) -> None:
     samples = run.of_kind("sample")
     assert {message["step"] for message in samples} == {0, 6}
     assert all(message["reference"] for message in samples)
+
+
+def test_only_code_that_draws_from_a_global_generator_is_reported(train_here: Train) -> None:
+    import random
+
+    quiet = train_here()
+    assert [m for m in quiet.of_kind("warning") if m["code"] == "global_random_state"] == []
+
+    def draw(message: dict[str, Any], stop: object) -> None:
+        del stop
+        if message["kind"] == "step" and message["step"] == 3:
+            random.random()
+
+    noisy = train_here(on_message=draw)
+    (warning,) = [m for m in noisy.of_kind("warning") if m["code"] == "global_random_state"]
+    assert "python's random" in warning["text"]
+    assert quiet.losses == noisy.losses

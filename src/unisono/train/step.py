@@ -54,6 +54,7 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
         rows, _ = load_rows(run.data.table, group, run.device)
         data_time += time.perf_counter() - before
         seed_torch(run.plan.config.seed, "dropout", run.data.position(batches.step, micro_step))
+        run.watch.torch_was_seeded()
         if len(rows.labels):
             loss = run.forward.loss(rows, count=batches.loss_tokens)
             loss.backward()

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 _MASK = (1 << 63) - 1
+_TORCH = "torch's default generator"
 
 
 def stream_seed(seed: int, name: str, index: int = 0) -> int:
@@ -32,6 +33,11 @@ class GlobalStateWatch:
         self._seen = self._fingerprints()
         self._told: set[str] = set()
 
+    def torch_was_seeded(self) -> None:
+        """Says that the state torch's generator has now is ours."""
+        if not self._torch_is_used:
+            self._seen[_TORCH] = _torch_state()
+
     def moved(self) -> list[str]:
         """The generators that have moved since the last call; each is told once a run."""
         now = self._fingerprints()
@@ -47,5 +53,9 @@ class GlobalStateWatch:
             "numpy.random": hash((state[1].tobytes(), state[2])),
         }  # type: ignore[index, union-attr]
         if not self._torch_is_used:
-            found["torch's default generator"] = hash(torch.random.get_rng_state().numpy().tobytes())
+            found[_TORCH] = _torch_state()
         return found
+
+
+def _torch_state() -> int:
+    return hash(torch.random.get_rng_state().numpy().tobytes())
