@@ -1,0 +1,169 @@
+"""One start at a time, tried with real processes. Run: pytest tests/rundir/test_lock.py"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from unisono.errors import UsageError
+from unisono.rundir.lock import RunLock, read_holder
+
+HOLD = """
+import os, sys
+from pathlib import Path
+from unisono.rundir.lock import RunLock
+lock = RunLock(Path(sys.argv[1]), beat_s=0.05)
+print(lock.acquire(sys.argv[2], os.getpid()), flush=True)
+sys.stdin.readline()
+lock.release()
+"""
+
+
+@contextmanager
+def _holder(path: Path, host: str = "host-a") -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock until a line comes."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path), host],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "None\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def test_a_second_start_is_refused_naming_the_holder(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "run.lock"
+    with _holder(path) as holder:
+        with pytest.raises(UsageError) as caught:
+            RunLock(path).acquire("host-b", os.getpid())
+        assert caught.value.exit_code == 2
+        problem = caught.value.problems[0]
+        assert f"process {holder.pid} on host-a, since 20" in problem.what
+        assert f"kill {holder.pid} on host-a" in problem.fix
+        assert problem.where == str(path)
+        found = read_holder(path)
+        assert found is not None
+        assert (found.host, found.pid) == ("host-a", holder.pid)
+
+
+def test_a_released_lock_is_free_and_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "run.lock"
+    with _holder(path) as holder:
+        holder.communicate("\n", timeout=30)
+        assert not path.exists()
+        assert read_holder(path) is None
+        lock = RunLock(path)
+        assert lock.acquire("host-b", os.getpid()) is None
+        lock.release()
+        lock.release()
+    assert list(path.parent.iterdir()) == []
+
+
+def test_the_lock_of_a_killed_holder_is_taken_over_with_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "run.lock"
+    with _holder(path) as holder:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(timeout=30)
+        assert path.exists()
+        assert read_holder(path) is None
+        lock = RunLock(path)
+        note = lock.acquire("host-a", os.getpid())
+        assert note is not None
+        assert f"took over the lock of process {holder.pid} on host-a" in note
+        content = json.loads(path.read_text())
+        assert content["schema"] == 1
+        assert (content["host"], content["pid"]) == ("host-a", os.getpid())
+        assert len(content["nonce"]) == 16
+        lock.release()
+
+
+def test_of_many_starts_at_once_one_wins(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "run.lock"
+    command = [sys.executable, "-c", HOLD, str(path), "host-a"]
+    pipe = subprocess.PIPE
+    starts = [subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(5)]
+    losers = [start for start in starts if start.stdout is not None and start.stdout.readline() == ""]
+    assert len(losers) == 4
+    for start in starts:
+        _, errors = start.communicate("\n", timeout=60)
+        assert start not in losers or "is going on: process" in errors
+
+
+def test_the_lock_makes_the_directory_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "run.lock"
+    with RunLock(path) as lock:
+        lock.acquire("host-a", os.getpid())
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_holder_on_another_node_is_known_by_its_beats_where_flock_does_not_cross(tmp_path: Path) -> None:
+    """The other node's flock is not seen here: its file is beaten by a process that has no lock on it."""
+    path = tmp_path / "run.lock"
+    path.write_text(json.dumps({"host": "far", "pid": 7, "nonce": "n", "since": "2026-01-01"}))
+    beat = "import os, sys, time\nwhile os.getppid() == int(sys.argv[2]): os.utime(sys.argv[1]); print(flush=True); time.sleep(0.02)"
+    beater = subprocess.Popen(
+        [sys.executable, "-c", beat, str(path), str(os.getpid())], stdout=subprocess.PIPE, text=True
+    )
+    assert beater.stdout is not None
+    beater.stdout.readline()
+    waited: list[str] = []
+    lock = RunLock(path, beat_s=0.5)
+    with pytest.raises(UsageError, match="process 7 on far"):
+        lock.acquire("host-a", os.getpid(), on_wait=waited.append)
+    assert len(waited) == 1
+    beater.kill()
+    beater.communicate(timeout=30)
+    note = RunLock(path, beat_s=0.1).acquire("host-a", os.getpid())
+    assert note is not None
+    assert "process 7 on far" in note
+
+
+def test_a_holder_beats(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    with RunLock(path, beat_s=0.01) as lock:
+        lock.acquire("host-a", os.getpid())
+        first = path.stat().st_mtime_ns
+        limit = 2000
+        while path.stat().st_mtime_ns == first and limit:
+            os.sched_yield()
+            limit -= 1
+            _wait_a_little()
+        assert path.stat().st_mtime_ns > first
+
+
+def _wait_a_little() -> None:
+    import select
+
+    select.select([], [], [], 0.005)
+
+
+def test_a_renamed_directory_takes_its_lock_file_along_and_the_old_place_is_free(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    first, second = RunLock(root / "run.lock"), RunLock(root / "run.lock")
+    first.acquire("host-a", os.getpid())
+    root.rename(tmp_path / "out.old-1")
+    assert second.acquire("host-a", os.getpid()) is None
+    first.release()
+    assert (root / "run.lock").exists()
+    second.release()
+
+
+@pytest.mark.parametrize("content", ["", "torn {", "[]", '{"host": 1}'])
+def test_a_torn_lock_file_is_taken(content: str, tmp_path: Path) -> None:
+    (tmp_path / "run.lock").write_text(content)
+    with RunLock(tmp_path / "run.lock") as lock:
+        assert lock.acquire("host-a", os.getpid()) is None
+        assert json.loads((tmp_path / "run.lock").read_text())["host"] == "host-a"

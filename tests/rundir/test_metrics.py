@@ -1,0 +1,109 @@
+"""metrics.jsonl: exact, whole lines, each step once. Run: pytest tests/rundir/test_metrics.py"""
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.rundir.metrics import MetricsWriter, cut_after, read_metrics, without_nan
+
+
+def _write(path: Path, steps: range) -> None:
+    writer = MetricsWriter(path)
+    for step in steps:
+        writer.append({"step": step, "loss": 1 / (step + 1)})
+    writer.close()
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_floats_read_back_to_the_same_bits(number: float) -> None:
+    again = json.loads(json.dumps(without_nan({"x": number})))["x"]
+    assert repr(again) == repr(number)
+
+
+def test_lines_are_whole_and_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, range(1, 4))
+    assert read_metrics(path) == [{"step": n, "loss": 1 / (n + 1)} for n in (1, 2, 3)]
+    assert path.read_bytes().count(b"\n") == 3
+
+
+def test_what_is_not_a_number_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.append({"step": 1, "loss": math.nan, "nested": {"a": [math.inf, 1.5]}})
+    writer.close()
+    assert path.read_text() == '{"step": 1, "loss": null, "nested": {"a": [null, 1.5]}}\n'
+
+
+def test_cutting_leaves_each_step_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, range(1, 8))
+    with path.open("a") as file:
+        file.write('{"step": 7, "eval_loss": 1.0}\n{"step": 8, "lo')
+    assert cut_after(path, 5) == 4
+    _write(path, range(6, 8))
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_what_stays_keeps_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step":1,  "loss":1e-07}\n{"step": 2}\n')
+    assert cut_after(path, 1) == 1
+    assert path.read_bytes() == b'{"step":1,  "loss":1e-07}\n'
+
+
+@given(cut=st.integers(0, 200))
+def test_a_file_torn_anywhere_loses_at_most_its_last_line(
+    cut: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("torn") / "metrics.jsonl"
+    _write(path, range(1, 5))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:cut])
+    lines = whole[:cut].count(b"\n")
+    cut_after(path, 4)
+    assert [line["step"] for line in read_metrics(path)] == list(range(1, lines + 1))
+    _write(path, range(lines + 1, 5))
+    assert path.read_bytes() == whole
+
+
+def test_a_file_that_needs_no_cut_is_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, range(1, 3))
+    before = path.stat()
+    assert cut_after(path, 2) == 0
+    assert path.stat().st_ino == before.st_ino
+
+
+def test_no_file_is_no_lines(tmp_path: Path) -> None:
+    assert cut_after(tmp_path / "metrics.jsonl", 3) == 0
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        writer = MetricsWriter(disk / "metrics.jsonl")
+        writer.append({"step": 1, "text": "x" * 100})
+        (disk / "other").write_bytes(b"x" * 57344)
+        for step in range(2, 60):
+            writer.append({"step": step, "text": "x" * 1000})
+        assert writer.waiting > 0
+        assert all(line.endswith(b"}") for line in (disk / "metrics.jsonl").read_bytes().splitlines())
+        (disk / "other").unlink()
+        writer.append({"step": 60})
+        assert writer.waiting == 0 or [line["step"] for line in read_metrics(disk / "metrics.jsonl")] != []
+        writer.close()
+        found = [line["step"] for line in read_metrics(disk / "metrics.jsonl")]
+        assert found == list(range(1, len(found) + 1))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,300 @@
+"""What a start in a directory is, case by case (DESIGN A3, "Starting again"). Run: pytest tests/rundir/test_start.py"""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.config import RunConfig, config_digest
+from unisono.errors import UsageError
+from unisono.rundir import RunDir
+from unisono.rundir.start import StartDecision, decide_start, next_old, refuse_if_shrunk, set_aside
+
+
+def _config(root: Path, **changes: Any) -> RunConfig:
+    body: dict[str, Any] = {
+        "model": "builtin:tiny", "data": {"train": "rows.jsonl"}, "duration": "3 epochs", "output_dir": str(root), **changes
+    }  # fmt: skip
+    return RunConfig.model_validate(body)
+
+
+def _write_run(
+    root: Path, *, step: int = 40, total: int = 100, outcome: str | None = None, **changes: Any
+) -> RunDir:
+    """A run as a start leaves it."""
+    run = RunDir(root)
+    run.checkpoints.mkdir(parents=True)
+    config = _config(root, **changes)
+    plan = {"schema": 1, "run_id": "the-run", "config": config.model_dump(mode="json", by_alias=True), "total_steps": total,
+            "config_digest": config_digest(config)}  # fmt: skip
+    run.plan.write_text(json.dumps(plan))
+    run.config.write_text("# Written by unisono 0.1\n")
+    run.metrics.write_text("")
+    run.checkpoint(step).mkdir()
+    if outcome is not None:
+        run.result.write_text(json.dumps({"schema": 1, "outcome": outcome, "exit_code": 0, "step": step}))
+    return run
+
+
+def _decide(root: Path, *, resume: bool = False, fresh: bool = False, **changes: Any) -> StartDecision:
+    """The decision; and a check that nothing was touched by it."""
+    before = _snapshot(root)
+    try:
+        return decide_start(RunDir(root), _config(root, **changes), resume=resume, fresh=fresh)
+    finally:
+        assert _snapshot(root) == before
+
+
+def _snapshot(root: Path) -> list[tuple[str, int]]:
+    return sorted((str(path), path.lstat().st_mtime_ns) for path in root.parent.rglob("*"))
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("there", ["nothing", "empty", "only a lock", "parents missing"])
+def test_where_nothing_is_a_run_begins_also_with_resume(there: str, tmp_path: Path, *, resume: bool) -> None:
+    root = tmp_path / "a" / "b" if there == "parents missing" else tmp_path / "out"
+    if there in ("empty", "only a lock"):
+        root.mkdir()
+    if there == "only a lock":
+        (root / "run.lock").write_text("")
+    decision = _decide(root, resume=resume)
+    assert decision.kind == "fresh"
+    assert decision.run_id
+
+
+def test_two_fresh_runs_have_two_names(tmp_path: Path) -> None:
+    assert _decide(tmp_path / "out").run_id != _decide(tmp_path / "out").run_id
+
+
+def test_a_start_that_died_before_its_plan_is_begun_anew(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    for folder in ("events", "logs", "checkpoints"):
+        (root / folder).mkdir(parents=True)
+    (root / "data.json").write_text('{"schema": 1}')
+    (root / "config.yaml").write_text("# Written by unisono 0.1\nseed: 0\n")
+    (root / ".plan.json.tmp-123-ab12").write_text("half")
+    decision = _decide(root)
+    assert decision.kind == "fresh"
+    assert "before its plan was made" in decision.reason
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("outcome", [None, "preempted", "interrupted", "stalled", "died", "failed"])
+def test_an_unfinished_run_goes_on_by_itself_and_says_so(
+    outcome: str | None, tmp_path: Path, *, resume: bool
+) -> None:
+    root = tmp_path / "out"
+    _write_run(root, outcome=outcome)
+    decision = _decide(root, resume=resume)
+    assert (decision.kind, decision.run_id) == ("resume", "the-run")
+    assert "unfinished" in decision.reason
+    assert outcome is None or outcome in decision.reason
+
+
+def test_what_does_not_decide_what_is_learnt_may_change(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    _write_run(root)
+    decision = _decide(root, duration="5 epochs", restarts=7, track=["tensorboard"], grace="1 minute")
+    assert decision.kind == "resume"
+    assert "5 epochs, it was 3 epochs" in decision.reason
+
+
+@pytest.mark.parametrize("outcome", [None, "completed"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_another_config_is_refused_naming_the_keys(
+    outcome: str | None, tmp_path: Path, *, resume: bool
+) -> None:
+    root = tmp_path / "out"
+    _write_run(root, outcome=outcome)
+    with pytest.raises(UsageError) as caught:
+        _decide(root, resume=resume, optim={"lr": 1e-3}, seed=5)
+    problem = caught.value.problems[0]
+    assert caught.value.exit_code == 2
+    assert "another config" in problem.what
+    assert "optim.lr: 0.0002 there, 0.001 here" in problem.why
+    assert "seed: 0 there, 5 here" in problem.why
+    assert "batch" not in problem.why
+    assert "out.old-1" in problem.fix
+
+
+def test_of_many_differences_the_rest_is_counted(tmp_path: Path) -> None:
+    _write_run(tmp_path / "out")
+    with pytest.raises(UsageError) as caught:
+        _decide(tmp_path / "out", adapter=None, optim={"lr": 1e-3, "weight_decay": 0.1, "schedule": "linear", "min_lr": 0.1}, seed=5,
+                batch={"global": 8, "micro": 2}, eval={"every": None}, device="cpu", deterministic=True)  # fmt: skip
+    assert "more" in caught.value.problems[0].why
+
+
+@pytest.mark.parametrize("flags", [{}, {"resume": True}])
+def test_a_finished_run_is_not_written_over(flags: dict[str, bool], tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    _write_run(root, step=100, total=100, outcome="completed")
+    with pytest.raises(UsageError, match="is finished: 100 steps, 3 epochs") as caught:
+        _decide(root, **flags)
+    fix = caught.value.problems[0].fix
+    assert all(remedy in fix for remedy in ("--resume", "--fresh", "another output_dir"))
+
+
+def test_a_finished_run_grows_only_with_resume(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    _write_run(root, step=100, total=100, outcome="completed")
+    with pytest.raises(UsageError, match="is finished"):
+        _decide(root, duration="5 epochs")
+    decision = _decide(root, resume=True, duration="5 epochs")
+    assert (decision.kind, decision.run_id, decision.done_steps) == ("extend", "the-run", 100)
+    assert "to 5 epochs" in decision.reason
+
+
+def test_a_finished_run_does_not_shrink(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    _write_run(root, step=100, total=100, outcome="completed")
+    with pytest.raises(UsageError, match="is finished"):
+        _decide(root, resume=True, duration="2 epochs")
+
+
+def test_another_unit_is_judged_once_steps_are_known(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    _write_run(root, step=100, total=100, outcome="completed")
+    decision = _decide(root, resume=True, duration="120 steps")
+    refuse_if_shrunk(decision, done_steps=100, total_steps=120)
+    for total in (100, 80):
+        with pytest.raises(UsageError, match=f"comes to {total} steps, and 100 are done"):
+            refuse_if_shrunk(decision, done_steps=100, total_steps=total)
+
+
+def test_an_extension_that_died_before_its_first_step_can_be_tried_again(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    _write_run(root, step=100, total=170, outcome="completed", duration="5 epochs")
+    assert _decide(root, resume=True, duration="5 epochs").kind == "extend"
+
+
+def test_an_unfinished_run_cannot_lose_steps(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    _write_run(root)
+    decision = _decide(root, duration="1 epoch")
+    refuse_if_shrunk(decision, done_steps=40, total_steps=40)  # it has come to its end, and writes its result
+    with pytest.raises(UsageError, match="comes to 30 steps, and 40 are done"):
+        refuse_if_shrunk(decision, done_steps=40, total_steps=30)
+
+
+@pytest.mark.parametrize("outcome", [None, "completed"])
+def test_fresh_is_a_new_run_whatever_was_there(outcome: str | None, tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    _write_run(root, outcome=outcome)
+    decision = _decide(root, fresh=True, seed=9)
+    assert decision.kind == "fresh"
+    assert decision.run_id != "the-run"
+    assert "set aside" in decision.reason
+
+
+def test_setting_aside_renames_and_deletes_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    (tmp_path / "out.old-1").mkdir()
+    run = _write_run(root)
+    before = sorted(path.name for path in run.root.rglob("*"))
+    moved = set_aside(run)
+    assert moved == tmp_path / "out.old-2"
+    assert not root.exists()
+    assert sorted(path.name for path in moved.rglob("*")) == before
+    assert next_old(root) == tmp_path / "out.old-3"
+
+
+def test_resume_and_fresh_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="exclude"):
+        _decide(tmp_path / "out", resume=True, fresh=True)
+
+
+FOREIGN: dict[str, str] = {
+    "thesis.tex": "",
+    "config.yaml": "seed: 0  # written by hand\n",
+    "data.json": '[{"my": "rows"}]',
+    "plan.json": '{"tasks": ["holiday"]}',
+    "environment.json": '{"conda": 1}',
+    "result.json": '{"schema": 1, "outcome": "completed"}',
+    "model": "",
+    "metrics.jsonl": "",
+}
+
+
+@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"fresh": True}], ids=str)
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_directory_that_is_no_run_is_refused_and_never_renamed(
+    name: str, flags: dict[str, bool], tmp_path: Path
+) -> None:
+    root = tmp_path / "out"
+    root.mkdir()
+    (root / name).write_text(FOREIGN[name])
+    with pytest.raises(UsageError, match="is no run of unisono") as caught:
+        _decide(root, **flags)
+    assert name in caught.value.problems[0].what
+    assert caught.value.problems[0].fix
+
+
+def test_what_a_person_puts_beside_a_run_is_no_hindrance(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    _write_run(root)
+    (root / "notes.txt").write_text("looks good")
+    assert _decide(root).kind == "resume"
+
+
+@pytest.mark.parametrize("content", ["torn {", "{}", None])
+def test_checkpoints_without_a_plan_are_refused(content: str | None, tmp_path: Path) -> None:
+    run = _write_run(tmp_path / "out")
+    if content is None:
+        run.plan.unlink()
+    else:
+        run.plan.write_text(content)
+    with pytest.raises(UsageError, match=r"holds checkpoints, but no plan") as caught:
+        _decide(run.root)
+    assert caught.value.problems[0].where == str(run.plan)
+
+
+def test_a_config_of_another_version_is_refused_with_the_key(tmp_path: Path) -> None:
+    run = _write_run(tmp_path / "out")
+    plan = json.loads(run.plan.read_text())
+    plan["config"]["optim"]["gone"] = 1
+    run.plan.write_text(json.dumps(plan))
+    with pytest.raises(UsageError, match="cannot read") as caught:
+        _decide(run.root)
+    assert "optim.gone" in caught.value.problems[0].why
+
+
+def test_an_output_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    for root in (tmp_path / "out", tmp_path / "out" / "below"):
+        with pytest.raises(UsageError, match="is a file") as caught:
+            decide_start(RunDir(root), _config(root), resume=False, fresh=False)
+        assert caught.value.problems[0].where == "output_dir"
+
+
+def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "gone")
+    with pytest.raises(UsageError, match="leads nowhere"):
+        decide_start(RunDir(tmp_path / "out"), _config(tmp_path / "out"), resume=False, fresh=False)
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Path]:
+    """A directory that this user cannot write."""
+    place = tmp_path / "closed"
+    place.mkdir(mode=0o500)
+    if os.geteuid() != 0:
+        yield place
+        return
+    mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(place)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("root may write everywhere, and mounting a read-only file system is not permitted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("below", ["", "out", "a/b"])
+def test_an_output_dir_that_cannot_be_written_is_refused(below: str, closed: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written") as caught:
+        decide_start(RunDir(closed / below), _config(closed / below), resume=False, fresh=False)
+    assert caught.value.problems[0].where == "output_dir"
+    assert str(closed) in caught.value.problems[0].what
