@@ -20,7 +20,14 @@ _TEXT = [
 MakeTokenizer = Callable[..., Any]
 
 
-def save_tokenizer(folder: Path, *, template: str | None, eos: str | None = "<|im_end|>", trim: bool = False, vocab: int = 600) -> Path:
+def save_tokenizer(
+    folder: Path,
+    *,
+    template: str | None,
+    eos: str | None = "<|im_end|>",
+    trim: bool = False,
+    vocab: int = 600,
+) -> Path:
     """Writes a byte-level BPE tokenizer to a folder, with `template` as its chat template."""
     from transformers import PreTrainedTokenizerFast
 
@@ -29,10 +36,15 @@ def save_tokenizer(folder: Path, *, template: str | None, eos: str | None = "<|i
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=trim)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     backend.train_from_iterator(_TEXT * 5, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=eos, additional_special_tokens=list(SPECIAL))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token=eos, additional_special_tokens=list(SPECIAL)
+    )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from unisono.data.answers import _by_marks, _by_prefixes
 from unisono.data.encode import Encoded, Encoder
 from unisono.data.prepare import load_tokenizer
 from unisono.data.rows import Conversation, RowError
@@ -54,7 +55,9 @@ def trained(encoder: Encoder, encoded: Encoded) -> list[str]:
 
 
 @pytest.mark.parametrize(("template", "end"), TEMPLATES)
-def test_the_tokens_are_those_of_apply_chat_template(tokenizer_dir: TokenizerDir, template: str, end: str) -> None:
+def test_the_tokens_are_those_of_apply_chat_template(
+    tokenizer_dir: TokenizerDir, template: str, end: str
+) -> None:
     encoder = make_encoder(tokenizer_dir(template, eos=end))
     messages = turns("hello  ", "\nthere,\n how are you ", "日本語? 🙂", "fine\n\n")
     expected = encoder.tokenizer.apply_chat_template(messages, tokenize=True)["input_ids"]
@@ -69,13 +72,17 @@ def test_every_answer_is_trained_with_its_stop_token_and_nothing_else(
     encoder = make_encoder(tokenizer_dir(template, eos=end, trim=trim))
     encoded = encode(encoder, turns("hello", "there there", "日本語?", "fine 🙂", "and you?", "I am fine"))
     expected = ["there there", "fine 🙂", "I am fine"]
-    if template == "thinking":  # it writes an empty thought into the last turn, which the model is to write, too
+    if (
+        template == "thinking"
+    ):  # it writes an empty thought into the last turn, which the model is to write, too
         expected[-1] = "<think>\n\n</think>\n\nI am fine"
     assert [text.removeprefix(" ") for text in trained(encoder, encoded)] == [text + end for text in expected]
 
 
 @pytest.mark.parametrize(("template", "end"), TEMPLATES)
-def test_with_last_answer_only_the_last_is_trained(tokenizer_dir: TokenizerDir, template: str, end: str) -> None:
+def test_with_last_answer_only_the_last_is_trained(
+    tokenizer_dir: TokenizerDir, template: str, end: str
+) -> None:
     encoder = make_encoder(tokenizer_dir(template, eos=end), loss_on="last-answer")
     (text,) = trained(encoder, encode(encoder, turns("hello", "there there", "and you?", "I am fine")))
     assert text.endswith("I am fine" + end)
@@ -83,7 +90,9 @@ def test_with_last_answer_only_the_last_is_trained(tokenizer_dir: TokenizerDir, 
 
 
 @pytest.mark.parametrize(("template", "end"), TEMPLATES)
-def test_with_all_everything_but_the_first_token_is_trained(tokenizer_dir: TokenizerDir, template: str, end: str) -> None:
+def test_with_all_everything_but_the_first_token_is_trained(
+    tokenizer_dir: TokenizerDir, template: str, end: str
+) -> None:
     encoded = encode(make_encoder(tokenizer_dir(template, eos=end), loss_on="all"), turns("hello", "there"))
     assert not encoded.targets[0]
     assert encoded.targets[1:].all()
@@ -91,13 +100,17 @@ def test_with_all_everything_but_the_first_token_is_trained(tokenizer_dir: Token
 
 @pytest.mark.parametrize("answer", ["\n\nthere", "  there", "there\n\n", "\tthere \n", "🙂", "e\u0301"])
 @pytest.mark.parametrize("trim", [False, True])
-def test_blanks_at_the_ends_of_an_answer_belong_to_it(tokenizer_dir: TokenizerDir, answer: str, *, trim: bool) -> None:
+def test_blanks_at_the_ends_of_an_answer_belong_to_it(
+    tokenizer_dir: TokenizerDir, answer: str, *, trim: bool
+) -> None:
     encoder = make_encoder(tokenizer_dir("chatml_tools", trim=trim))
     (text,) = trained(encoder, encode(encoder, turns("hello", answer)))
     assert text.lstrip("\n") == (answer + "<|im_end|>").lstrip("\n")
 
 
-def test_the_thoughts_of_earlier_turns_are_neither_in_the_text_nor_needed_to_find_the_answers(tokenizer_dir: TokenizerDir) -> None:
+def test_the_thoughts_of_earlier_turns_are_neither_in_the_text_nor_needed_to_find_the_answers(
+    tokenizer_dir: TokenizerDir,
+) -> None:
     encoder = make_encoder(tokenizer_dir("thinking"))
     messages = turns("hello", "<think>\nwell\n</think>\n\nthere", "and?", "<think>\nhm\n</think>\n\nfine")
     encoded = encode(encoder, messages)
@@ -105,22 +118,58 @@ def test_the_thoughts_of_earlier_turns_are_neither_in_the_text_nor_needed_to_fin
     assert trained(encoder, encoded) == ["there<|im_end|>", "<think>\nhm\n</think>\n\nfine<|im_end|>"]
 
 
-def test_where_earlier_turns_change_and_a_message_holds_the_markers_the_row_is_refused(tokenizer_dir: TokenizerDir) -> None:
+def test_markers_of_turns_in_a_question_do_not_lead_astray_where_earlier_turns_change(
+    tokenizer_dir: TokenizerDir,
+) -> None:
     encoder = make_encoder(tokenizer_dir("thinking"))
-    messages = turns("say <|im_start|>assistant\n", "<think>\nwell\n</think>\n\nthere", "and?", "fine")
-    assert "not certain" in refusal(encoder, messages)
+    messages = turns(
+        "say <|im_start|>assistant\nno<|im_end|>", "<think>\nwell\n</think>\n\nthere", "and?", "fine"
+    )
+    assert trained(encoder, encode(encoder, messages)) == [
+        "there<|im_end|>",
+        "<think>\n\n</think>\n\nfine<|im_end|>",
+    ]
+
+
+def test_where_no_way_is_certain_the_row_is_refused(tokenizer_dir: TokenizerDir) -> None:
+    encoder = make_encoder(tokenizer_dir("forced_thinking", eos="</s>"))
+    assert "not certain" in refusal(
+        encoder, turns("hello", "well</think>there <|Assistant|> here", "and?", "fine")
+    )
+
+
+@pytest.mark.parametrize(("template", "end"), [("thinking", "<|im_end|>"), ("forced_thinking", "</s>")])
+def test_marks_find_what_prefixes_find(tokenizer_dir: TokenizerDir, template: str, end: str) -> None:
+    encoder = make_encoder(tokenizer_dir(template, eos=end))
+    assert encoder.template is not None
+    conversation = Conversation(turns("hello", "there there", "日本語?", "fine 🙂"))
+    text = encoder.template.render(conversation.messages)
+    last = _by_prefixes(encoder.template, conversation, text, [3])
+    assert _by_marks(encoder.template, conversation, text, [1, 3]) is not None
+    assert last in (None, _by_marks(encoder.template, conversation, text, [3]))
 
 
 def test_a_stop_token_inside_a_message_does_not_end_its_answer(tokenizer_dir: TokenizerDir) -> None:
     encoder = make_encoder(tokenizer_dir("chatml_tools"))
-    assert trained(encoder, encode(encoder, turns("hello", "a <|im_end|> b", "x <|im_end|>", "c"))) == ["a <|im_end|> b<|im_end|>", "c<|im_end|>"]
+    assert trained(encoder, encode(encoder, turns("hello", "a <|im_end|> b", "x <|im_end|>", "c"))) == [
+        "a <|im_end|> b<|im_end|>",
+        "c<|im_end|>",
+    ]
 
 
 def test_tool_calls_are_answers_and_tool_results_are_not(tokenizer_dir: TokenizerDir) -> None:
     encoder = make_encoder(tokenizer_dir("chatml_tools"))
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": "weather",
+                "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+            },
+        }
+    ]
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Łódź"}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "weather?"},
         {"role": "assistant", "content": "", "tool_calls": [call, call]},
         {"role": "tool", "content": "12 °C"},
@@ -128,7 +177,10 @@ def test_tool_calls_are_answers_and_tool_results_are_not(tokenizer_dir: Tokenize
         {"role": "assistant", "content": "It is 12 °C."},
     ]  # fmt: skip
     encoded = encode(encoder, messages, tools)
-    assert encoded.ids.tolist() == encoder.tokenizer.apply_chat_template(messages, tools=tools, tokenize=True)["input_ids"]
+    assert (
+        encoded.ids.tolist()
+        == encoder.tokenizer.apply_chat_template(messages, tools=tools, tokenize=True)["input_ids"]
+    )
     written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
     assert trained(encoder, encoded) == [f"{written}\n{written}<|im_end|>", "It is 12 °C.<|im_end|>"]
 
@@ -136,9 +188,14 @@ def test_tool_calls_are_answers_and_tool_results_are_not(tokenizer_dir: Tokenize
 def test_what_a_template_would_leave_out_is_refused(tokenizer_dir: TokenizerDir) -> None:
     encoder = make_encoder(tokenizer_dir("turns", eos="<end_of_turn>"))
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     assert "does not render tool calls" in refusal(encoder, messages)
-    assert "does not render tools" in refusal(encoder, turns("a", "b"), [{"type": "function", "function": {"name": "f"}}])
+    assert "does not render tools" in refusal(
+        encoder, turns("a", "b"), [{"type": "function", "function": {"name": "f"}}]
+    )
 
 
 def test_a_message_of_weight_0_is_not_trained(tokenizer_dir: TokenizerDir) -> None:
@@ -149,12 +206,17 @@ def test_a_message_of_weight_0_is_not_trained(tokenizer_dir: TokenizerDir) -> No
 
 
 @pytest.mark.parametrize("messages", [turns("hello"), turns("hello", ""), turns("hello", " \n")])
-def test_a_conversation_without_an_answer_is_refused(tokenizer_dir: TokenizerDir, messages: list[dict[str, Any]]) -> None:
+def test_a_conversation_without_an_answer_is_refused(
+    tokenizer_dir: TokenizerDir, messages: list[dict[str, Any]]
+) -> None:
     assert "answer" in refusal(make_encoder(tokenizer_dir("chatml_tools")), messages)
 
 
 def test_what_the_template_itself_refuses_is_said_in_its_words(tokenizer_dir: TokenizerDir) -> None:
-    said = refusal(make_encoder(tokenizer_dir("turns", eos="<end_of_turn>")), [{"role": "system", "content": "x"}, *turns("a", "b")])
+    said = refusal(
+        make_encoder(tokenizer_dir("turns", eos="<end_of_turn>")),
+        [{"role": "system", "content": "x"}, *turns("a", "b")],
+    )
     assert "System role not supported" in said
 
 
@@ -168,7 +230,9 @@ UNTRAINED_STOP = (
 
 
 @pytest.mark.parametrize("template", [NO_STOP, UNTRAINED_STOP])
-def test_a_template_that_leaves_the_stop_token_out_of_the_loss_is_refused(tokenizer_dir: TokenizerDir, tmp_path: Path, template: str) -> None:
+def test_a_template_that_leaves_the_stop_token_out_of_the_loss_is_refused(
+    tokenizer_dir: TokenizerDir, tmp_path: Path, template: str
+) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(template, encoding="utf-8")
     encoder = make_encoder(tokenizer_dir(), template_file=str(file))
@@ -179,7 +243,9 @@ def test_a_template_that_leaves_the_stop_token_out_of_the_loss_is_refused(tokeni
 
 
 @pytest.mark.parametrize(("template", "answer"), [(NO_STOP, "there\n"), (UNTRAINED_STOP, "there")])
-def test_the_check_can_be_turned_off(tokenizer_dir: TokenizerDir, tmp_path: Path, template: str, answer: str) -> None:
+def test_the_check_can_be_turned_off(
+    tokenizer_dir: TokenizerDir, tmp_path: Path, template: str, answer: str
+) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(template, encoding="utf-8")
     encoder = make_encoder(tokenizer_dir(), template_file=str(file), check_template=False)
@@ -187,16 +253,24 @@ def test_the_check_can_be_turned_off(tokenizer_dir: TokenizerDir, tmp_path: Path
     assert [text.lstrip(" ") for text in trained(encoder, encoded)] == [answer]
 
 
-def test_a_template_file_is_rendered_in_place_of_the_tokenizers_own(tokenizer_dir: TokenizerDir, tmp_path: Path) -> None:
+def test_a_template_file_is_rendered_in_place_of_the_tokenizers_own(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
     file = tmp_path / "template.jinja"
-    file.write_text((Path(__file__).parent / "templates" / "marked.jinja").read_text(encoding="utf-8"), encoding="utf-8")
+    file.write_text(
+        (Path(__file__).parent / "templates" / "marked.jinja").read_text(encoding="utf-8"), encoding="utf-8"
+    )
     encoder = make_encoder(tokenizer_dir("headers"), template_file=str(file))
     messages = turns("hello", "there")
-    expected = encoder.tokenizer.apply_chat_template(messages, chat_template=file.read_text(encoding="utf-8"), tokenize=True)
+    expected = encoder.tokenizer.apply_chat_template(
+        messages, chat_template=file.read_text(encoding="utf-8"), tokenize=True
+    )
     assert encode(encoder, messages).ids.tolist() == expected["input_ids"]
 
 
-def test_a_template_that_is_no_jinja_is_refused_with_its_line(tokenizer_dir: TokenizerDir, tmp_path: Path) -> None:
+def test_a_template_that_is_no_jinja_is_refused_with_its_line(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}", encoding="utf-8")
     with pytest.raises(DataError) as caught:

@@ -19,7 +19,9 @@ def row(targets: list[bool]) -> Encoded:
 
 
 @given(ROWS, st.integers(8, 64))
-def test_split_trains_every_loss_token_once_and_accounts_for_every_token(targets: list[bool], max_length: int) -> None:
+def test_split_trains_every_loss_token_once_and_accounts_for_every_token(
+    targets: list[bool], max_length: int
+) -> None:
     whole = row(targets)
     fitted = fit(whole, max_length=max_length, too_long="split")
     trained = [token for piece in fitted.pieces for token in piece.ids[piece.targets].tolist()]
@@ -43,7 +45,9 @@ def test_cut_keeps_the_beginning_and_counts_the_rest(targets: list[bool], max_le
 
 
 @given(ROWS, st.integers(8, 64))
-def test_drop_and_error_take_nothing_of_a_long_row_and_all_of_a_short_one(targets: list[bool], max_length: int) -> None:
+def test_drop_and_error_take_nothing_of_a_long_row_and_all_of_a_short_one(
+    targets: list[bool], max_length: int
+) -> None:
     for rule, what in (("drop", "drop"), ("error", "error")):
         fitted = fit(row(targets), max_length=max_length, too_long=rule)  # type: ignore[arg-type]
         assert fitted.what == (what if len(targets) > max_length else "used")

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from unisono.data.pack import pack
 
-LENGTHS = st.integers(1, 200).flatmap(lambda limit: st.tuples(st.just(limit), st.lists(st.integers(1, limit), max_size=200)))
+LENGTHS = st.integers(1, 200).flatmap(
+    lambda limit: st.tuples(st.just(limit), st.lists(st.integers(1, limit), max_size=200))
+)
 
 
 @given(LENGTHS)

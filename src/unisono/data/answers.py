@@ -5,16 +5,23 @@ Three ways, in this order; what the first that works gives is right, and where n
 1. The template marks them (`{% generation %}`): taken as they are.
 2. Prefixes: an answer begins where the rendering of all before it, with the prompt for an answer, ends; and ends where
    the rendering up to it ends. Holds if both are beginnings of the whole.
-3. Turns: a template that renders earlier turns differently (drops their reasoning) breaks 2. Then the header of an
-   answer must occur as often as there are answers, and the end-of-turn token ends each; neither may occur in a message.
+3. Marks: a template that renders earlier turns differently (drops their reasoning) breaks 2. Then a mark is put behind
+   the answer, and the whole is rendered again: where the two texts part, the answer ends. What follows must be what
+   follows it where it is the last message, at least up to the token that ends a turn.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
+from unisono.data.formats import all_text
 from unisono.data.rows import Conversation, Message, RowError
-from unisono.data.template import ChatTemplate
+from unisono.data.template import ChatTemplate, common_beginning
 
 Span = tuple[int, int]
+
+_MARK = "\ue000"  # of the private use area: no template writes it, and none takes it for a blank
+_THOUGHT = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
     text = template.render(messages, tools)
     spans_found = _by_prefixes(template, conversation, text, wanted)
     if spans_found is None:
-        spans_found = _by_turns(template, conversation, text, spoken, wanted)
+        spans_found = _by_marks(template, conversation, text, wanted)
     if spans_found is None:
         raise RowError(
             "the chat template renders earlier turns differently, so the answers' places are not certain",
@@ -108,53 +115,111 @@ def _by_prefixes(
     spans: list[Span] = []
     messages, tools = conversation.messages, conversation.tools
     for i in wanted:
-        first = _length_if_prefix(template, messages[:i], tools, text, prompt=True)
-        last = i == len(messages) - 1
-        end = len(text) if last else _length_if_prefix(template, messages[: i + 1], tools, text, prompt=False)
-        if first is None or end is None or first >= end or (spans and first < spans[-1][1]):
+        first = _begin_by_prompt(template, conversation, text, i)
+        part = text if i == len(messages) - 1 else _try_render(template, messages[: i + 1], tools)
+        if first is None or part is None or not text.startswith(part) or first >= len(part):
             return None
-        spans.append((first, end))
-    return spans
+        spans.append((first, len(part) - template.surplus(part)))
+    return spans if _in_order(spans) else None
 
 
-def _length_if_prefix(
-    template: ChatTemplate, messages: list[Message], tools: list[object] | None, text: str, *, prompt: bool
-) -> int | None:
-    if not messages:
+def _begin_by_prompt(template: ChatTemplate, conversation: Conversation, text: str, i: int) -> int | None:
+    """The end of all before message i with the prompt for an answer, if the text begins so."""
+    if i == 0:
         return None
+    part = _try_render(template, conversation.messages[:i], conversation.tools, prompt=True)
+    return len(part) if part is not None and text.startswith(part) else None
+
+
+def _try_render(
+    template: ChatTemplate, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False
+) -> str | None:
+    """The rendering, or None: a template may refuse a part of a conversation that it takes as a whole."""
     try:
-        part = template.render(messages, tools, prompt=prompt)
+        return template.render(messages, tools, prompt=prompt)
     except RowError:
-        return None  # a template may refuse a part of a conversation that it takes as a whole
-    return len(part) if text.startswith(part) else None
+        return None
 
 
-def _by_turns(
-    template: ChatTemplate, conversation: Conversation, text: str, spoken: list[int], wanted: list[int]
+def _by_marks(
+    template: ChatTemplate, conversation: Conversation, text: str, wanted: list[int]
 ) -> list[Span] | None:
-    frame, stop = template.frame, template.end_of_turn
-    if frame is None or not frame.header.strip() or stop is None:
+    spans: list[Span] = []
+    messages, tools = conversation.messages, conversation.tools
+    for i in wanted:
+        last = _try_render(template, messages[: i + 1], tools)
+        told = _end_of_telling(template, messages, tools, text, i)
+        told_last = None if last is None else _end_of_telling(template, messages[: i + 1], tools, last, i)
+        if last is None or told is None or told_last is None:
+            return None
+        tail = last[told_last : len(last) - template.surplus(last)]
+        first = _begin_by_prompt(template, conversation, text, i)
+        if first is None:
+            first = _begin_by_mark(template, conversation, text, i)
+        if first is None:
+            first = _begin_by_header(template, messages[i], text, told)
+        if first is None or first > told or not text.startswith(tail, told):
+            return None
+        spans.append((first, told + len(tail)))
+    return spans if _in_order(spans) else None
+
+
+def _end_of_telling(
+    template: ChatTemplate, messages: list[Message], tools: list[Any] | None, text: str, i: int
+) -> int | None:
+    """The last character up to which message i certainly reaches: the end of its content, or of its last call's name."""
+    ends: list[int] = []
+    for marked in _marked(messages[i]):
+        other = _try_render(template, [*messages[:i], marked, *messages[i + 1 :]], tools)
+        if other is not None and other != text and _MARK in other:
+            ends.append(common_beginning(text, other))
+    return max(ends, default=None)
+
+
+def _marked(message: Message) -> list[Message]:
+    """The message with a mark behind its content, and with one behind the name of its last call."""
+    found = [message | {"content": message["content"] + _MARK}] if message["content"] else []
+    calls = message.get("tool_calls")
+    if calls:
+        function = calls[-1]["function"]
+        last = calls[-1] | {"function": function | {"name": function["name"] + _MARK}}
+        found.append(message | {"tool_calls": [*calls[:-1], last]})
+    return found
+
+
+def _begin_by_mark(template: ChatTemplate, conversation: Conversation, text: str, i: int) -> int | None:
+    """The end of what the prompt for an answer and the text have in common before the content of message i.
+
+    A prompt may ask for thoughts (`<think>`) that the text of an earlier turn does not have.
+    """
+    messages, tools = conversation.messages, conversation.tools
+    content = messages[i]["content"]
+    place = content.rfind(_THOUGHT) + len(_THOUGHT) if _THOUGHT in content else 0
+    place += (
+        len(content[place:]) - len(content[place:].lstrip()) if place else 0
+    )  # templates drop thoughts up to here
+    marked = messages[i] | {"content": content[:place] + _MARK + content[place:]}
+    other = _try_render(template, [*messages[:i], marked, *messages[i + 1 :]], tools)
+    bare = _try_render(template, messages[:i], tools) if i else None
+    prompt = _try_render(template, messages[:i], tools, prompt=True) if i else None
+    if other is None or _MARK not in other or bare is None or prompt is None or not prompt.startswith(bare):
         return None
-    parts = text.split(frame.header)
-    if (
-        len(parts) != len(spoken) + 1
-        or _occurs(conversation, frame.header.strip())
-        or _occurs(conversation, stop)
-    ):
+    told, asked = common_beginning(text, other), prompt[len(bare) :]
+    if text.startswith(bare) and len(bare) <= told:
+        shared = common_beginning(text[len(bare) : told], asked)
+        return len(bare) + shared if asked[:shared].strip() else None
+    fits = (n for n in range(len(asked), 0, -1) if text.endswith(asked[:n], 0, told))
+    return told if asked[: next(fits, 0)].strip() else None
+
+
+def _begin_by_header(template: ChatTemplate, message: Message, text: str, told: int) -> int | None:
+    """The end of the last header before an answer's end; none if the message itself holds the header."""
+    header = template.frame.header if template.frame else ""
+    if not header.strip() or header.strip() in all_text(Conversation([message])):
         return None
-    spans: dict[int, Span] = {}
-    place = len(parts[0])
-    for message, part in zip(spoken, parts[1:], strict=True):
-        first = place + len(frame.header)
-        place = first + len(part)
-        found = part.find(stop)
-        if found < 0 or template.has_control_token(part[:found]):
-            return None  # without its own end the answer would seem to run into the next turn
-        spans[message] = (first, first + found + len(stop))
-    return [spans[i] for i in wanted]
+    place = text.rfind(header, 0, told)
+    return None if place < 0 else place + len(header)
 
 
-def _occurs(conversation: Conversation, text: str) -> bool:
-    from unisono.data.formats import all_text
-
-    return text in all_text(conversation)
+def _in_order(spans: list[Span]) -> bool:
+    return all(before[1] <= after[0] for before, after in pairwise(spans))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from unisono.data.answers import Span, render_answers
 from unisono.data.rows import Completion, Conversation, Example, RowError, Text
-from unisono.data.template import choose_template, stand_in, stop_token_ids
+from unisono.data.template import ChatTemplate, choose_template, known_stop_ids, stand_in
 from unisono.data.tokens import Tokens, encode_texts
 from unisono.errors import DataError
 from unisono.text import one_line
@@ -69,10 +69,13 @@ class Encoder:
         check_template: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
-        self.template = choose_template(tokenizer, template_file)
-        self.stop_ids = stop_token_ids(tokenizer, self.template, directory)
+        self.stop_ids = known_stop_ids(tokenizer, directory)
+        stops = tuple(
+            str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(self.stop_ids) if i < len(tokenizer)
+        )
+        self.template: ChatTemplate | None = None
+        self._use(choose_template(tokenizer, template_file, stops=stops))
         self.warnings: list[str] = []
-        self._directory = directory
         self._loss_on = loss_on
         self._check = check_template
         self._probed = False
@@ -95,18 +98,24 @@ class Encoder:
                 encoded[i] = self._finish(job, tokens)
         return [job if isinstance(job, RowError) else encoded[i] for i, job in enumerate(jobs)]
 
+    def _use(self, template: ChatTemplate | None) -> None:
+        self.template = template
+        if template is not None and template.end_of_turn is not None:
+            self.stop_ids.add(self.tokenizer.convert_tokens_to_ids(template.end_of_turn))
+
     def _probe(self, examples: Sequence[Example]) -> None:
         """Takes the stand-in where a conversation needs it, and looks once at what the template does with an answer."""
         if self.template is None:
             if not any(isinstance(example, Conversation) for example in examples):
                 self._probed = False
                 return
-            self.template = stand_in(self.tokenizer)
-            self.stop_ids = stop_token_ids(self.tokenizer, self.template, self._directory)
+            substitute = stand_in(self.tokenizer)
+            self._use(substitute)
             self.warnings.append(
-                f"the tokenizer has no chat template; rows are rendered as {self.template.origin}"
+                f"the tokenizer has no chat template; rows are rendered as {substitute.origin}"
             )
-        if not self._check or self.template.frame is None:
+        template = self.template
+        if not self._check or template is None or template.frame is None:
             return
         question = Conversation(
             [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
@@ -118,7 +127,7 @@ class Encoder:
         trained = tokens.ids if job.answers is None else self._trained_ids(job, tokens)
         if not self.stop_ids.intersection(trained):
             raise DataError.of(
-                "the chat template leaves the stop token of an answer out of the loss", where=f"data.template: {self.template.origin}",
+                "the chat template leaves the stop token of an answer out of the loss", where=f"data.template: {template.origin}",
                 why=f"it trains {one_line(repr(self.tokenizer.decode(trained)), limit=80)}; "
                 f"an answer ends with {self._stop_names()}; a model trained so would not stop",
                 fix="end each answer with that token (inside the generation block, if it has one), or set data.check_template: false",

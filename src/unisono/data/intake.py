@@ -114,8 +114,8 @@ class Intake:
         if not leading:
             raise DataError.of(f"{path} has no rows", where=path, fix="give a file with rows")
         name = self._format(source, leading[-1])
-        rows = chain(leading, rows)
-        while batch := list(islice(rows, _BATCH)):
+        everything = chain(leading, rows)
+        while batch := list(islice(everything, _BATCH)):
             self._progress.add(len(batch), path)
             self._read_batch(source, name, batch)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from unisono.data.rows import Message, RowError
 from unisono.errors import DataError
+from unisono.files import read_json
 from unisono.text import one_line
 
 # Where a tokenizer has no template of its own. END is its end-of-turn token, or else its end-of-sequence token.
@@ -30,13 +31,13 @@ class ChatTemplate:
         tokenizer: of transformers.
         text: what is given to apply_chat_template; None for the tokenizer's own.
         origin: where it comes from, for people.
-        own: whether it is the tokenizer's own or the user's, and not our ChatML.
+        known_stops: what the tokenizer and generation_config.json name as ends.
     """
 
     tokenizer: Any
     text: str | None
     origin: str
-    own: bool
+    known_stops: tuple[str, ...] = ()
 
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
@@ -114,33 +115,30 @@ class ChatTemplate:
             bare, prompt = self.render(asked), self.render(asked, prompt=True)
         except RowError:
             return None
-        place = whole.find(_ANSWER)
-        if (
-            place < 0
-            or whole.count(_ANSWER) != 1
-            or not whole.startswith(bare)
-            or not prompt.startswith(bare)
-        ):
+        if whole.count(_ANSWER) != 1:
             return None
-        header = _common_beginning(whole[len(bare) : place], prompt[len(bare) :])
-        return Frame(header=header, tail=whole[place + len(_ANSWER) :])
+        place = whole.index(_ANSWER)
+        shared = common_beginning(whole[:place], prompt)  # the end of what asks for an answer
+        before = len(bare) if whole.startswith(bare) and prompt.startswith(bare) else shared
+        return Frame(header=whole[before:shared], tail=whole[place + len(_ANSWER) :])
 
     @cached_property
     def end_of_turn(self) -> str | None:
-        """The added token with which it ends an answer, or None."""
+        """The token that ends an answer: the first known stop token behind it, else the added token right behind it."""
         if self.frame is None:
             return None
-        tail = self.frame.tail.lstrip()
+        tail = self.frame.tail
+        stops = sorted((tail.index(stop), stop) for stop in self.known_stops if stop in tail)
+        if stops:
+            return stops[0][1]
         added = sorted((str(token) for token in self.tokenizer.get_added_vocab()), key=len, reverse=True)
-        return next((token for token in added if tail.startswith(token)), None)
+        return next((token for token in added if tail.lstrip().startswith(token)), None)
 
-    @cached_property
-    def _control_tokens(self) -> list[str]:
-        return [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-
-    def has_control_token(self, text: str) -> bool:
-        """Whether a special token of the tokenizer is written out in some text."""
-        return any(token in text for token in self._control_tokens)
+    def surplus(self, text: str) -> int:
+        """How many characters at the end of a conversation come after the token that ends its last answer."""
+        if self.frame is None or self.end_of_turn is None or not text.endswith(self.frame.tail):
+            return 0
+        return len(self.frame.tail) - self.frame.tail.index(self.end_of_turn) - len(self.end_of_turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,23 +154,33 @@ class Frame:
     tail: str
 
 
-def _common_beginning(one: str, other: str) -> str:
-    same = 0
-    while same < min(len(one), len(other)) and one[same] == other[same]:
-        same += 1
-    return one[:same]
+def common_beginning(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # halving: comparing slices is much quicker than comparing characters
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
-def choose_template(tokenizer: Any, file: str | None) -> ChatTemplate | None:
+def choose_template(tokenizer: Any, file: str | None, *, stops: tuple[str, ...] = ()) -> ChatTemplate | None:
     """The user's file, else the tokenizer's own; None if there is neither.
+
+    Args:
+        tokenizer: of transformers.
+        file: what the config names.
+        stops: known stop tokens.
 
     Raises:
         DataError: if the file is missing or no template.
     """
     if file is not None:
-        return ChatTemplate(tokenizer, _read_template(file), f"the file {file}", own=True)
+        return ChatTemplate(tokenizer, _read_template(file), f"the file {file}", stops)
     if tokenizer.chat_template:
-        return ChatTemplate(tokenizer, None, "the tokenizer's own", own=True)
+        return ChatTemplate(tokenizer, None, "the tokenizer's own", stops)
     return None
 
 
@@ -190,7 +198,7 @@ def stand_in(tokenizer: Any) -> ChatTemplate:
         )  # fmt: skip
     escaped = str(end).replace("\\", "\\\\").replace("'", "\\'")
     return ChatTemplate(
-        tokenizer, _CHATML.replace("END", escaped), f"ChatML, answers end with {end}", own=False
+        tokenizer, _CHATML.replace("END", escaped), f"ChatML, answers end with {end}", (str(end),)
     )
 
 
@@ -219,10 +227,8 @@ def _read_template(file: str) -> str:
     return text
 
 
-def stop_token_ids(tokenizer: Any, template: ChatTemplate | None, directory: Path) -> set[int]:
-    """The tokens that end an answer: end of sequence, those of generation_config.json, and the template's end of turn."""
-    from unisono.files import read_json
-
+def known_stop_ids(tokenizer: Any, directory: Path) -> set[int]:
+    """The tokens that end an answer whatever the template: end of sequence, and those of generation_config.json."""
     found: set[int] = set()
     if isinstance(tokenizer.eos_token_id, int):
         found.add(tokenizer.eos_token_id)
@@ -233,6 +239,4 @@ def stop_token_ids(tokenizer: Any, template: ChatTemplate | None, directory: Pat
         except (OSError, ValueError, AttributeError):
             value = None  # loading the model says what is wrong with it
         found.update(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
-    if template is not None and template.end_of_turn is not None:
-        found.add(tokenizer.convert_tokens_to_ids(template.end_of_turn))
     return found
