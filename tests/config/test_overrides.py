@@ -28,6 +28,7 @@ def test_an_override_replaces_one_value_and_leaves_its_neighbours(tmp_path: Path
     )
     assert loaded.origins["optim.lr"] == loaded.origins["batch.global"] == "command line"
     assert loaded.origins["optim.warmup"] == f"{tmp_path}/t.yaml:4"
+    assert "optim" not in loaded.origins
 
 
 def test_the_last_override_counts(tmp_path: Path) -> None:

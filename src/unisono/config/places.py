@@ -27,5 +27,6 @@ class Places:
             self._places.setdefault(key[:end], COMMAND_LINE)
 
     def dotted(self) -> dict[str, str]:
-        """All of them, keys as `batch.micro`."""
-        return {".".join(map(str, key)): place for key, place in self._places.items()}
+        """The places of values, not of the sections around them; keys as `batch.micro`."""
+        sections = {key[:-1] for key in self._places if isinstance(key[-1], str)}
+        return {".".join(map(str, key)): place for key, place in self._places.items() if key not in sections}

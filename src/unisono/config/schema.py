@@ -170,9 +170,7 @@ class OptimSection(Section):
     )
     warmup: WarmupText = Field(default="3%", description="the learning rate rises over so much of the run")
     min_lr: Share = Field(default=0.0, description="where the schedule ends, as a share of lr")
-    weight_decay: NotNegative = Field(
-        default=0.0, description="of matrices; norms and biases have none"
-    )
+    weight_decay: NotNegative = Field(default=0.0, description="of matrices; norms and biases have none")
     betas: Annotated[tuple[Share, Share], Says("a list of two numbers from 0 to below 1")] = Field(
         default=(0.9, 0.999), description="how slowly the two moments of AdamW forget"
     )
