@@ -106,7 +106,7 @@ def _show(error: Exception, *, command: str) -> int:
         speak.warn("This is a defect of unisono, not of yours. Please report it with the lines above.")
     if speak.json:
         _emit_refusal(body, command=command)
-    return int(body["exit_code"])
+    return error.exit_code if isinstance(error, UnisonoError) else 1
 
 
 def _emit_refusal(body: dict[str, Any], *, command: str) -> None:

@@ -31,8 +31,9 @@ def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
         ("results", plan.output_dir),
     ]
     if plan.ignored_variables:
-        rows.append(("ignored", f"{_some(plan.ignored_variables)}: one device needs no launcher's variables"))
-    return [f"{label:<{_LABEL}}{one_line(text, limit=180)}" for label, text in rows if text.strip("; ")]
+        names = ", ".join(plan.ignored_variables)
+        rows.append(("ignored", f"{names}: one device needs no launcher's variables"))
+    return [f"{label:<{_LABEL}}{one_line(text)}" for label, text in rows if text.strip("; ")]
 
 
 def _device(plan: RunPlan) -> str:
@@ -115,7 +116,3 @@ def _memory(plan: RunPlan, facts: Mapping[str, Any]) -> str:
     if isinstance(measured, int | float) and measured:
         text += f" · the longest batch was tried and took {show_bytes(measured)}"
     return text
-
-
-def _some(names: list[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

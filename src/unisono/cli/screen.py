@@ -16,7 +16,7 @@ from unisono.text import one_line
 from unisono.units import show_bytes, show_count, show_seconds
 
 _PLAIN_EVERY_S = 15.0
-_PLAIN_SHARE = 0.1
+_PLAIN_PARTS = 10
 
 
 class Line(Protocol):
@@ -42,20 +42,21 @@ class PlainLine:
         self._say = say
         self._clock = clock
         self._share = 0.0
-        self._next_share = 0.0
+        self._next_part = 0
         self._next_time = 0.0
 
     def show(self, text: str, *, share: float | None) -> None:
         """Says it if it is time to."""
         now = self._clock()
         if share is not None and share < self._share:  # something else has begun
-            self._next_share = 0.0
+            self._next_part = 0
         self._share = share if share is not None else self._share
-        reached = share is not None and share >= self._next_share
+        part = int(self._share * _PLAIN_PARTS + 1e-9)
+        reached = share is not None and part >= self._next_part
         if not reached and now < self._next_time:
             return
         if share is not None:
-            self._next_share = (int(share / _PLAIN_SHARE + 1e-9) + 1) * _PLAIN_SHARE
+            self._next_part = part + 1
         self._next_time = now + _PLAIN_EVERY_S
         self._say(text)
 
@@ -142,7 +143,7 @@ class Screen:
         share = done / total if isinstance(done, int | float) and total else None
         if self._speak.quiet:
             return
-        counted = f" {done:,} of {total:,}" if share is not None else ""
+        counted = f" {min(done, total):,} of {total:,}" if share is not None and done else ""
         trains = self._pace.rate() is not None  # then the bar is that of the steps
         self._line.show(one_line(str(message.get("text", ""))) + counted, share=None if trains else share)
 

@@ -1,0 +1,257 @@
+"""What a person sees of a run. Run: pytest tests/cli/test_screen.py"""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.cli.first_screen import first_screen
+from unisono.cli.output import Output
+from unisono.cli.screen import Pace, PlainLine, Screen, ending
+from unisono.config import RunConfig
+from unisono.plan import (
+    DataSummary,
+    DeviceChoice,
+    ModelFacts,
+    PlanInputs,
+    ResumePoint,
+    RunPlan,
+    SplitSummary,
+    resolve_plan,
+)
+
+
+class Clock:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Lines:
+    """A line that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[str, float | None]] = []
+        self.kept: list[str] = []
+
+    def show(self, text: str, *, share: float | None) -> None:
+        self.shown.append((text, share))
+
+    def above(self, text: str) -> None:
+        self.kept.append(text)
+
+    def close(self) -> None:
+        pass
+
+
+def plan(*, gpu: bool = False, resume: bool = False, ignored: int = 0, **config: Any) -> RunPlan:
+    split = SplitSummary(
+        rows=2_000, sequences=500, tokens=120_000, loss_tokens=40_000, longest_sequence=256, longest_row=80
+    )
+    device = DeviceChoice(
+        kind="cuda" if gpu else "cpu", index=3 if gpu else None, uuid="GPU-aaaa" if gpu else None, name="Big", memory_bytes=10**10,
+        bfloat16=True,
+    )  # fmt: skip
+    return resolve_plan(
+        PlanInputs(
+            config=RunConfig.model_validate({"model": "m", "data": {"train": "t"}, "output_dir": "/runs/x", **config}),
+            run_id="r", output_dir="/runs/x", host="box", device=device, threads=2, threads_origin="cores",
+            model=ModelFacts(
+                directory="/m", model_type="llama", parameters=10**6, hidden_size=64, layers=2, intermediate_size=128, vocab_size=512,
+                linear_parameters=10**5, linear_in_out=10**3, weight_bytes=10**6, digest="m",
+            ),
+            data=DataSummary(
+                cache_dir="/c", cache_hit=True, cache_reason="as before", train=split, eval=split,
+                ledger={"rows": 2_310, "used": 2_200, "cut": 3, "split": 0, "dropped": 100, "bad": 10, "eval": 200, "tokens_cut": 77},
+                formats=["messages"], template="the tokenizer's own", total_steps=100, digest="d",
+            ),
+            resume=ResumePoint(step=7, path="/runs/x/checkpoints/step-00000007") if resume else None,
+            resume_reason="goes on; from step 7" if resume else "fresh", ignored_variables=[f"NCCL_{n}" for n in range(ignored)],
+        )
+    )  # fmt: skip
+
+
+@given(
+    st.booleans(), st.booleans(), st.integers(0, 40), st.sampled_from([None, {"rank": 4}, {"kind": "dora"}])
+)
+def test_the_first_screen_has_at_most_twelve_lines_and_each_thing_is_on_it(
+    gpu: bool,  # noqa: FBT001 - drawn, not passed by a person
+    resume: bool,  # noqa: FBT001
+    ignored: int,
+    adapter: dict[str, Any] | None,
+) -> None:
+    facts = {"parameters": 10**6, "trainable": 12_345, "layout": "flat", "peak_bytes": 10**8}
+    lines = first_screen(plan(gpu=gpu, resume=resume, ignored=ignored, adapter=adapter), facts)
+    text = "\n".join(lines)
+    assert len(lines) <= 12
+    assert all("\n" not in line for line in lines)
+    for word in (
+        "Big",
+        "llama",
+        "12.3 k of 1 M",
+        "2,310 rows",
+        "100 dropped",
+        "10 bad",
+        "77 cut",
+        "a step",
+        "free",
+        "/runs/x",
+    ):
+        assert word in text, word
+    assert ("index 3 → GPU-aaaa" in text) == gpu
+    assert ("from step 7" in text) == resume
+    assert all(f"NCCL_{n}" in text for n in range(ignored))
+
+
+def test_what_comes_from_files_cannot_steer_the_terminal() -> None:
+    lines = first_screen(plan(output_dir="/runs/\x1b[31mx"), {"layout": "\x1b]0;owned\x07flat"})
+    assert "\x1b" not in "\n".join(lines)
+
+
+def test_plain_lines_come_at_each_tenth_and_after_a_silence() -> None:
+    said: list[str] = []
+    clock = Clock()
+    line = PlainLine(said.append, clock)
+    for step in range(1, 1_001):
+        line.show(f"step {step}", share=step / 1_000)
+    assert said == ["step 1", *(f"step {n}00" for n in range(1, 10)), "step 1000"]
+    clock.now += 60
+    line.show("evaluating", share=None)
+    line.show("evaluating", share=None)
+    assert said[-2:] == ["step 1000", "evaluating"]
+
+
+def test_a_new_phase_begins_its_tenths_again() -> None:
+    said: list[str] = []
+    line = PlainLine(said.append, Clock())
+    line.show("tokenizing", share=1.0)
+    line.show("step 1", share=0.01)
+    assert said == ["tokenizing", "step 1"]
+
+
+def test_the_rate_is_over_the_last_steps_and_leaves_out_the_first() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    assert pace.rate() is None
+    clock.now += 30  # the first step warms up
+    pace.note(1)
+    assert pace.rate() is None
+    for step in range(2, 12):
+        clock.now += 0.5
+        pace.note(step)
+    assert pace.rate() == pytest.approx(2.0)
+
+
+def test_a_step_shows_loss_rate_and_time_left() -> None:
+    clock, line = Clock(), Lines()
+    screen = Screen(Output(), line, clock)
+    screen.show({"kind": "plan", **plan(duration="100 steps").to_json()})
+    for step in (1, 2, 3):
+        clock.now += 2
+        screen.show({"kind": "step", "step": step, "loss": 1.23456, "tokens_per_second": 5000.0})
+    text, share = line.shown[-1]
+    assert text == "step 3/100 · loss 1.235 · 5,000 tokens/s · 0.5 steps/s · 3 min 14 s left"
+    assert share == 0.03
+
+
+def test_quiet_keeps_warnings_and_verdicts_only() -> None:
+    line = Lines()
+    screen = Screen(Output(quiet=True), line)
+    screen.show({"kind": "plan", **plan().to_json()})
+    screen.show({"kind": "ready", "facts": {}})
+    screen.show({"kind": "step", "step": 1, "loss": 1.0})
+    screen.show({"kind": "checkpoint", "step": 1})
+    screen.show({"kind": "warning", "text": "the disk is \x1b[2Jfull", "fix": "free some"})
+    screen.show(
+        {"kind": "verdict", "schema": 1, "cause": "nan_loss", "when": "during", "summary": "not a number"}
+    )
+    assert line.shown == []
+    assert line.kept == ["warning: the disk is full (free some)", "WHAT        not a number  [nan_loss]"]
+
+
+def test_samples_and_answers_lose_control_characters() -> None:
+    line = Lines()
+    Screen(Output(), line).show(
+        {"kind": "sample", "step": 1, "prompt": "a\nb\x1b[2J", "text": "\x9b31mc\u202e"}
+    )
+    assert line.kept == ["  a b → 31mc"]
+
+
+def test_the_end_says_where_the_result_is_and_what_to_type_next(tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "x"
+    lines = ending(
+        {
+            "outcome": "completed", "exit_code": 0, "step": 9, "loss": 0.5, "eval": {"loss_before": 2.0, "loss": 0.25, "exact_match": 1.0},
+            "output_dir": str(out), "weights": str(out / "adapter"), "wall_time_s": 61.0, "tokens_per_second": 100.0,
+        },
+        tmp_path,
+    )  # fmt: skip
+    assert lines == [
+        "completed: step 9 · loss 0.5 · 100 tokens/s · 1 min 01 s", "evaluation: loss 2 → 0.25, exact_match 1",
+        "result: runs/x/adapter", "next:   unisono chat runs/x",
+    ]  # fmt: skip
+
+
+def test_without_a_checkpoint_the_end_says_so(tmp_path: Path) -> None:
+    lines = ending(
+        {"outcome": "preempted", "exit_code": 75, "output_dir": "/x", "checkpoint": None}, tmp_path
+    )
+    assert lines[1:] == ["there is no checkpoint yet", "next:   the same command goes on from step 1"]
+
+
+def test_on_a_terminal_one_line_is_redrawn_and_gone_at_the_end() -> None:
+    script = (
+        "from unisono.cli.live_line import LiveLine\n"
+        "line = LiveLine()\n"
+        "for n in range(1, 101): line.show(f'[bold]step {n}', share=n / 100)\n"
+        "line.above('a line [red]that stays')\n"
+        "line.close()\n"
+    )
+    text = in_terminal([sys.executable, "-c", script])
+    assert "a line [red]that stays" in text  # foreign text is no markup
+    assert "[bold]step 100" in text
+    assert text.count("step ") < 10  # redrawn now and then, not at each call
+    assert "\x1b[?25h" in text  # the cursor is given back
+
+
+def in_terminal(command: list[str]) -> str:
+    """What a command writes to a terminal."""
+    ours, theirs = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {
+        "TERM": "xterm"
+    }
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    found = b""
+    while True:
+        try:
+            chunk = os.read(ours, 4096)
+        except OSError:  # the other side is closed
+            break
+        if not chunk:
+            break
+        found += chunk
+    os.close(ours)
+    assert process.wait() == 0
+    return found.decode()
+
+
+def test_json_lines_are_strict_json(capsys: pytest.CaptureFixture[str]) -> None:
+    from unisono.cli.screen import JsonLines
+
+    screen = JsonLines(Output(json=True))
+    screen.show({"kind": "step", "step": 1, "loss": float("nan")})
+    screen.show({"kind": "phase", "text": "not for programs"})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line, parse_constant=pytest.fail)["loss"] is None

@@ -1,0 +1,173 @@
+"""One device: no process group, no socket, whatever a launcher has left behind; with the real worker.
+
+Run: pytest tests/launch/test_one_device.py
+"""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+pytestmark = pytest.mark.slow
+
+HOSTILE = {
+    "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500",
+    "NCCL_SOCKET_IFNAME": "nowhere0", "GLOO_SOCKET_IFNAME": "nowhere0", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+    "ACCELERATE_DISTRIBUTED_TYPE": "FSDP", "DEEPSPEED_CONFIG": "x", "NCCL_DEBUG": "INFO", "PET_NNODES": "2",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of 50,000 parameters, 60 rows, and a config of 6 steps."""
+    place = tmp_path_factory.mktemp("one")
+    draw = random.Random(0)
+    words = ["red", "green", "blue", "one", "two", "three", "cat", "dog", "bird", "sings", "runs", "sleeps"]
+    rows = [
+        {"prompt": " ".join(draw.choices(words, k=6)), "completion": draw.choice(words)} for _ in range(60)
+    ]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    core = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["<unk>", "<pad>", "<|im_end|>", "<|im_start|>"]
+    core.train_from_iterator(
+        [" ".join(words), "user assistant system"], trainers.WordLevelTrainer(special_tokens=special)
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<pad>", unk_token="<unk>"
+    )
+    tokenizer.save_pretrained(str(place / "model"))
+    shape = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    LlamaForCausalLM(shape).save_pretrained(str(place / "model"))
+    config = {
+        "model": "model", "data": {"train": "rows.jsonl", "max_length": 64}, "duration": "6 steps", "batch": {"global": 4},
+        "checkpoint": {"every": "3 steps"}, "device": "cpu", "output_dir": "out",
+    }  # fmt: skip
+    (place / "c.yaml").write_text(json.dumps(config))
+    return place
+
+
+@pytest.fixture
+def environment(front: Any) -> dict[str, str]:
+    found: dict[str, str] = front.environment
+    return found
+
+
+def sockets(pid: int) -> list[Any]:
+    """Network sockets of a process and its children that listen or are connected."""
+    found = []
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        found += [
+            c for c in process.net_connections("inet") if c.status in ("LISTEN", "ESTABLISHED", "SYN_SENT")
+        ]
+    return found
+
+
+def test_a_hostile_environment_is_ignored_in_one_line_and_no_socket_is_opened(
+    folder: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "unisono", "train", "c.yaml", f"output_dir={tmp_path / 'out'}"], cwd=folder,
+        env={**environment, **HOSTILE}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    seen: list[str] = []
+    for line in process.stderr:
+        seen.append(line)
+        if line.startswith(("start", "step")):  # the rank trains: model, data and optimizer are there
+            assert sockets(process.pid) == []
+    process.communicate(timeout=120)
+    assert process.returncode == 0, "".join(seen)
+    (ignored,) = [line for line in seen if line.startswith("ignored")]
+    assert all(name in ignored for name in HOSTILE)
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert set(plan["ignored_variables"]) >= set(HOSTILE)
+    assert plan["world_size"] == 1
+
+
+def run_under_torchrun(
+    folder: Path, environment: dict[str, str], out: Path, *, ranks: int
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "unisono", "train",
+        "c.yaml", f"output_dir={out}",
+    ]  # fmt: skip
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_a_real_torchrun_of_two_is_refused_with_the_right_command(
+    folder: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    done = run_under_torchrun(folder, environment, tmp_path / "out", ranks=2)
+    assert done.returncode != 0
+    assert "was started by torchrun as one of 2 ranks" in done.stderr
+    assert "run it once: unisono train c.yaml" in done.stderr
+    assert "exitcode  : 2" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_real_torchrun_of_one_trains(folder: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    done = run_under_torchrun(folder, environment, tmp_path / "out", ranks=1)
+    assert done.returncode == 0, done.stderr
+    assert "ignored" in done.stderr
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["outcome"] == "completed"
+
+
+def test_a_preempted_run_and_its_resumption_are_bit_equal_to_an_undisturbed_one(
+    folder: Path, environment: dict[str, str], tmp_path: Path, until: Callable[..., None]
+) -> None:
+    def command(out: str) -> list[str]:
+        return [
+            sys.executable,
+            "-m",
+            "unisono",
+            "train",
+            "c.yaml",
+            f"output_dir={tmp_path / out}",
+            "duration=30 steps",
+        ]
+
+    whole = subprocess.run(
+        command("whole"), cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert whole.returncode == 0, whole.stderr
+    process = subprocess.Popen(
+        command("parts"),
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    metrics = tmp_path / "parts" / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+    process.terminate()
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode in (75, 0), stderr  # 0: it was through before the signal came
+    if process.returncode == 75:
+        again = subprocess.run(
+            command("parts"), cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        assert again.returncode == 0, again.stderr
+
+    def losses(out: str) -> list[tuple[int, float]]:
+        lines = (tmp_path / out / "metrics.jsonl").read_text().splitlines()
+        return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
+
+    assert losses("parts") == losses("whole")
+    weights = [
+        (tmp_path / out / "adapter" / "adapter_model.safetensors").read_bytes() for out in ("parts", "whole")
+    ]
+    assert weights[0] == weights[1]
