@@ -9,6 +9,9 @@ Kinds, and the fields that each carries beside `kind` and `time` (UTC, seconds):
     sample      step, prompt, text
     checkpoint  step, path, bytes, seconds
     warning     code, text, fix
+    token       text: a piece of an answer, as it comes          (generate, chat)
+    answer      text, tokens, ended: an answer, whole             (chat)
+    refused_turn  text, fix: why a turn has no answer             (chat)
     refused     exit_code, problems, verdict          what UnisonoError.to_json gives
     crashed     exit_code, error, traceback           an exception nobody foresaw
     result      whatever the task or the run has to hand over; the last message

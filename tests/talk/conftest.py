@@ -1,6 +1,9 @@
 """Tiny models and tokenizers for the tests of this room: random weights in float32, words as tokens."""
 
-from collections.abc import Callable
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,14 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from unisono.config import RunConfig
+from unisono.events import Reporter
+from unisono.files import write_json
+from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, RunPlan, resolve_plan
+from unisono.task import prepare
+from unisono.train.stop import StopRequest
+from unisono.train.whole import run_plan
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
@@ -73,3 +84,99 @@ def model_dir(tmp_path: Path) -> Path:
     _model().save_pretrained(directory)
     _tokenizer().save_pretrained(directory)
     return directory
+
+
+class Listening(Reporter):
+    """A reporter that keeps its messages."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.messages: list[dict[str, Any]] = []
+
+    def send(self, kind: str, **fields: Any) -> None:
+        self.messages.append({"kind": kind, **fields})
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [message for message in self.messages if message["kind"] == kind]
+
+
+@pytest.fixture
+def listening() -> Listening:
+    return Listening()
+
+
+@dataclass
+class Trained:
+    """A run in its directory, as the front and the worker leave it."""
+
+    directory: Path
+    plan: RunPlan
+    result: dict[str, Any]
+    rows: Path
+
+    def unfinish(self) -> None:
+        """Makes it look as if it had been killed after its last checkpoint."""
+        (self.directory / "result.json").unlink()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The key that signs checkpoints is one of the tests, not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Path:
+    """Twenty-four rows with answers."""
+    draw = random.Random(0)
+    words = " ".join(TEXT).split()
+    rows = [
+        {
+            "prompt": f"{i} {' '.join(draw.choices(words, k=draw.randint(1, 6)))}",
+            "completion": " ".join(draw.choices(words, k=3)),
+        }
+        for i in range(24)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[..., Trained]:
+    """A function that trains four steps in this process, with checkpoints at 2 and 4; sections as keywords."""
+    runs = iter(range(100))
+
+    def train(**sections: Any) -> Trained:
+        out = tmp_path / f"run-{next(runs)}"
+        out.mkdir()
+        raw: dict[str, Any] = {
+            "model": {"path": str(model_dir), "dtype": "float32"}, "adapter": {"rank": 4, "alpha": 8},
+            "data": {"train": str(rows_file), "max_length": 64}, "optim": {"lr": 2e-2}, "duration": "4 steps",
+            "batch": {"global": 8}, "checkpoint": {"every": "2 steps"}, "device": "cpu", "output_dir": str(out),
+        }  # fmt: skip
+        config = RunConfig.model_validate(raw | sections)
+        body = {
+            "config": config.model_dump(mode="json", by_alias=True),
+            "cache_dir": str(tmp_path / "cache"),
+            "output_dir": str(out),
+        }
+        prepared = prepare.run(body, Listening())
+        plan = resolve_plan(
+            PlanInputs(
+                config=config, run_id="test", output_dir=str(out), host="here", threads=1, threads_origin="test",
+                device=DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True),
+                model=ModelFacts.model_validate(prepared["model"]), data=DataSummary.model_validate(prepared["data"]),
+                resume=None, resume_reason="",
+            )
+        )  # fmt: skip
+        result = run_plan(plan, Listening(), StopRequest())
+        write_json(out / "plan.json", plan.to_json())
+        write_json(out / "config.yaml", {})
+        write_json(out / "result.json", {"schema": 1, "outcome": result["outcome"]})
+        return Trained(out, plan, result, rows_file)
+
+    return train

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.cli.generate import MaxTokens, Seed, Step, System, Target, Temperature, TopP
 from unisono.cli.output import Output, output
+from unisono.cli.pieces import write_piece
 
 if TYPE_CHECKING:
     from unisono.launch.tasks import TaskProcess
@@ -138,11 +139,8 @@ class Talk:
                     return
 
     def _show(self, piece: str) -> None:
-        from unisono.text import plain
-
         if not self._speak.json:
-            sys.stdout.write(plain(piece))
-            sys.stdout.flush()
+            write_piece(piece)
 
     def _end(self, message: dict[str, Any]) -> None:
         if self._speak.json:
@@ -155,8 +153,7 @@ class Talk:
                 }
             )
             return
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        write_piece("\n")
         if message["ended"] == "length":
             self._speak.say(f"(cut at {message['tokens']} tokens; --max-tokens sets the limit)")
         elif message["ended"] == "interrupted":

@@ -59,24 +59,15 @@ def evaluate(
         write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in result["rows"]))
         speak.say(f"wrote {len(result['rows'])} answers to {out}")
     if speak.json:
-        speak.emit(
-            {
-                "schema": 1,
-                **{name: value for name, value in result.items() if name != "rows"},
-                **_shares(result),
-            }
-        )
+        others = {name: result[name] for name in ("description", "ledger", "formats")}
+        speak.emit({"schema": 1, **result["figures"], **others})
         return
-    for text in _table(result, data):
+    for text in table(result, data):
         speak.result(text)
 
 
-def _shares(result: dict[str, Any]) -> dict[str, Any]:
-    """The figures once more at the top, where a program looks for them."""
-    return dict(result["figures"])
-
-
-def _table(result: dict[str, Any], data: str) -> list[str]:
+def table(result: dict[str, Any], data: str) -> list[str]:
+    """The figures as lines for people."""
     from unisono.text import one_line
     from unisono.units import show_count
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unisono.cli.output import output
+from unisono.cli.pieces import write_piece
 
 if TYPE_CHECKING:
     from unisono.cli.progress import Progress
@@ -124,13 +125,10 @@ class _Tokens:
         self.begun = False
 
     def show(self, text: str) -> None:
-        from unisono.text import plain
-
         if not self.begun:
             self._progress.close()
             self.begun = True
-        sys.stdout.write(plain(text))
-        sys.stdout.flush()
+        write_piece(text)
 
 
 def _hand_over(answers: list[dict[str, Any]], *, out: Path | None, single: bool) -> None:
@@ -147,7 +145,7 @@ def _hand_over(answers: list[dict[str, Any]], *, out: Path | None, single: bool)
         for answer in answers:
             speak.emit({"schema": 1, **answer})
     elif out is None and single:
-        sys.stdout.write("\n")  # the answer itself was streamed
+        write_piece("\n")  # the answer itself was streamed
     elif out is None:
         for answer in answers:
             speak.result(f"{answer['where']}\n{plain(answer['answer'])}\n")

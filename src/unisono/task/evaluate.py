@@ -46,7 +46,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     sequences = list(range(min(request.get("limit") or table.sequences, table.sequences)))
     figures = losses(opened, table, sequences, report)
     rows = [int(row) for sequence in sequences for row in table.rows_of(sequence)]
-    found = [(row, question) for row in rows if (question := question_of(table, row)) is not None]
+    found = _questions(table, rows)
     answers = answer_all(opened, [question for _, question in found], report)
     references = [text_of(opened, question.answer) for _, question in found]
     pairs = list(zip(answers, references, strict=True))
@@ -69,6 +69,12 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             for (row, question), (answer, reference) in zip(found, pairs, strict=True)
         ],
     }
+
+
+def _questions(table: TokenTable, rows: Sequence[int]) -> list[tuple[int, Question]]:
+    """The rows that ask something. Where all of a row counts in the loss, as in plain text, nothing is asked."""
+    found = ((row, question_of(table, row)) for row in rows)
+    return [(row, question) for row, question in found if question is not None and len(question.prompt) > 1]
 
 
 def evaluation_config(opened: Opened, file: str) -> RunConfig:

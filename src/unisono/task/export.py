@@ -14,18 +14,22 @@ from typing import Any
 
 import torch
 
-from unisono.data.template import stop_token_ids
 from unisono.errors import ModelError, UnfitError, UsageError
 from unisono.events import Reporter
 from unisono.files import fsync_dir, read_json, write_json
-from unisono.model.inspect import read_safetensors_header, weight_files
 from unisono.model.load import load_base, load_tokenizer
 from unisono.task.merging import logits_of_probe, merge_adapter
-from unisono.task.opening import adapter_tokenizer, load_target, template_of, trusts_code
+from unisono.task.opening import (
+    adapter_tokenizer,
+    load_target,
+    stops_of,
+    stored_dtype,
+    template_of,
+    trusts_code,
+)
 from unisono.task.target import Target, find_target
 from unisono.train.finish import write_weights
 
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
 # Root mean square of the difference of logits, as a share of their spread: rounding of one addition, or of a 16-bit weight.
@@ -114,13 +118,6 @@ def write_merged(target: Target, directory: Path, report: Reporter) -> dict[str,
     return {"dtype": dtype, "logits_differ_by": difference}
 
 
-def stored_dtype(directory: Path) -> str:
-    """The dtype of the largest tensor in a model's files."""
-    headers = [header for file in weight_files(directory) for header in read_safetensors_header(file)]
-    largest = max(headers, key=lambda header: torch.Size(header.shape).numel())
-    return _DTYPES.get(largest.dtype, "float32")
-
-
 @contextlib.contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
     """Gives a path beside `out` that does not exist yet; at the end what is there is synced and renamed to `out`.
@@ -184,7 +181,7 @@ def _write_rest(target: Target, directory: Path) -> None:
     """Tokenizer with the chat template of the run, and a generation_config that ends answers where it ended them."""
     tokenizer: Any = load_tokenizer(target.weights) if target.source == "model" else adapter_tokenizer(target)
     template = template_of(target, tokenizer)
-    stops = stop_token_ids(tokenizer, template, target.base) | stop_token_ids(tokenizer, None, target.weights)
+    stops = stops_of(target, tokenizer, template)
     if template is not None and template.text is not None:
         tokenizer.chat_template = template.text
     tokenizer.save_pretrained(str(directory))

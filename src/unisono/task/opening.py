@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from unisono.config.schema import RunConfig
-from unisono.data.template import ChatTemplate, choose_template, stand_in, stop_token_ids
+from unisono.data.template import ChatTemplate, choose_template, known_stop_ids, stand_in
 from unisono.errors import ModelError
 from unisono.events import Reporter
 from unisono.facts import read_machine
 from unisono.model.forward import Forward, choose_forward
+from unisono.model.inspect import read_safetensors_header, weight_files
 from unisono.model.load import DTYPES, LoadedModel, load_base, load_for_training, load_tokenizer
 from unisono.task.target import Target, find_target
 from unisono.text import one_line
 
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _DEFAULT_CONTEXT = 4096  # tokens, of a model that does not say its own
 
 
@@ -29,7 +31,6 @@ class Opened:
         target: what was named.
         forward: the model, with the way in which its rows are computed.
         template: the chat template; None where the model was not made for conversations.
-        stop_ids: the tokens that end an answer.
         context: tokens of prompt and answer together, at the most.
         dtype: of weights that are not trained, and of the computation.
     """
@@ -37,7 +38,6 @@ class Opened:
     target: Target
     forward: Forward
     template: ChatTemplate | None
-    stop_ids: set[int]
     context: int
     dtype: str
 
@@ -75,7 +75,7 @@ class Opened:
 
     def stops(self, template: ChatTemplate | None) -> set[int]:
         """The stop tokens, with the end of turn of a template."""
-        return self.stop_ids | stop_token_ids(self.tokenizer, template, self.target.base)
+        return stops_of(self.target, self.tokenizer, template)
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[Any]:
@@ -107,12 +107,9 @@ def open_for_inference(asked: str, *, step: int | None = None, report: Reporter)
         quick_adapter=target.source != "model" and _is_plain_lora(loaded),
     )
     loaded.model.eval()
-    stops = stop_token_ids(loaded.tokenizer, template, target.base) | stop_token_ids(
-        loaded.tokenizer, None, target.weights
-    )
     for note in target.notes:
         report.warning("target", note)
-    return Opened(target, forward, template, stops, _context(loaded.base), dtype)
+    return Opened(target, forward, template, _context(loaded.base), dtype)
 
 
 def load_target(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
@@ -190,26 +187,46 @@ def trusts_code(target: Target) -> bool:
 def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
     """The template that the run was trained with; of a model, its own."""
     plan = target.plan
-    if plan is None:
-        return choose_template(tokenizer, None)
-    if plan.config.objective == "pretrain":
-        return choose_template(tokenizer, None)
+    known = sorted(_known_stops(target, tokenizer))
+    names = tuple(str(tokenizer.convert_ids_to_tokens(i)) for i in known if i < len(tokenizer))
+    if plan is None or plan.config.objective == "pretrain":
+        return choose_template(tokenizer, None, stops=names)
     file = plan.config.data.template
     if file is not None and not Path(file).is_file() and tokenizer.chat_template:
         file = None  # the file is gone; the result has kept its text
-    found = choose_template(tokenizer, file)
+    found = choose_template(tokenizer, file, stops=names)
     if found is None and plan.data.template.startswith("ChatML"):
         return stand_in(tokenizer)
     return found
 
 
+def stops_of(target: Target, tokenizer: Any, template: ChatTemplate | None) -> set[int]:
+    """The tokens that end an answer: those that tokenizer and generation_config.json name, and the template's end of turn."""
+    found = _known_stops(target, tokenizer)
+    if template is not None and template.end_of_turn is not None:
+        found.add(tokenizer.convert_tokens_to_ids(template.end_of_turn))
+    return found
+
+
+def _known_stops(target: Target, tokenizer: Any) -> set[int]:
+    return known_stop_ids(tokenizer, target.base) | known_stop_ids(tokenizer, target.weights)
+
+
 def _dtype(target: Target, device: torch.device) -> str:
-    """The run's own on the same kind of device; else what this machine does well."""
+    """The run's own on the same kind of device; else that of the files, or float32 where the device has no such arithmetic."""
     if target.plan is not None and target.plan.device.kind == device.type:
         return target.plan.dtype
+    stored = stored_dtype(target.base)
     if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
-    return "bfloat16" if read_machine(lambda: ([], "")).cpu_bfloat16 else "float32"
+        return "float16" if stored == "bfloat16" and not torch.cuda.is_bf16_supported() else stored
+    return stored if stored == "bfloat16" and read_machine(lambda: ([], "")).cpu_bfloat16 else "float32"
+
+
+def stored_dtype(directory: Path) -> str:
+    """The dtype of the largest tensor in a model's files."""
+    headers = [header for file in weight_files(directory) for header in read_safetensors_header(file)]
+    largest = max(headers, key=lambda header: torch.Size(header.shape).numel())
+    return _DTYPES.get(largest.dtype, "float32")
 
 
 def _is_plain_lora(loaded: LoadedModel) -> bool:

@@ -56,7 +56,9 @@ def find_target(asked: str, *, step: int | None = None) -> Target:
     directory = Path(asked).expanduser()
     if not asked.strip():
         raise UsageError.of(
-            "no run or model is named", fix="give a run's directory, a model's directory, or a hub id"
+            "no run or model is named",
+            where="RUN|MODEL",
+            fix="give a run's directory, a model's directory, or a hub id",
         )
     if _is_run(directory):
         return _of_run(asked, RunDir(directory.resolve()), step)
@@ -66,7 +68,10 @@ def find_target(asked: str, *, step: int | None = None) -> Target:
         )  # fmt: skip
     if directory.is_dir():
         _refuse_other_places(asked, directory.resolve())
-    found = locate_model(asked)
+    try:
+        found = locate_model(asked)
+    except ModelError as error:  # it speaks of the key of a config
+        raise ModelError(*(Problem(p.what, "RUN|MODEL", p.why, p.fix) for p in error.problems)) from error
     if (found / "adapter_config.json").is_file():
         return _of_adapter(asked, found)
     return Target(asked, "model", found, found, None, f"the model {asked}")

@@ -1,0 +1,150 @@
+"""What is exported loads in plain transformers and peft, and says what the run says. Run: pytest tests/talk/test_export.py"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from unisono.errors import UnisonoError
+from unisono.task import export
+
+Train = Callable[..., Any]
+IDS = torch.tensor([[5, 9, 11, 40, 7, 30]])
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits.float()
+
+
+def exported(target: object, out: Path, listening: Any, **more: Any) -> dict[str, Any]:
+    return export.run({"target": str(target), "out": str(out), "merge": False, **more}, listening)
+
+
+def with_adapter(run: Any) -> torch.Tensor:
+    return logits(peft.AutoPeftModelForCausalLM.from_pretrained(run.directory / "adapter"))
+
+
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+@pytest.mark.parametrize("step", [None, 4], ids=["result", "checkpoint"])
+def test_a_merged_model_gives_the_logits_of_base_plus_adapter(
+    train_here: Train, tmp_path: Path, listening: Any, kind: str, step: int | None
+) -> None:
+    run = train_here(adapter={"kind": kind, "rank": 4, "alpha": 16})
+    result = exported(run.directory, tmp_path / "out", listening, merge=True, step=step)
+    assert result["what"] == "merged model"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    base = logits(transformers.AutoModelForCausalLM.from_pretrained(run.plan.model.directory))
+    wanted = with_adapter(run)
+    # float32: one rounding of each weight. The adapter itself must show far above that.
+    assert (logits(model) - wanted).abs().max() < 1e-4 * wanted.std()
+    assert (base - wanted).abs().max() > 1e-2 * wanted.std()
+
+
+def test_tied_weights_stay_tied_and_are_written_once(
+    train_here: Train, tmp_path: Path, listening: Any
+) -> None:
+    run = train_here()
+    exported(run.directory, tmp_path / "out", listening, merge=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_a_merged_model_has_the_dtype_of_its_base(
+    train_here: Train, make_model: Callable[..., Any], model_dir: Path, tmp_path: Path, listening: Any
+) -> None:
+    make_model().to(torch.bfloat16).save_pretrained(model_dir)
+    run = train_here()
+    result = exported(run.directory, tmp_path / "out", listening, merge=True)
+    assert result["dtype"] == "bfloat16"
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
+    merged = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
+    wanted = with_adapter(run)
+    assert (
+        merged - wanted
+    ).square().mean().sqrt() < 0.06 * wanted.std()  # weights of 8 bits, over all layers
+
+
+@pytest.mark.parametrize("step", [None, 4], ids=["result", "checkpoint"])
+def test_an_exported_adapter_loads_in_plain_peft(
+    train_here: Train, tmp_path: Path, listening: Any, step: int | None
+) -> None:
+    run = train_here()
+    result = exported(run.directory, tmp_path / "out", listening, step=step)
+    assert result["what"] == "adapter"
+    assert torch.equal(
+        logits(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")), with_adapter(run)
+    )
+
+
+@pytest.mark.parametrize("step", [None, 4], ids=["result", "checkpoint"])
+def test_a_fully_trained_run_exports_its_model(
+    train_here: Train, tmp_path: Path, listening: Any, step: int | None
+) -> None:
+    run = train_here(adapter=None)
+    result = exported(run.directory, tmp_path / "out", listening, step=step, merge=True)
+    assert result["what"] == "model"
+    assert any(message["code"] == "nothing_to_merge" for message in listening.of_kind("warning"))
+    wanted = logits(transformers.AutoModelForCausalLM.from_pretrained(run.directory / "model"))
+    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")), wanted)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_template_and_stop_tokens_of_the_run_come_with_it(
+    train_here: Train, model_dir: Path, rows_file: Path, tmp_path: Path, listening: Any, *, merge: bool
+) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|system|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    run = train_here(data={"train": str(rows_file), "max_length": 64, "template": str(template)})
+    exported(run.directory, tmp_path / "out", listening, merge=merge)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == template.read_text()
+    settings = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert settings.eos_token_id == sorted(tokenizer.convert_tokens_to_ids(["<|end|>", "<|system|>"]))
+    assert settings.pad_token_id == tokenizer.pad_token_id
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_an_adapter_on_tied_weights_is_not_merged_and_nothing_is_left(
+    train_here: Train, tmp_path: Path, listening: Any
+) -> None:
+    run = train_here(adapter={"rank": 2, "modules_to_save": ["lm_head"]})
+    out = tmp_path / "exports" / "out"
+    with pytest.raises(UnisonoError, match="share one matrix"):
+        exported(run.directory, out, listening, merge=True)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_an_empty_directory_is_taken_and_a_full_one_refused(
+    model_dir: Path, tmp_path: Path, listening: Any
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    exported(model_dir, out, listening)
+    assert (out / "model.safetensors").is_file()
+    before = sorted(file.stat().st_mtime_ns for file in out.iterdir())
+    for taken in (out, out / "config.json"):
+        with pytest.raises(UnisonoError, match="taken") as found:
+            exported(model_dir, taken, listening)
+        assert found.value.exit_code == 2
+    assert sorted(file.stat().st_mtime_ns for file in out.iterdir()) == before
+
+
+def test_a_place_that_cannot_be_written_ends_with_exit_code_6(
+    model_dir: Path, tmp_path: Path, listening: Any
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UnisonoError) as found:
+        exported(model_dir, tmp_path / "file" / "out", listening)
+    assert found.value.exit_code == 6
