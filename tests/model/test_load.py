@@ -1,0 +1,173 @@
+"""A model that lacks something is refused with the place and the remedy. Run: pytest tests/model/test_load.py"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from unisono.config import RunConfig
+from unisono.errors import ModelError
+from unisono.model.inspect import inspect_model
+from unisono.model.load import LoadedModel, load_for_training
+from unisono.model.locate import locate_model, locate_tokenizer
+
+Change = Callable[[Path], None]
+
+
+@pytest.fixture
+def copy(model_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_dir, tmp_path / "copy"))
+
+
+def _config(path: Path, **sections: Any) -> RunConfig:  # noqa: ANN401
+    return RunConfig.model_validate({"model": {"path": str(path)}, "data": {"train": "x"}, "output_dir": "out", **sections})
+
+
+def _load(path: Path, **sections: Any) -> LoadedModel:  # noqa: ANN401
+    config = _config(path, **sections)
+    inspect_model(config)
+    torch.manual_seed(0)
+    return load_for_training(
+        config, directory=locate_model(str(path)), tokenizer_directory=locate_tokenizer(config), dtype="float32", device=torch.device("cpu")
+    )
+
+
+def _without_a_tensor(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _with_another_shape(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] = torch.zeros(31)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _cut_short(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _edit(name: str, **changes: Any) -> Change:  # noqa: ANN401
+    def change(path: Path) -> None:
+        value = json.loads((path / name).read_text()) | changes
+        (path / name).write_text(json.dumps(value))
+
+    return change
+
+
+def _remove(name: str) -> Change:
+    return lambda path: (path / name).unlink()
+
+
+def _pickled(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+
+
+def _index_with_a_missing_file(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_without_a_tensor, "model.layers.1.mlp.up_proj.weight"),
+        (_with_another_shape, "model.safetensors"),
+        (_cut_short, "is cut short"),
+        (_remove("model.safetensors"), "the model has no weights"),
+        (_remove("config.json"), "no config.json"),
+        (_pickled, "pickle"),
+        (_index_with_a_missing_file, "model-00002-of-00002.safetensors"),
+        (_edit("config.json", model_type="lama"), "did you mean 'llama'?"),
+        (_edit("config.json", model_type="own", auto_map={"AutoModel": "x.Y"}), "trust_remote_code"),
+        (_edit("config.json", vocab_size=10), "config.json"),
+    ],
+)
+def test_a_model_whose_files_are_wrong_is_refused_by_name(copy: Path, change: Change, said: str) -> None:
+    change(copy)
+    with pytest.raises(ModelError) as caught:
+        _load(copy)
+    assert caught.value.exit_code == 2
+    assert said in "\n".join(caught.value.lines())
+    assert any(problem.fix for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/no/such/place", "a/b/c", "builtin:tinny"])
+def test_a_place_without_a_model_is_refused(path: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        locate_model(path)
+    assert caught.value.problems[0].fix
+
+
+def test_the_files_say_how_many_parameters_there_are(model_dir: Path) -> None:
+    facts = inspect_model(_config(model_dir))
+    loaded = _load(model_dir, adapter=None)
+    assert facts.parameters == loaded.parameters == loaded.trainable_parameters
+    assert facts.layers == 2
+
+
+def test_the_estimate_of_an_adapter_is_exact_for_all_linear(model_dir: Path) -> None:
+    facts = inspect_model(_config(model_dir))
+    assert _load(model_dir, adapter={"rank": 4}).trainable_parameters == 4 * facts.linear_in_out
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ({"targets": ["q_porj"]}, "the layers here end in down_proj"),
+        ({"modules_to_save": ["embed_token"]}, "did you mean 'embed_tokens'?"),
+    ],
+)
+def test_an_adapter_that_the_model_has_no_place_for_is_refused(model_dir: Path, adapter: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        _load(model_dir, adapter=adapter)
+    assert said in "\n".join(caught.value.lines())
+
+
+def test_targets_are_patterns(model_dir: Path) -> None:
+    loaded = _load(model_dir, adapter={"targets": [r"layers\.0\..*(q|v)_proj"]})
+    assert {name.split(".")[4] for name in loaded.trainable} == {"0"}
+    assert len(loaded.trainable) == 4
+
+
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+def test_adapters_are_trained_in_float32_and_the_rest_is_frozen(model_dir: Path, kind: str) -> None:
+    loaded = _load(model_dir, adapter={"kind": kind, "rank": 4})
+    assert all("lora_" in name for name in loaded.trainable)
+    assert {p.dtype for p in loaded.trainable.values()} == {torch.float32}
+
+
+def test_freezing_by_pattern_leaves_the_rest(model_dir: Path) -> None:
+    loaded = _load(model_dir, adapter=None, freeze=[r"layers\.0\.", "embed"])
+    assert all("layers.0." not in name and "embed" not in name for name in loaded.trainable)
+    with pytest.raises(ModelError, match="no parameter has 'nothing'"):
+        _load(model_dir, adapter=None, freeze=["nothing"])
+
+
+def test_tied_weights_stay_tied(model_dir: Path) -> None:
+    loaded = _load(model_dir, adapter=None)
+    assert loaded.base.get_input_embeddings().weight is loaded.base.get_output_embeddings().weight
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_or_the_embedding_grows(copy: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(copy)
+    tokenizer.add_tokens(["<|new|>"])
+    tokenizer.save_pretrained(copy)
+    with pytest.raises(ModelError, match="does not fit the model"):
+        _load(copy)
+    grown = _load(copy, adapter=None, model={"path": str(copy), "resize_vocabulary": True})
+    assert grown.base.get_input_embeddings().weight.shape[0] == len(tokenizer)
+
+
+def test_random_weights_need_no_weight_file_and_follow_the_seed(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    random = {"path": str(copy), "weights": "random"}
+    one, two = (_load(copy, adapter=None, model=random) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.trainable.values(), two.trainable.values(), strict=True))
