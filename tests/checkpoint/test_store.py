@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from unisono.checkpoint.resume import require_intact
+from unisono.checkpoint.resume import require_intact, resume_point
 from unisono.checkpoint.store import CheckpointStore, Damage, StorageFailed, StorageFull
 from unisono.errors import IntegrityError
+from unisono.rundir.start import StartDecision
 
 Save = Callable[..., Path]
 WRITING = {"run_id": "run-a", "config_digest": "c", "world_size": 1, "threads": 1, "holder": "host-a"}
@@ -187,6 +188,20 @@ def test_another_runs_checkpoint_is_not_gone_on_from(store: CheckpointStore, sav
 
 def test_a_run_without_checkpoints_has_none_to_require(store: CheckpointStore) -> None:
     assert require_intact(store) is None
+
+
+def test_the_reason_of_a_start_says_where_it_goes_on(store: CheckpointStore, save: Save) -> None:
+    resume = StartDecision("resume", "run-a", "unfinished")
+    assert resume_point(store, StartDecision("fresh", "run-a", "fresh")) == (None, "fresh")
+    point, reason = resume_point(store, resume)
+    assert point is None
+    assert reason == "unfinished; it ended before its first checkpoint, so it begins at step 1"
+    with pytest.raises(IntegrityError, match="no checkpoint that it could be extended from"):
+        resume_point(store, StartDecision("extend", "run-a", "extends", 100))
+    save(3)
+    point, reason = resume_point(store, resume)
+    assert point is not None
+    assert (point.step, point.path, reason) == (3, str(store.path(3)), "unfinished; from step 3")
 
 
 def test_where_none_is_intact_all_damage_is_told_with_a_remedy(store: CheckpointStore, save: Save) -> None:

@@ -1,11 +1,14 @@
 """What may change under a run that goes on. Run: pytest tests/rundir/test_continuing.py"""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from unisono.errors import UsageError
-from unisono.rundir.continuing import changed_packages, refuse_changed_plan
+from unisono.rundir import RunDir
+from unisono.rundir.continuing import changed_packages, check_same_run, refuse_changed_plan
 
 PLAN: dict[str, Any] = {
     "data": {"digest": "d1"}, "model": {"digest": "m1"}, "threads": 2, "dtype": "float32", "device": {"kind": "cpu", "name": "x"},
@@ -35,3 +38,13 @@ def test_what_costs_bit_equality_is_said_with_the_remedy() -> None:
 def test_only_packages_that_numbers_depend_on_are_named() -> None:
     lines = changed_packages({"torch": "2.13.0", "pytest": "8"}, {"torch": "2.14.0", "pytest": "9"})
     assert lines == ["torch is 2.14.0, and was 2.13.0: losses may not agree to the bit"]
+
+
+def test_the_earlier_start_is_read_from_its_directory(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.plan.write_text(json.dumps(PLAN))
+    run.environment.write_text(json.dumps({"schema": 1, "packages": {"torch": "1"}}))
+    assert check_same_run(run, PLAN, {"torch": "1"}) == []
+    assert check_same_run(run, PLAN, {"torch": "2"})[0].startswith("torch is 2, and was 1")
+    with pytest.raises(UsageError):
+        check_same_run(run, {**PLAN, "data": {"digest": "other"}}, {"torch": "1"})

@@ -121,6 +121,18 @@ def test_another_config_is_refused_naming_the_keys(
     assert "out.old-1" in problem.fix
 
 
+def test_another_config_may_be_tried_where_no_step_was_made(tmp_path: Path) -> None:
+    run = _write_run(tmp_path / "out", outcome="died")
+    run.checkpoint(40).rmdir()
+    decision = _decide(run.root, batch={"micro": 1})
+    assert decision.kind == "fresh"
+    assert decision.run_id != "the-run"
+    assert "before its first step" in decision.reason
+    run.metrics.write_text('{"step": 1, "loss": 2.0}\n')
+    with pytest.raises(UsageError, match="another config"):
+        _decide(run.root, batch={"micro": 1})
+
+
 def test_of_many_differences_the_rest_is_counted(tmp_path: Path) -> None:
     _write_run(tmp_path / "out")
     with pytest.raises(UsageError) as caught:

@@ -6,6 +6,8 @@ from unisono.checkpoint.signing import KEY_FILE
 from unisono.checkpoint.store import CheckpointStore, Found, OnDamage
 from unisono.checkpoint.trouble import Damage
 from unisono.errors import IntegrityError
+from unisono.plan import ResumePoint
+from unisono.rundir.start import StartDecision
 
 
 def require_intact(
@@ -37,6 +39,29 @@ def require_intact(
     if found is None and findings:
         raise _none_intact(store.root, findings)
     return found
+
+
+def resume_point(
+    store: CheckpointStore, decision: StartDecision, on_damage: OnDamage | None = None
+) -> tuple[ResumePoint | None, str]:
+    """The checkpoint that a start goes on from, or None; and the reason of the decision, completed.
+
+    Raises:
+        IntegrityError: if there are checkpoints and none can be read, or none to extend a finished run from.
+    """
+    if decision.kind == "fresh":
+        return None, decision.reason
+    found = require_intact(store, on_damage, run_id=decision.run_id)
+    if found is not None:
+        return ResumePoint(
+            step=found.step, path=str(found.path)
+        ), f"{decision.reason}; from step {found.step}"
+    if decision.kind == "extend":
+        raise IntegrityError.of(
+            "the finished run has no checkpoint that it could be extended from", where=str(store.root),
+            why="they were deleted", fix="set another output_dir, or start anew with --fresh, which keeps this run under another name",
+        )  # fmt: skip
+    return None, f"{decision.reason}; it ended before its first checkpoint, so it begins at step 1"
 
 
 def _none_intact(root: Path, findings: dict[Path, list[Damage]]) -> IntegrityError:

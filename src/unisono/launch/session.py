@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono.checkpoint.resume import resume_point
 from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.trouble import Damage
 from unisono.config import LoadedConfig
-from unisono.errors import IntegrityError
 from unisono.events import Message
-from unisono.facts import read_environment, read_machine
+from unisono.facts import package_versions, read_environment, read_machine
 from unisono.launch.asked import TrainRequest, load_asked, refuse_live_launcher
 from unisono.launch.attempt import Attempt, Show, run_attempt
 from unisono.launch.claim import Claim, claim
@@ -22,6 +22,7 @@ from unisono.launch.record import draw, keep_tail, write_decision
 from unisono.launch.restart import Death, may_restart
 from unisono.plan import ResumePoint, RunPlan
 from unisono.rundir import RunDir
+from unisono.rundir.continuing import check_same_run
 from unisono.rundir.result import RunResult, set_verdict, write_result
 from unisono.rundir.start import StartDecision, decide_start, refuse_if_shrunk
 
@@ -109,7 +110,9 @@ class _Start:
                 return self._finish(claimed, plan, attempt, ending, restarts)
             deaths.append(Death(ending.verdict.cause, attempt.step))
             set_verdict(claimed.run, None)
-            resume = _resume_point(claimed.run, plan.run_id, here, self.show)
+            resume, _ = _resume_point(
+                claimed.run, StartDecision("resume", plan.run_id, "restarted"), here, self.show
+            )
             restarts.append(
                 {"verdict": ending.verdict.to_json(), "from_step": resume.step if resume else 0, "seconds": attempt.seconds}
             )  # fmt: skip
@@ -184,52 +187,39 @@ def _plan(
     show: Show,
 ) -> RunPlan:
     """Finds the checkpoint to go on from, prepares the data, and decides the rest."""
-    resume = None if decision.kind == "fresh" else _resume_point(run, decision.run_id, here, show)
-    reason = f"{decision.reason}; from step {resume.step}" if resume else decision.reason
+    resume, reason = _resume_point(run, decision, here, show)
     plan = make_plan(
-        request,
-        loaded,
-        here,
-        run_id=decision.run_id,
-        resume=resume,
-        resume_reason=reason,
-        ledger=ledger,
-        show=show,
+        request, loaded, here, run_id=decision.run_id, resume=resume, resume_reason=reason, ledger=ledger, show=show
     )
     refuse_if_shrunk(decision, done_steps=resume.step if resume else 0, total_steps=plan.total_steps)
-    return plan
+    if resume is None:
+        return plan
+    changes = check_same_run(run, plan.to_json(), package_versions())
+    return plan.model_copy(update={"warnings": [*plan.warnings, *changes]})
 
 
-def _resume_point(run: RunDir, run_id: str, here: Here, show: Show) -> ResumePoint | None:
-    """The newest intact checkpoint, what is wrong with newer ones told; None where the run has none yet.
+def _resume_point(
+    run: RunDir, decision: StartDecision, here: Here, show: Show
+) -> tuple[ResumePoint | None, str]:
+    """The newest intact checkpoint, what is wrong with newer ones told; None where the run has none yet. And the reason.
 
     Raises:
         IntegrityError: if there are checkpoints and none can be read.
     """
     store = CheckpointStore(run.checkpoints, key=user_key(here.environment.settings_dir))
-    wrong: list[str] = []
 
     def on_damage(path: Path, damage: Damage) -> None:
-        text = f"{path.name}: {damage}"
-        if damage.kind != "extra":
-            wrong.append(text)
         show(
             {
                 "kind": "warning",
                 "time": time.time(),
                 "code": f"checkpoint_{damage.kind}",
-                "text": text,
+                "text": f"{path.name}: {damage}",
                 "fix": "",
             }
         )
 
-    found = store.newest_intact(on_damage, run_id=run_id)
-    if found is None and wrong:
-        raise IntegrityError.of(
-            f"none of the checkpoints in {run.checkpoints} can be read", where=str(run.checkpoints), why="; ".join(wrong),
-            fix="start anew with --fresh, which keeps this run under another name",
-        )  # fmt: skip
-    return ResumePoint(step=found.step, path=str(found.path)) if found else None
+    return resume_point(store, decision, on_damage)
 
 
 def _again(cause: str, resume: ResumePoint | None) -> str:

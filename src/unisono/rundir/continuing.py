@@ -1,12 +1,15 @@
-"""Whether a run that goes on is still the same: its data, its model, and what its exactness rests on (pure).
+"""Whether a run that goes on is still the same: its data, its model, and what its exactness rests on.
 
 The config's digest is equal by then (see start). But files behind the same names may have changed meanwhile, and then a
 run that went on would learn from other rows, or go on with weights that were never its own.
 """
 
+from pathlib import Path
 from typing import Any
 
 from unisono.errors import Problem, UsageError
+from unisono.files import read_json
+from unisono.rundir.layout import RunDir
 from unisono.text import one_line
 
 _MUST_STAY = {
@@ -26,6 +29,25 @@ _EXACT = {
     "world_size": "",
 }
 _PACKAGES = ("python", "torch", "transformers", "peft", "tokenizers", "numpy", "unisono")
+
+
+def check_same_run(run: RunDir, plan: dict[str, Any], versions: dict[str, str]) -> list[str]:
+    """Compares a new plan with the one in the run's directory, before that is written over.
+
+    Args:
+        run: whose last start left plan.json and environment.json.
+        plan: the object of the new plan.json.
+        versions: of the packages that are installed now.
+
+    Returns:
+        A line for each change that costs bit-equality.
+
+    Raises:
+        UsageError: if the data or the model are others.
+    """
+    lines = refuse_changed_plan(_read(run.plan), plan)
+    packages = _read(run.environment).get("packages")
+    return lines + (changed_packages(packages, versions) if isinstance(packages, dict) else [])
 
 
 def refuse_changed_plan(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -71,6 +93,14 @@ def changed_packages(before: dict[str, str], after: dict[str, str]) -> list[str]
         for name in _PACKAGES
         if before.get(name) != after.get(name)
     ]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _at(value: Any, dotted: str) -> Any:

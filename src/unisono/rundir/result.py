@@ -66,7 +66,8 @@ class RunResult(BaseModel):
 
     def to_json(self) -> dict[str, Any]:
         """The object of result.json; what is not a number is null."""
-        body: dict[str, Any] = without_nan(self.model_dump(mode="python"))
+        exclude = None if self.problems else {"problems"}
+        body: dict[str, Any] = without_nan(self.model_dump(mode="python", exclude=exclude))
         return body
 
     @classmethod

@@ -20,6 +20,7 @@ from unisono.config.digest import config_digest, what_decides
 from unisono.errors import UsageError
 from unisono.files import fsync_dir, read_json
 from unisono.rundir.layout import RunDir
+from unisono.rundir.metrics import iterate_metrics
 from unisono.text import one_line
 from unisono.units import Duration
 
@@ -142,7 +143,7 @@ def _refuse_what_is_no_run(run: RunDir) -> None:
     """Without a plan there may be what a start leaves before it has made one, and nothing else."""
     if not run.root.is_dir():
         return
-    if run.checkpoints.is_dir() and any(run.checkpoints.glob("step-*")):
+    if _has_checkpoints(run):
         raise UsageError.of(
             f"{run.root} holds checkpoints, but no plan that can be read", where=str(run.plan),
             why="without it nobody knows what the checkpoints are of",
@@ -171,6 +172,21 @@ def _is_left_by_a_start(run: RunDir, name: str) -> bool:
     return path == run.lock or (path in folders and path.is_dir()) or _TEMPORARY.fullmatch(name) is not None
 
 
+def _has_trained(run: RunDir) -> bool:
+    """Whether there is anything that could be lost: a step, a checkpoint, a result's weights."""
+    return (
+        _has_checkpoints(run)
+        or next(iterate_metrics(run.metrics), None) is not None
+        or run.adapter.exists()
+        or run.model.exists()
+        or _read(run.result).get("outcome") == "completed"
+    )
+
+
+def _has_checkpoints(run: RunDir) -> bool:
+    return run.checkpoints.is_dir() and any(run.checkpoints.glob("step-*"))
+
+
 def _why_fresh(run: RunDir, *, fresh: bool) -> str:
     if fresh:
         return "fresh, as asked: the earlier run is set aside"
@@ -182,6 +198,12 @@ def _why_fresh(run: RunDir, *, fresh: bool) -> str:
 def _decide_again(run: RunDir, plan: dict[str, Any], config: RunConfig, *, resume: bool) -> StartDecision:
     before = _config_of(run, plan)
     if config_digest(before) != config_digest(config):
+        if not _has_trained(
+            run
+        ):  # what a remedy for its death asks for, a smaller micro batch say, can be tried in its place
+            return StartDecision(
+                "fresh", _new_run_id(), "fresh: a start with another config ended before its first step"
+            )
         raise _other_config(run, before, config)
     result = _read(run.result)
     if result.get("outcome") == "completed":
