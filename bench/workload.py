@@ -33,7 +33,32 @@ class Writer:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.numpy = np.random.default_rng(seed)
-        onsets = ["b", "c", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z", "ch", "sh", "th", "st", "tr", "pl"]
+        onsets = [
+            "b",
+            "c",
+            "d",
+            "f",
+            "g",
+            "h",
+            "j",
+            "k",
+            "l",
+            "m",
+            "n",
+            "p",
+            "r",
+            "s",
+            "t",
+            "v",
+            "w",
+            "z",
+            "ch",
+            "sh",
+            "th",
+            "st",
+            "tr",
+            "pl",
+        ]
         syllables = [c + v for c in onsets for v in ["a", "e", "i", "o", "u", "ai", "ou", "ea"]]
         self.words = [
             "".join(self.random.choices(syllables, k=self.random.choice([1, 2, 2, 3, 3, 4])))

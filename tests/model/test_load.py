@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from unisono.config import RunConfig
 from unisono.errors import ModelError
 from unisono.model.inspect import inspect_model
@@ -23,16 +24,22 @@ def copy(model_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(model_dir, tmp_path / "copy"))
 
 
-def _config(path: Path, **sections: Any) -> RunConfig:  # noqa: ANN401
-    return RunConfig.model_validate({"model": {"path": str(path)}, "data": {"train": "x"}, "output_dir": "out", **sections})
+def _config(path: Path, **sections: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": {"path": str(path)}, "data": {"train": "x"}, "output_dir": "out", **sections}
+    )
 
 
-def _load(path: Path, **sections: Any) -> LoadedModel:  # noqa: ANN401
+def _load(path: Path, **sections: Any) -> LoadedModel:
     config = _config(path, **sections)
     inspect_model(config)
     torch.manual_seed(0)
     return load_for_training(
-        config, directory=locate_model(str(path)), tokenizer_directory=locate_tokenizer(config), dtype="float32", device=torch.device("cpu")
+        config,
+        directory=locate_model(str(path)),
+        tokenizer_directory=locate_tokenizer(config),
+        dtype="float32",
+        device=torch.device("cpu"),
     )
 
 
@@ -53,7 +60,7 @@ def _cut_short(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def _edit(name: str, **changes: Any) -> Change:  # noqa: ANN401
+def _edit(name: str, **changes: Any) -> Change:
     def change(path: Path) -> None:
         value = json.loads((path / name).read_text()) | changes
         (path / name).write_text(json.dumps(value))
@@ -70,7 +77,9 @@ def _pickled(path: Path) -> None:
 
 
 def _index_with_a_missing_file(path: Path) -> None:
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}}))
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}})
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +132,9 @@ def test_the_estimate_of_an_adapter_is_exact_for_all_linear(model_dir: Path) -> 
         ({"modules_to_save": ["embed_token"]}, "did you mean 'embed_tokens'?"),
     ],
 )
-def test_an_adapter_that_the_model_has_no_place_for_is_refused(model_dir: Path, adapter: dict[str, Any], said: str) -> None:
+def test_an_adapter_that_the_model_has_no_place_for_is_refused(
+    model_dir: Path, adapter: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ModelError) as caught:
         _load(model_dir, adapter=adapter)
     assert said in "\n".join(caught.value.lines())

@@ -1,6 +1,8 @@
 """What goes wrong in a run is said, and costs no more than it must. Run: pytest tests/train/test_trouble.py"""
 
+import contextlib
 import math
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,3 +103,55 @@ def test_only_code_that_draws_from_a_global_generator_is_reported(train_here: Tr
     (warning,) = [m for m in noisy.of_kind("warning") if m["code"] == "global_random_state"]
     assert "python's random" in warning["text"]
     assert quiet.losses == noisy.losses
+
+
+def test_tensorboard_gets_the_curves_when_asked(train_here: Train) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = train_here(track=["tensorboard"], data={"eval": 0.1})
+    events = EventAccumulator(str(run.directory / "tensorboard"))
+    events.Reload()
+    assert [round(point.value, 5) for point in events.Scalars("train/loss")] == [
+        round(loss, 5) for loss in run.losses
+    ]
+    assert [point.step for point in events.Scalars("eval/loss")] == [6]
+
+
+def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(train_here: Train, tmp_path: Path) -> None:
+    """A real file system of 1 MB, filled up after the first checkpoint."""
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(small)], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("this user may not mount a file system")
+    filler = small / "filler"
+
+    def fill(message: dict[str, Any], stop: object) -> None:
+        del stop
+        if message["kind"] == "checkpoint" and message["step"] == 2:
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        if message["kind"] == "step" and message["step"] == 7:
+            filler.unlink()
+
+    try:
+        run = train_here(
+            directory=small / "run",
+            on_message=fill,
+            checkpoint={"every": "2 steps", "keep": 9},
+            duration="8 steps",
+        )
+        failed = [m for m in run.of_kind("warning") if m["code"] == "checkpoint_failed"]
+        assert [m["step"] for m in failed] == [4, 6]
+        assert str(small) in failed[0]["where"]
+        assert "B" in failed[0]["text"], "the bytes that are missing are told"
+        assert run.result["outcome"] == "completed"
+        assert [m["step"] for m in run.of_kind("step")] == list(range(1, 9))
+        assert sorted(path.name for path in (small / "run" / "checkpoints").iterdir()) == [
+            "step-00000002",
+            "step-00000008",
+        ]
+    finally:
+        subprocess.run(["umount", str(small)], check=True)

@@ -58,7 +58,7 @@ class RowAttention(torch.autograd.Function):
         return out.permute(2, 0, 1, 3).reshape(tokens, heads, size)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of q, k and v."""
         queries, keys, values, *kept = ctx.saved_tensors
         lengths, scale, window = ctx.settings
@@ -201,7 +201,7 @@ def _flash(
         scale=scale,
         window_size=(left, 0),
         enable_gqa=q.shape[1] != k.shape[1],
-    )  # type: ignore[return-value]
+    )
 
 
 def register() -> None:

@@ -38,7 +38,7 @@ class LoraProduct(torch.autograd.Function):
         return out.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x, A and B."""
         rows, low, weight, down, up = ctx.saved_tensors
         d_out = grad.reshape(-1, weight.shape[0])
@@ -60,7 +60,7 @@ def hasten_lora(model: torch.nn.Module) -> int:
     count = 0
     for layer in model.modules():
         if isinstance(layer, LoraLinear) and _is_plain(layer):
-            layer.forward = types.MethodType(_quick_forward, layer)  # type: ignore[method-assign]
+            layer.forward = types.MethodType(_quick_forward, layer)
             count += 1
     return count
 

@@ -54,7 +54,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that forward has made, times the one from above."""
         saved = list(ctx.saved_tensors)
         d_hidden = saved.pop(0) if ctx.has[0] else None

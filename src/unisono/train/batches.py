@@ -80,7 +80,7 @@ def load_rows(table: TokenTable, sequences: Sequence[int], device: torch.device)
     """The rows of some sequences as tensors on the device, and the batch that they come from."""
     batch = collate(table, sequences)
 
-    def tensor(values: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def tensor(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(device, non_blocking=True)
 
     rows = Rows(

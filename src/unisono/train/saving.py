@@ -24,6 +24,7 @@ def save_checkpoint(run: Run) -> Path | None:
     began = time.perf_counter()
     plan = run.plan
     try:
+        run.metrics.sync()  # its lines up to this step belong to the checkpoint
         path = run.store.save(
             step, lambda directory: _write(run, directory), run_id=plan.run_id, config_digest=plan.config_digest,
             world_size=plan.world_size, threads=plan.threads, holder=plan.host,

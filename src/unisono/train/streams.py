@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ class GlobalStateWatch:
         found = {
             "python's random": hash(random.getstate()),
             "numpy.random": hash((state[1].tobytes(), state[2])),
-        }  # type: ignore[index, union-attr]
+        }
         if not self._torch_is_used:
             found[_TORCH] = _torch_state()
         return found
