@@ -52,7 +52,7 @@ def run_child(body: Callable[[Reporter], dict[str, Any]], arguments: argparse.Na
     except UnisonoError as error:
         reporter.send("refused", **error.to_json())
         return error.exit_code
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the edge of a process: recorded, and told to the front
         text = traceback.format_exc()
         sys.stderr.write(text)  # the log keeps it also where the front is gone
         place = _innermost(error)

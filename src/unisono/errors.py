@@ -92,13 +92,13 @@ class IntegrityError(UnisonoError):
     exit_code = 7
 
 
-class EndedByVerdict(UnisonoError):
+class EndedByVerdict(UnisonoError):  # noqa: N818 - named for what happened
     """The run was ended by a verdict while its ranks lived."""
 
     exit_code = 4
 
 
-class RankDied(UnisonoError):
+class RankDied(UnisonoError):  # noqa: N818 - named for what happened
     """A rank ended by itself: an exception, a signal, out of memory."""
 
     exit_code = 5

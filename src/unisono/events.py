@@ -40,7 +40,7 @@ class Reporter:
         self._fallback = fallback
         self._log = open(log_path, "a", encoding="utf-8") if log_path else None  # noqa: SIM115, PTH123 - held for the run
 
-    def send(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - JSON values
+    def send(self, kind: str, **fields: Any) -> None:
         """Sends one message. A front that is gone, or a full disk, is not the sender's death."""
         message = {"kind": kind, "time": time.time(), **fields}
         line = json.dumps(message, ensure_ascii=False) + "\n"

@@ -47,12 +47,12 @@ def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:  # noqa: ANN401 - any JSON value
+def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
     """Writes `value` as indented JSON, whole or not at all. Floats read back to the same bits."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", mode=mode)
 
 
-def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
+def read_json(path: Path) -> Any:
     """The JSON value in the file.
 
     Raises:

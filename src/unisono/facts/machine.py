@@ -63,7 +63,7 @@ def probe_nvidia() -> tuple[list[Gpu], str]:
         pynvml.nvmlShutdown()
 
 
-def _gpu(nvml: Any, index: int) -> Gpu:  # noqa: ANN401 - the module, which has no types
+def _gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)

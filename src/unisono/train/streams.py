@@ -48,7 +48,7 @@ class GlobalStateWatch:
         return found
 
     def _fingerprints(self) -> dict[str, int]:
-        state = np.random.get_state()
+        state: Any = np.random.get_state()
         found = {
             "python's random": hash(random.getstate()),
             "numpy.random": hash((state[1].tobytes(), state[2])),
