@@ -146,6 +146,11 @@ def test_a_prompt_that_is_empty_too_long_or_leaves_no_room_is_refused(
         assert found.value.exit_code == 2
 
 
+def test_an_answer_whose_length_is_not_asked_for_fits_the_model(model_dir: Path, listening: Any) -> None:
+    found = answer(model_dir, listening, prompt="a " * 100, max_tokens=None)
+    assert 0 < found["tokens"] < 256
+
+
 def test_eval_measures_what_training_measured(
     train_here: Train, rows_file: Path, tmp_path: Path, listening: Any
 ) -> None:

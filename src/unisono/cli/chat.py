@@ -7,9 +7,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from unisono.cli.generate import MaxTokens, Seed, Step, System, Target, Temperature, TopP
+import typer
+
+from unisono.cli.generate import Seed, Step, System, Target, Temperature, TopP
 from unisono.cli.output import Output, output
 from unisono.cli.pieces import write_piece
 
@@ -28,7 +30,7 @@ _HELP = (
 def chat(
     target: Target,
     system: System = None,
-    max_tokens: MaxTokens = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,

@@ -23,7 +23,6 @@ Target = Annotated[
 Step = Annotated[
     int | None, typer.Option(min=0, help="Of a run: this checkpoint, not the result.", show_default=False)
 ]
-MaxTokens = Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")]
 Temperature = Annotated[
     float, typer.Option(min=0.0, max=100.0, help="0 takes the likeliest token each time.")
 ]
@@ -37,7 +36,10 @@ System = Annotated[str | None, typer.Option(help="A system message before the pr
 def generate(
     target: Target,
     prompt: Annotated[
-        str | None, typer.Argument(help="Without it and without --file: read from stdin.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[PROMPT]", help="without it and without --file it is read from stdin", show_default=False
+        ),
     ] = None,
     file: Annotated[
         str | None,
@@ -54,7 +56,14 @@ def generate(
             "--out", metavar="FILE", help="Write the answers here, a JSON object a line.", show_default=False
         ),
     ] = None,
-    max_tokens: MaxTokens = 256,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="The most tokens of an answer; else 256, or what the model has room for.",
+            show_default=False,
+        ),
+    ] = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,

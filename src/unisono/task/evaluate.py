@@ -4,6 +4,7 @@ Request: target, step (or null), data (file), limit (or null), cache_dir. The ro
 the run's own settings where it is a run. Result: description, figures, ledger, formats, rows (one for each answer).
 """
 
+import glob
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ _TOKENS = 8_192  # of a forward
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Measures; `figures` has rows, tokens, loss_tokens, loss, perplexity, questions, exact_match, rouge_l, bleu."""
     file = request["data"]
-    if not Path(file).expanduser().exists() and "://" not in file:
+    if not Path(file).expanduser().exists() and "://" not in file and not glob.has_magic(file):
         raise DataError.of(
             f"there is no file {file}", where="--data", fix="check the path; relative ones start at the working directory"
         )  # fmt: skip

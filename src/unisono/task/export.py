@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from unisono.checkpoint.trouble import is_full
 from unisono.errors import ModelError, UnfitError, UsageError
 from unisono.events import Reporter
 from unisono.files import fsync_dir, read_json, write_json
@@ -134,14 +135,15 @@ def whole_directory(out: Path) -> Iterator[Path]:
         fsync_dir(temporary)
         temporary.rename(out)  # over an empty directory, too
         fsync_dir(out.parent)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UnfitError.of(
-            f"{out} cannot be written: {error.strerror or error}", where=str(error.filename or out),
-            fix="make room or choose another place; nothing was left half written",
-        ) from error  # fmt: skip
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) or is_full(
+            error
+        ):  # safetensors has an exception of its own for a full disk
+            raise UnfitError.of(
+                f"{out} cannot be written", where=str(out), why=str(error),
+                fix="make room or choose another place; nothing was left half written",
+            ) from error  # fmt: skip
         raise
 
 
