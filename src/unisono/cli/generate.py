@@ -38,7 +38,7 @@ def generate(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PROMPT]", help="without it and without --file it is read from stdin", show_default=False
+            metavar="PROMPT", help="without it and without --file it is read from stdin", show_default=False
         ),
     ] = None,
     file: Annotated[
