@@ -54,6 +54,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_and_its_line(
 def test_all_problems_come_at_once_each_with_its_line(tmp_path: Path) -> None:
     text = "model: m\ndata:\n  train: d\n  max_length: many\noptm: 1\nseed: -1\nduration: 3 moons\n"
     problems = refused(tmp_path, text, "batch.micro=x", "nonsense")
+    lines = [int(problem.where[-1]) for problem in problems if problem.where[-1].isdigit()]
+    assert lines == sorted(lines)
     assert {problem.where.removeprefix(f"{tmp_path}/") for problem in problems} == {
         "t.yaml:4", "t.yaml:5", "t.yaml:6", "t.yaml:7", "t.yaml", "command line",
     }  # fmt: skip

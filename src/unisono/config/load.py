@@ -1,5 +1,7 @@
 """From a YAML file and `key.sub=value` overrides to a RunConfig, or to all that is wrong with them at once."""
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from unisono.config.places import Places
 from unisono.config.schema import RunConfig
 from unisono.config.secrets import find_secrets
 from unisono.config.yaml_file import KeyPath, read_yaml
-from unisono.errors import ConfigError
+from unisono.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,14 @@ def build_config(
     except ValidationError as error:
         others = complaints(error, raw, places)
         problems += [problem for key, found in others.items() if key not in secrets for problem in found]
-        raise ConfigError(
-            *problems
-        ) from None  # pydantic's own text would repeat the values, secrets among them
+        # Without the cause: pydantic\'s own text would repeat the values, secrets among them.
+        raise ConfigError(*sorted(problems, key=_line)) from None
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(*sorted(problems, key=_line))
     return LoadedConfig(config, path, places.dotted())
+
+
+def _line(problem: Problem) -> float:
+    """The line of a problem, so that they can be mended from top to bottom; what has no line comes last."""
+    found = re.search(r":(\d+)$", problem.where)
+    return int(found[1]) if found else math.inf
