@@ -59,7 +59,7 @@ def build_config(
     except ValidationError as error:
         others = complaints(error, raw, places)
         problems += [problem for key, found in others.items() if key not in secrets for problem in found]
-        # Without the cause: pydantic\'s own text would repeat the values, secrets among them.
+        # Without the cause: pydantic's own text would repeat the values, secrets among them.
         raise ConfigError(*sorted(problems, key=_line)) from None
     if problems:
         raise ConfigError(*sorted(problems, key=_line))
