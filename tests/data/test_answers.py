@@ -131,11 +131,30 @@ def test_markers_of_turns_in_a_question_do_not_lead_astray_where_earlier_turns_c
     ]
 
 
-def test_where_no_way_is_certain_the_row_is_refused(tokenizer_dir: TokenizerDir) -> None:
-    encoder = make_encoder(tokenizer_dir("forced_thinking", eos="</s>"))
-    assert "not certain" in refusal(
-        encoder, turns("hello", "well</think>there <|Assistant|> here", "and?", "fine")
+def test_where_earlier_answers_end_otherwise_only_the_last_can_be_trained(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ '<start_of_turn>' + m['role'] + m['content'] }}{{ '</s>' if loop.last else '<end_of_turn>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>assistant' }}{% endif %}",
+        encoding="utf-8",
     )
+    messages = turns("hello", "there", "and?", "fine")
+    directory = tokenizer_dir("turns", eos="</s>")
+    said = refusal(make_encoder(directory, template_file=str(file)), messages)
+    assert "not certain" in said
+    last_only = make_encoder(directory, template_file=str(file), loss_on="last-answer")
+    assert trained(last_only, encode(last_only, messages)) == ["fine</s>"]
+
+
+@pytest.mark.parametrize("kept", ["", "<think>\nwell\n</think>\n\n"])
+def test_a_prompt_that_asks_for_thoughts_is_not_trained(tokenizer_dir: TokenizerDir, kept: str) -> None:
+    encoder = make_encoder(tokenizer_dir("forced_thinking", eos="</s>"))
+    messages = turns("hello", kept + "there <|Assistant|> here", "and?", kept + "<b>fine")
+    first, last = trained(encoder, encode(encoder, messages))
+    assert first.lstrip("\n") == "there <|Assistant|> here</s>"
+    assert last.lstrip("\n") == "<b>fine</s>"
 
 
 @pytest.mark.parametrize(("template", "end"), [("thinking", "<|im_end|>"), ("forced_thinking", "</s>")])

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from unisono.config.schema import RunConfig
 from unisono.data.encode import Encoder
+from unisono.data.fit import explain
 from unisono.data.intake import Intake, Progress, UsableRows, expected_rows
 from unisono.data.ledger import Ledger
 from unisono.data.pack import pack
@@ -89,7 +90,7 @@ def _write_splits(
         part.name: np.array(getattr(intake.usable, part.name), dtype=np.int64) for part in fields(UsableRows)
     }
     choice = _choose(config, sources, usable["source"])
-    _note_left_out(sources, intake, choice, ledger)
+    _note_rows(config, sources, intake, choice, ledger)
     lengths, loss = np.array(writer.lengths, dtype=np.int64), np.array(writer.loss, dtype=np.int64)
     figures: dict[str, dict[str, int]] = {}
     splits: tuple[Split, ...] = ("train", "eval")
@@ -137,15 +138,33 @@ def _choose(config: RunConfig, sources: list[Source], source_of: Ints) -> _Choic
     return _Choice(often, is_eval)
 
 
-def _note_left_out(sources: list[Source], intake: Intake, choice: _Choice, ledger: Ledger) -> None:
-    """Enters the rows that a weight below 1 leaves out."""
-    names = list(intake.files.items())
-    for row in np.flatnonzero((choice.often == 0) & ~choice.is_eval):
-        source = intake.usable.source[row]
-        name, by_line = names[intake.usable.file[row]]
-        ledger.sources[source].dropped["weight"] += 1
-        why = f"not in the share that weight {sources[source].section.weight:g} takes"
-        ledger.note(Place(name, intake.usable.number[row], by_line), "dropped", why)
+def _note_rows(
+    config: RunConfig, sources: list[Source], intake: Intake, choice: _Choice, ledger: Ledger
+) -> None:
+    """Enters the rows that a weight below 1 leaves out, and what was done to those that are used."""
+    rows, names = intake.usable, list(intake.files.items())
+    unused = (choice.often == 0) & ~choice.is_eval
+    changed = np.array(rows.is_cut, dtype=np.bool_) | np.array(rows.is_split, dtype=np.bool_)
+    for i in np.flatnonzero(unused | changed):
+        counts = ledger.sources[rows.source[i]]
+        place = Place(names[rows.file[i]][0], rows.number[i], names[rows.file[i]][1])
+        if unused[i]:
+            counts.dropped["weight"] += 1
+            weight = sources[rows.source[i]].section.weight
+            ledger.note(place, "dropped", f"not in the share that weight {weight:g} takes")
+            continue
+        counts.cut += rows.is_cut[i]
+        counts.split += rows.is_split[i]
+        counts.tokens_cut += rows.tokens_cut[i]
+        what = "cut" if rows.is_cut[i] else "split"
+        why = explain(
+            what,
+            length=rows.length[i],
+            max_length=config.data.max_length,
+            pieces=rows.pieces[i],
+            tokens_cut=rows.tokens_cut[i],
+        )
+        ledger.note(place, what, why)
 
 
 def _sequences(lengths: Ints, often: Ints, *, packing: bool, limit: int) -> list[list[int]]:

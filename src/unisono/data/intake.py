@@ -8,7 +8,7 @@ from itertools import chain, islice
 
 from unisono.config.schema import DataSection
 from unisono.data.encode import Encoded, Encoder
-from unisono.data.fit import fit
+from unisono.data.fit import Fitted, explain, fit
 from unisono.data.formats import COLUMNS, FormatName, detect, to_example
 from unisono.data.ledger import Ledger, SourceCounts
 from unisono.data.readers import Row, RowFile, read_rows
@@ -37,6 +37,10 @@ class UsableRows:
         number: line or row in it.
         first: its first piece in tokens.arrow.
         pieces: how many pieces it has.
+        length: its tokens before anything was done to it.
+        tokens_cut: of these, those that are in no piece.
+        is_cut: 1 if it was cut.
+        is_split: 1 if it was split.
     """
 
     source: "array[int]" = field(default_factory=_numbers)
@@ -44,6 +48,10 @@ class UsableRows:
     number: "array[int]" = field(default_factory=_numbers)
     first: "array[int]" = field(default_factory=_numbers)
     pieces: "array[int]" = field(default_factory=_numbers)
+    length: "array[int]" = field(default_factory=_numbers)
+    tokens_cut: "array[int]" = field(default_factory=_numbers)
+    is_cut: "array[int]" = field(default_factory=_numbers)
+    is_split: "array[int]" = field(default_factory=_numbers)
 
 
 class Progress:
@@ -177,32 +185,35 @@ class Intake:
                 self._take(place, encoded, counts)
 
     def _take(self, place: Place, row: Encoded, counts: SourceCounts) -> None:
-        fitted = fit(row, max_length=self._data.max_length, too_long=self._data.too_long)
+        max_length = self._data.max_length
+        fitted = fit(row, max_length=max_length, too_long=self._data.too_long)
+        if fitted.pieces:
+            self._keep(place, row, fitted)
+            return
+        why = explain(
+            fitted.what, length=len(row.ids), max_length=max_length, pieces=0, tokens_cut=fitted.tokens_cut
+        )
         if fitted.what == "drop":
             counts.dropped["too_long"] += 1
-            self._ledger.note(place, "dropped", fitted.why)
+            self._ledger.note(place, "dropped", why)
         elif fitted.what == "error":
             self._longest = max(self._longest, len(row.ids))
             fix = "raise data.max_length, or set data.too_long to cut, drop or split"
-            self._refuse_row(Problem("a row is too long", str(place), fitted.why, fix))
-        elif not fitted.pieces:
-            why = "no token of it counts in the loss" + (f" ({fitted.why})" if fitted.why else "")
-            self._take_bad(BadRow(place, why, "raise data.max_length, or remove the row"), counts)
+            self._refuse_row(Problem("a row is too long", str(place), why, fix))
         else:
-            self._keep(place, fitted.pieces)
-            counts.tokens_cut += fitted.tokens_cut
-            if fitted.what != "used":
-                counts.cut += fitted.what == "cut"
-                counts.split += fitted.what == "split"
-                self._ledger.note(place, fitted.what, fitted.why)
+            nothing = "no token of it counts in the loss" + (f" ({why})" if fitted.what != "used" else "")
+            self._take_bad(BadRow(place, nothing, "raise data.max_length, or remove the row"), counts)
 
-    def _keep(self, place: Place, pieces: list[Encoded]) -> None:
-        self.usable.source.append(len(self._ledger.sources) - 1)
-        self.usable.file.append(self._file_number[place.file])
-        self.usable.number.append(place.number)
-        self.usable.first.append(len(self._writer.lengths))
-        self.usable.pieces.append(len(pieces))
-        for piece in pieces:
+    def _keep(self, place: Place, row: Encoded, fitted: Fitted) -> None:
+        """Takes a row in. What was done to it is entered when it is known whether it is used."""
+        entry = {
+            "source": len(self._ledger.sources) - 1, "file": self._file_number[place.file], "number": place.number,
+            "first": len(self._writer.lengths), "pieces": len(fitted.pieces), "length": len(row.ids),
+            "tokens_cut": fitted.tokens_cut, "is_cut": fitted.what == "cut", "is_split": fitted.what == "split",
+        }  # fmt: skip
+        for name, value in entry.items():
+            getattr(self.usable, name).append(value)
+        for piece in fitted.pieces:
             self._writer.add(piece)
 
     def _take_bad(self, row: BadRow, counts: SourceCounts) -> None:

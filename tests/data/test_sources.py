@@ -1,0 +1,165 @@
+"""Sources: paths, globs, URLs, hub ids, lists; what cannot be had is refused with the remedy.
+
+Run: .venv/bin/python -m pytest tests/data/test_sources.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from unisono.config.schema import DataSection, SourceSection
+from unisono.data.readers import read_rows
+from unisono.data.remote import fetch_hub
+from unisono.data.rows import RawRow
+from unisono.data.sources import Source, find_sources
+from unisono.errors import DataError
+
+
+def find(tmp_path: Path, train: Any, **more: Any) -> list[Source]:
+    return find_sources(DataSection.model_validate({"train": train, **more}), cache_dir=tmp_path / "cache")
+
+
+def texts(source: Source) -> list[str]:
+    rows = [row for file in source.files for row in read_rows(file)]
+    return [row.value["text"] for row in rows if isinstance(row, RawRow)]
+
+
+def write(path: Path, *lines: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def test_a_glob_gives_its_files_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        write(tmp_path / "deep" / f"{name}.jsonl", name)
+    (source,) = find(tmp_path, str(tmp_path / "**" / "*.jsonl"))
+    assert texts(source) == ["a", "b", "c"]
+
+
+def test_a_name_with_a_bracket_is_a_file_if_there_is_one(tmp_path: Path) -> None:
+    (source,) = find(tmp_path, write(tmp_path / "rows[1].jsonl", "a"))
+    assert texts(source) == ["a"]
+
+
+def test_a_list_has_strings_and_sections_and_the_format_of_the_whole(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "1.jsonl", "a"), write(tmp_path / "2.jsonl", "b")
+    train = [one, {"path": two, "format": "alpaca", "weight": 2}]
+    sources = find(tmp_path, train, format="text", eval=one)
+    assert [(s.section.path, s.section.format, s.section.weight, s.role) for s in sources] == [
+        (one, "text", 1.0, "train"), (two, "alpaca", 2.0, "train"), (one, "text", 1.0, "eval"),
+    ]  # fmt: skip
+
+
+def test_every_source_that_cannot_be_had_is_named(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    train = [str(tmp_path / "no.jsonl"), str(tmp_path / "*.csv"), str(tmp_path / "folder")]
+    with pytest.raises(DataError) as caught:
+        find(tmp_path, train, eval="nowhere.parquet")
+    assert [(problem.where, bool(problem.fix)) for problem in caught.value.problems] == [
+        ("data.train.0", True), ("data.train.1", True), ("data.train.2", True), ("data.eval", True),
+    ]  # fmt: skip
+
+
+# URLs.
+
+
+def test_a_url_is_downloaded_once_and_again_when_it_changed(tmp_path: Path) -> None:
+    fs = fsspec.filesystem("memory")
+    for text in ("a", "a", "b"):
+        if text == "b" or not fs.exists("/rows/train.jsonl"):
+            fs.pipe("/rows/train.jsonl", json.dumps({"text": text}).encode())
+        (source,) = find(tmp_path, "memory://rows/train.jsonl")
+        assert texts(source) == [text]
+        assert source.files[0].name == "memory://rows/train.jsonl"
+    fs.rm("/rows", recursive=True)
+    with pytest.raises(DataError, match="there is no memory://"):
+        find(tmp_path, "memory://rows/train.jsonl")
+
+
+def test_a_url_may_have_a_star(tmp_path: Path) -> None:
+    fs = fsspec.filesystem("memory")
+    for name in ("2", "1"):
+        fs.pipe(f"/many/{name}.jsonl", json.dumps({"text": name}).encode())
+    (source,) = find(tmp_path, "memory://many/*.jsonl")
+    assert texts(source) == ["1", "2"]
+    fs.rm("/many", recursive=True)
+
+
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    (source,) = find(tmp_path, "file://" + write(tmp_path / "rows.jsonl", "a"))
+    assert texts(source) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs"), ("abfs", "adlfs"), ("sftp", "paramiko")]
+)
+def test_a_scheme_without_its_package_is_refused_with_the_line_that_installs_it(
+    tmp_path: Path, scheme: str, package: str
+) -> None:
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed here")
+    with pytest.raises(DataError, match=f"needs the package {package}") as caught:
+        find(tmp_path, f"{scheme}://bucket/rows.jsonl")
+    assert caught.value.problems[0].fix == f"pip install {package}"
+
+
+def test_an_unknown_scheme_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not known") as caught:
+        find(tmp_path, "htps://example.org/rows.jsonl")
+    assert "https" in caught.value.problems[0].fix
+
+
+# The hub.
+
+
+def test_a_hub_dataset_is_written_once_and_then_needs_no_datasets(tmp_path: Path) -> None:
+    """`datasets` takes a folder `owner/name` below the working directory for the hub's dataset of that name."""
+    write(tmp_path / "owner" / "name" / "train.jsonl", "a", "b")
+    write(tmp_path / "owner" / "name" / "test.jsonl", "c")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    script = (
+        "import sys; from pathlib import Path; from unisono.config.schema import SourceSection; from unisono.data.remote import fetch_hub\n"
+        "for splits in (['train'], ['validation', 'test']):\n"
+        f"    print(fetch_hub(SourceSection(path='owner/name'), 'data.train', Path({str(cache)!r}), splits=splits)[0].name)\n"
+        "print('datasets' in sys.modules)"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    for folder, needed in ((tmp_path, "True"), (cache, "False")):  # the second has no such folder
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stdout.split() == ["owner/name:train", "owner/name:test", needed], done.stderr
+    section = SourceSection(path="owner/name")
+    files = fetch_hub(section, "data.train", cache, splits=["train"])
+    assert texts(Source(section, files)) == ["a", "b"]
+
+
+def test_a_hub_id_that_is_not_to_be_had_is_refused(tmp_path: Path) -> None:
+    script = (
+        "from pathlib import Path; from unisono.config.schema import DataSection; from unisono.data.sources import find_sources\n"
+        "from unisono.errors import DataError\n"
+        f"try:\n    find_sources(DataSection(train='nobody/nothing'), cache_dir=Path({str(tmp_path)!r}))\n"
+        "except DataError as error:\n    print(error.problems[0].what); print(error.problems[0].where)"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines() == [
+        "nobody/nothing is neither a file here nor a dataset that the hub gives",
+        "data.train",
+    ], done.stderr

@@ -1,0 +1,81 @@
+"""Which tokens hold which characters, with tokenizers in Rust and in Python.
+
+Run: .venv/bin/python -m pytest tests/data/test_tokens.py
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from unisono.data.encode import Encoded, Encoder
+from unisono.data.prepare import load_tokenizer
+from unisono.data.rows import Conversation
+from unisono.data.tokens import encode_texts
+
+TokenizerDir = Callable[..., Path]
+_text = st.text(st.sampled_from("ab 12\n\té日🙂<|>"), min_size=1, max_size=30)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(before=_text, inside=_text, after=_text, trim=st.booleans())
+def test_between_special_tokens_the_range_is_that_of_the_text_alone(
+    tokenizer_dir: TokenizerDir, before: str, inside: str, after: str, *, trim: bool
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_dir(trim=trim), trust_remote_code=False)
+    text = before + "<|im_start|>" + inside + "<|im_end|>" + after
+    first = len(before) + len("<|im_start|>")
+    (tokens,) = encode_texts(tokenizer, [text], special=False)
+    found = tokens.range(first, first + len(inside))
+    assert found is not None
+    assert tokens.ids == tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(tokens.ids[found[0] : found[1]], clean_up_tokenization_spaces=False) == inside
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(before=_text, inside=_text, after=_text, trim=st.booleans())
+def test_anywhere_the_range_holds_all_the_characters_and_no_token_too_much(
+    tokenizer_dir: TokenizerDir, before: str, inside: str, after: str, *, trim: bool
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_dir(trim=trim), trust_remote_code=False)
+    text = before + inside + after
+    (tokens,) = encode_texts(tokenizer, [text], special=False)
+    found = tokens.range(len(before), len(before) + len(inside))
+    assert found is not None
+    whole = tokenizer.decode(tokens.ids[found[0] : found[1]], clean_up_tokenization_spaces=False)
+    shorter = tokenizer.decode(
+        tokens.ids[found[0] + 1 : found[1] - 1], clean_up_tokenization_spaces=False
+    ).strip("\ufffd")
+    assert inside in whole or "\ufffd" in whole
+    assert len(shorter) <= len(inside)
+
+
+def test_a_tokenizer_in_python_gives_the_same_mask(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer()
+    assert not tokenizer.is_fast
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{{ eos_token if m['role'] == 'assistant' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    encoder = Encoder(tokenizer, directory=tmp_path)
+    (row,) = encoder.encode(
+        [Conversation([{"role": "user", "content": "é?"}, {"role": "assistant", "content": "日🙂"}])]
+    )
+    assert isinstance(row, Encoded)
+    assert tokenizer.decode(row.ids[row.targets].tolist()) == "日🙂</s>"
+    assert row.ids.tolist() == tokenizer("user:é?assistant:日🙂</s>", add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_neither_cut_nor_padded_whatever_the_tokenizer_was_set_to(
+    tokenizer_dir: TokenizerDir, *, special: bool
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_dir(), trust_remote_code=False)
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=50)
+    short, long = encode_texts(tokenizer, ["a", "a b c d e f g"], special=special)
+    assert (len(short.ids), len(long.ids) > 4) == (1, True)
