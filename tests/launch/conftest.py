@@ -24,7 +24,9 @@ class Front:
         self.out = folder / "out"
         self.environment = {
             **os.environ, "XDG_CONFIG_HOME": str(folder / "settings"), "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(folder / "tmp"),
         }  # fmt: skip
+        (folder / "tmp").mkdir()
         self.config(train="rows")
 
     def config(self, *, train: str, **more: Any) -> None:

@@ -117,11 +117,6 @@ class Screen:
         """Leaves the terminal as it was."""
         self._line.close()
 
-    def show_plan(self, plan: RunPlan) -> None:
-        """The first screen of a run that is not started."""
-        self._plan = plan
-        self._greet({})
-
     def _on_plan(self, message: Message) -> None:
         self._plan = RunPlan.model_validate({k: v for k, v in message.items() if k not in ("kind", "time")})
 

@@ -11,6 +11,7 @@ from unisono.launch.interrupts import exit_code_of
 from unisono.launch.postmortem import name_death
 from unisono.launch.tasks import refusal
 from unisono.plan import RunPlan
+from unisono.rundir.result import RunResult
 
 _OUTCOMES = {
     0: "completed", 1: "failed", 2: "refused", 3: "disagreed", 4: "stalled", 5: "died", 6: "unfit", 7: "corrupt",
@@ -85,14 +86,14 @@ def result_of(
     ending: Ending, *, run_id: str, output_dir: str, restarts: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
     """The object of result.json."""
-    result = {
-        "schema": 1, "run_id": run_id, "outcome": ending.outcome, "exit_code": ending.exit_code, "output_dir": output_dir,
+    body = {
+        "run_id": run_id, "outcome": ending.outcome, "exit_code": ending.exit_code, "output_dir": output_dir,
         **ending.fields, "verdict": ending.verdict.to_json() if ending.verdict else None, "restarts": restarts,
         "wall_time_s": seconds,
     }  # fmt: skip
     if ending.error is not None:
-        result["problems"] = ending.error.to_json()["problems"]
-    return result
+        body["problems"] = ending.error.to_json()["problems"]
+    return RunResult.model_validate(body).to_json()
 
 
 def refused_result(

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono.causes import Verdict
 from unisono.checkpoint.resume import resume_point
 from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.trouble import Damage
 from unisono.config import LoadedConfig
+from unisono.errors import IntegrityError
 from unisono.events import Message
 from unisono.facts import package_versions, read_environment, read_machine
 from unisono.launch.asked import TrainRequest, load_asked, refuse_live_launcher
@@ -105,20 +107,23 @@ class _Start:
             )
             ending = ending_of(attempt, plan, asked_to_stop=self.interrupts.first)
             ending = self._told(claimed.run, plan, attempt, ending)
-            again = self._goes_on(plan, attempt, ending, deaths)
-            if not again or ending.verdict is None:
+            verdict = ending.verdict
+            if verdict is None or not self._goes_on(plan, attempt, verdict, deaths):
                 return self._finish(claimed, plan, attempt, ending, restarts)
-            deaths.append(Death(ending.verdict.cause, attempt.step))
+            deaths.append(Death(verdict.cause, attempt.step))
             set_verdict(claimed.run, None)
-            resume, _ = _resume_point(
-                claimed.run, StartDecision("resume", plan.run_id, "restarted"), here, self.show
-            )
+            try:
+                decision = StartDecision("resume", plan.run_id, "restarted")
+                resume, _ = _resume_point(claimed.run, decision, here, self.show)
+            except (
+                IntegrityError
+            ) as error:  # the disk that killed the rank may have taken the checkpoints, too
+                ending = Ending(error.exit_code, ending.fields, verdict, error)
+                return self._finish(claimed, plan, attempt, ending, restarts)
             restarts.append(
-                {"verdict": ending.verdict.to_json(), "from_step": resume.step if resume else 0, "seconds": attempt.seconds}
+                {"verdict": verdict.to_json(), "from_step": resume.step if resume else 0, "seconds": attempt.seconds}
             )  # fmt: skip
-            plan = plan.model_copy(
-                update={"resume": resume, "resume_reason": _again(ending.verdict.cause, resume)}
-            )
+            plan = plan.model_copy(update={"resume": resume, "resume_reason": _again(verdict.cause, resume)})
 
     def _told(self, run: RunDir, plan: RunPlan, attempt: Attempt, ending: Ending) -> Ending:
         """Keeps the evidence of a verdict, and shows it."""
@@ -131,12 +136,10 @@ class _Start:
         self.show({"kind": "verdict", "time": time.time(), **ending.verdict.to_json()})
         return ending
 
-    def _goes_on(self, plan: RunPlan, attempt: Attempt, ending: Ending, deaths: list[Death]) -> bool:
-        if ending.verdict is None or self.interrupts.first is not None:
+    def _goes_on(self, plan: RunPlan, attempt: Attempt, verdict: Verdict, deaths: list[Death]) -> bool:
+        if self.interrupts.first is not None:
             return False
-        again, why = may_restart(
-            ending.verdict, step=attempt.step, earlier=deaths, allowed=plan.config.restarts
-        )
+        again, why = may_restart(verdict, step=attempt.step, earlier=deaths, allowed=plan.config.restarts)
         say(self.show, why)
         return again
 
@@ -189,7 +192,14 @@ def _plan(
     """Finds the checkpoint to go on from, prepares the data, and decides the rest."""
     resume, reason = _resume_point(run, decision, here, show)
     plan = make_plan(
-        request, loaded, here, run_id=decision.run_id, resume=resume, resume_reason=reason, ledger=ledger, show=show
+        request,
+        loaded,
+        here,
+        run_id=decision.run_id,
+        resume=resume,
+        resume_reason=reason,
+        ledger=ledger,
+        show=show,
     )
     refuse_if_shrunk(decision, done_steps=resume.step if resume else 0, total_steps=plan.total_steps)
     if resume is None:

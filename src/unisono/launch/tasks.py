@@ -21,7 +21,7 @@ from unisono.errors import (
 )
 from unisono.events import Message
 from unisono.facts import read_environment, read_machine
-from unisono.facts.machine import DeviceProbe
+from unisono.facts.machine import Gpu
 from unisono.launch.command import Programs, child_environment, task_command
 from unisono.launch.process import ChildProcess
 from unisono.text import one_line
@@ -163,8 +163,6 @@ def tail_of(printed: IO[bytes]) -> str:
     return os.pread(printed.fileno(), _TAIL_BYTES, start).decode("utf-8", "replace")
 
 
-def _no_devices() -> tuple[list[Any], str]:
+def _no_devices() -> tuple[list[Gpu], str]:
+    """A probe that asks no driver: a task's threads do not depend on accelerators."""
     return [], ""
-
-
-_: DeviceProbe = _no_devices

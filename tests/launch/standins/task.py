@@ -1,9 +1,10 @@
-"""A preparation that knows the answer: 40 sequences of 10 tokens each. It may be told to refuse, die or wait."""
+"""A preparation that knows the answer: 40 sequences of 10 tokens each; it may be told to refuse, die or wait. And an export."""
 
 import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from unisono.child import parse_child_arguments, run_child
@@ -42,7 +43,14 @@ def body(report: Reporter, request: dict[str, Any]) -> dict[str, Any]:
     return {"data": DATA, "model": MODEL}
 
 
+def export(report: Reporter, request: dict[str, Any]) -> dict[str, Any]:
+    assert (Path(request["target"]) / "result.json").exists()
+    Path(request["out"]).mkdir()
+    return {"out": request["out"]}
+
+
 if __name__ == "__main__":
     arguments = parse_child_arguments(sys.argv[1:], named=True)
     request = json.loads(arguments.file.read_text())
-    sys.exit(run_child(lambda report: body(report, request), arguments))
+    task = {"prepare": body, "export": export}[arguments.name]
+    sys.exit(run_child(lambda report: task(report, request), arguments))
