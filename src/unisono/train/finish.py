@@ -53,9 +53,17 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path) -> None:
         base.config.dtype = dtype
         base.save_pretrained(str(directory), state_dict=_tied_once(base, state))
         base.config.use_cache = False
+    _give_template(loaded.tokenizer, plan)
     loaded.tokenizer.save_pretrained(str(directory))
     if loaded.base.generation_config is not None and plan.config.adapter is not None:
         loaded.base.generation_config.save_pretrained(str(directory))
+
+
+def _give_template(tokenizer: Any, plan: RunPlan) -> None:  # noqa: ANN401 - transformers' class is dynamic
+    """The result talks in the template that it was trained with, also where that was a file or the stand-in."""
+    used = Path(plan.data.cache_dir) / "template.jinja"
+    if used.is_file() and (plan.config.data.template is not None or tokenizer.chat_template is None):
+        tokenizer.chat_template = used.read_text(encoding="utf-8")
 
 
 def stored_dtype(plan: RunPlan) -> str:

@@ -1,0 +1,56 @@
+"""What a run leaves is loaded by plain transformers and peft. Run: pytest tests/train/test_result.py"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+Train = Callable[..., Any]
+
+
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+def test_an_adapter_on_its_base_gives_the_loss_that_the_run_measured(
+    train_here: Train, model_dir: Path, kind: str
+) -> None:
+    run = train_here(adapter={"kind": kind}, data={"eval": 0.2, "packing": False}, optim={"lr": 3e-2})
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, run.directory / "adapter").eval()
+    assert _eval_loss(model, run) == pytest.approx(run.result["eval"]["loss"], rel=1e-5)
+
+
+def test_a_whole_model_gives_the_loss_that_the_run_measured(train_here: Train) -> None:
+    run = train_here(adapter=None, data={"eval": 0.2}, optim={"lr": 3e-3})
+    model = AutoModelForCausalLM.from_pretrained(run.directory / "model").eval()
+    assert model.dtype == torch.float32
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert _eval_loss(model, run) == pytest.approx(run.result["eval"]["loss"], rel=1e-5)
+
+
+def test_the_result_talks_in_the_template_that_it_was_trained_with(train_here: Train, tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    run = train_here(data={"template": str(template)})
+    tokenizer = AutoTokenizer.from_pretrained(run.directory / "adapter")
+    assert tokenizer.chat_template == template.read_text()
+
+
+def _eval_loss(model: Any, run: Any) -> float:  # noqa: ANN401
+    from unisono.data.table import TokenTable
+
+    table = TokenTable.open(Path(run.plan.data.cache_dir), "eval")
+    total = count = 0.0
+    for row in range(table.rows):
+        ids, targets = (torch.from_numpy(array.copy()) for array in table.row(row))
+        with torch.no_grad():
+            logits = model(input_ids=ids[None].long()).logits[0, :-1].float()
+        losses = torch.nn.functional.cross_entropy(logits, ids[1:].long(), reduction="none")
+        total += float(losses[targets[1:]].sum())
+        count += int(targets.sum())
+    return total / count
