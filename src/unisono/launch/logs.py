@@ -10,6 +10,7 @@ from typing import Any, Literal
 from unisono.errors import UsageError
 from unisono.events import read_message
 from unisono.rundir.layout import RunDir
+from unisono.text import one_line
 
 _NAME = "-rank-"
 
@@ -102,7 +103,7 @@ def _as_text(message: dict[str, Any]) -> str:
     shown = {
         k: v for k, v in message.items() if k not in ("kind", "time", "traceback") and v not in (None, "")
     }
-    return f"{message['kind']}: " + ", ".join(f"{name} {value}" for name, value in shown.items())
+    return one_line(f"{message['kind']}: " + ", ".join(f"{name} {value}" for name, value in shown.items()))
 
 
 def _number(text: str) -> int:
