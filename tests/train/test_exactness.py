@@ -58,6 +58,26 @@ def test_a_run_resumed_from_a_checkpoint_is_bit_equal_to_one_that_was_not_stoppe
     assert [line["step"] for line in resumed.metrics if "loss" in line] == list(range(1, 13))
 
 
+def test_a_stop_in_the_middle_of_an_evaluation_makes_up_for_it_after_resuming(train_here: Train) -> None:
+    sections: dict[str, Any] = {
+        "duration": "8 steps", "data": {"eval": 0.3}, "eval": {"every": "4 steps"}, "batch": {"global": 8, "micro": 1},
+    }  # fmt: skip
+    straight = train_here(**sections)
+
+    def in_evaluation(message: dict[str, Any], stop: Any) -> None:
+        if message["kind"] == "step" and message["step"] == 4:
+            stop.outcome = "interrupted"
+
+    stopped = train_here(on_message=in_evaluation, **sections)
+    assert not any("eval_loss" in line for line in stopped.metrics)
+    path = stopped.directory / "checkpoints" / "step-00000004"
+    resumed = train_here(directory=stopped.directory, resume=(4, path), **sections)
+    _same_bits(straight, resumed)
+    assert [line for line in resumed.metrics if "eval_loss" in line] == [
+        line for line in straight.metrics if "eval_loss" in line
+    ]
+
+
 def _stop_at(step: int) -> Callable[[dict[str, Any], Any], None]:
     def on_message(message: dict[str, Any], stop: Any) -> None:
         if message["kind"] == "step" and message["step"] == step:

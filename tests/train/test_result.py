@@ -41,7 +41,7 @@ def test_the_result_talks_in_the_template_that_it_was_trained_with(train_here: T
     assert tokenizer.chat_template == template.read_text()
 
 
-def _eval_loss(model: Any, run: Any) -> float:  # noqa: ANN401
+def _eval_loss(model: Any, run: Any) -> float:
     from unisono.data.table import TokenTable
 
     table = TokenTable.open(Path(run.plan.data.cache_dir), "eval")

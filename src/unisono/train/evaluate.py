@@ -20,15 +20,15 @@ def evaluation_loss(run: Run) -> float | None:
     count = int(table.sequence_loss_tokens().sum())
     total = 0.0
     with torch.no_grad(), evaluating(run):
-        for done, group in enumerate(evaluation_groups(table, micro_batch=run.plan.micro_batch)):
+        done = 0
+        for group in evaluation_groups(table, micro_batch=run.plan.micro_batch):
             rows, _ = load_rows(table, group, run.device)
             if len(rows.labels):
                 total += float(run.forward.loss(rows, count=count))
             if run.stop.outcome:  # an evaluation is not worth the grace time; the caller drops it
                 return None
-            run.report.phase(
-                "evaluate", "evaluating", done=(done + 1) * run.plan.micro_batch, total=table.sequences
-            )
+            done += len(group)
+            run.report.phase("evaluate", "evaluating", done=done, total=table.sequences)
     return total
 
 

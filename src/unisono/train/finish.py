@@ -59,7 +59,7 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path) -> None:
         loaded.base.generation_config.save_pretrained(str(directory))
 
 
-def _give_template(tokenizer: Any, plan: RunPlan) -> None:  # noqa: ANN401 - transformers' class is dynamic
+def _give_template(tokenizer: Any, plan: RunPlan) -> None:
     """The result talks in the template that it was trained with, also where that was a file or the stand-in."""
     used = Path(plan.data.cache_dir) / "template.jinja"
     if used.is_file() and (plan.config.data.template is not None or tokenizer.chat_template is None):

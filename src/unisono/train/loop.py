@@ -19,20 +19,25 @@ def train(run: Run) -> dict[str, Any]:
     """
     if run.state.step == 0 and "loss_before" not in run.state.eval:
         _measure_before(run)
-    while run.state.step < run.plan.total_steps:
-        verdict = _advance(run)
-        if verdict is not None:
-            return {"outcome": "stalled", "exit_code": 4, "verdict": verdict.to_json()}
-        last = run.state.step == run.plan.total_steps
-        if _is_due(run.plan.eval_every, run.state.step) or last:
-            last = _evaluate(run) or last
+    enough = False
+    while not enough and (run.state.step < run.plan.total_steps or run.state.evaluation_due):
+        if (
+            not run.state.evaluation_due
+        ):  # else a stop has come in the middle of an evaluation, and it is made up for
+            verdict = _advance(run)
+            if verdict is not None:
+                return {"outcome": "stalled", "exit_code": 4, "verdict": verdict.to_json()}
+        if run.state.evaluation_due:
+            enough = _evaluate(run)
         if run.stop.outcome is not None:
             save_checkpoint(run)
             return {"outcome": run.stop.outcome, "exit_code": run.stop.exit_code, "verdict": None}
-        if _is_due(run.plan.checkpoint_every, run.state.step) or last:
+        if (
+            _is_due(run.plan.checkpoint_every, run.state.step)
+            or enough
+            or run.state.step == run.plan.total_steps
+        ):
             save_checkpoint(run)
-        if last:
-            break
     return {"outcome": "completed", "exit_code": 0, "verdict": None}
 
 
@@ -49,6 +54,10 @@ def _advance(run: Run) -> Verdict | None:
     run.state.step = batches.step
     run.state.tokens += batches.tokens
     run.state.loss_tokens += batches.loss_tokens
+    last = run.state.step == run.plan.total_steps
+    run.state.evaluation_due = run.eval_table is not None and (
+        last or _is_due(run.plan.eval_every, run.state.step)
+    )
     _log_step(run, outcome, tokens=batches.tokens)
     _tell_moved_generators(run)
     if outcome.is_sound:
@@ -77,9 +86,10 @@ def _measure_before(run: Run) -> None:
 def _evaluate(run: Run) -> bool:
     """Measures the loss on the evaluation rows; gives whether it has stopped improving for long enough to end the run."""
     loss = evaluation_loss(run)
-    if loss is None:
+    if loss is None:  # a stop came in the middle; evaluation_due stays, and is saved
         return False
     state = run.state
+    state.evaluation_due = False
     state.eval["loss"] = loss
     if state.best_loss is None or loss < state.best_loss:
         state.best_loss, state.best_step, state.evals_since_best = loss, state.step, 0

@@ -17,6 +17,7 @@ class TrainState:
         best_loss: the smallest eval_loss so far.
         best_step: the step that it was measured at.
         evals_since_best: evaluations since then.
+        evaluation_due: whether the step is to be evaluated and has not been yet.
         eval: the figures for result.json: loss_before, exact_match_before, loss, exact_match.
     """
 
@@ -28,6 +29,7 @@ class TrainState:
     best_loss: float | None = None
     best_step: int | None = None
     evals_since_best: int = 0
+    evaluation_due: bool = False
     eval: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
