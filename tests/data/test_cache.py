@@ -149,6 +149,27 @@ def test_a_refused_or_broken_build_leaves_nothing(tokenizer_dir: TokenizerDir, t
     assert not list((tmp_path / "cache" / "tables").iterdir())
 
 
+class _Meddler(Reporter):
+    """Changes a file after its rows were read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(None)
+        self._path = path
+
+    def phase(self, name: str, text: str, *, done: int | None = None, total: int | None = None) -> None:
+        if name == "pack":
+            self._path.write_text('{"prompt": "other", "completion": "rows"}\n', encoding="utf-8")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tokenizer_dir: TokenizerDir, tmp_path: Path) -> None:
+    config = RunConfig.model_validate(body(write(tmp_path / "rows.jsonl")))
+    with pytest.raises(DataError, match=r"rows\.jsonl .* changed while it was read"):
+        prepare_data(
+            config, tokenizer=tokenizer_dir(), vocab_size=None, cache_dir=tmp_path / "cache", report=_Meddler(tmp_path / "rows.jsonl")
+        )  # fmt: skip
+    assert not list((tmp_path / "cache" / "tables").iterdir())
+
+
 def test_what_a_dead_writer_left_is_swept_away(tmp_path: Path) -> None:
     import socket
 

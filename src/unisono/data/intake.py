@@ -21,6 +21,7 @@ from unisono.events import Reporter
 _BATCH = 512  # rows that go through the tokenizer together
 _SHOWN_PROBLEMS = 20
 _REPORT_EVERY_S = 0.5
+_ALL_COUNTS = "; every token counts in the loss"
 
 
 def _numbers() -> "array[int]":
@@ -150,7 +151,7 @@ class Intake:
         """The format of a source, as it was set or as its first row shows it."""
         path, asked = source.section.path, source.section.format
         if asked != "auto":
-            self.formats.append(f"{path}: {asked} (set)")
+            self.formats.append(f"{path}: {asked} (set){_ALL_COUNTS if asked == 'text' else ''}")
             return asked
         if isinstance(first, BadRow):
             return "text"  # no row can be read, so none will ask for it
@@ -163,7 +164,9 @@ class Intake:
                 why=f"its columns are {columns}; known are {known}",
                 fix="set data.format, or name the columns, as in data.train: [{path: FILE, columns: {instruction: question, output: answer}}]",
             )  # fmt: skip
-        self.formats.append(f"{path}: {found[0]} (auto: {found[1]})")
+        self.formats.append(
+            f"{path}: {found[0]} (auto: {found[1]}){_ALL_COUNTS if found[0] == 'text' else ''}"
+        )
         return found[0]
 
     def _read_batch(self, source: Source, name: FormatName, batch: list[Row]) -> None:

@@ -12,7 +12,7 @@ from unisono.data.cache import Ingredients, Lookup, gather, look_up, remember, w
 from unisono.data.ledger import flat_total
 from unisono.data.sources import Source, find_sources
 from unisono.data.table import TokenTable
-from unisono.errors import ModelError
+from unisono.errors import DataError, ModelError
 from unisono.events import Reporter
 from unisono.files import read_json, whole_file
 from unisono.plan.model import DataSummary, SplitSummary
@@ -53,7 +53,11 @@ def prepare_data(
     found = look_up(cache_dir, ingredients, sources)
     if not found.hit:
         report.phase("tokenize", f"tokenizing: {found.reason}")
-        _build(config, sources, tokenizer, found.directory, report, limit_rows=limit_rows)
+        with writing(found.directory) as temporary:
+            _build(config, sources, tokenizer, temporary, report, limit_rows=limit_rows)
+            _refuse_if_changed(
+                ingredients, gather(config, sources, tokenizer=tokenizer, limit_rows=limit_rows)
+            )
         if limit_rows is None:
             remember(cache_dir, ingredients, sources)
     meta = read_json(found.directory / "meta.json")
@@ -103,8 +107,16 @@ def _build(
         loss_on="all" if pretrain else config.data.loss_on,
         check_template=config.data.check_template and not pretrain,
     )
-    with writing(directory) as temporary:
-        build_table(config, sources, encoder, directory=temporary, report=report, limit_rows=limit_rows)
+    build_table(config, sources, encoder, directory=directory, report=report, limit_rows=limit_rows)
+
+
+def _refuse_if_changed(before: Ingredients, after: Ingredients) -> None:
+    """Else rows of one file would be kept under the digest of another."""
+    changed = [name for name in before if before[name] != after.get(name)]
+    if changed:
+        raise DataError.of(
+            f"{changed[0]} changed while it was read", where="data.train", fix="start again when nothing writes to it any more"
+        )  # fmt: skip
 
 
 def _check_vocabulary(
