@@ -32,8 +32,10 @@ def run_demo(seed: int) -> dict[str, Any]:
     )
     wall = time.perf_counter() - began
     result = json.loads((ROOT / "runs" / "demo" / "result.json").read_text("utf-8"))
+    plan = json.loads((ROOT / "runs" / "demo" / "plan.json").read_text("utf-8"))
     return {
         "seed": seed,
+        "threads": plan["threads"],
         "exact_match_before": result["eval"]["exact_match_before"],
         "exact_match_after": result["eval"]["exact_match"],
         "eval_loss": result["eval"]["loss"],

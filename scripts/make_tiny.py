@@ -1,6 +1,6 @@
 """Makes the built-in model `builtin:tiny` with unisono itself: text from a seed, a tokenizer, random weights, pretraining.
 
-    python scripts/make_tiny.py                # about ten minutes on two cores
+    python scripts/make_tiny.py                # about fifteen minutes on one core
 
 What it needs on the way is kept in runs/tiny; the model replaces src/unisono/builtin/tiny.
 """
@@ -135,7 +135,6 @@ def _write_json(path: Path, value: object) -> None:
 
 def model_card(result: dict[str, Any]) -> str:
     """The README.md of the model."""
-    figures = json.loads((WORK / "run" / "data.json").read_text("utf-8"))["total"]
     return f"""---
 license: apache-2.0
 library_name: transformers
@@ -147,8 +146,8 @@ pipeline_tag: text-generation
 A Llama of 1.33 million parameters for demonstrations and tests. It knows some four hundred English words and can copy;
 it knows nothing about the world.
 
-**Made by** `python scripts/make_tiny.py` (unisono, `objective: pretrain`, from random weights, seed {RUN["seed"]}): one
-epoch of {figures["used"]:,} rows, {figures["tokens"]:,} tokens, {result["step"]:,} steps; loss on rows it had not seen
+**Made by** `python scripts/make_tiny.py`: unisono, `objective: pretrain`, from random weights, seed {RUN["seed"]}, one
+epoch of {ROWS:,} rows, {result["tokens"]:,} tokens, {result["step"]:,} steps. Loss on rows that it had not seen:
 {result["eval"]["loss"]:.3f} nats a token.
 
 **Trained on** text that `scripts/pretraining_text.py` writes from a seed: words and invented words that are repeated,
@@ -156,9 +155,23 @@ lists, values found by their key, little stories with questions about them, numb
 no text of people in it, no JSON, and no phrase or row of the example task (`tests/examples/test_demo_data.py`).
 
 **Shape**: hidden {MODEL["hidden_size"]}, {MODEL["num_hidden_layers"]} layers, {MODEL["num_attention_heads"]} heads,
-MLP {MODEL["intermediate_size"]}, tied embeddings, context {MODEL["max_position_embeddings"]}. **Tokenizer**: byte-level
-BPE, {MODEL["vocab_size"]:,} tokens. **Chat template**: what is asked ends with a line break, what is answered with `{EOS}`.
+MLP {MODEL["intermediate_size"]}, tied embeddings, context {MODEL["max_position_embeddings"]}; stored in bfloat16.
+**Tokenizer**: byte-level BPE, {MODEL["vocab_size"]:,} tokens. **Chat template**: what is asked ends with a line break,
+what is answered with `{EOS}`.
 """
+
+
+def install() -> None:
+    """Puts the run's weights and the files they were started from into the package."""
+    result = json.loads((WORK / "run" / "result.json").read_text("utf-8"))
+    shutil.rmtree(BUILTIN, ignore_errors=True)
+    shutil.copytree(WORK / "start", BUILTIN)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(WORK / "run" / "model" / name, BUILTIN / name)
+        (BUILTIN / name).chmod(0o644)
+    (BUILTIN / "README.md").write_text(model_card(result), encoding="utf-8")
+    size = sum(file.stat().st_size for file in BUILTIN.iterdir())
+    print(f"{BUILTIN}: {size / 1e6:.1f} MB")
 
 
 def main() -> None:
@@ -168,12 +181,7 @@ def main() -> None:
     write_text(WORK)
     (WORK / "run.yaml").write_text(yaml.safe_dump(RUN, sort_keys=False), encoding="utf-8")
     subprocess.run([sys.executable, "-m", "unisono", "train", str(WORK / "run.yaml"), "--fresh"], check=True)
-    result = json.loads((WORK / "run" / "result.json").read_text("utf-8"))
-    shutil.rmtree(BUILTIN, ignore_errors=True)
-    shutil.copytree(WORK / "run" / "model", BUILTIN)
-    (BUILTIN / "README.md").write_text(model_card(result), encoding="utf-8")
-    size = sum(file.stat().st_size for file in BUILTIN.iterdir())
-    print(f"{BUILTIN}: {size / 1e6:.1f} MB")
+    install()
 
 
 if __name__ == "__main__":
