@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from workload import make
+from workload import make  # type: ignore[import-not-found]  # beside this script
 
 
 def measure(work: Path, model: str, adapter: str, steps: int) -> dict[str, Any]:

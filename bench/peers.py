@@ -54,13 +54,13 @@ def trl_arm(model: str, data: str, batch: int, options: dict[str, bool]) -> dict
     steps: list[tuple[float, float, int]] = []
     seen = [0]
 
-    class Counting(SFTTrainer):  # type: ignore[misc]
+    class Counting(SFTTrainer):
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             mask = inputs.get("attention_mask")
             seen[0] += int(mask.sum()) if mask is not None else inputs["input_ids"].numel()
             return super().training_step(model, inputs, *args, **kwargs)
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             steps.append((time.time(), time.process_time(), seen[0]))
             seen[0] = 0
@@ -202,7 +202,7 @@ def main() -> None:
 def compare(args: argparse.Namespace, work: Path) -> None:
     """All arms, repetition by repetition; prints the table and writes the result."""
     if not (work / "alpaca.jsonl").exists():
-        from workload import make
+        from workload import make  # type: ignore[import-not-found]  # beside this script
 
         make(work)
     lines = (work / "alpaca.jsonl").read_text().splitlines()

@@ -138,7 +138,7 @@ def test_no_room_is_known_before_anything_is_written(tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-class _Net(torch.nn.Module):  # type: ignore[misc]
+class _Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.matrix = torch.nn.Parameter(torch.rand(6, 6))

@@ -37,7 +37,10 @@ def test_output_and_gradients_equal_dense_attention(
     shapes = ((tokens, kv * group, size), (tokens, kv, size), (tokens, kv, size))
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     weight = torch.randn(shapes[0], dtype=torch.float64)
-    outputs = (RowAttention.apply(*tensors, lengths, size**-0.5, window), _dense(*tensors, lengths, window))
+    outputs = (
+        RowAttention.apply(*tensors, lengths, size**-0.5, window),
+        _dense(tensors[0], tensors[1], tensors[2], lengths, window),
+    )
     results = [[out.detach(), *torch.autograd.grad(out, tensors, weight)] for out in outputs]
     for mine, theirs in zip(*results, strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-9, atol=1e-12)
@@ -50,5 +53,5 @@ def test_long_rows_compute_their_probabilities_again_with_the_same_result() -> N
     weight = torch.randn(1520, 2, 8, dtype=torch.float64)
     mine = torch.autograd.grad(RowAttention.apply(*tensors, lengths, 0.3, None), tensors, weight)
     scaled = [tensors[0] * (0.3 * 8**0.5), tensors[1], tensors[2]]
-    theirs = torch.autograd.grad(_dense(*scaled, lengths, None), tensors, weight)
+    theirs = torch.autograd.grad(_dense(scaled[0], scaled[1], scaled[2], lengths, None), tensors, weight)
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(mine, theirs, strict=True))

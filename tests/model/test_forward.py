@@ -36,7 +36,8 @@ def _config(kind: str) -> Any:
             )
         case "mamba":
             return transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
-    raise AssertionError(kind)
+        case _:
+            raise AssertionError(kind)
 
 
 # What the probe should find: the layout and the head. A model that is not in this table is tried just the same.

@@ -126,7 +126,7 @@ def _batches(lengths: list[int], max_new_tokens: int) -> Iterator[list[int]]:
         first = last
 
 
-class _Listener(StoppingCriteria):  # type: ignore[misc]  # transformers is not followed
+class _Listener(StoppingCriteria):
     """Keeps what each row says, and knows when it has ended.
 
     transformers' own end-of-text criterion is not used: with this one a row's answer is cut in one place, whatever ends it.
@@ -160,7 +160,7 @@ class _Listener(StoppingCriteria):  # type: ignore[misc]  # transformers is not 
             self._ended[row] = True
 
 
-class _Draws(LogitsProcessor):  # type: ignore[misc]  # transformers is not followed
+class _Draws(LogitsProcessor):
     """Chooses the token of each row by its own numbers; the greedy search after it can only take that one."""
 
     def __init__(self, batch: list[int], *, length: int, temperature: float, top_p: float, seed: int) -> None:

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     def body(report: Reporter) -> dict[str, Any]:
         if arguments.name not in TASKS:
             raise UsageError.of(f"there is no task {arguments.name!r}", fix=f"one of {', '.join(TASKS)}")
-        task: Task = importlib.import_module(f"unisono.task.{TASKS[arguments.name]}")  # type: ignore[assignment]
+        task: Task = importlib.import_module(f"unisono.task.{TASKS[arguments.name]}")
         return task.run(json.loads(arguments.file.read_text(encoding="utf-8")), report)
 
     return run_child(body, arguments)
