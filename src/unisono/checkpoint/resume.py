@@ -65,22 +65,19 @@ def resume_point(
 
 
 def _none_intact(root: Path, findings: dict[Path, list[Damage]]) -> IntegrityError:
+    why = "; ".join(_told(path, of_path) for path, of_path in findings.items())
+    if not any(finding.is_fatal for of_path in findings.values() for finding in of_path):
+        return IntegrityError.of(
+            "the run's checkpoints are not signed with your key", where=str(root), why=why,
+            fix=f"copy {KEY_FILE} of the user who made them into your folder of settings (~/.config/unisono), if you trust them, or"
+            " start anew with --fresh, which keeps this run under another name",
+        )  # fmt: skip
     many = len(findings) > 1
     return IntegrityError.of(
         f"none of the run's {len(findings)} checkpoints is intact" if many else "the run's only checkpoint is not intact",
-        where=str(root), why="; ".join(_told(path, of_path) for path, of_path in findings.items()), fix=_remedy(findings),
+        where=str(root), why=why, fix="restore one from a copy, or start anew with --fresh, which keeps this run under another name",
     )  # fmt: skip
 
 
 def _told(path: Path, findings: list[Damage]) -> str:
     return f"{path.name}: " + ", ".join(str(finding) for finding in findings if finding.kind != "extra")
-
-
-def _remedy(findings: dict[Path, list[Damage]]) -> str:
-    foreign = any(all(f.kind in ("foreign", "extra") for f in of_path) for of_path in findings.values())
-    if foreign:
-        return (
-            f"copy the key of the user who made them ({KEY_FILE} in the folder of settings, ~/.config/unisono), or start anew"
-            " with --fresh, which keeps this run under another name"
-        )
-    return "restore one from a copy, or start anew with --fresh, which keeps this run under another name"
