@@ -3,6 +3,7 @@
 Run: pytest tests/docs
 """
 
+import inspect
 import json
 import re
 import subprocess
@@ -13,9 +14,13 @@ import pytest
 import yaml
 
 from unisono.causes.exit_codes import EXIT_CODES
+from unisono.cli.first_screen import first_screen
 from unisono.config import load_config
 from unisono.config.describe import all_keys
+from unisono.config.load import build_config
 from unisono.config.schema import RunConfig
+from unisono.config.yaml_file import parse_yaml
+from unisono.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -100,13 +105,31 @@ def test_every_command_that_is_shown_exists(page: Path) -> None:
 def test_every_key_that_is_shown_exists(page: Path) -> None:
     """`section.key` in backquotes or as an override."""
     keys = set(all_keys(RunConfig))
+    text = re.sub(r"```text.*?```", "", page.read_text(), flags=re.DOTALL)  # transcripts show mistakes, too
     sections = {key for key in keys if any(other.startswith(f"{key}.") for other in keys)}
-    for name in re.findall(r"(?<![\w/.])((?:[a-z_]+\.)+[a-z_]+)(?==|`|:)", page.read_text()):
+    for name in re.findall(r"(?<![\w/.])((?:[a-z_]+\.)+[a-z_]+)(?==|`|:)", text):
         is_ours = name.partition(".")[0] in sections and not name.startswith(
             "model.embed_tokens"
         )  # a tensor's name
         if is_ours and not name.endswith((".py", ".yaml", ".json", ".jsonl", ".md", ".safetensors")):
             assert name in keys, f"{page.name}: {name}"
+
+
+def test_the_refusal_that_is_shown_is_what_is_said() -> None:
+    bad = "model: m\ndata:\n  train: rows.jsonl\n  max_lenght: 512\noptim: {lr: fast}\noutput_dir: o\n"
+    raw, lines = parse_yaml(bad, name="bad.yaml")
+    with pytest.raises(ConfigError) as caught:
+        build_config(raw, lines=lines, name="bad.yaml")
+    (shown,) = [body for body in blocks(README, "text") if body.startswith("error:")]
+    assert shown.splitlines() == caught.value.lines()
+
+
+def test_the_run_that_is_shown_has_the_lines_of_the_first_screen() -> None:
+    (shown,) = [body for body in blocks(README, "text") if body.startswith("device")]
+    labels = re.findall(r"^([a-z]+) {2,}\S", shown.partition("evaluation at")[0], re.MULTILINE)
+    source = inspect.getsource(first_screen)
+    assert len(labels) == 9
+    assert all(f'("{label}", ' in source for label in labels)
 
 
 def test_yaml_that_is_shown_is_yaml() -> None:
