@@ -40,24 +40,30 @@ def test_three_in_more_than_twenty_do_not(train_here: Train) -> None:
 
 
 def test_memory_that_does_not_suffice_is_said_before_step_1_with_two_settings(train_here: Train) -> None:
-    """A model this small cannot fill the memory, so the limit is put on the process for the longest batch."""
+    """A model this small cannot fill the memory; so it is limited, and filled but for 2 MB, for the longest batch."""
     import resource
 
     messages: list[dict[str, Any]] = []
+    ballast: list[bytearray] = []
 
-    def limit(message: dict[str, Any], stop: object) -> None:
+    def fill(message: dict[str, Any], stop: object) -> None:
         del stop
         messages.append(message)
         if message["kind"] == "phase" and message["phase"] == "rehearse":
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + 1_000_000, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
+            with contextlib.suppress(MemoryError):
+                while True:
+                    ballast.append(bytearray(256_000))
+            del ballast[-8:]
 
     try:
         with pytest.raises(RankDied) as caught:
             train_here(
-                on_message=limit, batch={"global": 48, "micro": 48}, data={"max_length": 256}, adapter=None
+                on_message=fill, batch={"global": 48, "micro": 48}, data={"max_length": 256}, adapter=None
             )
     finally:
+        ballast.clear()
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     (problem,) = caught.value.problems
     assert "tokens" in problem.what
