@@ -28,7 +28,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def demo(project: Path) -> str:
     """What the demo prints."""
     (project / "runs" / "demo").mkdir(parents=True)
-    (project / "runs" / "demo" / "config.yaml").write_text("an earlier run\n")
+    (project / "runs" / "demo" / "config.yaml").write_text("# Written by unisono: an earlier run\n")
     ended = subprocess.run(
         [sys.executable, "examples/demo.py"],
         cwd=project,
