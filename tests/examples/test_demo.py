@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+EARLIER = "# Written by unisono: an earlier run\n"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def demo(project: Path) -> str:
     """What the demo prints."""
     (project / "runs" / "demo").mkdir(parents=True)
-    (project / "runs" / "demo" / "config.yaml").write_text("# Written by unisono: an earlier run\n")
+    (project / "runs" / "demo" / "config.yaml").write_text(EARLIER)
     ended = subprocess.run(
         [sys.executable, "examples/demo.py"],
         cwd=project,
@@ -73,4 +74,4 @@ def test_it_shows_three_requests_before_and_after(demo: str) -> None:
 
 @pytest.mark.slow
 def test_an_earlier_run_is_set_aside_and_not_lost(demo: str, project: Path) -> None:
-    assert (project / "runs" / "demo.old-1" / "config.yaml").read_text() == "an earlier run\n"
+    assert (project / "runs" / "demo.old-1" / "config.yaml").read_text() == EARLIER
