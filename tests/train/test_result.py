@@ -1,5 +1,6 @@
 """What a run leaves is loaded by plain transformers and peft. Run: pytest tests/train/test_result.py"""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,15 @@ def test_a_whole_model_gives_the_loss_that_the_run_measured(train_here: Train) -
     assert model.dtype == torch.float32
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert _eval_loss(model, run) == pytest.approx(run.result["eval"]["loss"], rel=1e-5)
+
+
+def test_a_whole_model_is_stored_in_the_dtype_it_came_in_and_says_so(train_here: Train) -> None:
+    run = train_here(adapter=None, model={"weights": "random", "dtype": "bfloat16"})
+    config = json.loads((run.directory / "model" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert {tensor.dtype for tensor in run.weights().values()} == {torch.bfloat16}
+    model = AutoModelForCausalLM.from_pretrained(run.directory / "model")
+    assert model.dtype == torch.bfloat16
 
 
 def test_the_result_talks_in_the_template_that_it_was_trained_with(train_here: Train, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unisono.files import fsync_dir
+from unisono.files import fsync_dir, read_json, write_json
 from unisono.model.inspect import read_safetensors_header, weight_files
 from unisono.model.load import DTYPES, LoadedModel
 from unisono.plan import RunPlan
@@ -50,13 +50,20 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path) -> None:
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in base.state_dict().items()
         }
-        base.config.dtype = dtype
         base.save_pretrained(str(directory), state_dict=_tied_once(base, state))
         base.config.use_cache = False
+        _say_dtype(directory / "config.json", stored_dtype(plan))
     _give_template(loaded.tokenizer, plan)
     loaded.tokenizer.save_pretrained(str(directory))
     if loaded.base.generation_config is not None and plan.config.adapter is not None:
         loaded.base.generation_config.save_pretrained(str(directory))
+
+
+def _say_dtype(file: Path, dtype: str) -> None:
+    """transformers writes the dtype that the model has in memory; the files may have another."""
+    config = read_json(file)
+    config.pop("torch_dtype", None)
+    write_json(file, config | {"dtype": dtype})
 
 
 def _give_template(tokenizer: Any, plan: RunPlan) -> None:
