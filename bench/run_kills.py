@@ -120,7 +120,9 @@ def kill_and_go_on(
                 counts["refused"].append(code)
                 return counts
         counts["unequal"] += outcome_of(out) != wanted
-        told = f"{counts['kills']} of {kills} kills, {counts['runs']} runs complete, {counts['unequal']} unequal"
+        told = (
+            f"{counts['kills']} of {kills} kills, {counts['runs']} runs complete, {counts['unequal']} unequal"
+        )
         print(told, file=sys.stderr, flush=True)
     return counts
 

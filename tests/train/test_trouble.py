@@ -85,6 +85,24 @@ def test_early_stop_and_the_best_checkpoint_is_the_result(train_here: Train) -> 
     assert (run.directory / "checkpoints" / f"step-{evals[best]['step']:08d}").is_dir()
 
 
+def test_a_run_that_stopped_early_and_died_before_its_result_does_not_train_on(train_here: Train) -> None:
+    sections: dict[str, Any] = {
+        "data": {"eval": 0.3}, "eval": {"every": "2 steps", "stop_after": 2}, "optim": {"lr": 0.3, "schedule": "constant"},
+        "duration": "60 steps",
+    }  # fmt: skip
+    ended = train_here(**sections)
+    step = ended.result["step"]
+    assert step < 60
+    again = train_here(
+        directory=ended.directory,
+        resume=(step, ended.directory / "checkpoints" / f"step-{step:08d}"),
+        **sections,
+    )
+    assert again.result["outcome"] == "completed"
+    assert again.result["step"] == step
+    assert again.losses == ended.losses
+
+
 def test_exact_match_is_measured_before_and_after(train_here: Train) -> None:
     run = train_here(data={"eval": 0.1}, eval={"exact_match": True, "samples": 2})
     assert 0 <= run.result["eval"]["exact_match_before"] <= 1

@@ -19,26 +19,32 @@ def train(run: Run) -> dict[str, Any]:
     """
     if run.state.step == 0 and "loss_before" not in run.state.eval:
         _measure_before(run)
-    enough = False
-    while not enough and (run.state.step < run.plan.total_steps or run.state.evaluation_due):
-        if (
-            not run.state.evaluation_due
-        ):  # else a stop has come in the middle of an evaluation, and it is made up for
-            verdict = _advance(run)
-            if verdict is not None:
-                return {"outcome": "stalled", "exit_code": 4, "verdict": verdict.to_json()}
+    while _goes_on(run):
+        # An evaluation that is due already was cut short by a stop, and is made up for.
+        verdict = None if run.state.evaluation_due else _advance(run)
+        if verdict is not None:
+            return {"outcome": "stalled", "exit_code": 4, "verdict": verdict.to_json()}
         if run.state.evaluation_due:
-            enough = _evaluate(run)
+            _evaluate(run)
         if run.stop.outcome is not None:
             save_checkpoint(run)
             return {"outcome": run.stop.outcome, "exit_code": run.stop.exit_code, "verdict": None}
-        if (
-            _is_due(run.plan.checkpoint_every, run.state.step)
-            or enough
-            or run.state.step == run.plan.total_steps
-        ):
+        if _is_due(run.plan.checkpoint_every, run.state.step) or not _goes_on(run):
             save_checkpoint(run)
+    if _has_enough(run):
+        _tell_early_stop(run)
     return {"outcome": "completed", "exit_code": 0, "verdict": None}
+
+
+def _goes_on(run: Run) -> bool:
+    """Whether there is a step or an evaluation left. A function of the state, so that it is the same after resuming."""
+    return run.state.evaluation_due or (run.state.step < run.plan.total_steps and not _has_enough(run))
+
+
+def _has_enough(run: Run) -> bool:
+    """Whether eval_loss has not improved for as many evaluations as `eval.stop_after` allows."""
+    patience = run.plan.config.eval.stop_after
+    return patience is not None and run.state.evals_since_best >= patience
 
 
 def _advance(run: Run) -> Verdict | None:
@@ -83,11 +89,11 @@ def _measure_before(run: Run) -> None:
     show_samples(run, step=0)
 
 
-def _evaluate(run: Run) -> bool:
-    """Measures the loss on the evaluation rows; gives whether it has stopped improving for long enough to end the run."""
+def _evaluate(run: Run) -> None:
+    """Measures the loss on the evaluation rows, and keeps the best."""
     loss = evaluation_loss(run)
     if loss is None:  # a stop came in the middle; evaluation_due stays, and is saved
-        return False
+        return
     state = run.state
     state.evaluation_due = False
     state.eval["loss"] = loss
@@ -102,14 +108,15 @@ def _evaluate(run: Run) -> bool:
     show_samples(run, step=state.step)
     if run.plan.config.checkpoint.best and state.best_step == state.step:
         save_checkpoint(run)
-    patience = run.plan.config.eval.stop_after
-    if patience is None or state.evals_since_best < patience:
-        return False
-    run.report.send(
-        "warning", code="early_stop", fix="",
-        text=f"eval_loss has not improved in {patience} evaluations; the best, {state.best_loss:.4f}, was at step {state.best_step}",
-    )  # fmt: skip
-    return True
+
+
+def _tell_early_stop(run: Run) -> None:
+    state = run.state
+    run.report.warning(
+        "early_stop",
+        f"eval_loss has not improved in {state.evals_since_best} evaluations; "
+        f"the best, {state.best_loss:.4f}, was at step {state.best_step}",
+    )
 
 
 def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
