@@ -1,5 +1,6 @@
 """Evaluation: the loss on the held-out rows, answers as samples, and the share of answers that are exactly right."""
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,8 @@ from unisono.text import plain
 from unisono.train.batches import evaluation_groups, load_rows
 from unisono.train.run import Run
 
+_TELL_EVERY_S = 2.0  # a short evaluation is told by its outcome alone
+
 
 def evaluation_loss(run: Run) -> float | None:
     """Σ of the cross entropy / loss tokens over all evaluation rows; None where there are none."""
@@ -20,7 +23,7 @@ def evaluation_loss(run: Run) -> float | None:
     count = int(table.sequence_loss_tokens().sum())
     total = 0.0
     with torch.no_grad(), evaluating(run):
-        done = 0
+        done, told = 0, time.monotonic()
         for group in evaluation_groups(table, micro_batch=run.plan.micro_batch):
             rows, _ = load_rows(table, group, run.device)
             if len(rows.labels):
@@ -28,7 +31,9 @@ def evaluation_loss(run: Run) -> float | None:
             if run.stop.outcome:  # an evaluation is not worth the grace time; the caller drops it
                 return None
             done += len(group)
-            run.report.phase("evaluate", "evaluating", done=done, total=table.sequences)
+            if time.monotonic() - told > _TELL_EVERY_S:
+                told = time.monotonic()
+                run.report.phase("evaluate", "evaluating", done=done, total=table.sequences)
     return total
 
 
