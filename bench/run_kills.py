@@ -115,8 +115,9 @@ def kill_and_go_on(
                     code = strike(front, out, counts, chance)
                 else:
                     code = front.wait()
-            complete = code == 0
-            if code not in (0, 5, -signal.SIGKILL):
+            # A kill between the result and the end of the front: the run is complete, and a further start is refused.
+            complete = code == 0 or (code == 2 and is_complete(out))
+            if not complete and code not in (5, -signal.SIGKILL):
                 counts["refused"].append(code)
                 return counts
         counts["unequal"] += outcome_of(out) != wanted
@@ -149,6 +150,12 @@ def await_moment(
     except subprocess.TimeoutExpired:
         return True
     return False
+
+
+def is_complete(out: Path) -> bool:
+    """Whether the run has written that it completed."""
+    result = out / "result.json"
+    return result.exists() and json.loads(result.read_text())["outcome"] == "completed"
 
 
 def size_of(path: Path) -> int:
