@@ -36,7 +36,7 @@ def whole_file(path: Path, *, mode: int = 0o644) -> Iterator[Path]:
             os.close(fd)
         temporary.replace(path)
         fsync_dir(path.parent)
-    except BaseException:
+    except BaseException:  # also Ctrl-C leaves no temporary file; raised again
         temporary.unlink(missing_ok=True)
         raise
 
@@ -60,6 +60,15 @@ def read_json(path: Path) -> Any:
         ValueError: if it is not JSON.
     """
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the file; an empty one where the file is missing, torn, or holds something else."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def make_private_dir(path: Path) -> None:

@@ -125,7 +125,7 @@ class CheckpointStore:
                 threads=threads, holder=holder, files=_digest_and_sync(temporary),
             )  # fmt: skip
             self._publish(temporary, target, manifest.signed(self._key))
-        except BaseException as error:
+        except BaseException as error:  # also Ctrl-C leaves no half directory; raised again
             trouble = _storage_trouble(error, target, temporary)
             shutil.rmtree(temporary, ignore_errors=True)
             if trouble is not None:

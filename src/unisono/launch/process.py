@@ -55,7 +55,7 @@ class ChildProcess:
                 command(write_end), env=environment, pass_fds=(write_end,), start_new_session=True,
                 stdin=subprocess.PIPE if talks else subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
-        except BaseException:
+        except BaseException:  # no process, no pipe; raised again
             os.close(read_end)
             raise
         finally:

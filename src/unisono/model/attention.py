@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from unisono.errors import ModelError
 from unisono.model.row_kernels import group_backward, group_forward, plan_rows, row_backward, row_forward
 
 FLAT_ATTENTION = "unisono_flat"
@@ -138,8 +137,3 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(FLAT_ATTENTION, flat_attention)
-
-
-def refuse_unknown(error: UnsupportedAttentionError) -> ModelError:
-    """What a user is told if rows cannot be kept apart at all."""
-    return ModelError.of("this model's attention cannot keep rows apart", where="model.path", why=str(error))

@@ -4,11 +4,10 @@ The config's digest is equal by then (see start). But files behind the same name
 run that went on would learn from other rows, or go on with weights that were never its own.
 """
 
-from pathlib import Path
 from typing import Any
 
 from unisono.errors import Problem, UsageError
-from unisono.files import read_json
+from unisono.files import read_object
 from unisono.rundir.layout import RunDir
 from unisono.text import one_line
 
@@ -45,8 +44,8 @@ def check_same_run(run: RunDir, plan: dict[str, Any], versions: dict[str, str]) 
     Raises:
         UsageError: if the data or the model are others.
     """
-    lines = refuse_changed_plan(_read(run.plan), plan)
-    packages = _read(run.environment).get("packages")
+    lines = refuse_changed_plan(read_object(run.plan), plan)
+    packages = read_object(run.environment).get("packages")
     return lines + (changed_packages(packages, versions) if isinstance(packages, dict) else [])
 
 
@@ -93,14 +92,6 @@ def changed_packages(before: dict[str, str], after: dict[str, str]) -> list[str]
         for name in _PACKAGES
         if before.get(name) != after.get(name)
     ]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _at(value: Any, dotted: str) -> Any:

@@ -72,7 +72,7 @@ class RunLock:
                 self._wait_for_beats(fd, earlier, on_wait)
             holder = Holder(host, pid, secrets.token_hex(8), datetime.now(UTC).isoformat(timespec="seconds"))
             _write(fd, holder)
-        except BaseException:
+        except BaseException:  # a lock that is not told of is not held; raised again
             os.close(fd)
             raise
         self._fd = fd

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from unisono.config import RunConfig
 from unisono.config.digest import config_digest, what_decides
 from unisono.errors import UsageError
-from unisono.files import fsync_dir, read_json
+from unisono.files import fsync_dir, read_object
 from unisono.rundir.layout import RunDir
 from unisono.rundir.metrics import iterate_metrics
 from unisono.text import one_line
@@ -165,7 +165,7 @@ def _is_left_by_a_start(run: RunDir, name: str) -> bool:
     """Whether a start that ended before its plan was made may have left this."""
     path = run.root / name
     if path in (run.environment, run.agreement, run.data):
-        return _read(path).get("schema") == 1
+        return read_object(path).get("schema") == 1
     if path == run.config:
         return _starts_with(path, CONFIG_HEADER)
     folders = (run.checkpoints, run.events(0).parent, run.log("", 0).parent)
@@ -179,7 +179,7 @@ def _has_trained(run: RunDir) -> bool:
         or next(iterate_metrics(run.metrics), None) is not None
         or run.adapter.exists()
         or run.model.exists()
-        or _read(run.result).get("outcome") == "completed"
+        or read_object(run.result).get("outcome") == "completed"
     )
 
 
@@ -205,7 +205,7 @@ def _decide_again(run: RunDir, plan: dict[str, Any], config: RunConfig, *, resum
                 "fresh", _new_run_id(), "fresh: a start with another config ended before its first step"
             )
         raise _other_config(run, before, config)
-    result = _read(run.result)
+    result = read_object(run.result)
     if result.get("outcome") == "completed":
         return _decide_finished(run, plan, before, config, result, resume=resume)
     ended = result.get("outcome")
@@ -280,7 +280,7 @@ def _shown(value: Any) -> str:
 
 
 def _plan_of(run: RunDir) -> dict[str, Any] | None:
-    plan = _read(run.plan)
+    plan = read_object(run.plan)
     is_ours = (
         plan.get("schema") == 1
         and isinstance(plan.get("run_id"), str)
@@ -299,14 +299,6 @@ def _config_of(run: RunDir, plan: dict[str, Any]) -> RunConfig:
             why=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
             fix="go on with the version it was started with (environment.json), or set another output_dir, or pass --fresh",
         ) from error  # fmt: skip
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _starts_with(path: Path, text: str) -> bool:

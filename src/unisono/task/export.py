@@ -135,7 +135,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
         fsync_dir(temporary)
         temporary.rename(out)  # over an empty directory, too
         fsync_dir(out.parent)
-    except BaseException as error:
+    except BaseException as error:  # also Ctrl-C leaves no half export; raised again
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) or is_full(
             error
