@@ -54,9 +54,8 @@ def save_state(directory: Path, *, tensors: dict[str, Tensors], state: dict[str,
             ready = {name: tensor.detach().cpu().contiguous() for name, tensor in members.items()}
             save_file(ready, str(_file(directory, group)), metadata={_ALIASES: json.dumps(aliases)})
         (directory / STATE).write_bytes(text)
-    except (
-        Exception
-    ) as error:  # safetensors raises one of its own for a full disk; what is none is raised again
+    except Exception as error:
+        # safetensors raises one of its own for a full disk; what is none is raised again
         if is_full(error):  # somebody else took the room meanwhile
             written = sum(file.stat().st_size for file in directory.iterdir())
             available = written + free_bytes(directory)
@@ -78,9 +77,8 @@ def load_state(directory: Path) -> tuple[dict[str, Tensors], dict[str, Any]]:
         document = json.loads((directory / STATE).read_bytes().decode("utf-8", "surrogatepass"))
         tensors = {group: _load_group(_file(directory, group)) for group in document["groups"]}
         return tensors, _decode(document["state"])
-    except (
-        Exception
-    ) as error:  # whatever a reader says of files that are not ours, it is damage; the cause is chained
+    except Exception as error:
+        # whatever a reader says of files that are not ours, it is damage; the cause is chained
         raise IntegrityError.of(
             f"checkpoint {directory.name} cannot be read: {error}", where=str(directory),
             why="its files do not hold what unisono writes", fix="`unisono checkpoint verify RUN` says what is damaged",
