@@ -230,6 +230,16 @@ class CheckpointSection(Section):
     )
 
 
+class ParallelSection(Section):
+    """How several ranks share the work."""
+
+    strategy: Literal["auto", "single", "ddp", "fsdp"] = Field(
+        default="auto",
+        description="single: one rank; ddp: each rank has the whole model; fsdp: each has a part of every tensor;"
+        " auto: ddp where the model fits on one device, else fsdp",
+    )
+
+
 class MemorySection(Section):
     """What is traded for memory."""
 
@@ -259,6 +269,7 @@ class RunConfig(Section):
     batch: BatchSection = BatchSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    parallel: ParallelSection = ParallelSection()
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: the first visible accelerator, else the CPU"
     )
@@ -312,6 +323,10 @@ def contradictions(config: RunConfig) -> list[str]:
         (
             has_adapter and config.optim.kind == "muon",
             "optim.kind: muon is for whole matrices; set `optim.kind: adamw`, or `adapter: null`",
+        ),
+        (
+            config.parallel.strategy == "fsdp" and config.optim.kind == "muon",
+            "parallel.strategy: muon needs whole matrices, and fsdp cuts them; set `parallel.strategy: ddp`, or `optim.kind: adamw`",
         ),
         (
             has_adapter and config.model.resize_vocabulary,

@@ -6,9 +6,12 @@ from unisono.plan.model import (
     DeviceChoice,
     MemoryEstimate,
     ModelFacts,
+    NodePlace,
+    RankPlace,
     ResumePoint,
     RunPlan,
     SplitSummary,
+    Strategy,
 )
 from unisono.plan.order import Stream, permutation, steps_for_tokens
 from unisono.plan.resolve import PlanInputs, resolve_plan
@@ -18,10 +21,13 @@ __all__ = [
     "DeviceChoice",
     "MemoryEstimate",
     "ModelFacts",
+    "NodePlace",
     "PlanInputs",
+    "RankPlace",
     "ResumePoint",
     "RunPlan",
     "SplitSummary",
+    "Strategy",
     "Stream",
     "estimate_memory",
     "permutation",

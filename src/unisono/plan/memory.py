@@ -21,6 +21,7 @@ def estimate_memory(
     micro_tokens: int,
     longest_row: int,
     gradient_checkpointing: bool,
+    shards: int = 1,
 ) -> MemoryEstimate:
     """Bytes for one rank.
 
@@ -35,6 +36,7 @@ def estimate_memory(
         micro_tokens: tokens in one forward.
         longest_row: tokens of the longest row.
         gradient_checkpointing: whether activations are computed again.
+        shards: ranks among which weights and state are cut (fsdp); one layer is whole at a time, which is added.
     """
     size = _BYTES[dtype]
     trainable = trainable_parameters(model, adapter_rank=adapter_rank)
@@ -54,6 +56,12 @@ def estimate_memory(
     if adapter_rank is None and dtype == "float32":
         weights = 0  # the master copy is the weight
     state = trainable * 4 * 4
+    if shards > 1:
+        whole_layer = model.parameters * size // max(1, model.layers)
+        weights = (
+            weights // shards + 2 * whole_layer
+        )  # the one that computes, and the one that is fetched meanwhile
+        state //= shards
     return MemoryEstimate(
         weights=weights,
         trainable=state,

@@ -81,6 +81,36 @@ class DeviceChoice(Part):
     bfloat16: bool
 
 
+class NodePlace(Part):
+    """One node of the job."""
+
+    node_rank: int
+    host: str
+    address: str
+    """Where the other nodes reach it."""
+    nproc: int
+    """Ranks on this node (nproc_per_node)."""
+    nproc_origin: str
+    """Where that number came from."""
+    shares_output: bool = True
+    """Whether its output_dir is the head's."""
+
+
+class RankPlace(Part):
+    """Where one rank runs."""
+
+    rank: int
+    node_rank: int
+    local_rank: int
+    host: str
+    device: DeviceChoice
+
+    @property
+    def label(self) -> str:
+        """Who it is, for people."""
+        return f"rank {self.rank}, node {self.node_rank} ({self.host})"
+
+
 class MemoryEstimate(Part):
     """Bytes that one rank will need, part by part."""
 
@@ -99,6 +129,9 @@ class ResumePoint(Part):
     path: str
 
 
+Strategy = Literal["single", "ddp", "fsdp"]
+
+
 class RunPlan(Part):
     """All that was decided. The worker does what stands here and decides nothing again."""
 
@@ -108,10 +141,20 @@ class RunPlan(Part):
     config: RunConfig
     config_digest: str
     output_dir: str
+    epoch: int = 0
+    """Which start of the ranks this is, from 0; a restart is a new one, and nothing of the old may join it."""
     world_size: int
+    strategy: Strategy = "single"
+    nodes: list[NodePlace] = []
+    ranks: list[RankPlace] = []
+    """All ranks, by rank; node after node, so that rank 0 is on the head's machine."""
+    store_host: str = "127.0.0.1"
+    """The address on which rank 0 opens torch's store: the one on which the nodes reached the head."""
     device: DeviceChoice
+    """Of rank 0; `of_rank` gives the plan of another."""
     host: str
     threads: int
+    """Of every rank, the same on all, so that replicas round alike."""
     dtype: Literal["float32", "bfloat16", "float16"]
     """Of frozen weights and of the computation. What is trained is kept in float32."""
     model: ModelFacts
@@ -138,6 +181,15 @@ class RunPlan(Part):
     warnings: list[str] = []
     faults: dict[str, Any] = {}
     """Written by drills and tests only."""
+
+    def of_rank(self, rank: int) -> "RunPlan":
+        """The same plan with that rank's device and host."""
+        place = self.ranks[rank]
+        return self.model_copy(update={"device": place.device, "host": place.host})
+
+    def on_node(self, node_rank: int) -> list[RankPlace]:
+        """The ranks of one node, by local rank."""
+        return [place for place in self.ranks if place.node_rank == node_rank]
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of plan.json."""

@@ -8,7 +8,17 @@ from unisono.config.digest import config_digest
 from unisono.config.schema import RunConfig, Section
 from unisono.errors import ConfigError
 from unisono.plan.memory import estimate_memory
-from unisono.plan.model import DataSummary, DeviceChoice, MemoryEstimate, ModelFacts, ResumePoint, RunPlan
+from unisono.plan.model import (
+    DataSummary,
+    DeviceChoice,
+    MemoryEstimate,
+    ModelFacts,
+    NodePlace,
+    RankPlace,
+    ResumePoint,
+    RunPlan,
+    Strategy,
+)
 from unisono.units import Duration, Warmup, show_bytes
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -36,18 +46,33 @@ class PlanInputs:
     ignored_variables: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
     faults: dict[str, Any] = field(default_factory=dict)
+    nodes: list[NodePlace] = field(default_factory=list)
+    """Empty: one node, this one."""
+    ranks: list[RankPlace] = field(default_factory=list)
+    """Empty: one rank, on `device`."""
+    store_host: str = "127.0.0.1"
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return max(1, len(self.ranks))
+
+    @property
+    def devices(self) -> list[DeviceChoice]:
+        """Of all ranks."""
+        return [place.device for place in self.ranks] or [self.device]
 
 
 def resolve_plan(given: PlanInputs) -> RunPlan:
-    """Makes the plan of a run on one device.
+    """Makes the plan of a run.
 
     Raises:
         ConfigError: if what was asked cannot be done on this machine with these data.
     """
     config, data = given.config, given.data
     origins = dict(given.origins) | {"threads": given.threads_origin}
-    dtype = _dtype(config, given.device, origins)
-    micro, checkpointing, memory = _micro_batch(given, dtype, origins)
+    dtype = _dtype(config, given.devices, origins)
+    strategy, micro, checkpointing, memory = _fit(given, dtype, origins)
     per_epoch = data.train.sequences / config.batch.global_
     total_steps, total_sequences = _extent(config, data)
     return RunPlan(
@@ -55,7 +80,13 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         config=config,
         config_digest=config_digest(config),
         output_dir=given.output_dir,
-        world_size=1,
+        world_size=given.world_size,
+        strategy=strategy,
+        nodes=given.nodes
+        or [NodePlace(node_rank=0, host=given.host, address="127.0.0.1", nproc=1, nproc_origin="")],
+        ranks=given.ranks
+        or [RankPlace(rank=0, node_rank=0, local_rank=0, host=given.host, device=given.device)],
+        store_host=given.store_host,
         device=given.device,
         host=given.host,
         threads=given.threads,
@@ -76,7 +107,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         resume_reason=given.resume_reason,
         ignored_variables=given.ignored_variables,
         origins=origins,
-        warnings=_without_effect(config, data),
+        warnings=_without_effect(config, data, strategy) + _uneven(given.nodes),
         faults=given.faults,
     )
 
@@ -105,58 +136,143 @@ def _period(text: str | None, config: RunConfig, data: DataSummary) -> int | Non
     return max(1, round(period.amount / (data.train.tokens / data.train.sequences * per_step)))
 
 
-def _dtype(config: RunConfig, device: DeviceChoice, origins: dict[str, str]) -> Dtype:
+def _dtype(config: RunConfig, devices: list[DeviceChoice], origins: dict[str, str]) -> Dtype:
     asked = config.model.dtype
     if asked != "auto":
-        if asked == "float16" and device.kind == "cpu":
+        if asked == "float16" and any(device.kind == "cpu" for device in devices):
             raise ConfigError.of(
                 "float16 does not train on a CPU", where="model.dtype", why="its sums overflow and there is no loss scaling",
                 fix="set model.dtype to bfloat16, float32 or auto",
             )  # fmt: skip
         return asked
-    origins["dtype"] = f"auto: {device.name} {'has' if device.bfloat16 else 'has no'} bfloat16 arithmetic"
-    return "bfloat16" if device.bfloat16 else "float32"
+    without = next((device for device in devices if not device.bfloat16), None)
+    odd = without or devices[0]
+    origins["dtype"] = f"auto: {odd.name} {'has no' if without else 'has'} bfloat16 arithmetic"
+    return "float32" if without else "bfloat16"
 
 
-def _micro_batch(given: PlanInputs, dtype: str, origins: dict[str, str]) -> tuple[int, bool, MemoryEstimate]:
-    """The micro batch, whether activations are computed again, and the memory of both."""
-    config = given.config
-    divisors = [n for n in range(config.batch.global_, 0, -1) if config.batch.global_ % n == 0]
-    choices = divisors if config.batch.micro == "auto" else [config.batch.micro]
-    wish = config.memory.gradient_checkpointing
-    room = int(given.device.memory_bytes * _SHARE_OF_MEMORY)
+@dataclass(frozen=True)
+class _Fitting:
+    """One way to lay the work out, and the memory it takes."""
 
-    def need(micro: int, *, checkpointing: bool) -> MemoryEstimate:
-        return estimate_memory(
-            given.model, dtype=dtype, adapter_rank=config.adapter.rank if config.adapter else None,
-            micro_tokens=micro * given.data.train.longest_sequence, longest_row=given.data.train.longest_row,
-            gradient_checkpointing=checkpointing,
+    strategy: Strategy
+    micro: int
+    checkpointing: bool
+    memory: MemoryEstimate
+
+
+def _fit(
+    given: PlanInputs, dtype: str, origins: dict[str, str]
+) -> tuple[Strategy, int, bool, MemoryEstimate]:
+    """The strategy, the micro batch, whether activations are computed again, and the memory of it all."""
+    strategies = _strategies(given)
+    room = int(min(device.memory_bytes for device in given.devices) * _SHARE_OF_MEMORY)
+    for strategy in strategies:
+        found = _micro_batch(given, strategy, dtype, room, origins)
+        if found is not None:
+            break
+    else:
+        found = _smallest(given, strategies[-1], dtype)
+        origins["memory"] = (
+            f"the estimate of {show_bytes(found.memory.total)} is more than {_SHARE_OF_MEMORY:.0%} of the "
+            f"{show_bytes(int(room / _SHARE_OF_MEMORY))} that are free; the rehearsal of the longest batch will tell"
+        )
+    if len(strategies) > 1:
+        why = (
+            "the model fits on one device"
+            if found.strategy == "ddp"
+            else "the model does not fit on one device"
+        )
+        origins["strategy"] = f"auto: {why}"
+    return found.strategy, found.micro, found.checkpointing, found.memory
+
+
+def _strategies(given: PlanInputs) -> list[Strategy]:
+    """What may be tried, in order."""
+    asked = given.config.parallel.strategy
+    if given.world_size == 1:
+        return ["single"]
+    if asked == "single":
+        raise ConfigError.of(
+            f"parallel.strategy is single, and there are {given.world_size} ranks", where="parallel.strategy",
+            why="one rank has nobody to share with", fix="pass --nproc 1, or set parallel.strategy to auto, ddp or fsdp",
         )  # fmt: skip
+    if asked == "auto":  # muon works on whole matrices, which fsdp cuts
+        return ["ddp"] if given.config.optim.kind == "muon" else ["ddp", "fsdp"]
+    return [asked]
 
+
+def _micro_batch(
+    given: PlanInputs, strategy: Strategy, dtype: str, room: int, origins: dict[str, str]
+) -> _Fitting | None:
+    """The largest micro batch that fits; None if none does."""
+    config, longest = given.config, given.data.train.longest_sequence
+    choices = _micro_choices(given)
+    wish = config.memory.gradient_checkpointing
     for checkpointing in (False, True) if wish == "auto" else (bool(wish),):
         for micro in choices:
-            estimate = need(micro, checkpointing=checkpointing)
-            tokens = micro * given.data.train.longest_sequence
-            enough = tokens > _ENOUGH_TOKENS[given.device.kind] and micro > 1 and len(choices) > 1
+            estimate = _need(given, strategy, dtype, micro=micro, checkpointing=checkpointing)
+            enough = micro * longest > _ENOUGH_TOKENS[given.device.kind] and micro > 1 and len(choices) > 1
             if estimate.total <= room and not enough:
                 if config.batch.micro == "auto":
-                    origins["micro_batch"] = f"auto: {micro} × {given.data.train.longest_sequence} tokens fit"
+                    origins["micro_batch"] = f"auto: {micro} × {longest} tokens fit"
                 if wish == "auto":
-                    origins["gradient_checkpointing"] = "auto: " + (
-                        "needed to fit" if checkpointing else "not needed"
-                    )
-                return micro, checkpointing, estimate
-    estimate = need(choices[-1], checkpointing=wish is not False)
-    origins["memory"] = (
-        f"the estimate of {show_bytes(estimate.total)} is more than {_SHARE_OF_MEMORY:.0%} of the "
-        f"{show_bytes(given.device.memory_bytes)} that are free; the rehearsal of the longest batch will tell"
+                    needed = "needed to fit" if checkpointing else "not needed"
+                    origins["gradient_checkpointing"] = f"auto: {needed}"
+                return _Fitting(strategy, micro, checkpointing, estimate)
+    return None
+
+
+def _smallest(given: PlanInputs, strategy: Strategy, dtype: str) -> _Fitting:
+    """What takes the least memory."""
+    checkpointing = given.config.memory.gradient_checkpointing is not False
+    micro = _micro_choices(given)[-1]
+    return _Fitting(
+        strategy,
+        micro,
+        checkpointing,
+        _need(given, strategy, dtype, micro=micro, checkpointing=checkpointing),
     )
-    return choices[-1], wish is not False, estimate
 
 
-def _without_effect(config: RunConfig, data: DataSummary) -> list[str]:
+def _micro_choices(given: PlanInputs) -> list[int]:
+    """Divisors of the global batch, the largest first; none much larger than what a rank gets of a batch."""
+    batch = given.config.batch
+    if batch.micro != "auto":
+        return [batch.micro]
+    share = -(-batch.global_ // given.world_size)
+    divisors = [n for n in range(batch.global_, 0, -1) if batch.global_ % n == 0]
+    enough = min(n for n in divisors if n >= share)
+    return [n for n in divisors if n <= enough]
+
+
+def _need(
+    given: PlanInputs, strategy: Strategy, dtype: str, *, micro: int, checkpointing: bool
+) -> MemoryEstimate:
+    config, train = given.config, given.data.train
+    share = -(-config.batch.global_ // given.world_size)
+    return estimate_memory(
+        given.model, dtype=dtype, adapter_rank=config.adapter.rank if config.adapter else None,
+        micro_tokens=min(micro, share) * train.longest_sequence, longest_row=train.longest_row,
+        gradient_checkpointing=checkpointing, shards=given.world_size if strategy == "fsdp" else 1,
+    )  # fmt: skip
+
+
+def _uneven(nodes: list[NodePlace]) -> list[str]:
+    """A line where nodes run different numbers of ranks, which they may if all have said so."""
+    if len({node.nproc for node in nodes}) <= 1:
+        return []
+    counts = ", ".join(f"node {node.node_rank} ({node.host}): {node.nproc}" for node in nodes)
+    return [f"ranks per node differ, as declared: {counts}"]
+
+
+def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy) -> list[str]:
     """Settings that were written and do nothing in this run."""
     found = []
+    if strategy == "single" and config.parallel.strategy in ("ddp", "fsdp"):
+        found.append(
+            f"parallel.strategy: {config.parallel.strategy} has no effect: there is one rank; pass --nproc"
+        )
     if data.eval is None:
         found += [
             f"eval.{key} has no effect: there are no evaluation rows; set data.eval"
