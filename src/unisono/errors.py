@@ -80,6 +80,12 @@ class ModelError(UsageError):
     """The model or its tokenizer is refused: files missing, shapes off, unknown type."""
 
 
+class Disagreed(UnisonoError):  # noqa: N818 - named for what happened
+    """Ranks or nodes disagree, one is missing, or one refused after the call: nothing was trained."""
+
+    exit_code = 3
+
+
 class UnfitError(UnisonoError):
     """The machine is not fit, or storage failed."""
 
