@@ -25,9 +25,38 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Rename what is in output_dir to OUT.old-N, and begin.")
     ] = False,
-    devices: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="The device: its index or UUID.", show_default=False)
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1024, metavar="N", help="Ranks on this node; else one per device.", show_default=False
+        ),
     ] = None,
+    devices: Annotated[
+        str | None, typer.Option(metavar="LIST", help="As 0,1 or UUIDs: one a rank.", show_default=False)
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="How many nodes; run the same on each.", show_default=False),
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, metavar="R", help="Which node this is, from 0.", show_default=False)
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option(metavar="HOST[:PORT]", help="Where node 0 is.", show_default=False)
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="A,B,…", help="Start these nodes over ssh.", show_default=False)
+    ] = None,
+    token_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The job's secret; else UNISONO_TOKEN.", show_default=False),
+    ] = None,
+    join_timeout: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="How long nodes wait for each other.")
+    ] = 300.0,
+    debug_comm: Annotated[
+        bool, typer.Option("--debug-comm", help="Ranks say more about their communication.")
+    ] = False,
     restarts: Annotated[
         int | None,
         typer.Option(min=0, max=100, help="How often a run that died goes on by itself.", show_default=False),
@@ -37,12 +66,14 @@ def train(
         bool, typer.Option("--rehearse", help="Try the whole path with 64 rows and three steps, elsewhere.")
     ] = False,
 ) -> None:
-    """Fine-tunes a model on one device."""
+    """Fine-tunes a model: on one device, on several (--nproc), or on several nodes (--nodes, --hosts)."""
     from unisono.launch.asked import TrainRequest
 
     request = TrainRequest(
-        config, tuple(overrides or ()), resume=resume, fresh=fresh, devices=devices, restarts=restarts
-    )
+        config, tuple(overrides or ()), resume=resume, fresh=fresh, devices=devices, restarts=restarts, nproc=nproc,
+        nodes=nodes, node_rank=node_rank, head=head, hosts=hosts, token_file=token_file, join_timeout_s=join_timeout,
+        debug_comm=debug_comm,
+    )  # fmt: skip
     if dry_run:
         _show_plan(request)
     elif rehearse:

@@ -1,5 +1,6 @@
 """What a training start was asked for, and the config that comes of it."""
 
+import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from unisono.errors import UsageError
 from unisono.facts import Environment
 from unisono.facts.machine import DeviceProbe, probe_nvidia
 from unisono.launch.command import Programs
+from unisono.launch.device import device_words
 from unisono.launch.resolved import with_absolute_paths
+from unisono.launch.topology import TopologyAsked
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,19 @@ class TrainRequest:
         overrides: `key.sub=value`, laid over it.
         resume: also start where nothing exists, and extend a finished run.
         fresh: rename what is there, and begin.
-        devices: an index or a UUID.
+        devices: `--devices` as it was typed: indices or UUIDs between commas.
         restarts: in place of the config's.
+        nproc: ranks on this node.
+        nodes: how many there are: a number, or MIN:MAX.
+        node_rank: which of them this is.
+        head: where node 0 is: HOST or HOST:PORT.
+        hosts: `--hosts` as it was typed: this machine and those that it starts over ssh, between commas.
+        token_file: a file with the job's secret; `-`: the first line of stdin, whose end is then this front's end.
+        join_timeout_s: how long the nodes wait for each other.
+        debug_comm: ranks say more about their communication.
         limit_rows: only so many rows are read; a rehearsal's.
         programs: what is started as worker and task.
+        ssh: the program that starts `--hosts`, with options; tests have a port and keys of their own.
         probe: lists the accelerators.
         faults: written into the plan; only tests and drills do.
     """
@@ -36,15 +48,38 @@ class TrainRequest:
     fresh: bool = False
     devices: str | None = None
     restarts: int | None = None
+    nproc: int | None = None
+    nodes: str | None = None
+    node_rank: int | None = None
+    head: str | None = None
+    hosts: str | None = None
+    token_file: str | None = None
+    join_timeout_s: float = 300.0
+    debug_comm: bool = False
     limit_rows: int | None = None
     programs: Programs = field(default_factory=Programs)
+    ssh: tuple[str, ...] = ("ssh",)
     probe: DeviceProbe = probe_nvidia
     faults: dict[str, Any] = field(default_factory=dict)
 
     @property
     def command(self) -> str:
         """The command line that it came from, near enough to be pasted."""
-        return " ".join(["unisono train", str(self.config_path), *self.overrides])
+        options = (("--nproc", self.nproc), ("--devices", self.devices))
+        given = [f"{name} {value}" for name, value in options if value is not None]
+        return " ".join(["unisono train", str(self.config_path), *map(shlex.quote, self.overrides), *given])
+
+    @property
+    def topology(self) -> TopologyAsked:
+        """What it says about nodes and ranks.
+
+        Raises:
+            UsageError: if a list has an empty place.
+        """
+        return TopologyAsked(
+            nproc=self.nproc, nodes=self.nodes, node_rank=self.node_rank, head=self.head,
+            devices=device_words(self.devices), hosts=_hosts(self.hosts), command=self.command,
+        )  # fmt: skip
 
 
 def load_asked(request: TrainRequest) -> LoadedConfig:
@@ -67,7 +102,7 @@ def load_asked(request: TrainRequest) -> LoadedConfig:
 
 
 def refuse_live_launcher(environment: Environment, request: TrainRequest) -> None:
-    """One device needs no launcher; under one, each of its processes would train the same run.
+    """unisono starts its ranks itself; under a launcher each of its processes would train the same run.
 
     Raises:
         UsageError: if this process is one of several ranks of torchrun or srun.
@@ -76,10 +111,23 @@ def refuse_live_launcher(environment: Environment, request: TrainRequest) -> Non
     if launcher is None:
         return
     variable = "TORCHELASTIC_RUN_ID" if launcher == "torchrun" else "SLURM_NTASKS"
-    once = "srun --ntasks=1 " if launcher == "srun" else ""
+    nodes = environment.slurm_nodes or 1
+    many = launcher == "srun" and nodes > 1
+    start = {"torchrun": "", "srun": "srun --ntasks-per-node=1 " if many else "srun --ntasks=1 "}[launcher]
+    here = environment.leftovers.get("LOCAL_WORLD_SIZE", "")
+    ranks = f" --nproc {here}" if here.isdigit() and int(here) > 1 and request.nproc is None else ""
     raise UsageError.of(
         f"unisono train was started by {launcher} as one of {environment.world_size} ranks",
         where=f"WORLD_SIZE={environment.world_size}, {variable} is set",
-        why="it starts its rank itself; started several times, all would train the same run",
-        fix=f"run it once: {once}{request.command}",
+        why="it starts its ranks itself; started several times, all would train the same run",
+        fix=f"run it once{' on each node' if many else ''}: {start}{request.command}{ranks}",
     )
+
+
+def _hosts(text: str | None) -> tuple[str, ...]:
+    words = () if text is None else tuple(word.strip() for word in text.split(","))
+    if not all(words):
+        raise UsageError.of(
+            f"--hosts {text!r} has an empty place", where="command line", fix="as in --hosts a,b,c"
+        )
+    return words

@@ -1,50 +1,133 @@
-"""Chooses the one device of a run. Pure: the machine and the environment are handed in."""
+"""Chooses the devices of a node's ranks. Pure: the machine and the environment are handed in."""
 
 from unisono.errors import UsageError
 from unisono.facts import Machine
 from unisono.facts.machine import Gpu
+from unisono.launch.topology import Accelerators
 from unisono.plan import DeviceChoice
 
 _BFLOAT16_SINCE = (8, 0)  # Ampere
 
 
+def usable_accelerators(
+    machine: Machine, *, wish: str, visible: str | None, torch_version: str = ""
+) -> Accelerators:
+    """How many accelerators ranks could use here, by the config's `device`; what `read_topology` infers from."""
+    if wish == "cpu":
+        return Accelerators(0, "device: cpu")
+    gpus = _visible(machine.gpus, visible)
+    why_not = _why_none(machine, gpus, visible, torch_version)
+    if why_not:
+        return Accelerators(0, why_not)
+    return Accelerators(len(gpus), f"CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "")
+
+
 def choose_device(
     machine: Machine, *, wish: str, named: str | None, visible: str | None, torch_version: str = ""
 ) -> tuple[DeviceChoice, str]:
-    """The device, and where the choice came from.
+    """The device of a run of one rank, and where the choice came from; `choose_devices` has the rules."""
+    words = device_words(named)
+    if len(words) > 1:
+        raise UsageError.of(
+            f"--devices {named} names several devices", where="command line", why="a run of one rank has one device",
+            fix="name one, by its index or its UUID",
+        )  # fmt: skip
+    chosen, origin = choose_devices(
+        machine, wish=wish, named=words, visible=visible, nproc=1, torch_version=torch_version
+    )
+    return chosen[0], origin
+
+
+def choose_devices(
+    machine: Machine,
+    *,
+    wish: str,
+    named: tuple[str, ...],
+    visible: str | None,
+    nproc: int,
+    torch_version: str = "",
+) -> tuple[list[DeviceChoice], str]:
+    """The devices of this node's ranks, by local rank, and where the choice came from.
 
     Args:
         machine: this machine.
         wish: the config's `device`: auto, cpu or cuda.
-        named: `--devices`: a physical index or a UUID.
+        named: `--devices`: physical indices or UUIDs; none: the first that are visible.
         visible: CUDA_VISIBLE_DEVICES, or None where it is not set.
+        nproc: ranks on this node; on a CPU they share its memory.
         torch_version: of the installed torch; `+cpu` in it means that it cannot use an accelerator.
 
     Raises:
-        UsageError: if there is no such device, or it may not be used.
+        UsageError: if there is no such device, it may not be used, or there are too few.
     """
     if wish == "cpu":
-        if named is not None:
+        if named:
             raise UsageError.of(
-                f"--devices {named} names an accelerator, but the config says `device: cpu`",
+                f"--devices {','.join(named)} names an accelerator, but the config says `device: cpu`",
                 where="command line", fix="leave out --devices, or pass device=cuda",
             )  # fmt: skip
-        return _cpu(machine), "device: cpu"
+        return [_cpu(machine, nproc)] * nproc, "device: cpu"
     gpus = _visible(machine.gpus, visible)
     why_not = _why_none(machine, gpus, visible, torch_version)
-    if named is None and wish == "auto" and why_not:
-        return _cpu(machine), f"auto: {why_not}"
+    if not named and wish == "auto" and why_not:
+        return [_cpu(machine, nproc)] * nproc, f"auto: {why_not}"
     if why_not:
         raise UsageError.of(
             "there is no CUDA device for this run", where="--devices" if named else "device", why=why_not,
             fix="set `device: cpu`, or mend what the line above says",
         )  # fmt: skip
-    if named is not None:
-        return _cuda(_named(gpus, machine.gpus, named, visible)), "--devices"
-    origin = (
-        f"the first of {len(gpus)} visible; --devices picks another" if len(gpus) > 1 else "the visible one"
-    )
-    return _cuda(gpus[0]), f"{wish}: {origin}"
+    if named:
+        chosen = [_named(gpus, machine.gpus, word, visible) for word in named]
+        _refuse_repeated(named, chosen)
+        return [_cuda(gpu) for gpu in chosen], "--devices"
+    _refuse_too_few(nproc, gpus, visible)
+    return [_cuda(gpu) for gpu in gpus[:nproc]], f"{wish}: {_first_of(nproc, gpus)}"
+
+
+def device_words(text: str | None) -> tuple[str, ...]:
+    """`--devices`, word by word.
+
+    Raises:
+        UsageError: if there is nothing between two commas.
+    """
+    if text is None:
+        return ()
+    words = tuple(word.strip() for word in text.split(","))
+    if not all(words):
+        raise UsageError.of(
+            f"--devices {text!r} has an empty place",
+            where="command line",
+            fix="as in --devices 0,1 (index or UUID)",
+        )
+    return words
+
+
+def _first_of(nproc: int, gpus: list[Gpu]) -> str:
+    if len(gpus) == nproc:
+        return "the visible one" if nproc == 1 else f"the {nproc} visible ones"
+    first = "the first" if nproc == 1 else f"the first {nproc}"
+    return f"{first} of {len(gpus)} visible; --devices picks {'another' if nproc == 1 else 'others'}"
+
+
+def _refuse_too_few(nproc: int, gpus: list[Gpu], visible: str | None) -> None:
+    if nproc > len(gpus):
+        raise UsageError.of(
+            f"{nproc} ranks need {nproc} accelerators, and {len(gpus)} can be used here",
+            where="this machine" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}",
+            why="every rank has one device of its own", fix=f"pass --nproc {len(gpus)}, or device=cpu",
+        )  # fmt: skip
+
+
+def _refuse_repeated(words: tuple[str, ...], chosen: list[Gpu]) -> None:
+    seen: dict[str, str] = {}
+    for word, gpu in zip(words, chosen, strict=True):
+        if gpu.uuid in seen:
+            raise UsageError.of(
+                f"--devices names one device twice: {seen[gpu.uuid]} and {word} are {gpu.index} ({gpu.uuid})",
+                where="command line", why="two ranks on one device fail or wait for each other",
+                fix="name each device once",
+            )  # fmt: skip
+        seen[gpu.uuid] = word
 
 
 def _visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
@@ -79,26 +162,20 @@ def _why_none(machine: Machine, gpus: list[Gpu], visible: str | None, torch_vers
 
 
 def _named(gpus: list[Gpu], everything: list[Gpu], word: str, visible: str | None) -> Gpu:
-    if "," in word:
-        raise UsageError.of(
-            f"--devices {word} names several devices", where="command line", why="a run has one device",
-            fix="name one, by its index or its UUID",
-        )  # fmt: skip
-    gpu = _match(gpus, word.strip())
+    gpu = _match(gpus, word)
     if gpu is not None:
         return gpu
     known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus)
-    hidden = _match(everything, word.strip()) is not None
+    hidden = _match(everything, word) is not None
     raise UsageError.of(
         f"there is no device {word} for this run", where="command line, --devices",
         why=f"CUDA_VISIBLE_DEVICES={visible} hides it" if hidden else "", fix=f"one of {known}",
     )  # fmt: skip
 
 
-def _cpu(machine: Machine) -> DeviceChoice:
+def _cpu(machine: Machine, nproc: int) -> DeviceChoice:
     return DeviceChoice(
-        kind="cpu", name=machine.cpu_name, memory_bytes=machine.memory_available_bytes,
-        bfloat16=machine.cpu_bfloat16,
+        kind="cpu", name=machine.cpu_name, memory_bytes=machine.memory_available_bytes // nproc, bfloat16=machine.cpu_bfloat16,
     )  # fmt: skip
 
 
