@@ -1,0 +1,140 @@
+"""The job's shared secret: where it comes from, and what is refused. It never enters a command line, a log or a plan."""
+
+import os
+import secrets
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from unisono.errors import UsageError
+from unisono.text import one_line
+
+SMALLEST_BYTES = 16
+LARGEST_BYTES = 4_096
+HOW_TO_MAKE_ONE = (
+    '(umask 077; python3 -c "import secrets; print(secrets.token_urlsafe(32))" > ~/.unisono-token)'
+)
+"""A line that can be pasted; the file is then copied to the other nodes, for example with scp."""
+
+_FROM_STDIN = "-"
+
+
+@dataclass(frozen=True)
+class Token:
+    """A secret that all nodes of a job share.
+
+    Attributes:
+        secret: the bytes; not in its repr, so that no log or traceback shows them.
+        origin: where it came from, for people.
+        from_stdin: the rest of stdin is the lifeline of who started this front; `watch_lifeline` holds on to it.
+    """
+
+    secret: bytes = field(repr=False)
+    origin: str
+    from_stdin: bool = False
+
+
+def read_token(
+    token_file: str | None,
+    from_environment: str | None,
+    *,
+    nodes: int,
+    command: str = "unisono train CONFIG",
+    stdin: BinaryIO | None = None,
+) -> Token | None:
+    """The token, or None for one node, which listens to nobody.
+
+    Args:
+        token_file: `--token-file`; `-`: the first line of stdin.
+        from_environment: UNISONO_TOKEN, which is already out of the environment (`facts.environment.take_token`).
+        nodes: of the job.
+        command: for the line that a person is to type.
+        stdin: in place of this process's.
+
+    Raises:
+        UsageError: if there is none, it is too short, or others may read the file.
+    """
+    if token_file == _FROM_STDIN:
+        return _from_stdin(stdin or sys.stdin.buffer)
+    if nodes == 1:
+        return None
+    if token_file is not None:
+        path = Path(token_file).expanduser()
+        return Token(_checked(_read_private(path), str(path)), "--token-file")
+    if from_environment:
+        return Token(_checked(from_environment.encode(), "UNISONO_TOKEN"), "UNISONO_TOKEN")
+    raise UsageError.of(
+        f"{nodes} nodes need a secret that they share, and this one has none", where="--token-file, UNISONO_TOKEN",
+        why="with it they prove to each other that they belong to this job",
+        fix=f"{HOW_TO_MAKE_ONE}; copy the file to every node, and there: {command} --token-file ~/.unisono-token",
+    )  # fmt: skip
+
+
+def make_token() -> Token:
+    """A new one, for a job whose nodes this front starts itself."""
+    return Token(secrets.token_urlsafe(32).encode(), "made for this start")
+
+
+def watch_lifeline(on_close: Callable[[], None] | None = None, *, stdin: BinaryIO | None = None) -> None:
+    """Calls `on_close` when stdin ends: whoever started this front over ssh is gone, so the run ends, too.
+
+    Args:
+        on_close: called from another thread; without one, this process gets SIGTERM, as from a scheduler.
+        stdin: in place of this process's.
+    """
+    source = stdin or sys.stdin.buffer
+
+    def watch() -> None:
+        try:
+            while source.readline(LARGEST_BYTES):  # what comes is nobody's business
+                continue
+        except (OSError, ValueError):  # closed under our hands: the same
+            pass
+        (on_close or _terminate)()
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _from_stdin(stdin: BinaryIO) -> Token:
+    line = stdin.readline(LARGEST_BYTES + 2)
+    return Token(_checked(line, "stdin"), "stdin", from_stdin=True)
+
+
+def _read_private(path: Path) -> bytes:
+    """The first line of a file that only its owner may read."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UsageError.of(
+            f"the token file {path} cannot be read", where="--token-file", why=error.strerror or str(error),
+            fix=f"make one: {HOW_TO_MAKE_ONE}",
+        ) from error  # fmt: skip
+    with file:
+        mode = os.fstat(file.fileno()).st_mode  # of what is open, so that nobody can exchange it in between
+        if mode & 0o077:
+            raise UsageError.of(
+                f"the token file {path} may be read or changed by others", where="--token-file",
+                why=f"its mode is {stat.S_IMODE(mode):04o}; who has the token can command this job",
+                fix=f"chmod 600 {path}",
+            )  # fmt: skip
+        return file.readline(LARGEST_BYTES + 2)
+
+
+def _checked(line: bytes, source: str) -> bytes:
+    secret = line.strip()
+    if SMALLEST_BYTES <= len(secret) <= LARGEST_BYTES:
+        return secret
+    what = "empty" if not secret else f"{len(secret)} bytes long"
+    raise UsageError.of(
+        f"the token in {one_line(source)} is {what}", where=one_line(source),
+        why=f"a token has {SMALLEST_BYTES} to {LARGEST_BYTES} bytes, so that nobody guesses it", fix=HOW_TO_MAKE_ONE,
+    )  # fmt: skip
