@@ -7,9 +7,9 @@ from pydantic import ValidationError
 from unisono.config.describe import Says, all_keys, describe, keys_of, section_in
 from unisono.config.places import Places
 from unisono.config.schema import RunConfig
-from unisono.config.secrets import is_secret
 from unisono.config.yaml_file import KeyPath
 from unisono.errors import Problem
+from unisono.facts.secret import is_secret
 from unisono.text import nearest, one_line
 
 _EXAMPLES = {

@@ -6,21 +6,10 @@ from typing import Any
 from unisono.config.places import Places
 from unisono.config.yaml_file import KeyPath
 from unisono.errors import Problem
+from unisono.facts.secret import is_secret
 
-_URL_WITH_SECRET = re.compile(
-    r"^[a-z][a-z0-9+.-]*://[^/@\s]*:[^/@\s]+@"  # scheme://user:password@
-    r"|^https?://[^/@\s]+@"  # https://token@
-    r"|^[a-z][a-z0-9+.-]*://\S*[?&](?:\w*token|sig|x-amz-signature|password|api_?key|secret)=",  # …?sig=
-    re.IGNORECASE,
-)
-_TOKEN = re.compile(r"^(?:hf_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{30,})$")
 _SECRET_KEY = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|access_?key)s?$", re.IGNORECASE)
 _WHY = "a config is kept with the results and shown to others"
-
-
-def is_secret(value: Any) -> bool:
-    """Whether a value is a secret by its looks: it must not be shown either."""
-    return isinstance(value, str) and bool(_URL_WITH_SECRET.match(value) or _TOKEN.match(value))
 
 
 def find_secrets(value: Any, places: Places, key: KeyPath = ()) -> dict[KeyPath, Problem]:

@@ -2,8 +2,12 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from unisono.causes.variables import find_variable
+from unisono.facts.secret import is_secret, names_secret
 
 # Left behind by launchers and by accelerate; they would make torch or peft look for other ranks.
 _LEFTOVER = re.compile(
@@ -11,6 +15,13 @@ _LEFTOVER = re.compile(
     r"|NODE_RANK|NNODES|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|TORCH_NCCL_.*|NCCL_.*|GLOO_.*|PET_.*"
     r"|ACCELERATE_.*|FSDP_.*|DS_.*|DEEPSPEED_.*|MEGATRON_LM_.*|OMPI_COMM_WORLD_.*|PMI_.*|MV2_COMM_WORLD_.*)$"
 )
+# Also what the catalogue does not know: a misspelt NCCL_ALGOO is worth a line.
+_FAMILY = re.compile(
+    r"^(NCCL|TORCH_NCCL|GLOO|TORCH_GLOO|TORCH_DISTRIBUTED|TORCH_FR|ACCELERATE|FSDP|DS|TORCHINDUCTOR|TORCH_COMPILE)_"
+)
+_CREDENTIALS = re.compile(r"\S:\S+@")  # user:password@proxy, with a scheme or without
+_TOKEN = "UNISONO_TOKEN"  # noqa: S105 - the variable's name
+_NUMBERS = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -19,12 +30,23 @@ class Environment:
 
     leftovers: dict[str, str] = field(default_factory=dict)
     """Variables of a distributed job. On one device they are ignored, and named."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Those of the catalogue and of the families NCCL_…, GLOO_… and the like, as they are set; never a secret."""
+    nnodes: int | None = None
+    node_rank: int | None = None
+    nproc_per_node: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    malformed: dict[str, str] = field(default_factory=dict)
+    """Of the four numbers above: those that are set and are none."""
     torchelastic_run: str | None = None
     slurm_tasks: int | None = None
     slurm_nodes: int | None = None
     world_size: int | None = None
     omp_num_threads: int | None = None
     cache_dir: Path = Path("~/.cache/unisono")
+    hub_cache: Path = Path("~/.cache/huggingface/hub")
+    """Where huggingface_hub keeps what it downloaded."""
     settings_dir: Path = Path("~/.config/unisono")
     """The user's own folder: the key that signs checkpoints."""
     visible_devices: str | None = None
@@ -51,16 +73,61 @@ def read_environment() -> Environment:
     env = os.environ
     return Environment(
         leftovers={name: value for name, value in sorted(env.items()) if _LEFTOVER.match(name)},
+        variables=_telling(env),
+        nnodes=_whole(env.get("NNODES")),
+        node_rank=_whole(env.get("NODE_RANK")),
+        nproc_per_node=_whole(env.get("NPROC_PER_NODE")),
+        master_addr=env.get("MASTER_ADDR") or None,
+        master_port=_whole(env.get("MASTER_PORT")),
+        malformed={name: env[name] for name in _NUMBERS if env.get(name) and _whole(env[name]) is None},
         torchelastic_run=env.get("TORCHELASTIC_RUN_ID"),
         slurm_tasks=_whole(env.get("SLURM_NTASKS")),
         slurm_nodes=_whole(env.get("SLURM_NNODES")),
         world_size=_whole(env.get("WORLD_SIZE")),
         omp_num_threads=_whole(env.get("OMP_NUM_THREADS")),
         cache_dir=_folder(env.get("XDG_CACHE_HOME"), "~/.cache") / "unisono",
+        hub_cache=_hub_cache(env),
         settings_dir=_folder(env.get("XDG_CONFIG_HOME"), "~/.config") / "unisono",
         visible_devices=env.get("CUDA_VISIBLE_DEVICES"),
         colour="NO_COLOR" not in env and env.get("TERM") != "dumb",
     )
+
+
+def take_token() -> str | None:
+    """The job's token from UNISONO_TOKEN, which is then gone: nothing that is started later can read it. None if unset or empty.
+
+    It also leaves what `/proc/PID/environ` shows of children; of this process itself that file keeps the first state.
+    """
+    return os.environ.pop(_TOKEN, "").strip() or None
+
+
+def _telling(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that tell nodes apart, without secrets."""
+    return {
+        name: value
+        for name, value in sorted(env.items())
+        if (name == "CUDA_VISIBLE_DEVICES" or _FAMILY.match(name) or _is_known(name))
+        and not names_secret(name)
+        and not is_secret(value)
+        and not _CREDENTIALS.search(value)
+    }
+
+
+def _is_known(name: str) -> bool:
+    variable = find_variable(name)
+    return (
+        variable is not None and variable.name == name
+    )  # it also finds lower case, which the environment tells apart
+
+
+def _hub_cache(env: Mapping[str, str]) -> Path:
+    """As huggingface_hub finds it."""
+    named = env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE")
+    if named:
+        return Path(named).expanduser()
+    home = env.get("HF_HOME")
+    base = Path(home).expanduser() if home else _folder(env.get("XDG_CACHE_HOME"), "~/.cache") / "huggingface"
+    return base / "hub"
 
 
 def _whole(text: str | None) -> int | None:

@@ -1,6 +1,5 @@
 """This machine: host name, cores, memory, disk, devices. The probe of devices is a protocol, so that tests can answer."""
 
-import os
 import platform
 import re
 import shutil
@@ -8,6 +7,8 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from unisono.facts.limits import available_memory, usable_cores
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Gpu:
     memory_bytes: int
     memory_free_bytes: int
     capability: tuple[int, int]
+    bus_id: str = ""
+    """On the PCI bus, as `0000:07:00.0`."""
+    numa_node: int | None = None
+    """The memory that is near it; None on machines with one."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,40 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    bus_id = pci_address(_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
     return Gpu(
         index, _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle)), int(memory.total),
-        int(memory.free), (int(major), int(minor)),
+        int(memory.free), (int(major), int(minor)), bus_id, numa_node_of(bus_id),
     )  # fmt: skip
+
+
+def pci_address(bus_id: str) -> str:
+    """A PCI address as /sys spells it: `00000000:07:00.0` is `0000:07:00.0` there."""
+    domain, colon, rest = bus_id.strip("\0").lower().partition(":")
+    return f"{domain[-4:].rjust(4, '0')}:{rest}" if colon else bus_id
+
+
+def numa_node_of(address: str, *, folder: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """The NUMA node of a PCI device, or None where the machine has one, or does not tell."""
+    try:
+        node = int((folder / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def driver_version(*, root: Path = Path("/")) -> str | None:
+    """The version of the NVIDIA kernel driver, as its files tell; None where there is none."""
+    try:
+        return (root / "sys/module/nvidia/version").read_text().strip() or None
+    except OSError:
+        pass  # older drivers and some containers have only the next one
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]+)", text)
+    return found[1] if found else None
 
 
 def _text(value: str | bytes) -> str:
@@ -83,44 +118,13 @@ def read_machine(probe: DeviceProbe = probe_nvidia) -> Machine:
     name, bfloat16 = _cpu()
     return Machine(
         host=re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname()) or "localhost",
-        cores=_cores(),
-        memory_available_bytes=_memory_available(),
+        cores=usable_cores(),
+        memory_available_bytes=available_memory(),
         cpu_name=name,
         cpu_bfloat16=bfloat16,
         gpus=gpus,
         gpu_note=note,
     )
-
-
-def _cores() -> int:
-    """Cores this process may use: affinity, and the cgroup's share of time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return cores  # no such cgroup: affinity is all there is to know
-    return cores
-
-
-def _memory_available() -> int:
-    """Bytes that a new process can have: what the system has free, within the cgroup's limit."""
-    available = 8 * 10**9
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return available
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        if limit != "max":
-            available = min(available, max(0, int(limit) - used))
-    except (OSError, ValueError):
-        return available
-    return available
 
 
 def _cpu() -> tuple[str, bool]:

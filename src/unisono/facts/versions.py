@@ -2,7 +2,19 @@
 
 import hashlib
 import platform
+import re
+from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
+
+from unisono.facts.machine import driver_version
+
+# What numbers and wire formats depend on: nodes are compared by these, one by one.
+_DECISIVE = (
+    "python", "torch", "transformers", "peft", "tokenizers", "safetensors", "datasets", "pyarrow", "numpy", "triton", "unisono",
+)  # fmt: skip
+_NCCL = re.compile(r"^nvidia-nccl(-cu\d+)?$")
+_CUDA_SUFFIX = re.compile(r"\+cu(\d+)(\d)$")
 
 
 def package_versions() -> dict[str, str]:
@@ -18,3 +30,35 @@ def package_versions() -> dict[str, str]:
 def versions_digest(versions: dict[str, str]) -> str:
     """A short digest of all versions."""
     return hashlib.sha256(repr(sorted(versions.items())).encode()).hexdigest()[:16]
+
+
+def decisive_versions(packages: Mapping[str, str]) -> dict[str, str]:
+    """What numbers and wire formats depend on: python, torch, cuda, nccl, driver and some packages. What is not here is left out.
+
+    Args:
+        packages: all installed distributions, as `package_versions` gives them.
+    """
+    found = {name: packages[name] for name in _DECISIVE if name in packages}
+    nccl = next((version for name, version in packages.items() if _NCCL.match(name)), None)
+    parts = {"cuda": cuda_of(packages.get("torch", "")), "nccl": nccl, "driver": driver_version()}
+    return found | {name: version for name, version in parts.items() if version}
+
+
+def cuda_of(torch_version: str) -> str | None:
+    """The CUDA that torch was built for, as `12.6`; None for one without.
+
+    The version's suffix tells (`+cu126`); wheels without a suffix say it in a file of theirs, which is read, not run.
+    """
+    suffix = _CUDA_SUFFIX.search(torch_version)
+    if suffix:
+        return f"{suffix[1]}.{suffix[2]}"
+    if "+" in torch_version or not torch_version:
+        return None
+    try:
+        file = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
+        said = re.search(
+            r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", file.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    except (metadata.PackageNotFoundError, OSError, ValueError):
+        return None
+    return said[1] if said else None

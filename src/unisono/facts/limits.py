@@ -1,0 +1,140 @@
+"""What the system lets a process have: cores, memory, /dev/shm, and the limits of its shell."""
+
+import os
+import resource
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.facts.cgroup import OWN, ROOT, cgroup_folders
+
+_NEVER = 1 << 60  # version 1 writes "no limit" as a number near 2^63
+_WITHOUT_PROC = 8 * 10**9
+
+
+@dataclass(frozen=True)
+class SystemLimits:
+    """What a process can have. None: could not be read, or (for the shell's limits) unlimited."""
+
+    cores: int
+    memory_bytes: int
+    shm_bytes: int | None
+    shm_free_bytes: int | None
+    open_files: int | None
+    locked_memory_bytes: int | None
+    stack_bytes: int | None
+    processes: int | None
+
+
+def read_limits(*, shm: Path = Path("/dev/shm")) -> SystemLimits:  # noqa: S108 - it is looked at, nothing is written
+    """Looks once."""
+    size, free = _space(shm)
+    return SystemLimits(
+        cores=usable_cores(),
+        memory_bytes=available_memory(),
+        shm_bytes=size,
+        shm_free_bytes=free,
+        open_files=_soft(resource.RLIMIT_NOFILE),
+        locked_memory_bytes=_soft(resource.RLIMIT_MEMLOCK),
+        stack_bytes=_soft(resource.RLIMIT_STACK),
+        processes=_smallest([_soft(resource.RLIMIT_NPROC), _pids_left()]),
+    )
+
+
+def usable_cores(*, root: Path = ROOT, own: Path = OWN) -> int:
+    """Cores this process may use: affinity, and the cgroups' share of time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    for folder in cgroup_folders("cpu", root=root, own=own):
+        share = _cpu_share(folder)
+        if share is not None:
+            cores = min(cores, max(1, int(share)))
+    return cores
+
+
+def _cpu_share(folder: Path) -> float | None:
+    """How many cores' time a cgroup has, or None where it is not limited."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        quota = _word(folder / "cpu.cfs_quota_us") or "max"
+        period = _word(folder / "cpu.cfs_period_us") or "100000"
+    try:
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def available_memory(*, root: Path = ROOT, own: Path = OWN, info: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that a new process can have: what the system has free, within the limits of all cgroups above."""
+    left = [_memory_left(folder) for folder in cgroup_folders("memory", root=root, own=own)]
+    return _smallest([_available(info), *left]) or 0
+
+
+def _available(info: Path) -> int:
+    try:
+        for line in info.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return _WITHOUT_PROC
+    return _WITHOUT_PROC
+
+
+def _memory_left(folder: Path) -> int | None:
+    """Bytes up to a cgroup's limit, or None where it has none. The page cache can be taken back, so it counts as free."""
+    for limit_name, used_name, cache_name in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, used = _number(folder / limit_name), _number(folder / used_name)
+        if limit is not None and used is not None and limit < _NEVER:
+            return max(0, limit - used + _stat(folder / "memory.stat", cache_name))
+    return None
+
+
+def _stat(file: Path, name: str) -> int:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
+
+
+def _pids_left() -> int | None:
+    """Processes up to the cgroup's limit."""
+    left = []
+    for folder in cgroup_folders("pids"):
+        most, now = _number(folder / "pids.max"), _number(folder / "pids.current")
+        if most is not None and now is not None:
+            left.append(max(0, most - now))
+    return min(left, default=None)
+
+
+def _space(folder: Path) -> tuple[int | None, int | None]:
+    """Size and free bytes of a file system."""
+    try:
+        stat = os.statvfs(folder)
+    except OSError:
+        return None, None
+    return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+
+
+def _soft(kind: int) -> int | None:
+    soft = resource.getrlimit(kind)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _smallest(values: Iterable[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _number(file: Path) -> int | None:
+    word = _word(file)
+    return int(word) if word and word.isdigit() else None
+
+
+def _word(file: Path) -> str | None:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None

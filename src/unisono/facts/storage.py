@@ -1,0 +1,150 @@
+"""Whether the output folder can be written, how much is free, and whether it is the head's. Storage that hangs hangs nobody."""
+
+import json
+import os
+import secrets
+import selectors
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.facts import storage_child
+from unisono.files import write_text
+from unisono.text import one_line
+
+_PREFIX = ".unisono-head-"
+_CACHE_PATIENCE_S = 5.0
+"""How long a network file system may keep what it knew of a folder (acdirmax of NFS is longer, but listing asks anew)."""
+
+
+@dataclass(frozen=True)
+class StorageFacts:
+    """An output folder as this node finds it; None: could not be tried in time.
+
+    Attributes:
+        path: as it was given.
+        writable: whether a file could be written, synced, renamed, read back and removed in it, or in its nearest parent.
+        trouble: why not, or why it could not be tried.
+        shared: whether the head's file was seen in it; None also where nobody asked.
+        free_bytes: of its file system.
+        file_system: its type, as `ext4` or `nfs4`.
+    """
+
+    path: str
+    writable: bool | None
+    trouble: str
+    shared: bool | None
+    free_bytes: int | None
+    file_system: str
+
+
+def probe_storage(
+    folder: Path, *, nonce: str | None = None, limit_s: float = 5.0, program: tuple[str, ...] | None = None
+) -> StorageFacts:
+    """Tries a folder from a child process, which is left behind if the storage does not answer.
+
+    Nothing is made that stays: a folder that does not exist yet is tried by its nearest parent.
+
+    Args:
+        folder: the output folder.
+        nonce: the name of the file that the head left in it; None: it is not looked for.
+        limit_s: for so long it may say nothing. A network file system that answers gets five seconds more for its caches.
+        program: what looks; tests put something slow there.
+    """
+    command = [*(program or _PROGRAM), str(folder)]
+    if nonce is not None:
+        command += [nonce, str(_CACHE_PATIENCE_S)]
+    said, in_time = _run(command, limit_s)
+    late = "" if in_time else f"the storage does not answer: nothing for {limit_s:g} s"
+    return StorageFacts(
+        path=str(folder),
+        writable=said.get("writable"),
+        trouble=one_line(
+            str(said.get("trouble") or late or ("" if "writable" in said else said.get("error", "")))
+        ),
+        shared=said.get("shared"),
+        free_bytes=said.get("free_bytes"),
+        file_system=str(said.get("file_system", "")),
+    )
+
+
+def leave_nonce(folder: Path) -> str:
+    """Puts the file into the head's folder by which the others see that theirs is the same; gives its name.
+
+    Raises:
+        OSError: what the file system says.
+    """
+    name = _PREFIX + secrets.token_hex(8)
+    write_text(folder / name, "unisono's head put this here for the start; it can be deleted\n")
+    return name
+
+
+def sees_nonce(folder: Path, name: str, *, limit_s: float = 5.0) -> bool | None:
+    """Whether this node's folder is the head's; None where the storage does not answer.
+
+    A name that is not one of `leave_nonce` is never looked for: it comes from another machine.
+    """
+    return probe_storage(folder, nonce=name, limit_s=limit_s).shared if is_nonce(name) else None
+
+
+def is_nonce(name: str) -> bool:
+    """Whether a name can be one that `leave_nonce` gave."""
+    rest = name.removeprefix(_PREFIX)
+    return rest != name and len(rest) == 16 and set(rest) <= set("0123456789abcdef")
+
+
+def remove_nonce(folder: Path, name: str) -> None:
+    """Takes the file away; one that is gone already is fine.
+
+    Raises:
+        OSError: what the file system says.
+    """
+    if is_nonce(name):
+        (folder / name).unlink(missing_ok=True)
+
+
+# Isolated and without site: nothing of the user's own setup is imported, and it starts in a hundredth of a second.
+_PROGRAM = (sys.executable, "-I", "-S", storage_child.__file__)
+
+
+def _run(command: list[str], limit_s: float) -> tuple[dict[str, Any], bool]:
+    """What the child said, and whether it came to its end without a silence of more than `limit_s`."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    lines: list[bytes] = []
+    with process.stdout as pipe:
+        in_time = _read_to_end(pipe.fileno(), lines, limit_s)
+    if not in_time:
+        process.kill()
+    # In the kernel's D state it outlives even SIGKILL: nobody waits for it here.
+    threading.Thread(target=process.wait, name="reap", daemon=True).start()
+    said: dict[str, Any] = {}
+    for line in b"".join(lines).decode(errors="replace").splitlines():
+        try:
+            said |= json.loads(line)
+        except (ValueError, TypeError):
+            said["error"] = line  # of a traceback the last line tells most
+    return said, in_time
+
+
+def _read_to_end(fd: int, into: list[bytes], limit_s: float) -> bool:
+    """Reads until the other end is closed; False if it said nothing for `limit_s`."""
+    with (
+        selectors.DefaultSelector() as selector
+    ):  # select() knows no file above 1,024, and a head has that many
+        selector.register(fd, selectors.EVENT_READ)
+        while selector.select(limit_s):
+            chunk = os.read(fd, 1 << 16)
+            if not chunk:
+                return True
+            into.append(chunk)
+    return False

@@ -1,0 +1,135 @@
+"""Looks at a folder's storage, in a process of its own: storage that hangs then hangs nobody else. Run by path, stdlib only.
+
+Run: python storage_child.py FOLDER [NAME-OF-A-FILE-TO-LOOK-FOR PATIENCE_S]. A line of JSON a finding on stdout, each as soon as it is known.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import sys
+import time
+from pathlib import Path
+
+_TRIED_BYTES = 1 << 20
+_NETWORK = (
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "orangefs", "pvfs2", "wekafs",
+    "panfs", "9p", "virtiofs", "ocfs2", "gfs2",
+)  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    """Says, one after the other: what file system it is, how much is free, whether the file is seen, whether one can write."""
+    say(file_system=file_system_of(Path(argv[0])))
+    folder = Path(argv[0]).resolve()  # from here on the storage is touched
+    kind = file_system_of(folder)
+    say(file_system=kind)
+    here = nearest_folder(folder)
+    if here is None:
+        say(writable=False, trouble=f"{folder} is below something that is no directory")
+        return
+    stat = os.statvfs(here)
+    say(free_bytes=stat.f_bavail * stat.f_frsize)
+    if len(argv) > 1:
+        say(shared=sees(folder, argv[1], patience_s=float(argv[2]) if is_network(kind) else 0.0))
+    try:
+        try_writing(here)
+    except OSError as error:
+        say(writable=False, trouble=f"{error.strerror or error} ({here})")
+    else:
+        say(writable=True)
+
+
+def say(**finding: object) -> None:
+    """One finding, at once: what comes after it may never come."""
+    sys.stdout.write(json.dumps(finding) + "\n")
+    sys.stdout.flush()
+
+
+def nearest_folder(path: Path) -> Path | None:
+    """The directory itself, or the nearest one above that exists; None where a file is in the way."""
+    for candidate in (path, *path.parents):
+        if candidate.is_dir():
+            return candidate
+        if candidate.exists():
+            return None
+    return None
+
+
+def try_writing(folder: Path) -> None:
+    """Writes, syncs, renames, reads back and removes a file.
+
+    Raises:
+        OSError: what the file system says, or that other bytes came back.
+    """
+    first = folder / f".unisono-probe-{secrets.token_hex(8)}"
+    second = first.with_suffix(".renamed")
+    content = os.urandom(4096) * (_TRIED_BYTES // 4096)
+    try:
+        with first.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        first.replace(second)
+        if second.read_bytes() != content:
+            raise OSError(None, "other bytes came back than were written")
+    finally:
+        for file_name in (first, second):
+            with contextlib.suppress(OSError):
+                file_name.unlink()
+
+
+def sees(folder: Path, name: str, *, patience_s: float) -> bool:
+    """Whether a file with this name, which the head has left, is in the folder.
+
+    Network file systems keep what they knew of a folder for seconds: there it is looked for again.
+    """
+    limit = time.monotonic() + patience_s
+    while not _listed(folder, name):
+        if time.monotonic() >= limit:
+            return False
+        say(looked=name)
+        time.sleep(0.2)
+    return True
+
+
+def _listed(folder: Path, name: str) -> bool:
+    try:
+        return name in os.listdir(folder)  # noqa: PTH208 - reading the folder refreshes what was kept of it, asking for the file does not
+    except OSError:
+        return False
+
+
+def file_system_of(path: Path, *, table: Path = Path("/proc/self/mountinfo")) -> str:
+    """The type of the file system that holds a path, as `ext4` or `nfs4`; empty where it cannot be told. Touches no storage."""
+    wanted = os.path.abspath(path)  # noqa: PTH100 - resolving links would touch what may hang
+    best, kind = "", ""
+    try:
+        lines = table.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        fields, rest = before.split(), after.split()
+        if len(fields) < 5 or not rest:
+            continue
+        point = _unescaped(fields[4])
+        inside = point == "/" or wanted == point or wanted.startswith(point + "/")
+        if inside and len(point) >= len(best):  # of several on one point the last one counts
+            best, kind = point, rest[0]
+    return kind
+
+
+def is_network(kind: str) -> bool:
+    """Whether a file system type belongs to several machines."""
+    return kind in _NETWORK or (kind.startswith("fuse.") and kind not in ("fuse.fuseblk", "fuse.lxcfs"))
+
+
+def _unescaped(point: str) -> str:
+    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        point = point.replace(code, character)
+    return point
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
