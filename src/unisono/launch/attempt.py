@@ -1,47 +1,53 @@
-"""One start of the worker, from its first process to its last word."""
+"""One start of the ranks, from their first process to their last word, as the head conducts it."""
 
-import json
-import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.report import RankReport
+from unisono.control.events import Event, Left, Said
 from unisono.events import Message
-from unisono.facts.memory_events import oom_kills
-from unisono.launch.command import Programs, child_environment, worker_command
+from unisono.launch.conduct import Conductor, Decision
 from unisono.launch.interrupts import Interrupts
-from unisono.launch.process import ChildProcess
-from unisono.launch.tasks import tail_of
+from unisono.launch.postmortem import NodeLoss
+from unisono.launch.ranks import LAST_WORDS, LocalRanks, RankEnd, RankNews
+from unisono.launch.stopping import Stopping
 from unisono.plan import RunPlan
-from unisono.rundir import RunDir
-from unisono.units import parse_seconds, show_seconds
+from unisono.text import one_line
+
+if TYPE_CHECKING:
+    from unisono.control.server import HeadServer
 
 Show = Callable[[Message], None]
 
-_LAST_WORDS = ("result", "refused", "crashed")
+_POLL_S = 0.2
 _TEARDOWN_S = 20.0  # results are final before teardown begins, so one that hangs is ended without loss
-_NOTHING_TO_SAVE_S = 3.0
+_GONE_S = 10.0  # for the other nodes to say that their ranks are gone
+_WAITING_EVERY_S = 10.0
+_ONLY_OF_RANK_0 = ("phase", "step", "eval", "sample", "checkpoint", "ready", "note")
 
 
 @dataclass
 class Attempt:
-    """What is known of one start of the worker.
+    """What is known of one start of the ranks.
 
     Attributes:
         from_step: the step it went on from.
-        step: the last step it finished.
+        step: the last step that rank 0 finished.
         checkpoint: the newest checkpoint, or None.
-        phase: the last phase it told.
-        last: its last word: `result`, `refused` or `crashed`; None if it died without one.
-        returncode: of the process; negative: a signal.
-        ended_by_us: why the front ended it, if it did.
-        oom_killed: whether the kernel killed something for memory in this cgroup meanwhile.
+        ready: whether rank 0 has loaded everything and trains; before that there is nothing of its own to save.
+        last: rank 0's last word: `result`, `refused` or `crashed`; None if it died without one.
+        decision: why the ranks were ended, if they were.
+        asked_to_stop: the signal that some front got.
         seconds: from its start to its end.
-        ready: whether it has loaded everything and trains; before that there is nothing of its own to save.
-        tail: the end of what it printed.
+        ends: of the ranks, by rank.
+        reports: of the ranks that were ready.
+        agreement: what came of comparing them.
     """
 
     from_step: int
@@ -50,149 +56,212 @@ class Attempt:
     tokens: int = 0
     loss: float | None = None
     tokens_per_second: float | None = None
-    phase: str = "start"
     ready: bool = False
     last: Message | None = None
-    returncode: int = 0
-    ended_by_us: str = ""
-    oom_killed: bool = False
+    decision: Decision | None = None
+    asked_to_stop: signal.Signals | None = None
     seconds: float = 0.0
-    tail: str = ""
     evals: dict[str, Any] = field(default_factory=dict)
+    ends: dict[int, RankEnd] = field(default_factory=dict)
+    reports: dict[int, RankReport] = field(default_factory=dict)
+    agreement: Agreement | None = None
 
     def note(self, message: Message) -> None:
-        """Keeps what a message tells."""
+        """Keeps what a message of rank 0 tells."""
         match message["kind"]:
             case "step":
                 self.step = int(message["step"])
                 self.tokens = int(message.get("tokens") or 0)
                 self.loss = message.get("loss")
                 self.tokens_per_second = message.get("tokens_per_second")
-                self.phase = "train"
             case "ready":
                 self.ready = True
-            case "phase":
-                self.phase = str(message.get("phase"))
             case "checkpoint":
                 self.checkpoint = str(message.get("path"))
             case "eval":
                 if message.get("eval_loss") is not None:
                     self.evals["loss"] = message["eval_loss"]
             case kind:
-                self.last = message if kind in _LAST_WORDS else self.last
+                self.last = message if kind in LAST_WORDS else self.last
 
 
-def run_attempt(plan: RunPlan, *, programs: Programs, interrupts: Interrupts, show: Show) -> Attempt:
-    """Starts the worker on the plan in its output_dir, shows its messages, passes signals on, and waits for its end."""
-    run = RunDir(Path(plan.output_dir))
-    attempt = Attempt(
-        from_step=plan.resume.step if plan.resume else 0,
-        step=plan.resume.step if plan.resume else 0,
-        checkpoint=plan.resume.path if plan.resume else None,
-    )
-    environment = child_environment(threads=plan.threads, without=plan.ignored_variables, device=plan.device)
-    kills_before = oom_kills()
-    with _open_log(run.log(plan.host, 0)) as log:
-        stopping = _Stopping(interrupts, grace_s=parse_seconds(plan.config.grace), show=show)
-        with ChildProcess(
-            lambda fd: worker_command(programs, plan=run.plan, events=run.events(0), report_fd=fd),
-            environment=environment, output=log,
-        ) as child:  # fmt: skip
-            interrupts.collect()
-            _watch(child, attempt, stopping, show, _LogTimes(log, run.log(plan.host, 0)))
-            attempt.seconds = time.monotonic() - child.started
-        attempt.returncode = child.returncode or 0
-        attempt.tail = tail_of(log)
-    attempt.oom_killed = (oom_kills() or 0) > (kills_before or 0)
+def run_attempt(
+    plan: RunPlan, *, local: LocalRanks, server: "HeadServer | None", interrupts: Interrupts, show: Show
+) -> Attempt:
+    """Starts the ranks of this node, conducts those of all nodes, and waits for their end.
+
+    Args:
+        plan: written to plan.json on every node already.
+        local: the ranks of this node; started and ended here.
+        server: the connections of the other nodes, which start theirs on the same plan; None where there are none.
+        interrupts: signals that ask to stop.
+        show: sees the messages.
+    """
+    began = time.monotonic()
+    with local:
+        interrupts.collect()
+        conducting = _Conducting(plan, local, server, interrupts, show)
+        conducting.run()
+    attempt = conducting.attempt
+    attempt.seconds = time.monotonic() - began
+    attempt.ends = conducting.conductor.ends
+    attempt.reports = conducting.conductor.reports
+    attempt.agreement = conducting.conductor.agreement
     return attempt
 
 
-def _watch(
-    child: ChildProcess, attempt: Attempt, stopping: "_Stopping", show: Show, times: "_LogTimes"
-) -> None:
-    final_since: float | None = None
-    while not child.ended:
-        for message in child.read():
-            attempt.note(message)
-            if message["kind"] not in _LAST_WORDS:
-                show(message)
-        times.note()
-        if attempt.last is not None:
-            final_since = final_since or time.monotonic()
-            if time.monotonic() - final_since > _TEARDOWN_S:
-                child.end(patience_s=0)
-        else:
-            stopping.pass_on(child, attempt)
-
-
-class _Stopping:
-    """Passes the wish to stop on to the worker, and sees that it is met in time."""
-
-    def __init__(self, interrupts: Interrupts, *, grace_s: float, show: Show) -> None:
-        self._interrupts = interrupts
-        self._grace_s = grace_s
+class _Conducting:
+    def __init__(
+        self,
+        plan: RunPlan,
+        local: LocalRanks,
+        server: "HeadServer | None",
+        interrupts: Interrupts,
+        show: Show,
+    ) -> None:
+        self.plan = plan
+        self.conductor = Conductor(plan)
+        step = plan.resume.step if plan.resume else 0
+        self.attempt = Attempt(step, step, plan.resume.path if plan.resume else None)
+        self._local = local
+        self._server = server
         self._show = show
-        self._deadline: float | None = None
+        self._interrupts = interrupts
+        self._stopping = Stopping(interrupts, grace=plan.config.grace, show=show)
+        self._away = {node.node_rank for node in plan.nodes if node.node_rank != 0}
+        self._final_since: float | None = None
+        self._told = time.monotonic()
 
-    def pass_on(self, child: ChildProcess, attempt: Attempt) -> None:
-        first = self._interrupts.first
-        if first is None:
+    def run(self) -> None:
+        """Until all have ended, well or by a decision."""
+        while not self._is_over():
+            self._hear(_POLL_S)
+            if self._local_result() and time.monotonic() - self._since_result() > _TEARDOWN_S:
+                self._end_all("teardown took too long")
+                return
+            decision = self.conductor.decide(now=time.monotonic())
+            if decision is not None and not self.conductor.has_result:
+                self.attempt.decision = decision
+                self._end_all("another rank ended the run" if self.plan.world_size > 1 else "")
+                return
+            self._pass_on_stop()
+            self._tell_who_is_waited_for()
+
+    def _is_over(self) -> bool:
+        ended = len(self.conductor.ends) == self.plan.world_size
+        return self.conductor.is_over or (ended and self.conductor.has_result)
+
+    def _local_result(self) -> bool:
+        return self.attempt.last is not None and self.attempt.last["kind"] == "result"
+
+    def _since_result(self) -> float:
+        if self._final_since is None:
+            self._final_since = time.monotonic()
+        return self._final_since
+
+    def _hear(self, timeout_s: float) -> None:
+        """Takes in what ranks and nodes have said, after waiting for the first of it."""
+        server = self._server
+        for news in self._local.poll(timeout_s, also=[server.fileno()] if server else []):
+            self._take_news(news)
+        for event in server.receive(0) if server else []:
+            self._take_event(event)
+
+    def _take_news(self, news: RankNews) -> None:
+        if isinstance(news, RankEnd):
+            self.conductor.rank_ended(news, now=time.monotonic())
+        else:
+            self._take_message(news.rank, news.message)
+
+    def _take_message(self, rank: int, message: Message) -> None:
+        if message["kind"] == "rank_report":
+            self._take_report(RankReport.model_validate(message["report"]))
             return
-        if self._interrupts.twice:
-            self._end(child, attempt, "Ctrl-C again")
-        elif self._deadline is None:
-            child.signal(signal.SIGINT if first is signal.SIGINT else signal.SIGTERM)
-            patience = self._grace_s if attempt.ready else min(self._grace_s, _NOTHING_TO_SAVE_S)
-            self._deadline = self._interrupts.at + patience
-            self._say(_stopping_text(first, attempt, patience))
-        elif time.monotonic() > self._deadline:
-            self._end(
-                child,
-                attempt,
-                f"not done {show_seconds(time.monotonic() - self._interrupts.at)} after the signal",
-            )
+        if rank == 0:
+            self.attempt.note(message)
+        elif message["kind"] in _ONLY_OF_RANK_0:
+            return
+        if message["kind"] not in LAST_WORDS:
+            self._show(message if rank == 0 else {**message, "rank": rank})
 
-    def _end(self, child: ChildProcess, attempt: Attempt, why: str) -> None:
-        attempt.ended_by_us = why
-        if attempt.ready:
-            self._say(f"{why}: ending the rank; the newest checkpoint is {attempt.checkpoint or 'none'}")
-        child.end(patience_s=0)
+    def _take_report(self, report: RankReport) -> None:
+        store = self.conductor.rank_reported(report)
+        if store is None:
+            return
+        go = {"kind": "go", "store": list(store)}
+        self._local.tell(go)
+        if self._server is not None:
+            self._server.tell_all(go)
+        self._say(f"all {self.plan.world_size} ranks agree")
+
+    def _take_event(self, event: Event) -> None:
+        now = time.monotonic()
+        if isinstance(event, Left):
+            if event.node_rank in self._away:
+                self.conductor.node_lost(NodeLoss(event.node_rank, event.host, event.why), now=now)
+        elif isinstance(event, Said):
+            try:
+                self._take_said(event.node_rank, event.message)
+            except (KeyError, TypeError, ValueError, ValidationError) as error:
+                why = f"sent what cannot be read: {one_line(str(error), limit=200)}"
+                host = self.plan.nodes[event.node_rank].host
+                self.conductor.node_lost(NodeLoss(event.node_rank, host, why), now=now)
+
+    def _take_said(self, node_rank: int, message: Message) -> None:
+        own = {place.rank for place in self.plan.on_node(node_rank)}
+        match message["kind"]:
+            case "rank_report":
+                report = RankReport.model_validate(message["report"])
+                if report.rank in own:
+                    self._take_report(report)
+            case "rank_said" if int(message["rank"]) in own:
+                self._take_message(int(message["rank"]), dict(message["message"]))
+            case "rank_ended" if int(message["end"]["rank"]) in own:
+                self.conductor.rank_ended(RankEnd.from_json(message["end"]), now=time.monotonic())
+            case "all_ended":
+                self._away.discard(node_rank)
+            case "stop":
+                self._interrupts.ask(signal.Signals[str(message["signal"])])
+            case _:
+                pass  # a newer head or node says more; what it says beside is not for us
+
+    def _end_all(self, why: str) -> None:
+        """Ends what still lives, everywhere, and waits until it is gone."""
+        if self._server is not None:
+            self._server.tell_all({"kind": "end", "why": why})
+        self._local.end(why)
+        limit = time.monotonic() + _GONE_S
+        lost = {loss.node_rank for loss in self.conductor.lost}
+        while time.monotonic() < limit and (self._away - lost or not self._local.all_ended):
+            self._hear(0.05)
+            lost = {loss.node_rank for loss in self.conductor.lost}
+
+    def _pass_on_stop(self) -> None:
+        self.attempt.asked_to_stop = self._interrupts.first
+        word = self._stopping.due(ready=self.attempt.ready, checkpoint=self.attempt.checkpoint)
+        if word == "signal":
+            assert self._interrupts.first is not None
+            number = signal.SIGINT if self._interrupts.first is signal.SIGINT else signal.SIGTERM
+            self._local.signal(number)
+            if self._server is not None:
+                self._server.tell_all({"kind": "stop", "signal": number.name})
+        elif word == "end":
+            self._end_all("it was asked to stop and did not in time")
+
+    def _tell_who_is_waited_for(self) -> None:
+        """While some ranks are ready and others are not, says which."""
+        missing = [place for place in self.plan.ranks if place.rank not in self.conductor.reports]
+        now = time.monotonic()
+        if not self.conductor.reports or not missing or now - self._told < _WAITING_EVERY_S:
+            return
+        self._told = now
+        here = self.plan.world_size - len(missing)
+        self._say(f"{here} of {self.plan.world_size} ranks are ready; waiting for {_names(missing)}")
 
     def _say(self, text: str) -> None:
         self._show({"kind": "note", "time": time.time(), "text": text})
 
 
-def _stopping_text(first: signal.Signals, attempt: Attempt, patience_s: float) -> str:
-    name = "Ctrl-C" if first is signal.SIGINT else first.name
-    if not attempt.ready:
-        return f"{name} before the first step: ending; nothing has changed"
-    again = "; Ctrl-C again leaves at once" if first is signal.SIGINT else ""
-    return f"{name}: finishing the step, saving a checkpoint (at most {show_seconds(patience_s)}{again})"
-
-
-class _LogTimes:
-    """Notes when a rank's log grew to what size, beside the log, so that `unisono logs` can merge it in time."""
-
-    def __init__(self, log: IO[bytes], path: Path) -> None:
-        self._log = log
-        self._path = path.with_suffix(".times")
-        self._size = os.fstat(log.fileno()).st_size
-
-    def note(self) -> None:
-        """Looks once; a line is written only where the log has grown."""
-        size = os.fstat(self._log.fileno()).st_size
-        if size == self._size:
-            return
-        self._size = size
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([round(time.time(), 3), size]) + "\n")
-        except OSError:
-            return  # a full disk: the log merges less finely, and the run goes on
-
-
-def _open_log(path: Path) -> IO[bytes]:
-    """The rank's log, for appending; only its owner may read it, since ranks print what they like."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    return os.fdopen(fd, "ab", buffering=0)
+def _names(places: Sequence[Any]) -> str:
+    shown = ", ".join(place.label for place in places[:4])
+    return shown + (f" and {len(places) - 4} more" if len(places) > 4 else "")

@@ -48,6 +48,12 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def ask(self, number: signal.Signals) -> None:
+        """Notes a wish to stop that came to another node."""
+        if self.first is None:
+            self.first = number
+            self.at = time.monotonic()
+
     def collect(self) -> None:
         """From here on signals are only noted: there is something to save."""
         self._raises = False

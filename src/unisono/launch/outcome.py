@@ -1,14 +1,15 @@
 """How a start ended, as result.json says it (DESIGN A3). Pure."""
 
-import signal
 from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.causes import Verdict, find_cause
 from unisono.errors import UnisonoError
 from unisono.launch.attempt import Attempt
+from unisono.launch.conduct import Decision
 from unisono.launch.interrupts import exit_code_of
-from unisono.launch.postmortem import name_death
+from unisono.launch.postmortem import name_death, name_lost_node, name_victims
+from unisono.launch.ranks import RankEnd
 from unisono.launch.tasks import refusal
 from unisono.plan import RunPlan
 from unisono.rundir.result import RunResult
@@ -50,36 +51,48 @@ def outcome_of(exit_code: int) -> str:
     return _OUTCOMES.get(exit_code, "failed")
 
 
-def ending_of(attempt: Attempt, plan: RunPlan, *, asked_to_stop: signal.Signals | None) -> Ending:
-    """What became of an attempt: its own word where it gave one, else what its death tells."""
+def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
+    """What became of an attempt: rank 0's own word where it gave one, else what ended the ranks."""
     known = {
         "step": attempt.step, "tokens": attempt.tokens, "loss": attempt.loss, "eval": attempt.evals,
         "tokens_per_second": attempt.tokens_per_second, "checkpoint": attempt.checkpoint, "weights": None,
     }  # fmt: skip
     last = attempt.last or {}
-    if last.get("kind") == "result":
+    if last.get("kind") == "result" and attempt.decision is None:
         told = {name: last[name] for name in known if name in last}
         told["checkpoint"] = last.get("checkpoint") or attempt.checkpoint
         verdict = Verdict.from_json(last["verdict"]) if last.get("verdict") else None
         return Ending(int(last.get("exit_code", 0)), {**known, **told}, verdict)
-    if last.get("kind") == "refused":
-        error = refusal(last)
+    decision = attempt.decision or Decision()
+    if decision.agreement is not None:
+        return Ending(3, known, decision.agreement.fatal[0])
+    culprit = decision.culprit
+    if culprit is not None and culprit.last is not None and culprit.last["kind"] == "refused":
+        error = refusal(culprit.last)
         return Ending(error.exit_code, known, error.verdict, error)
-    stopped = _stopped(attempt, asked_to_stop)
-    if stopped and last.get("kind") != "crashed":
+    stopped = _stopped(attempt, culprit)
+    if stopped and not (culprit is not None and culprit.last is not None):
         return Ending(stopped, known)
-    verdict = name_death(attempt, plan)
+    verdict = _name(decision, attempt, plan)
     cause = find_cause(verdict.cause)
     return Ending(cause.exit_code if cause else 5, known, verdict)
 
 
-def _stopped(attempt: Attempt, asked_to_stop: signal.Signals | None) -> int:
+def _name(decision: Decision, attempt: Attempt, plan: RunPlan) -> Verdict:
+    after = decision.after_s if plan.world_size > 1 else None
+    if decision.loss is not None:
+        return name_lost_node(decision.loss, after_s=after)
+    if decision.culprit is not None:
+        return name_death(decision.culprit, plan, after_s=after)
+    return name_victims(list(attempt.ends.values()), plan, after_s=after)
+
+
+def _stopped(attempt: Attempt, culprit: RankEnd | None) -> int:
     """130 or 75 if it ended because it was asked to, else 0."""
-    if asked_to_stop is not None:
-        return exit_code_of(asked_to_stop)
-    return (
-        attempt.returncode if attempt.returncode in (75, 130) else 0
-    )  # the signal went to the worker itself
+    if attempt.asked_to_stop is not None:
+        return exit_code_of(attempt.asked_to_stop)
+    code = culprit.returncode if culprit is not None else 0
+    return code if code in (75, 130) else 0  # the signal went to a rank itself
 
 
 def result_of(

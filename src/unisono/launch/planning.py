@@ -1,4 +1,4 @@
-"""From a loaded config to the plan: device, data, model facts, resume point."""
+"""From a loaded config to the plan: data, model facts, layout, resume point."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,70 +7,90 @@ from unisono.config import LoadedConfig
 from unisono.facts import Environment, Machine, package_versions
 from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Show
-from unisono.launch.device import choose_device
+from unisono.launch.device import choose_devices, device_words, usable_accelerators
+from unisono.launch.layout import Layout, NodeOffer, lay_out, threads_of
+from unisono.launch.rank_environment import misleading
 from unisono.launch.tasks import run_task
+from unisono.launch.topology import Topology, read_topology
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
 
 
 @dataclass(frozen=True)
 class Here:
-    """What this machine and its environment are."""
+    """What this machine and its environment are, and what part of the job runs on it."""
 
     machine: Machine
     environment: Environment
+    topology: Topology
+    devices: list[DeviceChoice]
+    """Of this node's ranks, by local rank."""
+    device_origin: str
+
+    @property
+    def threads(self) -> tuple[int, str]:
+        """Of each rank of this node, and where the number comes from."""
+        return threads_of(
+            cores=self.machine.cores, nproc=len(self.devices), declared=self.environment.omp_num_threads
+        )
+
+    @property
+    def offer(self) -> NodeOffer:
+        """What this node brings to a plan of this node alone."""
+        threads, origin = self.threads
+        return NodeOffer(
+            self.topology.node_rank,
+            self.machine.host,
+            "127.0.0.1",
+            self.devices,
+            self.topology.nproc_origin,
+            threads,
+            origin,
+        )
+
+    @property
+    def leftovers(self) -> dict[str, str]:
+        """Variables of other launchers that were not used for anything."""
+        used = self.topology.used_variables
+        return {k: v for k, v in self.environment.leftovers.items() if k not in used}
 
 
-def make_plan(
-    request: TrainRequest,
-    loaded: LoadedConfig,
-    here: Here,
-    *,
-    run_id: str,
-    resume: ResumePoint | None,
-    resume_reason: str,
-    ledger: bool,
-    show: Show,
-) -> RunPlan:
-    """Prepares the data and decides everything else.
+def look_around(
+    request: TrainRequest, loaded: LoadedConfig, machine: Machine, environment: Environment
+) -> Here:
+    """Reads the shape of the job, and chooses the devices of this node's ranks.
+
+    Raises:
+        UsageError: if the options contradict each other or the machine.
+    """
+    torch_version = package_versions().get("torch", "")
+    wish, visible = loaded.config.device, environment.visible_devices
+    usable = usable_accelerators(machine, wish=wish, visible=visible, torch_version=torch_version)
+    topology = read_topology(request.topology, environment.leftovers, usable)
+    devices, origin = choose_devices(
+        machine, wish=wish, named=device_words(request.devices), visible=visible, nproc=topology.nproc, torch_version=torch_version,
+    )  # fmt: skip
+    return Here(machine, environment, topology, devices, origin)
+
+
+def prepare(
+    request: TrainRequest, loaded: LoadedConfig, environment: Environment, *, ledger: bool, show: Show
+) -> dict[str, Any]:
+    """Has this machine's data and model looked through; gives what the task `prepare` found.
 
     Args:
         request: what was asked.
         loaded: the config, its paths absolute.
-        here: machine and environment.
-        run_id: the same over all starts of a run.
-        resume: the checkpoint to go on from, or None.
-        resume_reason: a line for people.
+        environment: for the cache.
         ledger: whether data.json is written into the run's directory.
-        show: sees the progress of the preparation.
+        show: sees the progress.
 
     Raises:
-        UnisonoError: if device, data, model or batch are refused.
+        UnisonoError: if data or model are refused.
     """
-    config = loaded.config
-    device, device_origin = choose_device(
-        here.machine, wish=config.device, named=request.devices, visible=here.environment.visible_devices,
-        torch_version=package_versions().get("torch", ""),
-    )  # fmt: skip
-    prepared = _prepare(request, loaded, here, ledger=ledger, show=show)
-    threads, threads_origin = _threads(here)
-    return resolve_plan(
-        PlanInputs(
-            config=config, run_id=run_id, output_dir=config.output_dir, host=here.machine.host, device=device,
-            threads=threads, threads_origin=threads_origin, model=ModelFacts.model_validate(prepared["model"]),
-            data=DataSummary.model_validate(prepared["data"]), resume=resume, resume_reason=resume_reason,
-            ignored_variables=list(here.environment.leftovers),
-            origins=_origins(loaded, device, device_origin), faults=request.faults,
-        )
-    )  # fmt: skip
-
-
-def _prepare(
-    request: TrainRequest, loaded: LoadedConfig, here: Here, *, ledger: bool, show: Show
-) -> dict[str, Any]:
     config = loaded.config
     body: dict[str, Any] = {
         "config": config.model_dump(mode="json", by_alias=True),
-        "cache_dir": str(here.environment.cache_dir),
+        "cache_dir": str(environment.cache_dir),
         "output_dir": config.output_dir if ledger else None,
     }
     if request.limit_rows is not None:
@@ -78,13 +98,45 @@ def _prepare(
     return run_task("prepare", body, on_message=show, programs=request.programs)
 
 
-def _threads(here: Here) -> tuple[int, str]:
-    """Threads of the rank: part of what makes a run repeatable."""
-    declared = here.environment.omp_num_threads
-    if declared:
-        return declared, "OMP_NUM_THREADS"
-    return here.machine.cores, "the cores that this process may use"
+def make_plan(
+    request: TrainRequest,
+    loaded: LoadedConfig,
+    here: Here,
+    *,
+    layout: Layout | None,
+    prepared: dict[str, Any],
+    run_id: str,
+    resume: ResumePoint | None,
+    resume_reason: str,
+) -> RunPlan:
+    """Decides everything.
+
+    Args:
+        request: what was asked.
+        loaded: the config, its paths absolute.
+        here: machine and environment.
+        layout: which rank runs where; None: all on this node.
+        prepared: what `prepare` gave.
+        run_id: the same over all starts of a run.
+        resume: the checkpoint to go on from, or None.
+        resume_reason: a line for people.
+
+    Raises:
+        UnisonoError: if what was asked does not fit the devices or the data.
+    """
+    layout = layout or lay_out([here.offer])
+    return resolve_plan(
+        PlanInputs(
+            config=loaded.config, run_id=run_id, output_dir=loaded.config.output_dir, host=here.machine.host,
+            device=layout.ranks[0].device, nodes=layout.nodes, ranks=layout.ranks, store_host=layout.store_host,
+            threads=layout.threads, threads_origin=layout.threads_origin, model=ModelFacts.model_validate(prepared["model"]),
+            data=DataSummary.model_validate(prepared["data"]), resume=resume, resume_reason=resume_reason,
+            ignored_variables=misleading(here.leftovers, world_size=layout.world_size),
+            origins=_origins(loaded, here, layout), faults=request.faults,
+        )
+    )  # fmt: skip
 
 
-def _origins(loaded: LoadedConfig, device: DeviceChoice, device_origin: str) -> dict[str, str]:
-    return {**loaded.origins, "device": f"{device.name}: {device_origin}"}
+def _origins(loaded: LoadedConfig, here: Here, layout: Layout) -> dict[str, str]:
+    own = {"device": f"{layout.ranks[0].device.name}: {here.device_origin}"}
+    return {**loaded.origins, **here.topology.origins, **own}

@@ -1,51 +1,124 @@
-"""What ended an attempt that did not hand over a result: a verdict from what is known of it. Pure."""
+"""What ended a start that did not hand over a result: a verdict from what is known of it. Pure."""
 
 import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from unisono.causes import Evidence, Verdict, find_cause
-from unisono.launch.attempt import Attempt
+from unisono.launch.ranks import RankEnd
 from unisono.launch.tasks import how_it_ended
-from unisono.plan import RunPlan
+from unisono.plan import RankPlace, RunPlan
 from unisono.text import one_line
 
 _TAIL_LINES = 3
 
 
-def name_death(attempt: Attempt, plan: RunPlan) -> Verdict:
+@dataclass(frozen=True, slots=True)
+class NodeLoss:
+    """A node whose front is not heard any more."""
+
+    node_rank: int
+    host: str
+    why: str
+
+
+def is_victim(end: RankEnd) -> bool:
+    """Whether a rank ended only because another one was gone: it says so itself, or its front ended it."""
+    if end.ended_by_us:
+        return True
+    return end.last is not None and end.last["kind"] == "crashed" and bool(end.last.get("peer_lost"))
+
+
+def first_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """The rank whose end caused those of the others; None where all of them only lost a peer.
+
+    Args:
+        ends: in the order in which they were heard of.
+    """
+    bad = [end for end in ends if end.last is None or end.last["kind"] != "result"]
+    own = [end for end in bad if not is_victim(end)]
+    # A signal has no other rank as its cause, except SIGABRT, by which torch ends a rank whose peer is gone.
+    by_signal = [end for end in own if end.returncode < 0 and end.returncode != -signal.SIGABRT]
+    if own:
+        return (by_signal or own)[0]
+    early = [end for end in ends if end not in bad]  # left with a result while others still counted on it
+    return early[0] if early and bad else None
+
+
+def name_death(end: RankEnd, plan: RunPlan, *, after_s: float | None = None) -> Verdict:
     """The verdict on a rank that crashed, was killed, or left without a word."""
-    where = f"rank 0, node 0 ({plan.host})"
-    at = f"in phase {attempt.phase}" + (f" after step {attempt.step}" if attempt.step else " before step 1")
-    if attempt.last is not None and attempt.last["kind"] == "crashed":
-        place, error = str(attempt.last.get("where", "")), str(attempt.last.get("error", ""))
-        cause, summary = (
-            "user_code_error",
-            f"{where} ended by an exception {at}: {one_line(error, limit=200)}",
-        )
-        evidence = [Evidence(where=f"{where}, {place}", text=error)]
-    elif attempt.returncode == -signal.SIGKILL and attempt.oom_killed:
-        cause, summary = "host_oom_killed", f"{where} was killed by the kernel for want of memory {at}"
-        evidence = [
-            Evidence(where=where, text="killed by SIGKILL; the cgroup's oom_kill count grew meanwhile")
-        ]
-    elif attempt.returncode < 0:
-        how = how_it_ended(attempt.returncode)
-        cause, summary = "rank_killed", f"{where} was {how} {at}"
-        evidence = [Evidence(where=where, text=how)]
-    else:
-        how = how_it_ended(attempt.returncode)
-        cause, summary = "user_code_error", f"{where} left by itself {at}: {how}"
-        evidence = [Evidence(where=where, text=how)]
-    evidence += _tail(attempt, where)
+    place = plan.ranks[end.rank]
+    where = place.label
+    at = f"in phase {end.phase}" + (f" after step {end.step}" if end.step else " before step 1")
+    cause, what, evidence = _how(end, where)
+    evidence += _tail(end, where)
     known = find_cause(cause)
     return Verdict(
-        cause=cause, when="during", summary=summary, ranks=(0,), hosts=(plan.host,), phase=attempt.phase,
-        step=attempt.step or None, evidence=tuple(evidence), fix=known.remedy if known else (),
+        cause=cause, when="during", summary=f"{where} {what.format(at=at)}", ranks=(place.rank,), hosts=(place.host,),
+        phase=end.phase, step=end.step or None, evidence=tuple(evidence), fix=known.remedy if known else (),
+        named_after_s=after_s,
     )  # fmt: skip
 
 
-def _tail(attempt: Attempt, where: str) -> list[Evidence]:
+def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
+    """Cause, what happened with `{at}` for the place in the run, and the evidence."""
+    last = end.last
+    if last is not None and last["kind"] == "crashed":
+        place, error = str(last.get("where", "")), str(last.get("error", ""))
+        text = one_line(error, limit=200).replace("{", "{{").replace("}", "}}")
+        return (
+            "user_code_error",
+            f"ended by an exception {{at}}: {text}",
+            [Evidence(where=f"{where}, {place}", text=error)],
+        )
+    if last is not None and last["kind"] == "result":
+        step = last.get("step", end.step)
+        text = f"it handed over its result after step {step}, while others still counted on it"
+        return "unequal_steps", "left before the others {at}", [Evidence(where=where, text=text)]
+    how = how_it_ended(end.returncode)
+    if end.returncode == -signal.SIGKILL and end.oom_killed:
+        text = "killed by SIGKILL; the cgroup's oom_kill count grew meanwhile"
+        return (
+            "host_oom_killed",
+            "was killed by the kernel for want of memory {at}",
+            [Evidence(where=where, text=text)],
+        )
+    if end.returncode < 0:
+        return "rank_killed", f"was {how} {{at}}", [Evidence(where=where, text=how)]
+    return "user_code_error", f"left by itself {{at}}: {how}", [Evidence(where=where, text=how)]
+
+
+def name_victims(ends: Sequence[RankEnd], plan: RunPlan, *, after_s: float | None = None) -> Verdict:
+    """The verdict where every rank says that it lost a peer and none ended by itself: nobody can be named."""
+    evidence = tuple(_lost_peer(end, plan.ranks[end.rank]) for end in ends if end.last is not None)[:8]
+    known = find_cause("rank_died_first")
+    return Verdict(
+        cause="rank_died_first", when="during", evidence=evidence, fix=known.remedy if known else (), named_after_s=after_s,
+        summary=f"{len(ends)} of {plan.world_size} ranks lost the connection to another one, and none is known to have ended by itself; "
+        "what the silent rank or the network did is missing to name one",
+    )  # fmt: skip
+
+
+def name_lost_node(loss: NodeLoss, *, after_s: float | None = None) -> Verdict:
+    """The verdict on a node whose front is gone."""
+    where = f"node {loss.node_rank} ({loss.host})"
+    known = find_cause("node_unreachable")
+    return Verdict(
+        cause="node_unreachable", when="during", hosts=(loss.host,), named_after_s=after_s,
+        summary=f"{where} is not heard any more: {one_line(loss.why, limit=200)}",
+        evidence=(Evidence(where="the control channel", text=f"{where}: {one_line(loss.why, limit=200)}"),),
+        fix=known.remedy if known else (),
+    )  # fmt: skip
+
+
+def _lost_peer(end: RankEnd, place: RankPlace) -> Evidence:
+    assert end.last is not None
+    return Evidence(where=place.label, text=one_line(str(end.last.get("error", "")), limit=200))
+
+
+def _tail(end: RankEnd, where: str) -> list[Evidence]:
     """The last lines of its log; what a traceback says is told already."""
-    lines = [line for line in attempt.tail.splitlines() if line.strip()]
-    if attempt.last is not None or not lines:
+    lines = [line for line in end.tail.splitlines() if line.strip()]
+    if end.last is not None or not lines:
         return []
     return [Evidence(where=f"{where}, log", text=one_line(line, limit=300)) for line in lines[-_TAIL_LINES:]]

@@ -95,6 +95,11 @@ class ChildProcess:
         """Whether it has ended and all its messages have been read."""
         return self.returncode is not None and not self._open
 
+    @property
+    def fileno(self) -> int | None:
+        """The pipe that its messages come on, readable also when it dies; None once that is closed."""
+        return self._fd if self._open else None
+
     def send(self, message: Message) -> None:
         """Writes a message to the child's stdin, as a line. A child that is gone is seen by `read`."""
         assert self._process.stdin is not None
@@ -113,6 +118,12 @@ class ChildProcess:
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kills it and all that it started, and does not wait for the end."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, *, patience_s: float) -> None:
         """Ends it: by SIGTERM if there is patience, at last by SIGKILL, with all that it started."""

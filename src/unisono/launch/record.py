@@ -1,36 +1,74 @@
 """Writes what a start leaves in the run's directory beside the worker's own files."""
 
 import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono.agree.agreement import Agreement
+from unisono.agree.report import NodeReport, RankReport
 from unisono.facts import package_versions
 from unisono.facts.versions import versions_digest
 from unisono.files import make_private_dir, write_json, write_text
 from unisono.launch.resolved import config_yaml
-from unisono.plan import RunPlan
+from unisono.plan import RankPlace, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.metrics import read_metrics
 from unisono.track.curve import draw_curve
 
 
 def write_decision(run: RunDir, plan: RunPlan) -> None:
-    """Writes config.yaml, plan.json, environment.json and agreement.json: all that is decided before the worker starts."""
+    """Writes config.yaml, plan.json and environment.json: all that is decided before the ranks start; and agreement.json of one rank."""
     for folder in (run.checkpoints, run.events(0).parent, run.log(plan.host, 0).parent):
         make_private_dir(folder)
     write_text(run.config, config_yaml(plan.config, command=f"unisono train {run.config}"), mode=0o600)
     versions = package_versions()
     digest = versions_digest(versions)
     write_json(run.environment, {"schema": 1, "digest": digest, "packages": versions})
-    write_json(run.agreement, _agreement(plan, versions_digest_=digest))
+    if plan.world_size == 1:
+        write_json(run.agreement, _agreement(plan, versions_digest_=digest))
     write_json(run.plan, plan.to_json(), mode=0o600)
 
 
-def keep_tail(run: RunDir, host: str, tail: str) -> Path:
+@dataclass
+class Table:
+    """What every node and rank brought, and what came of comparing it.
+
+    Attributes:
+        nodes: by node rank.
+        ranks: by rank, of the newest start.
+        of_nodes: what came of comparing nodes.
+        of_ranks: what came of comparing ranks; None before all have reported.
+    """
+
+    nodes: Sequence[NodeReport] = ()
+    ranks: Sequence[RankReport] = ()
+    of_nodes: Agreement | None = None
+    of_ranks: Agreement | None = None
+
+    def add_ranks(self, reports: Mapping[int, RankReport], agreement: Agreement | None) -> None:
+        """Takes what the ranks of a start have brought."""
+        self.ranks = [reports[rank] for rank in sorted(reports)]
+        self.of_ranks = agreement
+
+
+def write_agreement(run: RunDir, table: Table) -> None:
+    """Writes agreement.json of several ranks."""
+    found = Agreement().merged(*(a for a in (table.of_nodes, table.of_ranks) if a is not None))
+    outcome = "refused" if not found.agreed else "agreed" if table.of_ranks is not None else "unfinished"
+    body = {
+        "schema": 1, "outcome": outcome, "nodes": [report.to_json() for report in table.nodes],
+        "ranks": [report.to_json() for report in table.ranks], **found.to_json(),
+    }  # fmt: skip
+    write_json(run.agreement, body)
+
+
+def keep_tail(run: RunDir, place: RankPlace, tail: str) -> Path:
     """Keeps the end of a rank's log among the evidence; gives its path."""
     make_private_dir(run.evidence)
     number = 1 + len(list(run.evidence.glob("log-*.txt")))
-    path = run.evidence / f"log-{number:04d}-{host}-rank-00000.txt"
+    path = run.evidence / f"log-{number:04d}-{place.host}-rank-{place.rank:05d}.txt"
     write_text(path, tail, mode=0o600)
     return path
 

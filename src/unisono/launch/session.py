@@ -18,15 +18,20 @@ from unisono.launch.asked import TrainRequest, load_asked, refuse_live_launcher
 from unisono.launch.attempt import Attempt, Show, run_attempt
 from unisono.launch.claim import Claim, claim
 from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
+from unisono.launch.layout import Layout
 from unisono.launch.outcome import NOTHING_DONE, Ending, ending_of, result_of
-from unisono.launch.planning import Here, make_plan
-from unisono.launch.record import draw, keep_tail, write_decision
+from unisono.launch.planning import Here, look_around, make_plan, prepare
+from unisono.launch.rank_environment import rank_environments
+from unisono.launch.ranks import LocalRanks
+from unisono.launch.record import Table, draw, keep_tail, write_agreement, write_decision
 from unisono.launch.restart import Death, may_restart
 from unisono.plan import ResumePoint, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.continuing import check_same_run
 from unisono.rundir.result import RunResult, set_verdict, write_result
 from unisono.rundir.start import StartDecision, decide_start, refuse_if_shrunk
+
+_LOOPBACK = "lo"
 
 
 def train(request: TrainRequest, show: Show) -> dict[str, Any]:
@@ -55,12 +60,19 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
     Raises:
         UnisonoError: whatever the start itself would be refused for before its worker.
     """
-    loaded = load_asked(request)
-    here = Here(read_machine(request.probe), read_environment())
-    refuse_live_launcher(here.environment, request)
+    loaded, here = _look(request)
     run = RunDir(Path(loaded.config.output_dir))
     decision = decide_start(run, loaded.config, resume=request.resume, fresh=request.fresh)
-    return _plan(request, loaded, here, run=run, decision=decision, ledger=False, show=show)
+    prepared = prepare(request, loaded, here.environment, ledger=False, show=show)
+    return _plan(request, loaded, here, run=run, decision=decision, prepared=prepared, show=show)
+
+
+def _look(request: TrainRequest) -> tuple[LoadedConfig, Here]:
+    """The config, and what is here for it."""
+    loaded = load_asked(request)
+    environment = read_environment()
+    refuse_live_launcher(environment, request)
+    return loaded, look_around(request, loaded, read_machine(request.probe), environment)
 
 
 def say(show: Show, text: str) -> None:
@@ -76,9 +88,7 @@ class _Start:
     began: float
 
     def run(self) -> dict[str, Any]:
-        loaded = load_asked(self.request)
-        here = Here(read_machine(self.request.probe), read_environment())
-        refuse_live_launcher(here.environment, self.request)
+        loaded, here = _look(self.request)
         with claim(
             loaded.config, host=here.machine.host, resume=self.request.resume, fresh=self.request.fresh,
             say=lambda text: say(self.show, text),
@@ -87,25 +97,22 @@ class _Start:
 
     def _train(self, loaded: LoadedConfig, here: Here, claimed: Claim) -> dict[str, Any]:
         CheckpointStore(claimed.run.checkpoints, key=user_key(here.environment.settings_dir)).sweep()
+        prepared = prepare(self.request, loaded, here.environment, ledger=True, show=self.show)
         plan = _plan(
-            self.request,
-            loaded,
-            here,
-            run=claimed.run,
-            decision=claimed.decision,
-            ledger=True,
-            show=self.show,
-        )
+            self.request, loaded, here, run=claimed.run, decision=claimed.decision, prepared=prepared, show=self.show
+        )  # fmt: skip
         recorder = _Recorder(claimed, plan, self.show)
+        table = Table()
         deaths: list[Death] = []
         restarts: list[dict[str, Any]] = []
         while True:
             write_decision(claimed.run, plan)
             self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
-            attempt = run_attempt(
-                plan, programs=self.request.programs, interrupts=self.interrupts, show=recorder.show
-            )
-            ending = ending_of(attempt, plan, asked_to_stop=self.interrupts.first)
+            attempt = self._attempt(plan, here, claimed.run, recorder)
+            if plan.world_size > 1:
+                table.add_ranks(attempt.reports, attempt.agreement)
+                write_agreement(claimed.run, table)
+            ending = ending_of(attempt, plan)
             ending = self._told(claimed.run, plan, attempt, ending)
             verdict = ending.verdict
             if verdict is None or not self._goes_on(plan, attempt, verdict, deaths):
@@ -123,15 +130,33 @@ class _Start:
             restarts.append(
                 {"verdict": verdict.to_json(), "from_step": resume.step if resume else 0, "seconds": attempt.seconds}
             )  # fmt: skip
-            plan = plan.model_copy(update={"resume": resume, "resume_reason": _again(verdict.cause, resume)})
+            plan = plan.model_copy(
+                update={
+                    "resume": resume,
+                    "resume_reason": _again(verdict.cause, resume),
+                    "epoch": plan.epoch + 1,
+                }
+            )
+
+    def _attempt(self, plan: RunPlan, here: Here, run: RunDir, recorder: "_Recorder") -> Attempt:
+        places = plan.on_node(0)
+        environments = rank_environments(
+            plan, 0, variables=here.leftovers, interface=_LOOPBACK, debug_comm=self.request.debug_comm
+        )
+        local = LocalRanks(
+            places, run, run.plan, self.request.programs, environments,
+            from_step=plan.resume.step if plan.resume else 0, talks=plan.world_size > 1,
+        )  # fmt: skip
+        return run_attempt(plan, local=local, server=None, interrupts=self.interrupts, show=recorder.show)
 
     def _told(self, run: RunDir, plan: RunPlan, attempt: Attempt, ending: Ending) -> Ending:
         """Keeps the evidence of a verdict, and shows it."""
         if ending.verdict is None:
             return ending
-        if attempt.tail and ending.error is None:
-            path = keep_tail(run, plan.host, attempt.tail)
-            say(self.show, f"the end of the rank's log is kept in {path}")
+        end = attempt.decision.culprit if attempt.decision else None
+        if end is not None and end.tail and ending.error is None:
+            path = keep_tail(run, plan.ranks[end.rank], end.tail)
+            say(self.show, f"the end of the log of rank {end.rank} is kept in {path}")
         set_verdict(run, ending.verdict)
         self.show({"kind": "verdict", "time": time.time(), **ending.verdict.to_json()})
         return ending
@@ -186,21 +211,15 @@ def _plan(
     *,
     run: RunDir,
     decision: StartDecision,
-    ledger: bool,
+    prepared: dict[str, Any],
     show: Show,
+    layout: Layout | None = None,
 ) -> RunPlan:
-    """Finds the checkpoint to go on from, prepares the data, and decides the rest."""
+    """Finds the checkpoint to go on from, and decides the rest."""
     resume, reason = _resume_point(run, decision, here, show)
     plan = make_plan(
-        request,
-        loaded,
-        here,
-        run_id=decision.run_id,
-        resume=resume,
-        resume_reason=reason,
-        ledger=ledger,
-        show=show,
-    )
+        request, loaded, here, layout=layout, prepared=prepared, run_id=decision.run_id, resume=resume, resume_reason=reason
+    )  # fmt: skip
     refuse_if_shrunk(decision, done_steps=resume.step if resume else 0, total_steps=plan.total_steps)
     if resume is None:
         return plan

@@ -1,0 +1,148 @@
+"""The part of a node that is not the head: it carries out the head's plan with its own ranks, and ends as the head says."""
+
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.causes import Verdict
+from unisono.control.events import Left
+from unisono.errors import EndedByVerdict, UnisonoError
+from unisono.events import Message
+from unisono.launch.attempt import Show
+from unisono.launch.interrupts import Interrupts
+from unisono.launch.postmortem import NodeLoss, name_lost_node
+from unisono.launch.ranks import LocalRanks, RankEnd, RankNews
+
+if TYPE_CHECKING:
+    from unisono.control.link import NodeLink
+
+_POLL_S = 0.2
+_PASSED_ON = ("warning", "ready")
+"""What the head hears of a rank's messages, beside its report and its end."""
+
+
+@dataclass(frozen=True)
+class LastWord:
+    """What the head said at the end: `ended` with exit code, verdicts and result, or `plan` for a new start."""
+
+    message: Message
+
+    @property
+    def is_new_plan(self) -> bool:
+        """Whether the ranks are to be started again."""
+        return self.message["kind"] == "plan"
+
+
+@dataclass
+class Serving:
+    """Runs this node's ranks for the head, until it says the last word.
+
+    Attributes:
+        link: to the head.
+        local: the ranks; started and ended here.
+        interrupts: signals that ask to stop; they are told to the head.
+        show: sees what is worth a line here.
+        head: node 0's name, for a verdict on it.
+    """
+
+    link: "NodeLink"
+    local: LocalRanks
+    interrupts: Interrupts
+    show: Show
+    head: str
+    _told_stop: bool = field(default=False, init=False)
+    _told_gone: bool = field(default=False, init=False)
+
+    def run(self) -> LastWord:
+        """Until the end.
+
+        Raises:
+            EndedByVerdict: if the head is not heard any more; the ranks are gone then.
+        """
+        with self.local:
+            self.interrupts.collect()
+            self.link.send({"kind": "ranks_started"})
+            while True:
+                for news in self.local.poll(_POLL_S, also=[self.link.fileno()]):
+                    self._pass_on(news)
+                for event in self.link.receive(0):
+                    if isinstance(event, Left):
+                        self.local.end("the head is gone")
+                        raise lost_head(self.head, event.why)
+                    last = self._obey(event.message)
+                    if last is not None:
+                        return last
+                self._tell_stop()
+
+    def _pass_on(self, news: RankNews) -> None:
+        if isinstance(news, RankEnd):
+            self.link.send({"kind": "rank_ended", "end": news.to_json()})
+        elif news.message["kind"] == "rank_report":
+            self.link.send(news.message)
+        elif news.message["kind"] in _PASSED_ON:
+            self.link.send({"kind": "rank_said", "rank": news.rank, "message": news.message})
+        self._tell_gone()
+
+    def _obey(self, message: Message) -> LastWord | None:
+        match message["kind"]:
+            case "go":
+                self.local.tell(message)
+            case "stop":
+                self.local.signal(signal.Signals[str(message["signal"])])
+            case "end":
+                self.local.end(str(message.get("why", "")))
+                for news in self.local.poll(0):
+                    self._pass_on(news)
+                self._told_gone = True
+                self.link.send({"kind": "all_ended"})
+            case "note":
+                self.show({"kind": "note", "time": time.time(), "text": str(message.get("text", ""))})
+            case "ended" | "plan":
+                self.local.end("the run is over")
+                return LastWord(message)
+            case _:
+                pass  # a newer head or node says more; what it says beside is not for us
+        return None
+
+    def _tell_gone(self) -> None:
+        if self.local.all_ended and not self._told_gone:
+            self._told_gone = True
+            self.link.send({"kind": "all_ended"})
+
+    def _tell_stop(self) -> None:
+        """A signal here is a wish of the whole job: the head tells everybody, and the ranks agree on the step."""
+        if self.interrupts.first is not None and not self._told_stop:
+            self._told_stop = True
+            self.link.send({"kind": "stop", "signal": self.interrupts.first.name})
+
+
+def lost_head(host: str, why: str) -> UnisonoError:
+    """This node is cut off: it ends by itself, and says which half of the line it has seen."""
+    verdict = name_lost_node(NodeLoss(0, host, f"this node lost the connection to the head: {why}"))
+    return EndedByVerdict.of(
+        verdict.summary, where="the control channel", why=why, fix="; ".join(verdict.fix), verdict=verdict
+    )
+
+
+def verdicts_of(message: Message) -> list[Verdict]:
+    """Those that came with the head's last word."""
+    return [Verdict.from_json(value) for value in message.get("verdicts") or []]
+
+
+def scratch() -> "tempfile.TemporaryDirectory[str]":
+    """A private directory for this node's copy of the plan."""
+    return tempfile.TemporaryDirectory(prefix="unisono-node-")
+
+
+def result_here(message: Message, *, output_dir: str) -> dict[str, Any]:
+    """The head's result, as this node keeps and shows it."""
+    result = dict(message.get("result") or {})
+    return {**result, "output_dir": output_dir, "exit_code": int(message.get("exit_code", 1))}
+
+
+def plan_file(folder: str) -> Path:
+    """Where the ranks of this node read the plan."""
+    return Path(folder) / "plan.json"

@@ -1,0 +1,54 @@
+"""The environment of each rank: who it is among the others, and through which interface it talks to them."""
+
+from collections.abc import Iterable, Mapping
+
+from unisono.launch.command import child_environment
+from unisono.plan import RunPlan
+
+_INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_ABOUT_COMMUNICATION = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_")
+_DEBUG = {
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_CPP_LOG_LEVEL": "INFO",
+    "NCCL_DEBUG": "INFO",
+    "TORCH_SHOW_CPP_STACKTRACES": "1",
+}
+
+
+def misleading(leftovers: Iterable[str], *, world_size: int) -> list[str]:
+    """The variables of other launchers that ranks are started without; several ranks keep what is about communication."""
+    if world_size == 1:
+        return list(leftovers)
+    return [name for name in leftovers if not name.startswith(_ABOUT_COMMUNICATION)]
+
+
+def rank_environments(
+    plan: RunPlan, node_rank: int, *, variables: Mapping[str, str], interface: str | None, debug_comm: bool
+) -> list[dict[str, str]]:
+    """The environment of every rank of a node, by local rank.
+
+    Args:
+        plan: who is where.
+        node_rank: of this node.
+        variables: of other launchers, as this node has them; what would mislead goes.
+        interface: the one that has the address by which the other nodes reach this one; what the user has set stands.
+        debug_comm: whether collectives are checked and the libraries tell what they do; slow.
+    """
+    without = misleading(variables, world_size=plan.world_size)
+    places = plan.on_node(node_rank)
+    found = []
+    for place in places:
+        environment = child_environment(threads=plan.threads, without=without, device=place.device)
+        if plan.world_size > 1:
+            environment |= {
+                "RANK": str(place.rank),
+                "LOCAL_RANK": str(place.local_rank),
+                "WORLD_SIZE": str(plan.world_size),
+                "LOCAL_WORLD_SIZE": str(len(places)),
+            }
+            for name in _INTERFACE if interface else ():
+                environment.setdefault(name, str(interface))
+            if debug_comm:
+                environment |= _DEBUG
+        found.append(environment)
+    return found

@@ -1,0 +1,236 @@
+"""The ranks of one node: their processes, messages, logs, and their certain end. The front is their only owner."""
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Self
+
+from unisono.events import Message
+from unisono.facts.memory_events import oom_kills
+from unisono.launch.command import Programs, worker_command
+from unisono.launch.process import ChildProcess
+from unisono.launch.tasks import tail_of
+from unisono.plan import RankPlace
+from unisono.rundir import RunDir
+
+LAST_WORDS = ("result", "refused", "crashed")
+
+
+@dataclass(frozen=True, slots=True)
+class RankSaid:
+    """A rank sent a message."""
+
+    rank: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How a rank's process ended.
+
+    Attributes:
+        rank: which.
+        returncode: of the process; negative: a signal.
+        last: its last word: `result`, `refused` or `crashed`; None if it died without one.
+        phase: the last phase it told.
+        step: the last step it finished.
+        tail: the end of what it printed.
+        oom_killed: whether the kernel killed something for memory in this cgroup meanwhile.
+        ended_by_us: why its front ended it, if it did.
+    """
+
+    rank: int
+    returncode: int
+    last: Message | None
+    phase: str
+    step: int
+    tail: str = ""
+    oom_killed: bool = False
+    ended_by_us: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the way to the head."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Reads what to_json gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: if it is no such object.
+        """
+        last = value["last"]
+        if last is not None and not (isinstance(last, dict) and isinstance(last.get("kind"), str)):
+            raise ValueError("the last word of a rank is no message")
+        return cls(
+            rank=int(value["rank"]), returncode=int(value["returncode"]), last=last, phase=str(value["phase"]),
+            step=int(value["step"]), tail=str(value["tail"]), oom_killed=bool(value["oom_killed"]),
+            ended_by_us=str(value["ended_by_us"]),
+        )  # fmt: skip
+
+
+RankNews = RankSaid | RankEnd
+
+
+@dataclass
+class _Rank:
+    place: RankPlace
+    child: ChildProcess
+    log: IO[bytes]
+    times: "LogTimes"
+    phase: str = "start"
+    step: int = 0
+    last: Message | None = None
+    ended_by_us: str = ""
+    told_end: bool = False
+
+    def note(self, message: Message) -> None:
+        match message["kind"]:
+            case "phase":
+                self.phase = str(message.get("phase"))
+            case "step":
+                self.phase, self.step = "train", int(message["step"])
+            case kind:
+                self.last = message if kind in LAST_WORDS else self.last
+
+
+@dataclass
+class LocalRanks:
+    """Starts the ranks of this node, and leaves none behind: use it as a context.
+
+    Attributes:
+        places: the ranks, by local rank.
+        run: the run's directory; logs and events go there.
+        plan_file: what the ranks read.
+        programs: what is started.
+        environments: of each rank, in the order of `places`.
+        from_step: where they go on from.
+        talks: whether they wait for a word on stdin, as several ranks do before their first collective.
+    """
+
+    places: Sequence[RankPlace]
+    run: RunDir
+    plan_file: Path
+    programs: Programs
+    environments: Sequence[dict[str, str]]
+    from_step: int = 0
+    talks: bool = False
+    _ranks: dict[int, _Rank] = field(default_factory=dict, init=False)
+    _kills_before: int = field(default=0, init=False)
+
+    def __enter__(self) -> Self:
+        self._kills_before = oom_kills() or 0
+        try:
+            for place, environment in zip(self.places, self.environments, strict=True):
+                self._ranks[place.rank] = self._start(place, environment)
+        except BaseException:  # the ranks that were started do not outlive the one that could not be
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self._ranks.values():
+            rank.child.end(patience_s=0)
+            rank.log.close()
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every rank has ended, and its end has been told by `poll`."""
+        return all(rank.told_end for rank in self._ranks.values())
+
+    def poll(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[RankNews]:
+        """What the ranks have said and which have ended, after waiting for the first news at most `timeout_s`.
+
+        Args:
+            timeout_s: seconds.
+            also: file descriptors whose readiness ends the waiting, too.
+        """
+        waiting = [rank.child.fileno for rank in self._ranks.values() if rank.child.fileno is not None]
+        quick = any(not rank.told_end and rank.child.fileno is None for rank in self._ranks.values())
+        select.select([*waiting, *also], [], [], 0.01 if quick else timeout_s)
+        news: list[RankNews] = []
+        for number, rank in self._ranks.items():
+            if rank.told_end:
+                continue
+            for message in rank.child.read(0):
+                rank.note(message)
+                news.append(RankSaid(number, message))
+            rank.times.note()
+            if rank.child.ended:
+                rank.told_end = True
+                news.append(self._end_of(rank))
+        return news
+
+    def tell(self, message: Message, *, rank: int | None = None) -> None:
+        """Sends a line to one rank, or to all."""
+        for number, member in self._ranks.items():
+            if rank in (None, number) and not member.child.ended:
+                member.child.send(message)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to every rank that lives."""
+        for rank in self._ranks.values():
+            rank.child.signal(number)
+
+    def end(self, why: str) -> None:
+        """Ends every rank that lives, with all that it started, at once."""
+        alive = [rank for rank in self._ranks.values() if not rank.told_end]
+        for rank in alive:
+            rank.ended_by_us = rank.ended_by_us or why
+            rank.child.kill()  # all first, so that none sees another's end
+        for rank in alive:
+            rank.child.end(patience_s=0)
+
+    def _start(self, place: RankPlace, environment: dict[str, str]) -> _Rank:
+        path = self.run.log(place.host, place.rank)
+        log = open_log(path)
+        try:
+            child = ChildProcess(
+                lambda fd: worker_command(
+                    self.programs, plan=self.plan_file, events=self.run.events(place.rank), report_fd=fd
+                ),
+                environment=environment, output=log, talks=self.talks,
+            )  # fmt: skip
+        except BaseException:  # raised again
+            log.close()
+            raise
+        return _Rank(place, child, log, LogTimes(log, path), step=self.from_step)
+
+    def _end_of(self, rank: _Rank) -> RankEnd:
+        return RankEnd(
+            rank=rank.place.rank, returncode=rank.child.returncode or 0, last=rank.last, phase=rank.phase, step=rank.step,
+            tail=tail_of(rank.log), oom_killed=(oom_kills() or 0) > self._kills_before, ended_by_us=rank.ended_by_us,
+        )  # fmt: skip
+
+
+class LogTimes:
+    """Notes when a rank's log grew to what size, beside the log, so that `unisono logs` can merge it in time."""
+
+    def __init__(self, log: IO[bytes], path: Path) -> None:
+        self._log = log
+        self._path = path.with_suffix(".times")
+        self._size = os.fstat(log.fileno()).st_size
+
+    def note(self) -> None:
+        """Looks once; a line is written only where the log has grown."""
+        size = os.fstat(self._log.fileno()).st_size
+        if size == self._size:
+            return
+        self._size = size
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([round(time.time(), 3), size]) + "\n")
+        except OSError:
+            return  # a full disk: the log merges less finely, and the run goes on
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """The rank's log, for appending; only its owner may read it, since ranks print what they like."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    return os.fdopen(fd, "ab", buffering=0)
