@@ -1,1 +1,81 @@
-"""`unisono …` on a machine that it has not got: `python front.py ANSWERS.json train CONFIG …`, as tests start it."""
+"""`unisono …` on a machine that it has not got: `python front.py ANSWERS.json train CONFIG …`, as tests start it.
+
+The answers, each of them optional: `gpus` (fields of facts.machine.Gpu), `packages` (name to version, laid over the installed
+ones), `clock_offset_s` (of the wall clock), `names` (host name to addresses), `faults` (of the plan).
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import unisono.launch.asked
+from unisono.cli.app import main
+from unisono.facts import package_versions
+from unisono.facts.machine import DeviceProbe, Gpu
+from unisono.facts.network import NetworkInterface, SystemNetwork
+from unisono.facts.probes import Probes
+
+
+@dataclass(frozen=True)
+class SkewedClock:
+    """A wall clock that is off."""
+
+    offset_s: float
+
+    def wall(self) -> float:
+        return time.time() + self.offset_s
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+
+@dataclass(frozen=True)
+class OwnNames:
+    """The real interfaces, with recorded answers for some names."""
+
+    names: dict[str, list[str]]
+
+    def interfaces(self) -> list[NetworkInterface]:
+        return SystemNetwork().interfaces()
+
+    def resolve(self, name: str) -> list[str]:
+        return self.names[name] if name in self.names else SystemNetwork().resolve(name)
+
+
+def device_probe(gpus: list[dict[str, Any]]) -> DeviceProbe:
+    """Lists recorded devices."""
+    found = [Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in gpus]
+    return lambda: (found, "" if found else "no NVIDIA driver")
+
+
+def probes(answers: dict[str, Any]) -> Probes:
+    """The real probes, with what is recorded in their place."""
+    made = Probes()
+    if "gpus" in answers:
+        made = replace(made, devices=device_probe(answers["gpus"]))
+    if "packages" in answers:
+        made = replace(made, packages=lambda: package_versions() | answers["packages"])
+    if "clock_offset_s" in answers:
+        made = replace(made, clock=SkewedClock(answers["clock_offset_s"]))
+    if "names" in answers:
+        made = replace(made, network=OwnNames(answers["names"]))
+    return made
+
+
+ANSWERS = json.loads(Path(sys.argv[1]).read_text())
+
+
+class Request(unisono.launch.asked.TrainRequest):
+    """The same request, with the answers in it."""
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        object.__setattr__(self, "probes", probes(ANSWERS))
+        object.__setattr__(self, "faults", ANSWERS.get("faults", {}))
+
+
+unisono.launch.asked.TrainRequest = Request  # type: ignore[misc]
+main(sys.argv[2:])

@@ -1,0 +1,30 @@
+"""Lets a test make a living rank fail: Python imports this file where PYTHONPATH names its folder.
+
+Real-time signal +1 raises an exception wherever the rank is, +2 leaves with exit status 0, +3 refuses.
+"""
+
+import os
+import signal
+import sys
+
+RAISE, LEAVE, REFUSE = (signal.SIGRTMIN + number for number in (1, 2, 3))
+
+
+def _raise(*_: object) -> None:
+    raise ZeroDivisionError("a batch of nothing")
+
+
+def _leave(*_: object) -> None:
+    os._exit(0)
+
+
+def _refuse(*_: object) -> None:
+    from unisono.errors import DataError
+
+    raise DataError.of("a row that nobody wants", where="rows.jsonl:7", fix="take it out")
+
+
+if "unisono.worker" in sys.orig_argv:
+    signal.signal(RAISE, _raise)
+    signal.signal(LEAVE, _leave)
+    signal.signal(REFUSE, _refuse)

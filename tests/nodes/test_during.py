@@ -1,0 +1,143 @@
+"""What becomes of the others when one ends. Run: pytest tests/nodes/test_during.py"""
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.nodes.injected.sitecustomize as injected
+from tests.nodes.harness import Front, Job, together
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+FOREVER = "5000 steps"
+INJECTED = {"PYTHONPATH": str(Path(injected.__file__).parent)}
+
+
+def training(job: Job, *words: str, step: int = 3, **named: Any) -> list[Front]:
+    """Starts all nodes on a run without a near end, and waits until it trains."""
+    job.config(duration=FOREVER, restarts=0)
+    fronts = job.start_all(*words, **named)
+    job.waits_for_step(step)
+    return fronts
+
+
+def told_once(fronts: list[Front], culprit: str) -> str:
+    """Every node says the same one line about the culprit, once; gives the line."""
+    (summary,) = {verdict.summary for front in fronts for verdict in front.verdicts}
+    for front in fronts:
+        assert front.text().count(f"WHAT        {summary}") == (0 if front.json else 1), front.text()
+        assert len(front.verdicts) == (1 if front.json else 0), front.text()
+    assert culprit in summary, summary
+    return summary
+
+
+def test_a_killed_rank_ends_all_nodes_and_is_named_on_each(pair: Job) -> None:
+    fronts = training(pair)
+    pair.ranks()[1].kill()
+    killed = time.monotonic()
+    assert together(fronts, limit_s=60) == [5, 5], pair.told()
+    told_once(fronts, f"rank 1, {fronts[1].label}")
+    (verdict,) = fronts[0].verdicts
+    assert (verdict.cause, verdict.ranks, verdict.hosts) == ("rank_killed", (1,), (fronts[1].host,))
+    assert verdict.when == "during"
+    assert max(front.ended or 0 for front in fronts) - killed < 20
+    assert pair.read("verdict.json")["ranks"] == [1]
+    pair.wait_gone()
+
+
+def test_an_exception_in_one_rank_is_named_with_its_place_and_the_others_are_not_blamed(pair: Job) -> None:
+    """Rank 0 loses its peer, and says so in its log; rank 1's own error is what every node prints."""
+    fronts = training(pair, env=INJECTED)
+    pair.ranks()[1].send_signal(injected.RAISE)
+    assert together(fronts, limit_s=60) == [5, 5], pair.told()
+    summary = told_once(fronts, f"rank 1, {fronts[1].label}")
+    (verdict,) = fronts[0].verdicts
+    assert (verdict.cause, verdict.ranks) == ("user_code_error", (1,))
+    assert "a batch of nothing" in str(verdict.to_json())
+    assert "rank 0" not in summary
+    assert all("Connection closed by peer" not in front.text() for front in fronts), pair.told()
+    pair.wait_gone()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [injected.LEAVE, injected.REFUSE])
+def test_a_rank_that_leaves_or_refuses_ends_all_nodes(pair: Job, number: int) -> None:
+    fronts = training(pair, env=INJECTED)
+    pair.ranks()[1].send_signal(number)
+    codes = together(fronts, limit_s=60)
+    assert codes[0] == codes[1] != 0, pair.told()
+    for front in fronts:
+        assert f"rank 1, {fronts[1].label}" in front.text(), pair.told()
+    pair.wait_gone()
+
+
+def test_a_front_that_is_killed_takes_its_ranks_and_the_others_are_told(pair: Job) -> None:
+    fronts = training(pair)
+    fronts[1].signal(signal.SIGKILL)
+    assert fronts[0].wait(limit_s=60) == 4 or fronts[0].exit_code == 5, pair.told()
+    assert fronts[0].verdicts[-1].hosts == (fronts[1].host,), pair.told()
+    assert fronts[1].label in fronts[0].verdicts[-1].summary
+    pair.wait_gone()
+
+
+@pytest.mark.long
+def test_without_the_head_the_others_end_and_say_so(pair: Job) -> None:
+    fronts = training(pair)
+    fronts[0].signal(signal.SIGKILL)
+    assert fronts[1].wait(limit_s=60) in (3, 4, 5), pair.told()
+    assert fronts[0].label in fronts[1].text()
+    pair.wait_gone()
+
+
+@pytest.mark.parametrize(
+    ("node", "number", "code", "outcome"),
+    [
+        (0, signal.SIGINT, 130, "interrupted"),
+        pytest.param(1, signal.SIGTERM, 75, "preempted", marks=pytest.mark.long),
+    ],
+)
+def test_a_signal_to_one_front_ends_all_after_the_same_step_with_a_checkpoint(
+    pair: Job, node: int, number: signal.Signals, code: int, outcome: str
+) -> None:
+    fronts = training(pair)
+    fronts[node].signal(number)
+    assert together(fronts, limit_s=90) == [code, code], pair.told()
+    result = pair.read("result.json")
+    assert (result["outcome"], result["verdict"]) == (outcome, None)
+    step = result["step"]
+    assert result["checkpoint"].endswith(f"step-{step:08d}")
+    assert pair.metrics()[-1]["step"] == step
+    pair.wait_gone()
+    more = step + 2
+    again = pair.start_all(f"duration={more} steps")
+    assert together(again) == [0, 0], pair.told()
+    assert [line["step"] for line in pair.metrics()] == list(range(1, more + 1))
+
+
+@pytest.mark.long
+def test_a_second_start_is_refused_while_the_first_one_runs(pair: Job) -> None:
+    fronts = training(pair)
+    second = pair.start(0, "--join-timeout", "3", json=True)
+    assert second.wait() in (2, 3), second.text()
+    assert str(fronts[0].pid) in second.text() or "in use" in second.text(), second.text()
+    assert [front.exit_code for front in fronts] == [None, None]
+    fronts[0].signal(signal.SIGTERM)
+    assert together(fronts, limit_s=90) == [75, 75], pair.told()
+
+
+@pytest.mark.long
+def test_a_killed_rank_goes_on_from_the_checkpoint_where_restarts_are_allowed(pair: Job) -> None:
+    pair.config(duration="400 steps", checkpoint={"every": "3 steps"}, restarts=1)
+    fronts = pair.start_all()
+    pair.waits_for_step(8)
+    pair.ranks()[1].kill()
+    assert together(fronts) == [0, 0], pair.told()
+    (restart,) = pair.read("result.json")["restarts"]
+    assert restart["verdict"]["ranks"] == [1]
+    assert restart["from_step"] >= 6
+    assert pair.read("plan.json")["epoch"] == 1
+    assert [line["step"] for line in pair.metrics()] == list(range(1, 401))
+    pair.wait_gone()

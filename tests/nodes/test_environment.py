@@ -1,0 +1,79 @@
+"""Nodes that differ in variables, versions or code. Run: pytest tests/nodes/test_environment.py"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import unisono
+from tests.nodes.harness import Job, refused
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NCCL_ALGO", "Tree"),
+        ("NCCL_PROTO", "LL"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),  # on one rank alone it makes initialisation hang on all
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+    ],
+)
+def test_a_variable_that_one_node_has_alone_is_named_with_its_value(trio: Job, name: str, value: str) -> None:
+    fronts = [trio.start(node, "--nproc", "1", env={name: value} if node == 1 else {}) for node in range(3)]
+    verdict = refused(fronts, "env_mismatch", hosts=[fronts[1].host])
+    assert name in verdict.summary
+    assert value in str(verdict.to_json())
+    assert any(name in line for line in verdict.fix)
+
+
+def test_two_values_of_a_variable_on_two_nodes_blame_nobody(pair: Job) -> None:
+    fronts = [
+        pair.start(node, "--nproc", "1", env={"NCCL_ALGO": value})
+        for node, value in enumerate(("Ring", "Tree"))
+    ]
+    verdict = refused(fronts, "env_mismatch", hosts=[])
+    assert "Ring" in str(verdict.to_json())
+    assert "Tree" in str(verdict.to_json())
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest_known_one(trio: Job) -> None:
+    """NCCL itself ignores it in silence. It is a warning; another difference ends this job."""
+    fronts = [
+        trio.start(node, env={"NCCL_SOCKET_IFNAMES": "eth0", **({"NCCL_ALGO": "Tree"} if node == 2 else {})})
+        for node in range(3)
+    ]
+    refused(fronts, "env_mismatch", hosts=[fronts[2].host])
+    checks = [
+        check for check in trio.read("agreement.json")["checks"] if "NCCL_SOCKET_IFNAMES" in check["text"]
+    ]
+    assert checks
+    assert {check["status"] for check in checks} == {"warn"}
+    assert "NCCL_SOCKET_IFNAME" in (checks[0]["fix"] + checks[0]["text"]).replace("NCCL_SOCKET_IFNAMES", "")
+
+
+@pytest.mark.parametrize(
+    ("package", "value"),
+    [("torch", "2.9.1"), ("transformers", "4.57.0"), ("python", "3.10.1"), ("unisono", "0.0.9")],
+)
+def test_another_version_on_one_node_is_named(trio: Job, package: str, value: str) -> None:
+    fronts = [
+        trio.start(node, answers={"packages": {package: value}} if node == 2 else None) for node in range(3)
+    ]
+    verdict = refused(fronts, "version_mismatch", hosts=[fronts[2].host])
+    assert package in verdict.summary
+    assert value in str(verdict.to_json())
+
+
+def test_an_edited_source_file_on_one_node_is_named(trio: Job, tmp_path: Path) -> None:
+    """Node 1 has a checkout of its own, in which a line was added."""
+    shutil.copytree(Path(unisono.__file__).parent, tmp_path / "checkout" / "unisono")
+    with (tmp_path / "checkout" / "unisono" / "train" / "loop.py").open("a") as file:
+        file.write("# tried something\n")
+    fronts = [
+        trio.start(node, env={"PYTHONPATH": str(tmp_path / "checkout")} if node == 1 else None)
+        for node in range(3)
+    ]
+    verdict = refused(fronts, "code_mismatch", hosts=[fronts[1].host])
+    assert "loop" in str(verdict.to_json())

@@ -1,0 +1,106 @@
+"""Nodes that read other files. Run: pytest tests/nodes/test_files.py"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.harness import Job, refused
+
+pytestmark = pytest.mark.ranks
+
+
+def own_rows(job: Job, node: int, rows_file: Path) -> Path:
+    """Gives a node a copy of the rows."""
+    copy = job.home(node) / rows_file.name
+    shutil.copy(rows_file, copy)
+    job.config(node, data={"train": str(copy)})
+    return copy
+
+
+def own_model(job: Job, node: int, model_dir: Path) -> Path:
+    """Gives a node a copy of the model."""
+    copy = job.home(node) / "model"
+    shutil.copytree(model_dir, copy)
+    job.config(node, model={"path": str(copy)})
+    return copy
+
+
+def test_a_setting_that_differs_is_named_with_both_values(trio: Job) -> None:
+    trio.config(2, optim={"lr": 1e-5})
+    fronts = trio.start_all()
+    verdict = refused(fronts, "config_mismatch", hosts=[fronts[2].host])
+    assert "optim.lr" in verdict.summary
+    assert "1e-05" in str(verdict.to_json()) or "0.00001" in str(verdict.to_json())
+    assert "0.01" in str(verdict.to_json())
+
+
+def test_an_override_on_one_node_alone_is_a_difference(trio: Job) -> None:
+    fronts = [trio.start(node, *(["seed=7"] if node == 1 else [])) for node in range(3)]
+    verdict = refused(fronts, "config_mismatch", hosts=[fronts[1].host])
+    assert "seed" in verdict.summary
+
+
+def test_one_changed_word_in_the_data_of_one_node_is_found(trio: Job, rows_file: Path) -> None:
+    rows = own_rows(trio, 1, rows_file)
+    text = rows.read_text()
+    rows.write_text(text.replace("house", "mouse", 1))
+    fronts = trio.start_all()
+    verdict = refused(fronts, "data_mismatch", hosts=[fronts[1].host])
+    assert rows_file.name in str(verdict.to_json())
+
+
+def test_rows_in_another_order_are_other_data(trio: Job, rows_file: Path) -> None:
+    rows = own_rows(trio, 0, rows_file)
+    lines = rows.read_text().splitlines()
+    rows.write_text("\n".join([lines[1], lines[0], *lines[2:], ""]))
+    fronts = trio.start_all()
+    refused(fronts, "data_mismatch", hosts=[fronts[0].host])
+
+
+def test_another_tokenizer_on_one_node_is_found(trio: Job, model_dir: Path) -> None:
+    directory = own_model(trio, 2, model_dir)
+    path = directory / "tokenizer.json"
+    body = json.loads(path.read_text())
+    body["model"]["merges"] = body["model"]["merges"][:-1]
+    path.write_text(json.dumps(body))
+    fronts = trio.start_all()
+    verdict = refused(fronts, "tokenizer_files_mismatch", hosts=[fronts[2].host])
+    assert "tokenizer.json" in str(verdict.to_json())
+
+
+def test_one_flipped_bit_in_the_weights_of_one_node_is_found(trio: Job, model_dir: Path) -> None:
+    directory = own_model(trio, 1, model_dir)
+    (path,) = directory.glob("*.safetensors")
+    body = bytearray(path.read_bytes())
+    body[-100] ^= 1
+    path.write_bytes(body)
+    fronts = trio.start_all()
+    verdict = refused(fronts, "weights_mismatch", hosts=[fronts[1].host])
+    assert path.name in str(verdict.to_json())
+
+
+def test_a_file_that_one_node_has_not_got_ends_all_at_once(trio: Job, rows_file: Path) -> None:
+    """That node refuses by itself, and tells the head, so that the others do not wait for it."""
+    trio.config(2, data={"train": str(rows_file.parent / "absent.jsonl")})
+    fronts = trio.start_all()
+    codes = [front.wait() for front in fronts]
+    assert codes[:2] == [3, 3], trio.told()
+    assert codes[2] in (2, 3), trio.told()
+    assert "absent.jsonl" in fronts[2].text()
+    for front in fronts[:2]:
+        assert fronts[2].label in front.text()
+
+
+def test_a_broken_config_on_one_node_ends_all_at_once(trio: Job) -> None:
+    """The node itself says where the mistake is, exit 2; the others say who refused, exit 3, and do not wait."""
+    (trio.home(1) / "c.yaml").write_text("model: builtin:tiny\noptimm: {lr: 1}\n")
+    fronts = trio.start_all()
+    codes = [front.wait() for front in fronts]
+    assert codes == [3, 2, 3], trio.told()
+    assert "optimm" in fronts[1].text()
+    for front in (fronts[0], fronts[2]):
+        assert fronts[1].label in front.text(), front.text()
+    took = max(front.ended or 0 for front in fronts) - max(front.started for front in fronts)
+    assert took < 20

@@ -1,0 +1,37 @@
+"""Jobs of one node with several ranks."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.ground import Loopback
+from tests.nodes.harness import Job
+
+
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What runs share: prepared data, and the user's key."""
+    return tmp_path_factory.mktemp("caches")
+
+
+@pytest.fixture
+def solo_of(tmp_path: Path, model_dir: Path, rows_file: Path, caches: Path) -> Iterator[Callable[[], Job]]:
+    """A function that makes a job of one node."""
+    jobs: list[Job] = []
+
+    def make() -> Job:
+        folder = tmp_path / f"job{len(jobs)}"
+        folder.mkdir()
+        jobs.append(Job(Loopback(), folder, model=model_dir, rows=rows_file, caches=caches, nodes=1))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()
+
+
+@pytest.fixture
+def solo(solo_of: Callable[[], Job]) -> Job:
+    """A job of one node."""
+    return solo_of()

@@ -1,0 +1,80 @@
+"""Several ranks on one machine: `unisono train CONFIG --nproc N`. Run: pytest tests/nproc/test_train.py"""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from tests.nodes.harness import Job
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+LEFTOVERS = {
+    "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "NODE_RANK": "1",
+    "MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "1", "GROUP_RANK": "1",
+}  # fmt: skip
+
+
+def train(job: Job, *words: str, **named: object) -> Job:
+    front = job.start(0, *words, topology=False, **named)  # type: ignore[arg-type]
+    assert front.wait() == 0, front.text()
+    job.wait_gone()
+    return job
+
+
+def test_two_ranks_train_and_leave_a_whole_record(solo: Job) -> None:
+    train(solo, "--nproc", "2")
+    assert [line["step"] for line in solo.metrics()] == [1, 2, 3, 4]
+    plan = solo.read("plan.json")
+    assert (plan["world_size"], plan["strategy"], plan["epoch"]) == (2, "ddp", 0)
+    assert [(place["rank"], place["node_rank"], place["local_rank"]) for place in plan["ranks"]] == [
+        (0, 0, 0),
+        (1, 0, 1),
+    ]
+    assert plan["nodes"][0]["nproc_origin"] == "--nproc"
+    result = solo.read("result.json")
+    assert (result["outcome"], result["exit_code"], result["step"], result["verdict"]) == (
+        "completed",
+        0,
+        4,
+        None,
+    )
+    agreement = solo.read("agreement.json")
+    assert agreement["schema"] == 1
+    assert [rank["rank"] for rank in agreement["ranks"]] == [0, 1]
+    assert len({rank["pid"] for rank in agreement["ranks"]}) == 2
+    assert {check["status"] for check in agreement["checks"]} <= {"pass", "warn", "unknown"}
+    for rank in range(2):
+        events = (solo.out / "events" / f"rank-{rank:05d}.jsonl").read_text().splitlines()
+        assert all("kind" in json.loads(line) for line in events)
+        assert list((solo.out / "logs").glob(f"*-rank-{rank:05d}.log"))
+    assert (solo.out / "adapter" / "adapter_model.safetensors").exists()
+    assert not (solo.out / "verdict.json").exists()
+
+
+@pytest.mark.parametrize(("nproc", "size"), [(2, 5), pytest.param(4, 6, marks=pytest.mark.long)])
+def test_batches_that_do_not_divide_train_what_one_rank_trains(
+    solo_of: Callable[[], Job], nproc: int, size: int
+) -> None:
+    """Four ranks on two cores, too: slow, and right."""
+    losses = []
+    for words in ([], ["--nproc", str(nproc)]):
+        job = solo_of()
+        job.config(batch={"global": size})
+        losses.append([line["loss"] for line in train(job, *words).metrics()])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_what_another_launcher_left_in_the_environment_is_ignored_and_named(solo: Job) -> None:
+    train(solo, "--nproc", "2", env=LEFTOVERS)
+    plan = solo.read("plan.json")
+    assert plan["world_size"] == 2
+    assert set(LEFTOVERS) - {"GROUP_RANK"} <= set(plan["ignored_variables"])
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_another_number_of_ranks(solo: Job) -> None:
+    train(solo, "--nproc", "2")
+    train(solo, "--resume", "duration=6 steps")
+    train(solo, "--nproc", "2", "--resume", "duration=8 steps")
+    assert [line["step"] for line in solo.metrics()] == list(range(1, 9))
