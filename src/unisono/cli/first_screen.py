@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unisono.config import RunConfig
-from unisono.plan import RunPlan
+from unisono.plan import NodePlace, RunPlan
 from unisono.text import one_line
 from unisono.units import show_bytes, show_count
 
@@ -20,6 +20,7 @@ def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
     """
     rows = [
         ("device", _device(plan)),
+        ("ranks", _ranks(plan)),
         ("model", _model(plan)),
         ("trained", _trained(plan, facts)),
         ("data", _data(plan)),
@@ -32,18 +33,38 @@ def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
     ]
     if plan.ignored_variables:
         names = ", ".join(plan.ignored_variables)
-        rows.append(("ignored", f"{names}: one device needs no launcher's variables"))
+        why = "one device needs" if plan.world_size == 1 else "these ranks need"
+        rows.append(("ignored", f"{names}: {why} no other launcher's variables"))
     return [f"{label:<{_LABEL}}{one_line(text)}" for label, text in rows if text.strip("; ")]
 
 
 def _device(plan: RunPlan) -> str:
-    device = plan.device
-    if device.kind == "cuda":
+    device, count = plan.device, plan.world_size
+    if device.kind == "cpu":
+        which = f"1 CPU: {device.name}" if count == 1 else f"CPU: {device.name}"
+    elif count == 1:
         which = f"1 GPU: {device.name}, index {device.index} → {device.uuid}"
     else:
-        which = f"1 CPU: {device.name}"
-    threads = f"{plan.threads} thread{'s' if plan.threads != 1 else ''}"
-    return f"{which} · {threads} · {plan.dtype} · host {plan.host}"
+        which = f"{count} GPUs: {', '.join(sorted({place.device.name for place in plan.ranks}))}"
+    threads = f"{plan.threads} thread{'s' if plan.threads != 1 else ''}{' a rank' if count > 1 else ''}"
+    host = f" · host {plan.host}" if len(plan.nodes) <= 1 else ""
+    return f"{which} · {threads} · {plan.dtype}{host}"
+
+
+def _ranks(plan: RunPlan) -> str:
+    """Who is where; nothing for one rank."""
+    if plan.world_size == 1:
+        return ""
+    how = {"ddp": "each has the whole model (ddp)", "fsdp": "each has a part of every tensor (fsdp)"}
+    places = ", ".join(_of_node(plan, node) for node in plan.nodes[:8])
+    more = f" and {len(plan.nodes) - 8} nodes more" if len(plan.nodes) > 8 else ""
+    return f"{plan.world_size}: {places}{more} · {how.get(plan.strategy, plan.strategy)}"
+
+
+def _of_node(plan: RunPlan, node: NodePlace) -> str:
+    devices = [place.device.index for place in plan.on_node(node.node_rank)]
+    which = "" if None in devices else f" on devices {', '.join(map(str, devices))}"
+    return f"{node.nproc} on {node.host}{which} ({node.nproc_origin})"
 
 
 def _model(plan: RunPlan) -> str:
@@ -88,11 +109,17 @@ def _data(plan: RunPlan) -> str:
 
 
 def _batch(plan: RunPlan) -> str:
-    micro_steps = plan.global_batch // plan.micro_batch
     longest = plan.data.train.longest_sequence
     packed = "packed sequences" if plan.config.data.packing else "sequences"
+    share, rest = divmod(plan.global_batch, plan.world_size)
+    micro_steps = -(-(share + bool(rest)) // plan.micro_batch)
+    if plan.world_size == 1:
+        cut = f"{micro_steps} × {plan.micro_batch}"
+    else:
+        each = f"{share} or {share + 1}" if rest else str(share)
+        cut = f"{plan.world_size} ranks × {each}, in {micro_steps} × {min(plan.micro_batch, share + bool(rest))}"
     return (
-        f"{plan.global_batch} {packed} a step = {micro_steps} × {plan.micro_batch} · "
+        f"{plan.global_batch} {packed} a step = {cut} · "
         f"at most {plan.micro_batch} × {longest:,} tokens at once"
     )
 

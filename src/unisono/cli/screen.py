@@ -176,7 +176,8 @@ class Screen:
 
     def _on_warning(self, message: Message) -> None:
         fix = f" ({one_line(str(message['fix']))})" if message.get("fix") else ""
-        self._line.above(f"warning: {one_line(str(message.get('text', '')))}{fix}")
+        whose = f"rank {message['rank']}: " if message.get("rank") else ""
+        self._line.above(f"warning: {whose}{one_line(str(message.get('text', '')))}{fix}")
 
     def _on_note(self, message: Message) -> None:
         self._talk(one_line(str(message.get("text", ""))))

@@ -1,0 +1,147 @@
+"""Who is named when several ranks end: pure. Run: pytest tests/launch/test_conduct.py"""
+
+import signal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.launch.conduct import Conductor
+from unisono.launch.postmortem import NodeLoss, first_cause, name_death, name_lost_node, name_victims
+from unisono.launch.ranks import RankEnd
+from unisono.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
+
+CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
+LOST_PEER = "RuntimeError: Connection closed by peer [127.0.0.1]:29416"
+
+
+def plan(world_size: int, per_node: int = 2) -> RunPlan:
+    """A plan of which only the places are looked at."""
+    ranks = [
+        RankPlace(
+            rank=r, node_rank=r // per_node, local_rank=r % per_node, host="abcdef"[r // per_node], device=CPU
+        )
+        for r in range(world_size)
+    ]
+    nodes = [
+        NodePlace(node_rank=n, host="abcdef"[n], address="127.0.0.1", nproc=per_node, nproc_origin="--nproc")
+        for n in range(-(-world_size // per_node))
+    ]
+    return RunPlan.model_construct(
+        world_size=world_size, ranks=ranks, nodes=nodes, store_host="127.0.0.1", resume=None
+    )
+
+
+def end(rank: int, returncode: int = 5, *, kind: str | None = None, **more: Any) -> RankEnd:
+    last = None if kind is None else {"kind": kind, **more}
+    return RankEnd(rank=rank, returncode=returncode, last=last, phase="train", step=4)
+
+
+def victim(rank: int) -> RankEnd:
+    return end(rank, kind="crashed", error=LOST_PEER, peer_lost=True)
+
+
+KILLED = -signal.SIGKILL
+
+
+def test_a_killed_rank_is_decided_upon_at_once_though_a_victim_was_heard_of_first() -> None:
+    conductor = Conductor(plan(4))
+    conductor.rank_ended(victim(0), now=10.0)
+    assert conductor.decide(now=10.1) is None, "the culprit may still be on its way"
+    conductor.rank_ended(end(3, KILLED), now=10.2)
+    decision = conductor.decide(now=10.2)
+    assert decision is not None
+    assert decision.culprit is not None
+    assert decision.culprit.rank == 3
+    verdict = name_death(decision.culprit, plan(4), after_s=decision.after_s)
+    assert (verdict.cause, verdict.ranks, verdict.hosts) == ("rank_killed", (3,), ("b",))
+    assert verdict.summary == "rank 3, node 1 (b) was killed by SIGKILL in phase train after step 4"
+
+
+def test_an_exception_waits_a_moment_for_a_kill_that_may_have_caused_it() -> None:
+    conductor = Conductor(plan(2))
+    conductor.rank_ended(end(0, kind="crashed", error="RuntimeError: odd", where="x.py:3"), now=1.0)
+    assert conductor.decide(now=1.1) is None
+    conductor.rank_ended(end(1, KILLED), now=1.2)
+    decision = conductor.decide(now=1.2)
+    assert decision is not None
+    assert decision.culprit is not None
+    assert decision.culprit.rank == 1
+
+
+def test_an_exception_alone_is_named_with_its_own_words() -> None:
+    conductor = Conductor(plan(2))
+    conductor.rank_ended(
+        end(1, kind="crashed", error="ZeroDivisionError: {nothing}", where="x.py:3"), now=1.0
+    )
+    conductor.rank_ended(victim(0), now=1.05)
+    decision = conductor.decide(now=1.1)
+    assert decision is not None, "all have ended: there is nobody left to wait for"
+    assert decision.culprit is not None
+    verdict = name_death(decision.culprit, plan(2))
+    assert verdict.cause == "user_code_error"
+    assert "ZeroDivisionError: {nothing}" in verdict.summary
+
+
+def test_a_rank_that_left_early_with_a_result_is_the_culprit_of_those_who_lost_it() -> None:
+    early = RankEnd(rank=1, returncode=0, last={"kind": "result", "step": 12}, phase="train", step=12)
+    ends = [early, victim(0)]
+    assert first_cause(ends) is early
+    assert name_death(early, plan(2)).cause == "unequal_steps"
+
+
+def test_where_all_are_victims_nobody_is_blamed() -> None:
+    conductor = Conductor(plan(2))
+    conductor.rank_ended(victim(0), now=1.0)
+    conductor.rank_ended(victim(1), now=1.1)
+    decision = conductor.decide(now=1.2)
+    assert decision is not None
+    assert decision.culprit is None
+    verdict = name_victims(list(conductor.ends.values()), plan(2))
+    assert (verdict.cause, verdict.ranks, verdict.hosts) == ("rank_died_first", (), ())
+
+
+def test_a_lost_node_is_named_and_not_its_victims() -> None:
+    conductor = Conductor(plan(4))
+    conductor.rank_ended(victim(0), now=1.0)
+    conductor.node_lost(NodeLoss(1, "b", "the connection was closed"), now=1.1)
+    decision = conductor.decide(now=1.1)
+    assert decision is not None
+    assert decision.loss is not None
+    verdict = name_lost_node(decision.loss)
+    assert (verdict.cause, verdict.hosts) == ("node_unreachable", ("b",))
+    assert verdict.summary.startswith("node 1 (b) ")
+
+
+def test_what_was_ended_by_its_front_is_never_the_cause() -> None:
+    ours = RankEnd(rank=0, returncode=KILLED, last=None, phase="train", step=4, ended_by_us="another rank")
+    assert first_cause([ours]) is None
+
+
+def test_all_ranks_with_a_result_are_the_end() -> None:
+    conductor = Conductor(plan(2))
+    for rank in (1, 0):
+        conductor.rank_ended(end(rank, 0, kind="result"), now=1.0)
+    assert conductor.is_over
+    assert conductor.decide(now=9.0) is None
+
+
+@given(order=st.permutations(range(4)), culprit=st.integers(0, 3), how=st.sampled_from(["kill", "raise"]))
+def test_the_order_of_the_news_does_not_matter(order: list[int], culprit: int, how: str) -> None:
+    ends = {rank: victim(rank) for rank in range(4)}
+    ends[culprit] = end(culprit, KILLED) if how == "kill" else end(culprit, kind="crashed", error="E: x")
+    found = first_cause([ends[rank] for rank in order])
+    assert found is not None
+    assert found.rank == culprit
+
+
+@pytest.mark.parametrize("value", [{}, {"rank": "x"}, {"rank": 1, "last": [1]}, []])
+def test_an_end_that_cannot_be_read_is_refused(value: Any) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        RankEnd.from_json(value)
+
+
+def test_an_end_survives_the_way_to_the_head() -> None:
+    for one in (victim(1), end(0, KILLED)):
+        assert RankEnd.from_json(one.to_json()) == one
