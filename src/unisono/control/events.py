@@ -1,0 +1,57 @@
+"""What a front hears on the control channel."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+RejectedKind = Literal["token", "duplicate", "stale", "malformed", "late", "misfit"]
+"""token: the proof does not fit. duplicate: its rank is taken. stale: of another start of the job. malformed: not our
+protocol, or too slow. late: it came after the last word, and was told it. misfit: it means another number of nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A node has proven itself and is here. `address` is the one it calls from."""
+
+    node_rank: int
+    host: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A node, or for others the head (0), has sent a message. Its texts are as the sender wrote them: see unisono.text."""
+
+    node_rank: int
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The connection to a node, or to the head, is over. `clean`: it said goodbye, or has had the last word."""
+
+    node_rank: int
+    host: str
+    why: str
+    clean: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Somebody called and is not let in; it changes nothing.
+
+    Attributes:
+        address: from where, `IP:port`.
+        why: one line for people.
+        kind: see RejectedKind.
+        claims: the node rank that it says it has; for kinds token and malformed this is unproven.
+        holder: who has that rank, where that is why; else empty.
+    """
+
+    address: str
+    why: str
+    kind: RejectedKind
+    claims: int | None = None
+    holder: str = ""
+
+
+Event = Joined | Said | Left | Rejected
