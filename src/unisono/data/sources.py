@@ -67,12 +67,33 @@ def _section(entry: str | SourceSection, data: DataSection) -> SourceSection:
 
 
 def _find(section: SourceSection, key: str, cache_dir: Path, *, role: str) -> list[RowFile]:
-    scheme = _URL.match(section.path)
-    if scheme and scheme[1].lower() != "file":
+    local = find_local(section.path, key)
+    if local is not None:
+        return local
+    if _URL.match(section.path):
         from unisono.data.remote import fetch_url
 
         return fetch_url(section.path, key, cache_dir)
-    text = section.path.removeprefix("file://")
+    from unisono.data.remote import fetch_hub
+
+    splits = [section.split or "train"] if role == "train" else ["validation", "test"]
+    return fetch_hub(section, key, cache_dir, splits=splits)
+
+
+def find_local(named: str, key: str) -> list[RowFile] | None:
+    """The files on this machine that a path or glob names; None for what is elsewhere: a URL, a hub id.
+
+    Args:
+        named: as the config has it.
+        key: of the config, for messages.
+
+    Raises:
+        DataError: if there is nothing there.
+    """
+    scheme = _URL.match(named)
+    if scheme and scheme[1].lower() != "file":
+        return None
+    text = named.removeprefix("file://")
     path = Path(text).expanduser()
     if path.is_file():
         return [RowFile(path, text, kind_of(text))]
@@ -82,11 +103,8 @@ def _find(section: SourceSection, key: str, cache_dir: Path, *, role: str) -> li
         )
     if _GLOB.search(text):
         return _find_glob(text, path, key)
-    if _HUB_ID.match(text) and kind_of(text) not in READERS:
-        from unisono.data.remote import fetch_hub
-
-        splits = [section.split or "train"] if role == "train" else ["validation", "test"]
-        return fetch_hub(section, key, cache_dir, splits=splits)
+    if _HUB_ID.match(named) and kind_of(named) not in READERS:
+        return None
     raise DataError.of(
         f"there is no file {text}",
         where=key,

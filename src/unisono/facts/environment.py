@@ -21,7 +21,6 @@ _FAMILY = re.compile(
 )
 _CREDENTIALS = re.compile(r"\S:\S+@")  # user:password@proxy, with a scheme or without
 _TOKEN = "UNISONO_TOKEN"  # noqa: S105 - the variable's name
-_NUMBERS = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -32,17 +31,13 @@ class Environment:
     """Variables of a distributed job. On one device they are ignored, and named."""
     variables: dict[str, str] = field(default_factory=dict)
     """Those of the catalogue and of the families NCCL_…, GLOO_… and the like, as they are set; never a secret."""
-    nnodes: int | None = None
-    node_rank: int | None = None
-    nproc_per_node: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    malformed: dict[str, str] = field(default_factory=dict)
-    """Of the four numbers above: those that are set and are none."""
     torchelastic_run: str | None = None
     slurm_tasks: int | None = None
     slurm_nodes: int | None = None
     world_size: int | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+    """These three are no input of a front: a rank holds them against the plan."""
     omp_num_threads: int | None = None
     cache_dir: Path = Path("~/.cache/unisono")
     hub_cache: Path = Path("~/.cache/huggingface/hub")
@@ -74,16 +69,12 @@ def read_environment() -> Environment:
     return Environment(
         leftovers={name: value for name, value in sorted(env.items()) if _LEFTOVER.match(name)},
         variables=_telling(env),
-        nnodes=_whole(env.get("NNODES")),
-        node_rank=_whole(env.get("NODE_RANK")),
-        nproc_per_node=_whole(env.get("NPROC_PER_NODE")),
-        master_addr=env.get("MASTER_ADDR") or None,
-        master_port=_whole(env.get("MASTER_PORT")),
-        malformed={name: env[name] for name in _NUMBERS if env.get(name) and _whole(env[name]) is None},
         torchelastic_run=env.get("TORCHELASTIC_RUN_ID"),
         slurm_tasks=_whole(env.get("SLURM_NTASKS")),
         slurm_nodes=_whole(env.get("SLURM_NNODES")),
         world_size=_whole(env.get("WORLD_SIZE")),
+        rank=_whole(env.get("RANK")),
+        local_rank=_whole(env.get("LOCAL_RANK")),
         omp_num_threads=_whole(env.get("OMP_NUM_THREADS")),
         cache_dir=_folder(env.get("XDG_CACHE_HOME"), "~/.cache") / "unisono",
         hub_cache=_hub_cache(env),

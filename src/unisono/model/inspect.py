@@ -51,7 +51,7 @@ def inspect_model(config: RunConfig) -> ModelFacts:
         return _facts_from_config(directory, settings, text)
     files = weight_files(directory)
     headers = [header for file in files for header in read_safetensors_header(file)]
-    matrices = [h.shape for h in headers if len(h.shape) == 2 and not _is_embedding(h.name)]
+    matrices = [h.shape for h in headers if len(h.shape) == 2 and not is_embedding(h.name)]
     return ModelFacts(
         directory=str(directory),
         model_type=str(settings.get("model_type", "unknown")),
@@ -191,7 +191,8 @@ def _whole(settings: dict[str, Any], *names: str, default: int | None = None) ->
     )  # fmt: skip
 
 
-def _is_embedding(name: str) -> bool:
+def is_embedding(name: str) -> bool:
+    """Whether a tensor of this name turns tokens into vectors, or back; adapters leave these alone."""
     return any(word in name for word in ("embed", "wte", "wpe", "lm_head"))
 
 

@@ -84,6 +84,11 @@ def _builtin(path: str) -> Path:
     )  # fmt: skip
 
 
+def is_hub_id(path: str) -> bool:
+    """Whether a model's or tokenizer's name leads to the hub: there is no such directory here, and it can be no path."""
+    return not (path.startswith(_BUILTIN) or Path(path).expanduser().is_dir() or _names_a_place(path))
+
+
 def _names_a_place(path: str) -> bool:
     """Whether it can only be a path: a hub id is NAME or OWNER/NAME of letters, digits, `-`, `_` and `.`."""
     parts = path.split("/")

@@ -11,6 +11,8 @@ from unisono.events import Reporter
 
 # Name on the command line: the module in this room with `run(request, report) -> result`.
 TASKS = {
+    "contents": "contents",
+    "collective": "collective",
     "prepare": "prepare",
     "preview": "preview",
     "generate": "generate",
