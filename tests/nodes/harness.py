@@ -1,172 +1,24 @@
-"""Starts real fronts on several nodes, listens to them, and sees that nothing of them stays."""
+"""A job of several nodes: its folders, configs and fronts; sees that nothing of them stays."""
 
 import json
 import os
 import re
 import secrets
-import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
+from tests.nodes.fronts import LIMIT_S, Front
 from tests.nodes.ground import Ground, Own
-from unisono.causes import Verdict
 
 ENTRY = Path(__file__).parent / "front.py"
-LIMIT_S = 150.0
 _STRANGERS = re.compile(
     r"^(CUDA_|NCCL_|GLOO_|TORCH|MASTER_|RANK$|WORLD_SIZE$|LOCAL_|NNODES$|NODE_RANK$|NPROC_|UNISONO_|SLURM_|OMP_|PET_)"
 )
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line that a front wrote, and when (seconds of the monotonic clock)."""
-
-    at: float
-    stream: str
-    text: str
-
-
-class Front:
-    """One front on one node. It speaks JSON (`json`) or to people."""
-
-    def __init__(
-        self,
-        words: Sequence[str],
-        *,
-        node: int,
-        host: str,
-        cwd: Path,
-        environment: dict[str, str],
-        json: bool,
-    ) -> None:
-        self.node = node
-        self.host = host
-        self.json = json
-        self.lines: list[Line] = []
-        self.started = time.monotonic()
-        self.ended: float | None = None
-        self._news = threading.Condition()
-        self._process = subprocess.Popen(
-            list(words), cwd=cwd, env=environment, text=True, errors="replace", start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        streams = (("out", self._process.stdout), ("err", self._process.stderr))
-        self._readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in streams]
-        for reader in self._readers:
-            reader.start()
-
-    def _read(self, name: str, stream: IO[str]) -> None:
-        for text in stream:
-            with self._news:
-                self.lines.append(Line(time.monotonic(), name, text.rstrip("\n")))
-                self._news.notify_all()
-        stream.close()
-        with self._news:
-            self._news.notify_all()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def label(self) -> str:
-        """How verdicts call this node."""
-        return f"node {self.node} ({self.host})"
-
-    def text(self, stream: str = "") -> str:
-        """All that it wrote, or what it wrote to `out` or `err`."""
-        return "\n".join(line.text for line in list(self.lines) if stream in ("", line.stream))
-
-    def messages(self, kind: str) -> list[dict[str, Any]]:
-        """The JSON lines of one kind."""
-        lines = [line.text for line in list(self.lines) if line.stream == "out" and line.text.startswith("{")]
-        return [message for message in map(json.loads, lines) if message.get("kind") == kind]
-
-    @property
-    def verdicts(self) -> list[Verdict]:
-        """The verdicts that it told, as JSON."""
-        return [
-            Verdict.from_json(
-                {name: value for name, value in message.items() if name not in ("kind", "time")}
-            )
-            for message in self.messages("verdict")
-        ]
-
-    @property
-    def result(self) -> dict[str, Any]:
-        """The last JSON line."""
-        return self.messages("result")[-1]
-
-    def said(self, text: str) -> float | None:
-        """When a line first had `text` in it."""
-        return next((line.at for line in list(self.lines) if text in line.text), None)
-
-    def wait_for(self, text: str, *, limit_s: float = LIMIT_S) -> float:
-        """Waits until a line has `text` in it; gives its time."""
-        return self.wait_until(lambda: self.said(text), limit_s=limit_s, what=text)
-
-    def wait_until(
-        self, seen: Callable[[], float | None], *, limit_s: float = LIMIT_S, what: str = "it"
-    ) -> float:
-        """Waits until a question to its lines has an answer."""
-        limit = time.monotonic() + limit_s
-        with self._news:
-            while (found := seen()) is None:
-                over = self._process.poll() is not None and not any(t.is_alive() for t in self._readers)
-                late = not self._news.wait(0.2) and time.monotonic() > limit
-                if over or late:
-                    raise AssertionError(f"{self.label} never said {what!r}; it said:\n{self.text()}")
-        return found
-
-    def wait(self, *, limit_s: float = LIMIT_S) -> int:
-        """Waits for its end; gives the exit code."""
-        try:
-            code = self._process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise AssertionError(
-                f"{self.label} did not end in {limit_s:.0f} s; it said:\n{self.text()}"
-            ) from None
-        self.ended = self.ended or time.monotonic()
-        for reader in self._readers:
-            reader.join(10)
-        return code
-
-    @property
-    def exit_code(self) -> int | None:
-        """None as long as it runs."""
-        return self._process.poll()
-
-    def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the front alone."""
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        """Ends it with its group, whatever it does."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(30)
-
-    def close(self) -> None:
-        """Ends it, and waits until all that it wrote is read; its children must be gone."""
-        self.kill()
-        for reader in self._readers:
-            reader.join(10)
-
-
-def together(fronts: Sequence[Front], *, limit_s: float = LIMIT_S) -> list[int]:
-    """Waits for the end of all; gives their exit codes."""
-    limit = time.monotonic() + limit_s
-    return [front.wait(limit_s=max(1.0, limit - time.monotonic())) for front in fronts]
 
 
 class Job:
@@ -339,44 +191,3 @@ class Job:
             process.kill()
         for front in self.fronts:
             front.close()
-
-
-def same_words(fronts: Sequence[Front]) -> Verdict:
-    """The one fatal verdict that all of these fronts told, in the same words; those that speak to people show its lines."""
-    told = [verdict for front in fronts for verdict in front.verdicts if verdict.severity == "fatal"]
-    assert told, "no verdict in JSON:\n" + "\n".join(
-        f"--- {f.label}: {f.exit_code}\n{f.text()}" for f in fronts
-    )
-    timeless = {verdict.model_copy(update={"named_after_s": None}).model_dump_json() for verdict in told}
-    assert len(timeless) == 1, timeless
-    lines = [line for line in told[0].lines() if not line.startswith("SINCE WHEN")]
-    for front in fronts:
-        if front.json:
-            assert len([verdict for verdict in front.verdicts if verdict.severity == "fatal"]) == 1, (
-                front.text()
-            )
-        else:
-            missing = [line for line in lines if line not in front.text()]
-            assert not missing, f"{front.label} did not say {missing}; it said:\n{front.text()}"
-            assert front.text().count(lines[0]) == 1, f"{front.label} said it more than once:\n{front.text()}"
-    return told[0]
-
-
-def refused(
-    fronts: Sequence[Front], cause: str, *, hosts: Sequence[str] = (), within_s: float = 40.0, code: int = 3
-) -> Verdict:
-    """Waits for the end of a job that must not start; asserts exit code, cause, culprits, equal words and the time it took.
-
-    The time is from the start of the last front, so Python's own start is in it.
-    """
-    codes = together(fronts)
-    told = "\n".join(f"--- {front.label}: {front.exit_code}\n{front.text()}" for front in fronts)
-    assert codes == [code] * len(fronts), told
-    verdict = same_words(fronts)
-    assert verdict.cause == cause, told
-    assert sorted(verdict.hosts) == sorted(hosts), told
-    assert all("Traceback" not in front.text() for front in fronts), told
-    last = max(front.started for front in fronts)
-    took = max(front.ended or 0.0 for front in fronts) - last
-    assert took < within_s, f"{took:.1f} s\n{told}"
-    return verdict

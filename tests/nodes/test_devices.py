@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.nodes.harness import Job, refused
+from tests.nodes.harness import Job
+from tests.nodes.words import refused
 
 pytestmark = pytest.mark.ranks
 
@@ -25,6 +26,7 @@ def gpus(
 EIGHT = range(8)
 
 
+@pytest.mark.fault("CUDA_VISIBLE_DEVICES set on one of three nodes")
 def test_devices_hidden_on_one_node_alone_are_named(trio: Job) -> None:
     """Seed 0: CUDA_VISIBLE_DEVICES on some nodes only; the run used to hang in its first collective."""
     trio.config(device="auto")
@@ -42,6 +44,7 @@ def test_devices_hidden_on_one_node_alone_are_named(trio: Job) -> None:
     assert any("CUDA_VISIBLE_DEVICES" in line for line in verdict.fix)
 
 
+@pytest.mark.fault("8 visible devices here, 2 there, both inferred")
 def test_eight_devices_here_and_two_there_are_refused(pair: Job) -> None:
     """Both numbers are inferred, so nobody is blamed, and both are shown."""
     pair.config(device="auto")
@@ -51,6 +54,7 @@ def test_eight_devices_here_and_two_there_are_refused(pair: Job) -> None:
         assert front.label in verdict.summary
 
 
+@pytest.mark.fault("--nproc 2 here, 8 inferred there")
 def test_the_node_that_inferred_is_the_odd_one(pair: Job) -> None:
     pair.config(device="auto")
     fronts = [
@@ -61,6 +65,7 @@ def test_the_node_that_inferred_is_the_odd_one(pair: Job) -> None:
     assert any("--nproc" in line for line in verdict.fix)
 
 
+@pytest.mark.fault("two ranks on one UUID")
 def test_two_ranks_on_one_device_are_refused(pair: Job) -> None:
     pair.config(device="auto")
     twice = gpus(0, 1, node=1)
@@ -70,6 +75,7 @@ def test_two_ranks_on_one_device_are_refused(pair: Job) -> None:
     assert twice["gpus"][0]["uuid"] in str(verdict.to_json())
 
 
+@pytest.mark.fault("devices on two nodes, none on the third")
 def test_devices_here_and_none_there_are_refused(trio: Job) -> None:
     trio.config(device="auto")
     fronts = [
@@ -79,6 +85,7 @@ def test_devices_here_and_none_there_are_refused(trio: Job) -> None:
     refused(fronts, "device_mismatch", hosts=[fronts[2].host])
 
 
+@pytest.mark.fault("A100 on two nodes, T4 on the third")
 def test_devices_of_another_kind_are_named(trio: Job) -> None:
     """A smaller device sets the limit for all; which kind is where is said on every node."""
     trio.config(device="auto")

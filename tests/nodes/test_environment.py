@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 import unisono
-from tests.nodes.harness import Job, refused
+from tests.nodes.harness import Job
+from tests.nodes.words import refused
 
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.fault("variable on one node only")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -28,6 +30,7 @@ def test_a_variable_that_one_node_has_alone_is_named_with_its_value(trio: Job, n
     assert any(name in line for line in verdict.fix)
 
 
+@pytest.mark.fault("NCCL_ALGO differs on two nodes")
 def test_two_values_of_a_variable_on_two_nodes_blame_nobody(pair: Job) -> None:
     fronts = [
         pair.start(node, "--nproc", "1", env={"NCCL_ALGO": value})
@@ -53,6 +56,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest_known_one(trio: Job) -> No
     assert "NCCL_SOCKET_IFNAME" in (checks[0]["fix"] + checks[0]["text"]).replace("NCCL_SOCKET_IFNAMES", "")
 
 
+@pytest.mark.fault("other version on one node")
 @pytest.mark.parametrize(
     ("package", "value"),
     [("torch", "2.9.1"), ("transformers", "4.57.0"), ("python", "3.10.1"), ("unisono", "0.0.9")],
@@ -66,6 +70,7 @@ def test_another_version_on_one_node_is_named(trio: Job, package: str, value: st
     assert value in str(verdict.to_json())
 
 
+@pytest.mark.fault("edited source file on one node")
 def test_an_edited_source_file_on_one_node_is_named(trio: Job, tmp_path: Path) -> None:
     """Node 1 has a checkout of its own, in which a line was added."""
     shutil.copytree(Path(unisono.__file__).parent, tmp_path / "checkout" / "unisono")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.harness import Job, refused
+from tests.nodes.harness import Job
+from tests.nodes.words import refused
 
 pytestmark = pytest.mark.ranks
 
@@ -27,6 +28,7 @@ def own_model(job: Job, node: int, model_dir: Path) -> Path:
     return copy
 
 
+@pytest.mark.fault("optim.lr differs on one node")
 def test_a_setting_that_differs_is_named_with_both_values(trio: Job) -> None:
     trio.config(2, optim={"lr": 1e-5})
     fronts = trio.start_all()
@@ -42,6 +44,7 @@ def test_an_override_on_one_node_alone_is_a_difference(trio: Job) -> None:
     assert "seed" in verdict.summary
 
 
+@pytest.mark.fault("one word of the data differs")
 def test_one_changed_word_in_the_data_of_one_node_is_found(trio: Job, rows_file: Path) -> None:
     rows = own_rows(trio, 1, rows_file)
     text = rows.read_text()
@@ -51,6 +54,7 @@ def test_one_changed_word_in_the_data_of_one_node_is_found(trio: Job, rows_file:
     assert rows_file.name in str(verdict.to_json())
 
 
+@pytest.mark.fault("two rows swapped on one node")
 def test_rows_in_another_order_are_other_data(trio: Job, rows_file: Path) -> None:
     rows = own_rows(trio, 0, rows_file)
     lines = rows.read_text().splitlines()
@@ -59,6 +63,7 @@ def test_rows_in_another_order_are_other_data(trio: Job, rows_file: Path) -> Non
     refused(fronts, "data_mismatch", hosts=[fronts[0].host])
 
 
+@pytest.mark.fault("other tokenizer.json on one node")
 def test_another_tokenizer_on_one_node_is_found(trio: Job, model_dir: Path) -> None:
     directory = own_model(trio, 2, model_dir)
     path = directory / "tokenizer.json"
@@ -70,6 +75,7 @@ def test_another_tokenizer_on_one_node_is_found(trio: Job, model_dir: Path) -> N
     assert "tokenizer.json" in str(verdict.to_json())
 
 
+@pytest.mark.fault("one flipped bit in the weights of one node")
 def test_one_flipped_bit_in_the_weights_of_one_node_is_found(trio: Job, model_dir: Path) -> None:
     directory = own_model(trio, 1, model_dir)
     (path,) = directory.glob("*.safetensors")

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.nodes.fronts import together
 from tests.nodes.ground import Ground, Namespaces, Own
-from tests.nodes.harness import Job, refused, together
+from tests.nodes.harness import Job
+from tests.nodes.words import refused
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.nodes.fronts import together
 from tests.nodes.ground import Namespaces, Own
-from tests.nodes.harness import Job, together
+from tests.nodes.harness import Job
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
