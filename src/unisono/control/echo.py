@@ -1,0 +1,241 @@
+"""Sends back what a peer of the same job sends: three ports on the chosen address, for as long as the check of the network lasts.
+
+    dialler → listener   CALLS, nonce
+    listener → dialler   ANSWERS, nonce, MAC by key over both nonces
+    dialler → listener   MAC by key over both nonces
+    either way           length (4 bytes) | MAC by the session's key over direction, sequence, body | body
+
+Who cannot prove the job's key gets 57 bytes and nothing more, so this is no open echo service.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from unisono.control.tokens import derive
+
+PORTS = 3
+CALLS = b"unisono?\x01"
+ANSWERS = b"unisono!\x01"
+NONCE_BYTES = 16
+MAC_BYTES = 32
+MOST_BYTES = 1 << 20
+"""The largest message that is sent back."""
+_MOST_MESSAGES = 32
+_PROOF_S = 3.0
+_IDLE_S = 5.0
+_WHOLE_S = 60.0
+_MOST_CONNECTIONS = 1024
+_MOST_UNPROVEN = 512
+_LARGE_BYTES = 1 << 16
+_MOST_LARGE = 16  # bodies above 64 KiB that are in memory at a time
+
+Reader = asyncio.StreamReader
+Writer = asyncio.StreamWriter
+
+
+class NotOurs(Exception):  # noqa: N818 - named for what the peer is
+    """What came is not this protocol, or not this job's."""
+
+
+def reach_key(token: bytes, run_nonce: str) -> bytes:
+    """The key of the check of the network, from the job's token and the nonce of this start."""
+    return derive(token, "reach", run_nonce)
+
+
+@dataclass
+class Session:
+    """One side of a proven connection: writes and checks messages."""
+
+    key: bytes
+    reader: Reader
+    writer: Writer
+    sends: bytes
+    hears: bytes
+    _sent: int = 0
+    _heard: int = 0
+
+    async def send(self, body: bytes) -> None:
+        """Sends one message, whole."""
+        mac = hmac.digest(self.key, self.sends + self._sent.to_bytes(8, "big") + body, "sha256")
+        self._sent += 1
+        self.writer.write(len(body).to_bytes(4, "big") + mac + body)
+        await self.writer.drain()
+
+    async def length(self) -> tuple[int, bytes]:
+        """Length and MAC of the next message; `body` must be asked for next.
+
+        Raises:
+            NotOurs: if it is longer than any message.
+        """
+        head = await self.reader.readexactly(4 + MAC_BYTES)
+        length = int.from_bytes(head[:4], "big")
+        if length > MOST_BYTES:
+            raise NotOurs(f"a message of {length} bytes")
+        return length, head[4:]
+
+    async def body(self, length: int, mac: bytes) -> bytes:
+        """The message that fits its MAC.
+
+        Raises:
+            NotOurs: if it does not fit.
+        """
+        body = await self.reader.readexactly(length)
+        wanted = hmac.digest(self.key, self.hears + self._heard.to_bytes(8, "big") + body, "sha256")
+        if not hmac.compare_digest(mac, wanted):
+            raise NotOurs("a message whose proof does not fit")
+        self._heard += 1
+        return body
+
+
+async def call(reader: Reader, writer: Writer, key: bytes) -> Session:
+    """The dialler's side of the proof.
+
+    Raises:
+        NotOurs: if the other side is another program, or of another job.
+        asyncio.IncompleteReadError: if it closes.
+    """
+    mine = secrets.token_bytes(NONCE_BYTES)
+    writer.write(CALLS + mine)
+    await writer.drain()
+    said = await reader.readexactly(len(ANSWERS))
+    if said != ANSWERS:
+        raise NotOurs(f"another program: it begins with `{repr(said)[2:-1]}`")
+    theirs = await reader.readexactly(NONCE_BYTES)
+    if not hmac.compare_digest(await reader.readexactly(MAC_BYTES), _proof(key, b"<", mine, theirs)):
+        raise NotOurs("a unisono of another job, or with another token")
+    writer.write(_proof(key, b">", mine, theirs))
+    await writer.drain()
+    return Session(_proof(key, b"=", mine, theirs), reader, writer, b">", b"<")
+
+
+async def answer(reader: Reader, writer: Writer, key: bytes) -> Session:
+    """The listener's side of the proof.
+
+    Raises:
+        NotOurs: if the other side does not begin as we do, or cannot prove the key.
+        asyncio.IncompleteReadError: if it closes.
+    """
+    if await reader.readexactly(len(CALLS)) != CALLS:
+        raise NotOurs("another program")
+    theirs = await reader.readexactly(NONCE_BYTES)
+    mine = secrets.token_bytes(NONCE_BYTES)
+    writer.write(ANSWERS + mine + _proof(key, b"<", theirs, mine))
+    await writer.drain()
+    if not hmac.compare_digest(await reader.readexactly(MAC_BYTES), _proof(key, b">", theirs, mine)):
+        raise NotOurs("no proof")
+    return Session(_proof(key, b"=", theirs, mine), reader, writer, b"<", b">")
+
+
+def _proof(key: bytes, side: bytes, called: bytes, answered: bytes) -> bytes:
+    return hmac.digest(key, side + called + answered, "sha256")
+
+
+class EchoListener:
+    """Listens from its making to its `close`, in a thread of its own.
+
+    Attributes:
+        address: on which it listens.
+        ports: chosen by binding.
+    """
+
+    def __init__(self, address: str, key: bytes, *, ports: int = PORTS) -> None:
+        """Binds.
+
+        Args:
+            address: literal, one of this machine's; never 0.0.0.0.
+            key: of `reach_key`.
+            ports: how many.
+
+        Raises:
+            OSError: if the address is not this machine's.
+        """
+        self.address = address
+        self._key = key
+        self._sockets = list(_bound(address, ports))
+        self.ports = [sock.getsockname()[1] for sock in self._sockets]
+        self._open = self._unproven = 0
+        self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        self._large = asyncio.Semaphore(_MOST_LARGE)
+        self._thread = threading.Thread(target=self._run, name="echo", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the ports and all connections; twice is fine."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
+                self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for sock in self._sockets:
+                await stack.enter_async_context(
+                    await asyncio.start_server(self._connected, sock=sock, backlog=_MOST_CONNECTIONS)
+                )
+            await self._end.wait()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+    async def _connected(self, reader: Reader, writer: Writer) -> None:
+        gone = (OSError, EOFError, NotOurs, asyncio.CancelledError)
+        try:
+            if self._open < _MOST_CONNECTIONS and self._unproven < _MOST_UNPROVEN:
+                self._open += 1
+                try:
+                    with contextlib.suppress(*gone):
+                        async with asyncio.timeout(_WHOLE_S):
+                            await self._echo(reader, writer)
+                finally:
+                    self._open -= 1
+        finally:
+            writer.transport.abort()
+
+    async def _echo(self, reader: Reader, writer: Writer) -> None:
+        self._unproven += 1
+        try:
+            async with asyncio.timeout(_PROOF_S):
+                session = await answer(reader, writer, self._key)
+        finally:
+            self._unproven -= 1
+        for _ in range(_MOST_MESSAGES):
+            async with asyncio.timeout(_IDLE_S):
+                length, mac = await session.length()
+            async with self._large if length > _LARGE_BYTES else contextlib.nullcontext():
+                async with asyncio.timeout(_IDLE_S):
+                    await session.send(await session.body(length, mac))
+
+
+def _bound(address: str, count: int) -> Iterator[socket.socket]:
+    """Listening sockets on free ports of an address."""
+    made: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+            sock = socket.socket(found[0], socket.SOCK_STREAM)
+            made.append(sock)
+            sock.bind(found[4])
+            sock.listen(_MOST_CONNECTIONS)
+            sock.setblocking(False)
+    except BaseException:  # none stays open; raised again
+        for sock in made:
+            sock.close()
+        raise
+    yield from made

@@ -1,0 +1,255 @@
+"""Whether this node reaches others: dials their ports, and sends messages of growing size that must come back whole.
+
+Refused, timed out, unreachable, another program, and "small messages pass, large ones do not" are told apart.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from unisono.control.echo import NotOurs, Session, call
+from unisono.text import one_line
+
+SIZES = (1, 1_400, 9_000, 1 << 16, 1 << 20)
+"""Bytes: smaller than any packet, just below and above what one packet carries, and two that fill buffers."""
+MOST_PEERS = 16
+_BRIEF = 3  # so many of the sizes for a peer that everybody dials
+_PINGS = 3
+_AT_ONCE = 64
+_MOST_PORTS = 8
+
+Outcome = Literal["ok", "refused", "timed_out", "unreachable", "stranger", "stalled"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another node, and where it answers.
+
+    Attributes:
+        node_rank: its number.
+        host: its name.
+        address: a literal one.
+        ports: those of its `EchoListener`.
+        brief: only the small messages are tried, as everybody dials it.
+    """
+
+    node_rank: int
+    host: str
+    address: str
+    ports: tuple[int, ...]
+    brief: bool = False
+
+    def to_json(self) -> list[Any]:
+        """For the message `dial`."""
+        return [self.node_rank, self.host, self.address, list(self.ports), self.brief]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Reads one of the message `dial`.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        match value:
+            case [int(rank), str(host), str(address), [*ports], *rest] if len(rest) <= 1 and _are_ports(
+                ports
+            ):
+                return cls(rank, one_line(host, limit=255), address, tuple(ports), bool(rest and rest[0]))
+        raise ValueError("no peer: [node_rank, host, address, ports, brief] is one")
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What this node saw at one port of a peer.
+
+    Attributes:
+        source: this node's number.
+        target: the peer's.
+        address: that was dialled.
+        port: of it.
+        outcome: stranger: something answered that is not this job's; stalled: a message did not come back, smaller ones did.
+        largest_bytes: the largest message that came back whole.
+        tried_bytes: all sizes up to the one that did not.
+        rtt_s: the shortest time of a message of one byte, there and back.
+        note: what the system said, or what answered.
+    """
+
+    source: int
+    target: int
+    address: str
+    port: int
+    outcome: Outcome
+    largest_bytes: int
+    tried_bytes: list[int]
+    rtt_s: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class DialLimits:
+    """Seconds of patience: for a connection, for a proof, for each message there and back."""
+
+    connect_s: float = 3.0
+    proof_s: float = 3.0
+    message_s: float = 3.0
+
+
+def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MOST_PEERS) -> list[Peer]:
+    """Whom a node dials: all others where they are few, else neighbours in a ring, one, two, four, … places away, and the head.
+
+    So every node is dialled from both sides by `most` others, whatever the number of nodes. The head is dialled by
+    everybody, since everybody will need it; by those that are no neighbours with one port and small messages.
+
+    Args:
+        nodes: all of them, this one among them.
+        node_rank: of this one.
+        most: neighbours at the most.
+    """
+    ordered = sorted(nodes, key=lambda peer: peer.node_rank)
+    others = [peer for peer in ordered if peer.node_rank != node_rank]
+    if len(others) <= most:
+        return others
+    here = next(place for place, peer in enumerate(ordered) if peer.node_rank == node_rank)
+    steps = [way * (1 << power) for power in range((most + 1) // 2) for way in (1, -1)][:most]
+    places = dict.fromkeys((here + step) % len(ordered) for step in steps)
+    chosen = [ordered[place] for place in places if place != here]
+    head = ordered[0]
+    if head.node_rank != node_rank and head not in chosen:
+        chosen.append(Peer(head.node_rank, head.host, head.address, head.ports[:1], brief=True))
+    return chosen
+
+
+def dial_all(
+    peers: Sequence[Peer], key: bytes, *, source: int, limits: DialLimits | None = None
+) -> list[Reached]:
+    """Dials every port of every peer, many at a time; one result for each, in their order. Blocks for about nine seconds at most.
+
+    The head calls `choose_peers` for each node, so that a job of a thousand nodes does not make a million connections.
+
+    Args:
+        peers: whom to dial.
+        key: of `reach_key`.
+        source: this node's number, for the results.
+        limits: patience.
+    """
+    return asyncio.run(_dial_all(peers, key, source, limits or DialLimits()))
+
+
+async def _dial_all(peers: Sequence[Peer], key: bytes, source: int, limits: DialLimits) -> list[Reached]:
+    room = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(peer: Peer, port: int) -> Reached:
+        async with room:
+            trial = _Trial(peer, port, source)
+            return await trial.run(key, limits)
+
+    return await asyncio.gather(*(one(peer, port) for peer in peers for port in peer.ports))
+
+
+@dataclass
+class _Trial:
+    """One connection to one port, and how far it came."""
+
+    peer: Peer
+    port: int
+    source: int
+    largest: int = 0
+    rtt_s: float | None = None
+
+    async def run(self, key: bytes, limits: DialLimits) -> Reached:
+        try:
+            async with asyncio.timeout(limits.connect_s):
+                sock = await _connect(self.peer.address, self.port)
+        except ConnectionRefusedError:
+            return self._ended("refused", "nothing listens there, or a firewall says so")
+        except TimeoutError:
+            return self._ended("timed_out", f"no answer for {limits.connect_s:g} s")
+        except OSError as error:
+            return self._ended("unreachable", error.strerror or str(error))
+        reader, writer = await asyncio.open_connection(sock=sock)
+        try:
+            return await self._talk(reader, writer, key, limits)
+        finally:
+            writer.transport.abort()
+            await asyncio.sleep(0)  # lets the transport close its socket
+
+    async def _talk(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, limits: DialLimits
+    ) -> Reached:
+        try:
+            async with asyncio.timeout(limits.proof_s):
+                session = await call(reader, writer, key)
+        except NotOurs as foreign:
+            return self._ended("stranger", str(foreign))
+        except TimeoutError:
+            return self._ended("timed_out", "the connection was accepted, and then nothing came")
+        except (OSError, EOFError):
+            return self._ended("stranger", "the connection was accepted and closed without our answer")
+        return await self._exchange(session, limits)
+
+    async def _exchange(self, session: Session, limits: DialLimits) -> Reached:
+        tried: list[int] = []
+        for size in SIZES[:_BRIEF] if self.peer.brief else SIZES:
+            tried.append(size)
+            try:
+                for _ in range(_PINGS if size == SIZES[0] else 1):
+                    async with asyncio.timeout(limits.message_s):
+                        await self._echo(session, size)
+            except TimeoutError:
+                return self._ended(
+                    "stalled", f"{size:,} bytes did not come back within {limits.message_s:g} s", tried
+                )
+            except (OSError, EOFError, NotOurs) as error:
+                return self._ended("stalled", f"{size:,} bytes: {_said(error)}", tried)
+            self.largest = size
+        return self._ended("ok", "", tried)
+
+    async def _echo(self, session: Session, size: int) -> None:
+        body = secrets.token_bytes(size)
+        began = time.perf_counter()
+        await session.send(body)
+        if await session.body(*await session.length()) != body:
+            raise NotOurs("other bytes came back")
+        if size == SIZES[0]:
+            taken = time.perf_counter() - began
+            self.rtt_s = taken if self.rtt_s is None else min(taken, self.rtt_s)
+
+    def _ended(self, outcome: Outcome, note: str, tried: Sequence[int] = ()) -> Reached:
+        return Reached(
+            source=self.source, target=self.peer.node_rank, address=self.peer.address, port=self.port, outcome=outcome,
+            largest_bytes=self.largest, tried_bytes=list(tried), rtt_s=self.rtt_s, note=one_line(note, limit=200),
+        )  # fmt: skip
+
+
+async def _connect(address: str, port: int) -> socket.socket:
+    """A connected socket.
+
+    Raises:
+        OSError: also where the address is no literal one.
+    """
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+    sock = socket.socket(found[0], socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.get_running_loop().sock_connect(sock, found[4])
+    except BaseException:  # also a time-out leaves no socket; raised again
+        sock.close()
+        raise
+    return sock
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, EOFError):
+        return "the peer closed the connection"
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _are_ports(ports: list[Any]) -> bool:
+    return len(ports) <= _MOST_PORTS and all(isinstance(port, int) and 0 < port < 1 << 16 for port in ports)
