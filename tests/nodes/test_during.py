@@ -66,7 +66,7 @@ def test_an_exception_in_one_rank_is_named_with_its_place_and_the_others_are_not
 
 @pytest.mark.fault("a rank leaves or refuses, two nodes")
 @pytest.mark.long
-@pytest.mark.parametrize("number", [injected.LEAVE, injected.REFUSE])
+@pytest.mark.parametrize("number", [injected.LEAVE, injected.REFUSE], ids=["exit status 0", "a refusal"])
 def test_a_rank_that_leaves_or_refuses_ends_all_nodes(pair: Job, number: int) -> None:
     fronts = training(pair, env=INJECTED)
     moment = struck(pair, 1, number)

@@ -33,6 +33,7 @@ def training(job: Job, *, restarts: int = 0, nproc: int = 2) -> Front:
         pytest.param(injected.LEAVE, 5, None, marks=pytest.mark.long),
         pytest.param(injected.REFUSE, None, None, marks=pytest.mark.long),
     ],
+    ids=["kill -9", "an exception", "exit status 0", "a refusal"],
 )
 def test_the_rank_that_ended_is_named_and_the_other_does_not_outlive_it(
     solo: Job, number: int, code: int | None, cause: str | None

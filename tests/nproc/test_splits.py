@@ -14,11 +14,12 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 @pytest.mark.parametrize(
     ("faults", "cause"),
     [
-        ({"one_row_more": 1}, "split_mismatch"),
-        ({"unseeded_split": True}, "split_mismatch"),
-        ({"flip_weight_bit": 1}, "weights_mismatch"),
-        ({"other_tokenizer": 1}, "tokenizer_files_mismatch"),
+        ({"one_row_more": [1]}, "split_mismatch"),
+        ({"unseeded_split": [0, 1]}, "split_mismatch"),
+        ({"flip_weight_bit": [1]}, "weights_mismatch"),
+        ({"other_tokenizer": [1]}, "tokenizer_files_mismatch"),
     ],
+    ids=["one row more", "unseeded split", "flipped weight bit", "another tokenizer"],
 )
 def test_a_rank_that_would_train_on_something_else_is_found_before_the_first_collective(
     solo: Job, faults: dict[str, Any], cause: str
@@ -40,7 +41,7 @@ def test_a_rank_that_would_train_on_something_else_is_found_before_the_first_col
 
 @pytest.mark.long
 def test_with_three_ranks_the_odd_one_is_named(solo: Job) -> None:
-    front = solo.start(0, "--nproc", "3", answers={"faults": {"flip_weight_bit": 2}}, topology=False)
+    front = solo.start(0, "--nproc", "3", answers={"faults": {"flip_weight_bit": [2]}}, topology=False)
     assert front.wait() == 3, front.text()
     (verdict,) = front.verdicts
     assert (verdict.cause, verdict.ranks) == ("weights_mismatch", (2,))
