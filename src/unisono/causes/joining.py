@@ -28,6 +28,23 @@ CAUSES: tuple[Cause, ...] = (
         when=("before",),
     ),
     Cause(
+        id="node_refused",
+        title="a node does not start",
+        meaning=(
+            "A node of the job has refused its own start, for example because its config is bad or a file is missing there, or"
+            " somebody has stopped it. Nothing was trained on any node."
+        ),
+        telltales=("`node 1 (b) does not start: …` with that node's own words, on every node",),
+        neighbours=(
+            ("node_missing", "the node never called, or left without a word"),
+            ("config_mismatch", "all nodes would start, and mean different runs"),
+        ),
+        remedy=("Mend what that node says, there, and start the command again on every node.",),
+        exit_code=3,
+        retry_helps=False,
+        when=("before",),
+    ),
+    Cause(
         id="node_duplicate",
         title="two nodes call themselves by the same rank",
         meaning=(

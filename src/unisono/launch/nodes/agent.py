@@ -1,0 +1,199 @@
+"""The other nodes' side of the meeting: call the head, report, try the network when asked, and hear what came of it."""
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar
+
+from unisono.control.events import Left
+from unisono.control.link import NodeLink
+from unisono.errors import Disagreed, UnisonoError
+from unisono.events import Message
+from unisono.launch.interrupts import Stopped
+from unisono.launch.nodes import words
+from unisono.launch.nodes.address import refuse_unusable_head
+from unisono.launch.nodes.aside import Aside
+from unisono.launch.nodes.collective import node_collective
+from unisono.launch.nodes.network import listen, node_dials
+from unisono.launch.nodes.party import MakeReport, Party, Show, Standing
+from unisono.text import one_line
+
+Result = TypeVar("Result")
+
+_POLL_S = 0.2
+_BUSY_POLL_S = 0.02
+_HEAD_ANSWERS_S = 5.0
+_FIRST_LINE_S = 2.0
+_NEXT_LINES_S = 10.0
+
+
+class Attendance:
+    """This node's place in the meeting. As a context manager it tells the head how this front ended.
+
+    An error that leaves it is told to the head, and what the head makes of it is raised in its place, so that all nodes
+    end with the same words and exit code 3.
+
+    Attributes:
+        party: this node.
+        link: to the head; from the start of the ranks on it is the caller's to read (`link.receive`).
+        welcome: what the head told everybody: run_nonce, epoch, wall, head_host, and what its caller added.
+    """
+
+    def __init__(self, party: Party) -> None:
+        """Calls the head until it answers.
+
+        Raises:
+            Disagreed: if it does not, or does not let this node in.
+        """
+        refuse_unusable_head(party)
+        self.party = party
+        topology = party.topology
+        self.link = NodeLink.connect(
+            host=topology.head_host, port=topology.head_port, token=party.token, node_rank=topology.node_rank,
+            node_host=party.host, timeout_s=party.join_timeout_s, on_wait=_Waiting(party).tell, nodes=topology.nodes,
+        )  # fmt: skip
+        self.welcome = self.link.welcome
+        self._over = False
+        self._waiting: list[Message] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None and not self._over:
+                self.fail(error)
+        finally:
+            self.link.close()
+
+    def send(self, message: Message) -> None:
+        """Sends a message to the head."""
+        self.link.send(message)
+
+    def wait_for(self, *kinds: str) -> Message:
+        """The next message of one of these kinds. Notes and warnings that come meanwhile are shown.
+
+        It has no limit of its own: the head's silence ends it, and the head bounds everything that it waits for.
+
+        Raises:
+            Disagreed: with the head's words if it ends the job, or if it is lost.
+        """
+        while True:
+            for index, message in enumerate(self._waiting):
+                if message.get("kind") in kinds:
+                    return self._waiting.pop(index)
+            self._listen(_POLL_S)
+
+    def aside(self, work: Callable[[Show], Result]) -> Result:
+        """Does something that takes long and listens to the head meanwhile; gives what came of it.
+
+        Raises:
+            Disagreed: if the head ends the job meanwhile, or is lost.
+        """
+        aside = Aside(work)
+        while not aside.done:
+            self._listen(_BUSY_POLL_S)
+            self._pass_on(aside)
+        self._pass_on(aside)
+        return aside.result()
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the head of an error here.
+
+        Raises:
+            Disagreed: the head's words on it, in place of an error for people.
+        """
+        if isinstance(error, Stopped):
+            self.send({"kind": "stop", "signal": error.number.name})
+            return
+        self.send({"kind": "refused", **words.refusal_of(error)})
+        limit = time.monotonic() + _HEAD_ANSWERS_S
+        while time.monotonic() < limit:  # raises as soon as the head has made its verdict
+            try:
+                self._listen(_POLL_S)
+            except Disagreed as told:
+                if isinstance(error, UnisonoError):
+                    raise told from error
+                return
+
+    def _listen(self, timeout_s: float) -> None:
+        for event in self.link.receive(timeout_s):
+            if isinstance(event, Left):
+                self._over = True
+                raise words.disagreement([words.head_lost(self.party.label, self.party.head, event.why)])
+            self._take(event.message)
+
+    def _take(self, message: Message) -> None:
+        match message.get("kind"):
+            case "note":
+                text = one_line(str(message.get("text", "")), limit=1_000)
+                self.party.show({"kind": "note", "time": time.time(), "text": text})
+            case "warning":
+                said = {
+                    name: one_line(str(message.get(name, "")), limit=1_000)
+                    for name in ("code", "text", "fix")
+                }
+                self.party.show({"kind": "warning", "time": time.time(), **said})
+            case "ended":
+                self._ended(message)
+            case _:
+                self._waiting.append(message)
+
+    def _ended(self, message: Message) -> NoReturn:
+        self._over = True
+        verdicts = words.verdicts_in(message)
+        if not verdicts:
+            verdicts = [
+                words.head_lost(self.party.label, self.party.head, "it ended the job and gave no reason")
+            ]
+        raise words.disagreement(verdicts)
+
+    def _pass_on(self, aside: Aside[Any]) -> None:
+        for message in aside.shown():
+            self.party.show(message)
+
+
+def attend_meeting(party: Party, make_report: MakeReport) -> Attendance:
+    """Takes part up to the point where each node could prepare its data. Called by the fronts of all nodes but 0.
+
+    Use what it gives as a context manager: whatever leaves it is told to the head.
+
+    Args:
+        party: this node.
+        make_report: makes its report, in a thread of its own.
+
+    Raises:
+        Disagreed: with the verdict that all nodes have been told.
+    """
+    attendance = Attendance(party)
+    try:
+        link, welcome = attendance.link, attendance.welcome
+        with listen(link.local_address, party.token, str(welcome["run_nonce"])) as listener:
+            standing = Standing(link.local_address, welcome, link.clock_offset_s, listener.ports)
+            report = attendance.aside(lambda show: make_report(standing, show))
+            attendance.send({"kind": "report", "report": report.to_json()})
+            node_dials(attendance)
+            asked = attendance.wait_for("collective")  # until then others may still dial this node
+        node_collective(attendance, asked, report)
+        attendance.wait_for("agreed")
+    except BaseException as error:  # told to the head, and raised again
+        attendance.__exit__(type(error), error, error.__traceback__)
+        raise
+    return attendance
+
+
+class _Waiting:
+    """Says at which address nobody answers: after two seconds, then every ten."""
+
+    def __init__(self, party: Party) -> None:
+        self._party = party
+        self._next_s = _FIRST_LINE_S
+
+    def tell(self, who_and_why: str, waited_s: float) -> None:
+        if waited_s < self._next_s:
+            return
+        self._next_s = waited_s + _NEXT_LINES_S
+        text = f"{one_line(who_and_why, limit=300)} ({waited_s:.0f} s; calling again until {self._party.join_timeout_s:.0f} s)"
+        self._party.show({"kind": "note", "time": time.time(), "text": text})

@@ -1,0 +1,84 @@
+"""The network between the nodes is tried before anything is started: every node dials the others."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.network import compare_network
+from unisono.agree.report import Reached
+from unisono.control.echo import EchoListener, reach_key
+from unisono.control.reach import Peer, choose_peers, dial_all
+from unisono.events import Message
+
+if TYPE_CHECKING:
+    from unisono.launch.nodes.agent import Attendance
+    from unisono.launch.nodes.head import Meeting
+
+_DIALLING_S = 45.0
+"""Three patient trials on each of three ports, and room for a machine that is busy."""
+
+
+def listen(address: str, token: bytes, run_nonce: str) -> EchoListener:
+    """Answers the other nodes' dialling on this address until it is closed."""
+    return EchoListener(address, reach_key(token, run_nonce))
+
+
+def head_dials(meeting: "Meeting") -> Agreement:
+    """Lets every node dial its peers, the head too, and judges what they saw.
+
+    Raises:
+        Disagreed: if a node does not answer.
+    """
+    peers = [
+        Peer(report.node_rank, report.host, report.address, tuple(report.probe_ports))
+        for report in meeting.reports
+    ]
+    for peer in peers[1:]:
+        chosen = choose_peers(peers, peer.node_rank)
+        meeting.server.send(peer.node_rank, {"kind": "dial", "peers": [other.to_json() for other in chosen]})
+    key = reach_key(meeting.party.token, meeting.run_nonce)
+    own = meeting.aside(lambda _show: dial_all(choose_peers(peers, 0), key, source=0))
+    said = meeting.gather("reached", timeout_s=_DIALLING_S, what="its dialling of the other nodes")
+    found = [Reached.model_validate(asdict(one)) for one in own]
+    for node_rank, message in sorted(said.items()):
+        found += _reached(node_rank, message)
+    return compare_network(found, meeting.reports)
+
+
+def node_dials(attendance: "Attendance") -> None:
+    """Dials whom the head names, when it says so, and tells it what was seen.
+
+    Raises:
+        Disagreed: with the head's words, if it ends the job first.
+    """
+    asked = attendance.wait_for("dial")
+    peers = _peers(asked)
+    key = reach_key(attendance.party.token, str(attendance.welcome["run_nonce"]))
+    source = attendance.party.topology.node_rank
+    found = attendance.aside(lambda _show: dial_all(peers, key, source=source))
+    attendance.send({"kind": "reached", "reached": [asdict(one) for one in found]})
+
+
+def _peers(message: Message) -> list[Peer]:
+    found = []
+    for value in message.get("peers") or []:
+        try:
+            found.append(Peer.from_json(value))
+        except ValueError:  # of a head of another version; what it does not hear of is unknown to it
+            continue
+    return found
+
+
+def _reached(node_rank: int, message: Mapping[str, Any]) -> list[Reached]:
+    """What a node says it saw; nobody speaks for another node."""
+    found = []
+    for value in message.get("reached") or []:
+        try:
+            one = Reached.model_validate(value)
+        except ValidationError:  # what cannot be read is as if it had not been tried: the pair is unknown
+            continue
+        found += [one] if one.source == node_rank else []
+    return found

@@ -1,0 +1,103 @@
+"""Who of the nodes is here, who has reported, and who was turned away. No clock, no socket."""
+
+from dataclasses import dataclass, field
+
+from pydantic import ValidationError
+
+from unisono.agree.naming import count, name_node, number_list
+from unisono.agree.report import NodeReport
+from unisono.causes import Verdict
+from unisono.control.events import Joined, Left, Rejected
+from unisono.launch.nodes import words
+from unisono.text import one_line
+
+_KEPT = 20
+_LISTED = 6
+
+
+@dataclass
+class Roll:
+    """The list of nodes that the head keeps.
+
+    Attributes:
+        nodes: how many there are.
+        hosts: of those that are here, by node rank.
+        addresses: from which they call.
+        reports: of those that have reported.
+        left: why a node that was here is not any more.
+        rejected: who was turned away, the last ones.
+    """
+
+    nodes: int
+    hosts: dict[int, str] = field(default_factory=dict)
+    addresses: dict[int, str] = field(default_factory=dict)
+    reports: dict[int, NodeReport] = field(default_factory=dict)
+    left: dict[int, str] = field(default_factory=dict)
+    rejected: list[Rejected] = field(default_factory=list)
+
+    @property
+    def missing(self) -> list[int]:
+        """Nodes that are not here."""
+        return [rank for rank in range(self.nodes) if rank not in self.hosts]
+
+    @property
+    def unreported(self) -> list[int]:
+        """Nodes that are here and still look at their files."""
+        return [rank for rank in sorted(self.hosts) if rank not in self.reports]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all are here and have reported."""
+        return len(self.reports) == self.nodes
+
+    def joined(self, event: Joined) -> None:
+        """A node is here."""
+        self.hosts[event.node_rank] = event.host
+        self.addresses[event.node_rank] = event.address
+        self.left.pop(event.node_rank, None)
+
+    def gone(self, event: Left) -> str:
+        """A node is gone again, before all were here; it may come back. Gives a line for people."""
+        self.hosts.pop(event.node_rank, None)
+        self.addresses.pop(event.node_rank, None)
+        self.reports.pop(event.node_rank, None)
+        self.left[event.node_rank] = one_line(event.why, limit=200)
+        return f"{name_node(event.node_rank, event.host)} was here and has left: {self.left[event.node_rank]}"
+
+    def reported(self, node_rank: int, value: object) -> Verdict | None:
+        """Takes a node's report; a verdict where it cannot be read, or is another node's."""
+        host = self.hosts.get(node_rank, "?")
+        try:
+            report = NodeReport.model_validate(value)
+        except ValidationError as error:
+            return words.bad_report(node_rank, host, str(error))
+        if report.node_rank != node_rank:
+            return words.bad_report(node_rank, host, f"it reports for node {report.node_rank}")
+        self.reports[node_rank] = report
+        return None
+
+    def turned_away(self, event: Rejected) -> str:
+        """Somebody was not let in. Gives a line for people."""
+        self.rejected = [*self.rejected, event][-_KEPT:]
+        text = one_line(event.why, limit=300)
+        return f"refused a call from {event.address}: {text}"
+
+    def waiting_line(self, waited_s: float) -> str:
+        """`2 of 3 nodes are here (4.0 s); node 2 has never called`."""
+        here = f"{len(self.hosts)} of {count(self.nodes, 'node')} {'is' if len(self.hosts) == 1 else 'are'} here ({waited_s:.1f} s)"
+        parts = [here]
+        never = [rank for rank in self.missing if rank not in self.left]
+        if never:
+            parts.append(f"{number_list('node', never)} {'has' if len(never) == 1 else 'have'} never called")
+        lost = [rank for rank in self.missing if rank in self.left]
+        parts += [f"node {rank} was here and has left: {self.left[rank]}" for rank in lost[:_LISTED]]
+        busy = self.unreported
+        if busy and not self.missing:
+            names = ", ".join(name_node(rank, self.hosts[rank]) for rank in busy[:_LISTED])
+            more = f" and {len(busy) - _LISTED} more" if len(busy) > _LISTED else ""
+            parts.append(f"{names}{more} still looking at files and devices")
+        return "; ".join(parts)
+
+    def wrong_token(self, event: Rejected) -> bool:
+        """Whether a caller with another token says that it is a node that is still missing."""
+        return event.kind == "token" and event.claims in self.missing
