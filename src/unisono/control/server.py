@@ -9,12 +9,13 @@ from typing import Any
 from unisono.control.connection import SUSPECT_S
 from unisono.control.events import Event
 from unisono.control.frames import encode
-from unisono.control.head import SPARE_CONNECTIONS, Caller, Head
+from unisono.control.head import Caller, Head
 from unisono.control.inbox import Inbox
 from unisono.control.listening import allow_open_files, bind
 from unisono.control.loop import SHARED
 
 _WELCOME_BYTES = 48 << 10
+_BACKLOG = 2048  # calls that wait to be accepted; the system may allow fewer
 
 
 class HeadServer:
@@ -44,7 +45,7 @@ class HeadServer:
         assert token, "a job of several nodes has a token"
         assert len(encode({"t": "welcome", "welcome": welcome})) < _WELCOME_BYTES, "send large things later"
         allow_open_files(nodes)
-        self._socket = bind(host, port, backlog=nodes + SPARE_CONNECTIONS)
+        self._socket = bind(host, port, backlog=_BACKLOG)
         name = self._socket.getsockname()
         self.address: tuple[str, int] = (str(name[0]), int(name[1]))
         self._inbox: Inbox[Event] = Inbox()
@@ -106,8 +107,7 @@ class HeadServer:
     async def _start(self, **known: Any) -> tuple[Head, asyncio.Server]:
         head = Head(inbox=self._inbox, **known)
         loop = asyncio.get_running_loop()
-        backlog = head.nodes + SPARE_CONNECTIONS
-        server = await loop.create_server(lambda: Caller(head), sock=self._socket, backlog=backlog)
+        server = await loop.create_server(lambda: Caller(head), sock=self._socket, backlog=_BACKLOG)
         head.start()
         return head, server
 
