@@ -15,7 +15,7 @@ def usable_accelerators(
     """How many accelerators ranks could use here, by the config's `device`; what `read_topology` infers from."""
     if wish == "cpu":
         return Accelerators(0, "device: cpu")
-    gpus = _visible(machine.gpus, visible)
+    gpus = visible_gpus(machine.gpus, visible)
     why_not = _why_none(machine, gpus, visible, torch_version)
     if why_not:
         return Accelerators(0, why_not)
@@ -67,7 +67,7 @@ def choose_devices(
                 where="command line", fix="leave out --devices, or pass device=cuda",
             )  # fmt: skip
         return [_cpu(machine, nproc)] * nproc, "device: cpu"
-    gpus = _visible(machine.gpus, visible)
+    gpus = visible_gpus(machine.gpus, visible)
     why_not = _why_none(machine, gpus, visible, torch_version)
     if not named and wish == "auto" and why_not:
         return [_cpu(machine, nproc)] * nproc, f"auto: {why_not}"
@@ -130,7 +130,7 @@ def _refuse_repeated(words: tuple[str, ...], chosen: list[Gpu]) -> None:
         seen[gpu.uuid] = word
 
 
-def _visible(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
+def visible_gpus(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
     """Those of the machine's GPUs that CUDA_VISIBLE_DEVICES lets through, in its order."""
     if visible is None:
         return gpus

@@ -1,0 +1,213 @@
+"""Makes this node's report: all that its front knows before anything imports torch (DESIGN B3.1). Secrets never enter it."""
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from unisono.agree.report import Device, FileDigest, Interface, Limits, NodeReport, OutputFacts
+from unisono.config import LoadedConfig, RunConfig
+from unisono.config.schema import SourceSection
+from unisono.errors import UnisonoError
+from unisono.facts import Probes
+from unisono.facts.clock import SystemClock
+from unisono.facts.code import code_digests
+from unisono.facts.limits import SystemLimits, read_limits
+from unisono.facts.machine import Gpu
+from unisono.facts.nccl_files import read_nccl_files
+from unisono.facts.secret import is_secret
+from unisono.facts.storage import StorageFacts, is_nonce, probe_storage
+from unisono.facts.versions import decisive_versions, versions_digest
+from unisono.launch.command import Programs
+from unisono.launch.device import visible_gpus
+from unisono.launch.nodes.party import Show, Standing
+from unisono.launch.planning import Here
+from unisono.launch.tasks import run_task
+
+NONCE_FILE = "nonce_file"
+"""Where the head's welcome names the file that it left in its output_dir (`facts.storage.leave_nonce`)."""
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+_CHECKPOINT_BYTES = 12  # of each trained parameter: itself and two moments, in float32
+_PATHS = ("model.path", "model.tokenizer", "data.template", "output_dir")
+
+Contents = Mapping[str, Any]
+"""What the task `contents` gives."""
+
+
+def look_at_files(
+    loaded: LoadedConfig, here: Here, *, programs: Programs | None = None, show: Show | None = None
+) -> Contents:
+    """What the run's files hold, by a task of its own; where that fails, why: then they are UNKNOWN and nothing is refused here.
+
+    Call it from a thread that lives as long as the task: the kernel ends the task with it.
+    """
+    request = {
+        "config": loaded.config.model_dump(mode="json", by_alias=True),
+        "cache_dir": str(here.environment.cache_dir),
+    }
+    try:
+        return run_task("contents", request, on_message=show, programs=programs)
+    except UnisonoError as error:
+        return {"note": error.problems[0].what}
+
+
+def look_at_output(loaded: LoadedConfig, standing: Standing) -> StorageFacts:
+    """Whether this node can write into its output_dir, and whether it is the head's."""
+    name = str(standing.welcome.get(NONCE_FILE) or "")
+    return probe_storage(Path(loaded.config.output_dir), nonce=name if is_nonce(name) else None)
+
+
+def make_node_report(
+    *,
+    loaded: LoadedConfig,
+    here: Here,
+    standing: Standing,
+    files: Contents,
+    output: StorageFacts,
+    probes: Probes,
+) -> NodeReport:
+    """This node's report.
+
+    Args:
+        loaded: the config, its paths absolute.
+        here: machine, environment, and this node's part of the job.
+        standing: what the channel has told: address, clock, ports.
+        files: of `look_at_files`.
+        output: of `look_at_output`.
+        probes: network, clock and packages.
+    """
+    machine, environment, topology = here.machine, here.environment, here.topology
+    packages = probes.packages()
+    limits = read_limits()
+    own, head = _resolved(probes, machine.host, topology.head_host or standing.address)
+    threads, threads_origin = here.threads
+    return NodeReport(
+        node_rank=topology.node_rank,
+        host=machine.host,
+        address=standing.address,
+        pid=os.getpid(),
+        nodes=topology.nodes,
+        nproc=topology.nproc,
+        nproc_declared=topology.nproc_declared,
+        nproc_origin=topology.nproc_origin,
+        device_kind=here.devices[0].kind,
+        chosen=[_device(gpu) for place in here.devices for gpu in machine.gpus if gpu.uuid == place.uuid],
+        places=here.devices,
+        threads=threads,
+        threads_origin=threads_origin,
+        visible=[_device(gpu) for gpu in visible_gpus(machine.gpus, environment.visible_devices)],
+        physical=[_device(gpu) for gpu in machine.gpus],
+        visible_variable=environment.visible_devices,
+        device_note=machine.gpu_note,
+        variables=environment.variables,
+        nccl_files=read_nccl_files(named=environment.variables.get("NCCL_CONF_FILE")),
+        versions=decisive_versions(packages),
+        environment_digest=versions_digest(packages),
+        packages=packages,
+        code={**code_digests(), **files.get("code", {})},
+        config=flat_config(loaded.config),
+        data_files=_digests(files, "data_files"),
+        tokenizer_files=_digests(files, "tokenizer_files"),
+        model_files=_digests(files, "model_files"),
+        files_note=str(files.get("note", "")),
+        output=OutputFacts(**asdict(output)),
+        limits=Limits(**asdict(limits)),
+        interfaces=[Interface(**asdict(one)) for one in probes.network.interfaces()],
+        host_addresses=own,
+        head_addresses=head,
+        clock_offset_s=_offset(standing.clock_offset_s, probes),
+        probe_ports=list(standing.probe_ports),
+        reserved=reserve(limits, nproc=topology.nproc, disk_bytes=checkpoints_bytes(loaded.config, files)),
+    )
+
+
+def flat_config(config: RunConfig) -> dict[str, Any]:
+    """The config without paths, flat: `optim.lr` → 0.0002. What files hold is compared by their contents, not by their names."""
+    body = config.model_dump(mode="json", by_alias=True)
+    train = config.data.train if isinstance(config.data.train, list) else [config.data.train]
+    body["data"]["train"] = {str(i): _source(entry, config) for i, entry in enumerate(train)}
+    if isinstance(config.data.eval, str):
+        body["data"]["eval"] = "a file"
+    flat = _flattened(body)
+    return {key: value for key, value in flat.items() if key not in _PATHS and not is_secret(value)}
+
+
+def reserve(limits: SystemLimits, *, nproc: int, disk_bytes: int | None) -> dict[str, int]:
+    """What the plan leaves to the system on this node, with a rule for each.
+
+    memory_bytes: a tenth of what is free, at least 1 GiB: the page cache, other programs, and the kernel's own.
+    shm_bytes: a tenth of what is free in /dev/shm, at least 64 MiB: NCCL and data loaders of others.
+    cores: one, where there are more cores than ranks: for the front, the system, and who looks at the machine.
+    disk_bytes: what checkpoints will fill, so that the last one does not meet a full disk; left out where it cannot be said.
+
+    Args:
+        limits: of this node.
+        nproc: its ranks.
+        disk_bytes: of `checkpoints_bytes`.
+    """
+    kept = {
+        "memory_bytes": max(_GIB, limits.memory_bytes // 10),
+        "cores": 1 if limits.cores > nproc else 0,
+    }
+    if limits.shm_free_bytes is not None:
+        kept["shm_bytes"] = max(64 * _MIB, limits.shm_free_bytes // 10)
+    if disk_bytes is not None:
+        kept["disk_bytes"] = disk_bytes
+    return kept
+
+
+def checkpoints_bytes(config: RunConfig, files: Contents) -> int | None:
+    """What (keep + 1) checkpoints take at most, and one more for the best; None where the model's size is not known yet.
+
+    A checkpoint holds the trained parameters and AdamW's two moments in float32: 12 bytes each. One more than are kept
+    is there while a new one is written.
+    """
+    parameters, in_and_out = files.get("parameters"), files.get("linear_in_out")
+    if not isinstance(parameters, int) or not isinstance(in_and_out, int):
+        return None
+    trained = parameters if config.adapter is None else config.adapter.rank * in_and_out
+    copies = config.checkpoint.keep + 1 + (config.checkpoint.best is not None)
+    return trained * _CHECKPOINT_BYTES * copies
+
+
+def _resolved(probes: Probes, *names: str) -> list[list[str]]:
+    """The addresses of names, asked at the same time: each may take three seconds."""
+    with ThreadPoolExecutor(len(names)) as pool:
+        return list(pool.map(probes.network.resolve, names))
+
+
+def _offset(measured: float | None, probes: Probes) -> float | None:
+    """The channel measures with the system's clock; a test's clock that is off counts on top of it."""
+    return None if measured is None else measured + probes.clock.wall() - SystemClock().wall()
+
+
+def _device(gpu: Gpu) -> Device:
+    return Device(
+        index=gpu.index, uuid=gpu.uuid, name=gpu.name, memory_bytes=gpu.memory_bytes,
+        memory_free_bytes=gpu.memory_free_bytes, bus_id=gpu.bus_id, numa_node=gpu.numa_node,
+    )  # fmt: skip
+
+
+def _digests(files: Contents, kind: str) -> list[FileDigest]:
+    return [FileDigest.model_validate(value) for value in files.get(kind, [])]
+
+
+def _source(entry: str | SourceSection, config: RunConfig) -> dict[str, Any]:
+    """A source without its path; one that is only a path means the same as a section with the defaults."""
+    section = entry if isinstance(entry, SourceSection) else SourceSection(path=entry)
+    body = section.model_dump(mode="json", exclude={"path"})
+    return {**body, "format": config.data.format if section.format == "auto" else section.format}
+
+
+def _flattened(body: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in body.items():
+        if isinstance(value, dict) and value:
+            flat |= _flattened(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

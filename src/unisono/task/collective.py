@@ -1,0 +1,185 @@
+"""One small collective with the real back-end, before the ranks load anything: whether the nodes' processes can work together.
+
+Told to the front: `phase` messages, `store` (port) from rank 0. Read from stdin: one line `{"store": [host, port]}`.
+"""
+
+import contextlib
+import faulthandler
+import json
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.events import Reporter
+from unisono.text import one_line
+
+_LARGE_BYTES = 4 << 20
+_ROUNDS = 3
+_GRACE_S = 2.0
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The request, read."""
+
+    rank: int
+    world_size: int
+    store_host: str
+    backend: str
+    device: torch.device
+    deadline_s: float
+    rounds: int
+    names: list[str]
+
+    @classmethod
+    def read(cls, request: dict[str, Any]) -> "_Asked":
+        index = request.get("device_index")
+        world_size = int(request["world_size"])
+        return cls(
+            rank=int(request["rank"]),
+            world_size=world_size,
+            store_host=str(request.get("store_host") or "127.0.0.1"),
+            backend=str(request.get("backend", "gloo")),
+            device=torch.device("cpu") if index is None else torch.device("cuda", int(index)),
+            deadline_s=float(request.get("deadline_s", 15.0)),
+            rounds=int(request.get("rounds", _ROUNDS)),
+            names=[str(name) for name in request.get("names") or [f"rank {r}" for r in range(world_size)]],
+        )
+
+
+def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Gives `ok`, `text` (what was found, one line), `seconds`, `missing` (ranks that never came), `bytes_per_second`.
+
+    A failure is no crash: `ok` is false, and `text` says what torch said. What hangs past the deadline ends itself, with
+    its stack on stderr.
+
+    Args:
+        request: `rank`, `world_size`; `backend` (gloo, nccl), `device_index` (of the visible accelerators, or null);
+            `store_host` (rank 0: where the store listens); `deadline_s`; `names` (of the ranks, for `text`); `rounds` of
+            the large sum.
+        report: told the phases, and by rank 0 the store's port.
+    """
+    asked = _Asked.read(request)
+    faulthandler.dump_traceback_later(asked.deadline_s + _GRACE_S, exit=True)
+    began = time.monotonic()
+    found: dict[str, Any] = {"ok": False, "missing": [], "bytes_per_second": None}
+    try:
+        found |= _try(asked, report, began)
+    except (RuntimeError, OSError, EOFError) as error:  # torch.distributed's own are RuntimeErrors
+        found["text"] = f"{asked.backend}: {one_line(str(error), limit=400) or type(error).__name__}"
+    finally:
+        with contextlib.suppress(RuntimeError, AssertionError):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+    return {**found, "seconds": time.monotonic() - began}
+
+
+def _try(asked: _Asked, report: Reporter, began: float) -> dict[str, Any]:
+    limit = began + asked.deadline_s
+    listening = _listen(asked.store_host) if asked.rank == 0 else None
+    if listening is not None:
+        report.send("store", port=listening.getsockname()[1])
+    report.phase("collective.store", "waits to be told where the store is")
+    host, port = _read_store()
+    store = dist.TCPStore(
+        host, port, is_master=listening is not None, wait_for_workers=False,
+        timeout=_left(limit), master_listen_fd=None if listening is None else listening.detach(),
+    )  # fmt: skip
+    missing = _roll_call(store, asked, limit)
+    if missing:
+        who = ", ".join(asked.names[rank] for rank in missing)
+        return {
+            "text": f"{who} did not come to the store at {host}:{port} within {asked.deadline_s:g} s",
+            "missing": missing,
+        }
+    report.phase("collective.group", f"makes a {asked.backend} group of {asked.world_size}")
+    on_gpu = asked.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(asked.device)
+    dist.init_process_group(
+        asked.backend, store=store, rank=asked.rank, world_size=asked.world_size, timeout=_left(limit),
+        device_id=asked.device if on_gpu else None,
+    )  # fmt: skip
+    report.phase("collective.sum", "adds numbers over all ranks")
+    return _sum(asked)
+
+
+def _listen(host: str) -> socket.socket:
+    """Rank 0 binds the store's port itself: a port that was found free and is bound later may be taken by then."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family)
+
+
+def _read_store() -> tuple[str, int]:
+    """The line from the front. The end of stdin means that the front is gone.
+
+    Raises:
+        EOFError: then.
+    """
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError("the front is gone")
+    host, port = json.loads(line)["store"]
+    return str(host), int(port)
+
+
+def _roll_call(store: "dist.TCPStore", asked: _Asked, limit: float) -> list[int]:
+    """Says that this rank is here and waits for the others; gives those that did not come.
+
+    The group's own set-up would say `wait timeout`, and not for whom.
+    """
+    store.set(f"here/{asked.rank}", b"1")
+    missing = list(range(asked.world_size))
+    while missing and time.monotonic() < limit:
+        missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
+        if missing:
+            time.sleep(_POLL_S)
+    if asked.rank == 0:
+        _wait_until_all_know(store, asked, missing)
+    else:
+        store.set(f"knows/{asked.rank}", b"1")
+    return missing
+
+
+def _wait_until_all_know(store: "dist.TCPStore", asked: _Asked, missing: list[int]) -> None:
+    """Rank 0 holds the store: if it left first, the others could not ask it who is missing."""
+    waiting = [rank for rank in range(1, asked.world_size) if rank not in missing]
+    limit = time.monotonic() + _GRACE_S / 2
+    while waiting and time.monotonic() < limit:
+        waiting = [rank for rank in waiting if not store.check([f"knows/{rank}"])]
+        time.sleep(_POLL_S if waiting else 0)
+
+
+def _sum(asked: _Asked) -> dict[str, Any]:
+    """Adds the numbers of all ranks, which must give W(W-1)/2, and then a large tensor. All ranks take part."""
+    total = torch.tensor([float(asked.rank)], device=asked.device)
+    dist.all_reduce(total)
+    wanted = asked.world_size * (asked.world_size - 1) / 2
+    if total.item() != wanted:
+        return {"text": f"the sum over all ranks is {total.item():g} and must be {wanted:g}"}
+    large = torch.ones(_LARGE_BYTES // 4, device=asked.device)
+    began = time.monotonic()
+    for _ in range(asked.rounds):
+        large.fill_(1.0)
+        dist.all_reduce(large)
+    same = bool((large == asked.world_size).all())  # waits for the device, too
+    seconds = max(time.monotonic() - began, 1e-9)
+    if not same:
+        return {"text": f"a sum of {_LARGE_BYTES >> 20} MiB over all ranks came back wrong"}
+    speed = asked.rounds * _LARGE_BYTES / seconds
+    text = (
+        f"{asked.backend}: {asked.world_size} ranks add {_LARGE_BYTES >> 20} MiB at {speed / 1e6:,.0f} MB/s"
+    )
+    return {"ok": True, "text": text, "bytes_per_second": speed}
+
+
+def _left(limit: float) -> timedelta:
+    return timedelta(seconds=max(0.5, limit - time.monotonic()))
