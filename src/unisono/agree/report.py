@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from unisono.plan import DeviceChoice
+
 
 class Part(BaseModel):
     """A frozen value. Reports cross machines, so an unknown field is refused like any other disagreement."""
@@ -93,6 +95,11 @@ class NodeReport(Part):
     device_kind: Literal["cpu", "cuda"]
     chosen: list[Device]
     """Those its ranks would use, by local rank; empty on CPU."""
+    places: list[DeviceChoice] = []
+    """What each of its ranks would run on, by local rank: the plan takes it as it is."""
+    threads: int = 1
+    """That each of its ranks may have."""
+    threads_origin: str = ""
     visible: list[Device]
     physical: list[Device]
     visible_variable: str | None
@@ -162,6 +169,8 @@ class RankReport(Part):
     device_kind: Literal["cpu", "cuda"]
     device_uuid: str | None
     """Of the device that is bound in fact."""
+    rows: int | None = None
+    """Of the table, before packing."""
     sequences: int
     """Of one epoch."""
     rows_digest: str

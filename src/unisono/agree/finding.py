@@ -1,0 +1,158 @@
+"""Makes checks and verdicts out of groups: one summary with both values, evidence per group, the line to type."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.groups import Group, Value, differing, odd_out, reference, told
+from unisono.agree.naming import Who, count, culprit_hosts, culprit_ranks, enumerate_words, name_all
+from unisono.agree.rule import Rule
+from unisono.agree.showing import show
+from unisono.causes import Evidence, Verdict
+
+_GROUPS_IN_SUMMARY = 3
+_GROUPS_IN_EVIDENCE = 6
+_KEYS_IN_EVIDENCE = 12
+_KEYS_NAMED = 20
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where something is judged, and how those who are compared are written."""
+
+    phase: str
+    """`agree.nodes`, `agree.ranks`, …"""
+    name: Callable[[Iterable[Who]], str] = name_all
+
+
+NODES = Scene("agree.nodes")
+
+
+def verdict_of(
+    rule: Rule,
+    summary: str,
+    *,
+    scene: Scene,
+    culprits: Iterable[Who] = (),
+    evidence: Sequence[Evidence] = (),
+    fix: Sequence[str] = (),
+    confidence: float = 1.0,
+) -> Verdict:
+    """A verdict before the start, with the rule's cause and severity."""
+    culprits = tuple(culprits)
+    return Verdict(
+        cause=rule.cause,
+        when="before",
+        severity="fatal" if rule.violated == "fail" else "warning",
+        summary=summary,
+        ranks=culprit_ranks(culprits),
+        hosts=culprit_hosts(culprits),
+        phase=scene.phase,
+        evidence=tuple(evidence),
+        fix=tuple(fix),
+        confidence=confidence,
+    )
+
+
+def say_groups(groups: Sequence[Group[Value]], scene: Scene, shown: Callable[[Value], str]) -> str:
+    """`1e-4 on node 0 (a), 1e-5 on node 1 (b)`."""
+    parts = [f"{shown(group.value)} on {scene.name(group.members)}" for group in groups[:_GROUPS_IN_SUMMARY]]
+    left = sum(len(group.members) for group in groups[_GROUPS_IN_SUMMARY:])
+    if left:
+        parts.append(f"{count(len(groups) - _GROUPS_IN_SUMMARY, 'other value')} on {left} more")
+    return ("; " if any(", " in part for part in parts) else ", ").join(parts)
+
+
+def evidence_of(groups: Sequence[Group[Value]], scene: Scene, text: Callable[[Value], str]) -> list[Evidence]:
+    """One observation for each group, up to a bound."""
+    found = [
+        Evidence(where=scene.name(group.members), text=text(group.value)) for group in groups[:_GROUPS_IN_EVIDENCE]
+    ]  # fmt: skip
+    rest = groups[_GROUPS_IN_EVIDENCE:]
+    if rest:
+        where = scene.name(who for group in rest for who in group.members)
+        found.append(Evidence(where=where, text=f"{count(len(rest), 'other value')}"))
+    return found
+
+
+def judge_keys(
+    rule: Rule,
+    said: Sequence[tuple[Who, Mapping[str, Hashable]]],
+    *,
+    scene: Scene = NODES,
+    shown: Callable[[str, Hashable], str] = lambda _, value: show(value),
+    label: Callable[[str], str] = str,
+    rank_keys: Callable[[str], int] | None = None,
+    good: str = "",
+) -> Agreement:
+    """Compares mappings key by key.
+
+    Args:
+        rule: what is violated by a difference.
+        said: everybody's mapping.
+        scene: where this is judged.
+        shown: a value as it is written.
+        label: a key as it is written.
+        rank_keys: sorts the keys that differ, the most telling first.
+        good: the text of the check where nothing differs.
+    """
+    found = differing(said)
+    if not found:
+        return Agreement.noted(rule.id, "pass", good or f"{rule.subject}: the same everywhere")
+    keys = sorted(found, key=rank_keys) if rank_keys else list(found)
+    odd = {key: odd_out(found[key]) for key in keys}
+    culprits = sorted({who for people in odd.values() for who in people})
+    first = told(found[keys[0]], odd[keys[0]])
+    summary = f"{label(keys[0])}: {say_groups(first, scene, lambda value: shown(keys[0], value))}"
+    if len(keys) > 1:
+        summary += f"; and {count(len(keys) - 1, 'more difference')} ({rule.subject})"
+    evidence = [
+        item
+        for key in keys[:_KEYS_IN_EVIDENCE]
+        for item in evidence_of(told(found[key], odd[key]), scene, _with_key(label(key), key, shown))
+    ]
+    if len(keys) > _KEYS_IN_EVIDENCE:
+        names = enumerate_words([label(key) for key in keys[_KEYS_IN_EVIDENCE:]], at_most=_KEYS_NAMED)
+        evidence.append(Evidence(where=rule.subject, text=f"these differ too: {names}"))
+    fix = fill_remedy(
+        rule, who=odd[keys[0]] or culprits, key=label(keys[0]), groups=found[keys[0]], scene=scene,
+        shown=lambda value: shown(keys[0], value),
+    )  # fmt: skip
+    verdict = verdict_of(rule, summary, scene=scene, culprits=culprits, evidence=evidence, fix=fix)
+    return Agreement.found(rule.id, verdict, where=scene.name(culprits) if culprits else "")
+
+
+def _with_key(label: str, key: str, shown: Callable[[str, Hashable], str]) -> Callable[[Hashable], str]:
+    return lambda value: f"{label}: {shown(key, value)}"
+
+
+def fill_remedy(
+    rule: Rule,
+    *,
+    who: Sequence[Who],
+    key: str,
+    groups: Sequence[Group[Value]],
+    scene: Scene,
+    shown: Callable[[Value], str],
+) -> list[str]:
+    """The rule's remedy with names and values in it; lines that need a majority's value are left out where there is none."""
+    value = reference(groups)
+    filled = []
+    for line in rule.remedy:
+        if "{value}" in line and value is None:
+            continue
+        text = line.replace("{who}", scene.name(who) if who else "every node").replace("{key}", key)
+        filled.append(text if value is None else text.replace("{value}", shown(value)))
+    return filled
+
+
+def unknown_for(
+    rule: Rule, people: Sequence[Who], reason: str, *, scene: Scene = NODES, fix: str = ""
+) -> Agreement:
+    """Says that something could not be looked at somewhere; an empty agreement where it could everywhere."""
+    if not people:
+        return Agreement()
+    where = scene.name(people)
+    return Agreement.noted(
+        rule.id, "unknown", f"{rule.subject}: not known on {where}: {reason}", where=where, fix=fix
+    )

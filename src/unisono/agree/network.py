@@ -1,0 +1,296 @@
+"""Whether every node can reach every other on the ports and with the sizes that training uses: judged from the dial matrix."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.finding import Scene, verdict_of
+from unisono.agree.naming import Who, count, enumerate_words, name_all, name_node
+from unisono.agree.report import NodeReport, Reached
+from unisono.agree.rules import NETWORK_RULES
+from unisono.agree.showing import show_bytes
+from unisono.causes import Evidence
+from unisono.text import one_line
+
+_SCENE = Scene("agree.network")
+_SHOWN_WAYS = 10
+_UNSURE = 0.8  # one node alone says that it does not reach another: the fault may be on either side
+
+_OUTCOMES: dict[str, str] = {
+    "refused": "refused at once: nothing listens there, or a firewall rejects",
+    "timed_out": "no answer: a firewall drops it, or there is no such machine",
+    "unreachable": "no route to it",
+    "stranger": "something else answers there",
+    "stalled": "small messages pass, large ones do not come back",
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """What became of all dials from one node to another."""
+
+    source: int
+    target: int
+    dials: tuple[Reached, ...]
+
+    @property
+    def bad(self) -> list[Reached]:
+        """The dials that got no connection to the other node."""
+        return [dial for dial in self.dials if dial.outcome not in ("ok", "stalled")]
+
+    @property
+    def stalled(self) -> list[Reached]:
+        """The dials on which large messages were lost."""
+        return [dial for dial in self.dials if dial.outcome == "stalled"]
+
+
+def compare_network(reached: Sequence[Reached], reports: Sequence[NodeReport]) -> Agreement:
+    """Which nodes, or which ways between two, are cut; and where only small messages pass.
+
+    Args:
+        reached: what each node saw when it dialled others, on one or more ports each.
+        reports: of all nodes.
+    """
+    nodes = {
+        report.node_rank: report
+        for report in sorted(reports, key=lambda report: (report.node_rank, report.host))
+    }
+    if len(nodes) < 2:
+        return Agreement()
+    ways = _ways(dial for dial in reached if dial.source in nodes and dial.target in nodes)
+    return _judge_dials(ways, nodes).merged(_judge_sizes(ways, nodes), _judge_silence(ways, nodes))
+
+
+def _ways(reached: Iterable[Reached]) -> list[Way]:
+    dials: dict[tuple[int, int], list[Reached]] = {}
+    for dial in reached:
+        if dial.source != dial.target:
+            dials.setdefault((dial.source, dial.target), []).append(dial)
+    return [
+        Way(source, target, tuple(sorted(found, key=lambda dial: (dial.port, dial.outcome, dial.largest_bytes, dial.note))))
+        for (source, target), found in sorted(dials.items())
+    ]  # fmt: skip
+
+
+def _judge_silence(ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> Agreement:
+    """A node that dialled nobody, or that nobody dialled, is unknown: not reached is another thing."""
+    dialled = {way.source for way in ways} & {way.target for way in ways}
+    silent = _people([rank for rank in nodes if rank not in dialled], nodes)
+    if not silent:
+        return Agreement()
+    where = name_all(silent)
+    return Agreement.noted("network.dial", "unknown", f"ways to or from {where} were not tried", where=where)
+
+
+def _judge_dials(ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> Agreement:
+    rule = NETWORK_RULES["network.dial"]
+    cut = [way for way in ways if way.bad]
+    if not cut:
+        return Agreement.noted(rule.id, "pass", _good(ways)) if ways else Agreement()
+    culprits, sure = _to_blame(cut, ways)
+    people = _people(culprits, nodes)
+    verdict = verdict_of(
+        rule, _summary(cut, ways, people, nodes), scene=_SCENE, culprits=people,
+        evidence=_evidence(cut, ways, nodes), fix=_fixes(cut, nodes), confidence=1.0 if sure else _UNSURE,
+    )  # fmt: skip
+    return Agreement.found(rule.id, verdict, where=name_all(people) if people else "")
+
+
+def _good(ways: Sequence[Way]) -> str:
+    dials = [dial for way in ways for dial in way.dials]
+    ports = count(len({(dial.target, dial.port) for dial in dials}), "port")
+    times = [dial.rtt_s for dial in dials if dial.rtt_s is not None]
+    slowest = f", at most {max(times) * 1000:.1f} ms there and back" if times else ""
+    return f"{count(len(ways), 'way')} tried on {ports}, all open{slowest}"
+
+
+def _to_blame(cut: Sequence[Way], ways: Sequence[Way]) -> tuple[list[int], bool]:
+    """The nodes that nobody reaches, else those that reach nobody, else nobody: then it is the way between two. And whether that is sure."""
+    broken = {(way.source, way.target) for way in cut}
+    sources: dict[int, list[bool]] = {}
+    targets: dict[int, list[bool]] = {}
+    for way in ways:
+        failed = (way.source, way.target) in broken
+        sources.setdefault(way.source, []).append(failed)
+        targets.setdefault(way.target, []).append(failed)
+    everybody = set(sources) | set(targets)
+    for side in (targets, sources):
+        lost = sorted(node for node, failed in side.items() if all(failed))
+        if lost and len(lost) < len(everybody):
+            return lost, any(len(side[node]) > 1 for node in lost)
+        if lost:
+            return [], True
+    return [], True
+
+
+def _people(ranks: Iterable[int], nodes: Mapping[int, NodeReport]) -> list[Who]:
+    return [Who(rank, -1, nodes[rank].host) for rank in sorted(set(ranks))]
+
+
+def _name(rank: int, nodes: Mapping[int, NodeReport]) -> str:
+    return name_node(rank, nodes[rank].host)
+
+
+def _summary(
+    cut: Sequence[Way], ways: Sequence[Way], people: Sequence[Who], nodes: Mapping[int, NodeReport]
+) -> str:
+    """Who cannot reach whom, and how that looks from outside."""
+    first = cut[0].bad[0]
+    how = _OUTCOMES[first.outcome] + _ports(cut[0])
+    unreached = _unreached(cut, ways)
+    blamed = {who.node_rank for who in people}
+    if blamed and blamed <= unreached and len(ways) > 2:
+        return f"nobody reaches {name_all(people)} at {_address(cut, blamed)}: {how}"
+    if people and not blamed & unreached:
+        return f"{name_all(people)} reach{'es' if len(people) == 1 else ''} no other node: {how}"
+    if len(cut) == len(ways) and len(ways) > 2:
+        return f"no node reaches another ({count(len(cut), 'way')} tried): {how}"
+    text = (
+        f"{_name(first.source, nodes)} cannot reach {_name(first.target, nodes)} at {_endpoint(first)}: {how}"
+    )
+    if len(cut) > 1:
+        return f"{text}; and {count(len(cut) - 1, 'more way')}"
+    back = any((way.source, way.target) == (first.target, first.source) for way in ways)
+    return f"{text}; the other direction works" if back else text
+
+
+def _unreached(cut: Sequence[Way], ways: Sequence[Way]) -> set[int]:
+    open_ways = {way.target for way in ways if not way.bad}
+    return {way.target for way in cut} - open_ways
+
+
+def _address(cut: Sequence[Way], targets: set[int]) -> str:
+    found = dict.fromkeys(one_line(dial.address) for way in cut for dial in way.bad if way.target in targets)
+    return enumerate_words(list(found), at_most=3)
+
+
+def _endpoint(dial: Reached) -> str:
+    return f"{one_line(dial.address)} port {dial.port}"
+
+
+def _ports(way: Way) -> str:
+    """Which ports are open and which are not, where that differs: a firewall with a range."""
+    bad = sorted({dial.port for dial in way.bad})
+    good = sorted({dial.port for dial in way.dials}.difference(bad))
+    if not good or not bad:
+        return ""
+    return f" (port {enumerate_words([str(p) for p in bad], at_most=3)}; open: {enumerate_words([str(p) for p in good], at_most=3)})"
+
+
+def _evidence(cut: Sequence[Way], ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> list[Evidence]:
+    found = [
+        Evidence(
+            where=f"{_name(way.source, nodes)} → {_name(way.target, nodes)}",
+            text=f"{_endpoint(way.bad[0])}: {_OUTCOMES[way.bad[0].outcome]}{_ports(way)}{_note(way.bad[0])}",
+        )
+        for way in cut[:_SHOWN_WAYS]
+    ]
+    if len(cut) > _SHOWN_WAYS:
+        found.append(Evidence(where="the network", text=f"{len(cut) - _SHOWN_WAYS:,} more ways are cut"))
+    found.append(
+        Evidence(where="the network", text=f"{len(ways) - len(cut):,} of {count(len(ways), 'way')} are open")
+    )
+    return found
+
+
+def _note(dial: Reached) -> str:
+    return f" ({one_line(dial.note, limit=120)})" if dial.note else ""
+
+
+def _fixes(cut: Sequence[Way], nodes: Mapping[int, NodeReport]) -> list[str]:
+    """What to type, by what was seen; ports are chosen at run time, so that single ones do not help."""
+    outcomes = {dial.outcome for way in cut for dial in way.bad}
+    first = cut[0]
+    source, target = nodes[first.source], nodes[first.target]
+    fixes = []
+    if "stranger" in outcomes:
+        fixes.append(
+            f"on {name_node(first.target, target.host)}: its address {one_line(target.address)} leads elsewhere; choose the common network: `ip -br addr`, then --head and GLOO_SOCKET_IFNAME"
+        )
+    if outcomes & {"timed_out", "refused"}:
+        fixes.append(
+            f"on {name_node(first.target, target.host)}: `sudo iptables -I INPUT -p tcp -s {one_line(source.address)} -j ACCEPT`; open all ports above 1023 between the nodes, in both directions"
+        )
+    if "unreachable" in outcomes:
+        fixes.append(
+            f"on {name_node(first.source, source.host)}: `ip route get {one_line(target.address)}` must name a way"
+        )
+    if len(outcomes & {"timed_out", "refused"}) and _has_other_address(target):
+        fixes.append(
+            "or use another network that both share: `ip -br addr` on each, then --head and GLOO_SOCKET_IFNAME"
+        )
+    return fixes
+
+
+def _has_other_address(report: NodeReport) -> bool:
+    return any(
+        address != report.address
+        for one in report.interfaces
+        if not one.loopback
+        for address in one.addresses
+    )
+
+
+def _judge_sizes(ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> Agreement:
+    rule = NETWORK_RULES["network.size"]
+    stalled = [way for way in ways if way.stalled]
+    if not stalled:
+        largest = [dial.largest_bytes for way in ways for dial in way.dials if dial.outcome == "ok"]
+        return (
+            Agreement.noted(rule.id, "pass", f"up to {show_bytes(min(largest))} came back whole")
+            if largest
+            else Agreement()
+        )
+    first = stalled[0].stalled[0]
+    lost = min((size for size in first.tried_bytes if size > first.largest_bytes), default=0)
+    people = _people(_always_there(stalled, ways), nodes)
+    summary = (
+        f"{first.largest_bytes:,} bytes pass from {_name(first.source, nodes)} to {_name(first.target, nodes)}, {lost:,} do not:"
+        " a packet on the way is too large, and nobody says so"
+    )
+    if len(stalled) > 1:
+        summary += f"; and {count(len(stalled) - 1, 'more way')}"
+    ends = _people({rank for way in stalled for rank in (way.source, way.target)}, nodes)
+    evidence = [
+        Evidence(
+            where=f"{_name(way.source, nodes)} → {_name(way.target, nodes)}",
+            text=f"{_endpoint(way.stalled[0])}: the largest that came back is {way.stalled[0].largest_bytes:,} bytes",
+        )
+        for way in stalled[:_SHOWN_WAYS]
+    ] + [Evidence(where=name_all([who]), text=_mtu_text(nodes[who.node_rank])) for who in ends[:_SHOWN_WAYS]]
+    device = next((name for who in ends if (name := _interface(nodes[who.node_rank])[0])), "IFACE")
+    fix = [
+        f"as a first aid on {name_all(ends)}: `sudo ip link set dev {device} mtu 1400`; then find the switch or tunnel with the smaller size",
+        f"to see it: `ping -M do -s 1472 {one_line(first.address)}` fails where `ping {one_line(first.address)}` answers",
+    ]  # fmt: skip
+    verdict = verdict_of(rule, summary, scene=_SCENE, culprits=people, evidence=evidence, fix=fix)
+    return Agreement.found(rule.id, verdict, where=name_all(ends))
+
+
+def _always_there(stalled: Sequence[Way], ways: Sequence[Way]) -> list[int]:
+    """The node that is in every stalled way, where several partners say so; the way between two blames nobody."""
+    partners: dict[int, set[int]] = {}
+    for way in stalled:
+        partners.setdefault(way.source, set()).add(way.target)
+        partners.setdefault(way.target, set()).add(way.source)
+    always = [
+        node
+        for node, others in partners.items()
+        if len(others) > 1 and all(node in (w.source, w.target) for w in stalled)
+    ]
+    everybody = {rank for way in ways for rank in (way.source, way.target)}
+    return always if len(always) == 1 and len(everybody) > 2 else []
+
+
+def _interface(report: NodeReport) -> tuple[str, int | None]:
+    one = next((one for one in report.interfaces if report.address in one.addresses), None)
+    return (one_line(one.name), one.mtu) if one else ("", None)
+
+
+def _mtu_text(report: NodeReport) -> str:
+    name, mtu = _interface(report)
+    return (
+        f"{name} has MTU {mtu if mtu is not None else 'unknown'}"
+        if name
+        else "the interface of its address is not known"
+    )

@@ -1,0 +1,252 @@
+"""Whether all ranks would train the same thing: judged when data and model are ready, before the first collective."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.finding import Scene, judge_keys, verdict_of
+from unisono.agree.groups import partition
+from unisono.agree.naming import Who, count, name_all, name_ranks, number_list
+from unisono.agree.report import RankReport
+from unisono.agree.rules import RANK_RULES
+from unisono.agree.showing import show, show_digest
+from unisono.causes import Evidence
+from unisono.text import one_line
+
+_SHOWN_ROWS = 4
+
+Members = Sequence[tuple[Who, RankReport]]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What one rule compares: labels, each with its value. A digest of "" was not made."""
+
+    rule: str
+    read: Callable[[RankReport], Mapping[str, Hashable]]
+    good: str
+
+
+def _split(report: RankReport) -> dict[str, Hashable]:
+    rows = {} if report.rows is None else {"rows": report.rows}
+    return {
+        **rows, "sequences": report.sequences, "steps": report.total_steps, "tokens": report.tokens,
+        "loss tokens": report.loss_tokens, "row ids": report.rows_digest, "order of rows": report.order_digest,
+    }  # fmt: skip
+
+
+COMPARED: tuple[Compared, ...] = (
+    Compared("ranks.device_kind", lambda r: {"device": r.device_kind}, "one kind"),
+    Compared("ranks.torch", lambda r: {"torch": r.torch_version.partition("+")[0]}, "one version"),
+    Compared(
+        "ranks.plan",
+        lambda r: {"strategy": r.strategy, "dtype": r.dtype, "seed": r.seed, "back-end": r.collective_backend},
+        "strategy, dtype, seed and back-end are the same",
+    ),
+    Compared("ranks.resume", lambda r: {"resumed step": r.resume_step}, "one step"),
+    Compared("ranks.tokenizer", lambda r: {"tokenizer": r.tokenizer_digest}, "the same text gives the same tokens"),
+    Compared("ranks.split", _split, "the same rows, in the same order, in the same number of steps"),
+    Compared(
+        "ranks.trained",
+        lambda r: {"trained parameters": r.trainable_parameters, "names and shapes": r.parameters_digest},
+        "the same names and shapes",
+    ),
+    Compared("ranks.frozen", lambda r: {"frozen weights": r.frozen_values_digest}, "the same values"),
+    Compared("ranks.initial", lambda r: {"initial values": r.trained_values_digest}, "the same values"),
+    Compared("ranks.threads", lambda r: {"threads": r.threads}, "the same number"),
+)  # fmt: skip
+"""In the order of judgement: another tokenizer gives other rows, another plan another order."""
+
+
+def compare_ranks(reports: Sequence[RankReport], *, world_size: int) -> Agreement:
+    """All checks of the ranks, and a verdict for each thing that is wrong, the decisive one first.
+
+    Args:
+        reports: one of each rank, in any order.
+        world_size: what the plan says.
+    """
+    members = _in_order(reports)
+    if not members:
+        return Agreement.noted(
+            "ranks.complete", "unknown", f"none of {count(world_size, 'rank')} has reported"
+        )
+    scene = Scene(
+        "agree.ranks", name_all if len({who.node_rank for who, _ in members}) > 1 else _one_node(members)
+    )
+    found = Agreement().merged(
+        _judge_complete(members, world_size, scene), _judge_world(members, world_size, scene),
+        _judge_places(members, scene), _judge_devices(members, scene),
+    )  # fmt: skip
+    return found.merged(*(_judge(compared, members, scene) for compared in COMPARED))
+
+
+def _in_order(reports: Sequence[RankReport]) -> Members:
+    unique = len({report.rank for report in reports}) == len(reports)
+    ordered = sorted(reports, key=lambda report: (report.rank, "" if unique else report.model_dump_json()))
+    return [(Who(report.node_rank, max(0, report.rank), report.host), report) for report in ordered]
+
+
+def _one_node(members: Members) -> Callable[[Iterable[Who]], str]:
+    """On one node the numbers of the ranks say all, unless they have no host in common."""
+    return name_ranks if len({who.host for who, _ in members}) == 1 else name_all
+
+
+def _judge_complete(members: Members, world_size: int, scene: Scene) -> Agreement:
+    rule = RANK_RULES["ranks.complete"]
+    ranks = [report.rank for _, report in members]
+    missing = [rank for rank in range(min(world_size, max(ranks) + 2 + len(ranks))) if rank not in set(ranks)]
+    twice = [
+        group for group in partition((who, report.rank) for who, report in members) if len(group.members) > 1
+    ]
+    outside = [who for who, report in members if not 0 <= report.rank < world_size]
+    if twice:
+        people = twice[0].members
+        processes = [report for _, report in members if report.rank == twice[0].value][:6]
+        text = f"rank {twice[0].value} has reported {len(people)} times: " + ", ".join(
+            f"pid {report.pid} on {one_line(report.host)}" for report in processes
+        )
+    elif outside:
+        people = tuple(outside)
+        text = f"{scene.name(outside)} in a world of {world_size:,}"
+    elif missing:
+        people = ()
+        text = f"{number_list('rank', missing)} of {world_size:,} {'has' if len(missing) == 1 else 'have'} not reported"
+    else:
+        return Agreement.noted(rule.id, "pass", f"all {world_size:,}, each once")
+    verdict = verdict_of(rule, text, scene=scene, culprits=people, fix=rule.remedy)
+    return Agreement.found(rule.id, verdict, where=scene.name(people) if people else "")
+
+
+def _judge_world(members: Members, world_size: int, scene: Scene) -> Agreement:
+    """Every rank believes in the world that the plan made."""
+    rule = RANK_RULES["ranks.world"]
+    groups = partition((who, report.world_size) for who, report in members)
+    wrong = sorted(who for group in groups if group.value != world_size for who in group.members)
+    if not wrong:
+        return Agreement.noted(rule.id, "pass", f"{world_size:,} for every rank, as planned")
+    believed = next(group.value for group in groups if group.value != world_size)
+    culprits = wrong if 2 * len(wrong) <= len(members) else []
+    fix = [line.replace("{who}", scene.name(wrong)) for line in rule.remedy]
+    verdict = verdict_of(
+        rule, f"world size: {believed:,} on {scene.name(wrong)}, and {world_size:,} in the plan", scene=scene, culprits=culprits,
+        evidence=[Evidence(where=scene.name(group.members), text=f"WORLD_SIZE {group.value}") for group in groups[:6]], fix=fix,
+    )  # fmt: skip
+    return Agreement.found(rule.id, verdict, where=scene.name(wrong))
+
+
+def _judge_places(members: Members, scene: Scene) -> Agreement:
+    """On a node every rank has its own local rank."""
+    rule = RANK_RULES["ranks.place"]
+    taken = partition((who, (report.node_rank, report.local_rank)) for who, report in members)
+    twice = [group for group in taken if len({who.rank for who in group.members}) > 1]
+    if not twice:
+        return Agreement.noted(rule.id, "pass", "each has a local rank of its own")
+    people = twice[0].members
+    text = f"{scene.name(people)} have the same local rank {twice[0].value[1]}"
+    verdict = verdict_of(rule, text, scene=scene, culprits=people, fix=rule.remedy)
+    return Agreement.found(rule.id, verdict, where=scene.name(people))
+
+
+def _judge_devices(members: Members, scene: Scene) -> Agreement:
+    """No device is bound by two ranks."""
+    rule = RANK_RULES["ranks.device"]
+    bound = [(who, report.device_uuid) for who, report in members if report.device_kind == "cuda"]
+    if not bound:
+        return Agreement.noted(rule.id, "pass", "ranks on CPU share it")
+    nameless = [who for who, uuid in bound if not uuid]
+    twice = [
+        group for group in partition((who, uuid) for who, uuid in bound if uuid) if len(group.members) > 1
+    ]
+    if twice:
+        people = sorted(who for group in twice for who in group.members)
+        text = f"{scene.name(twice[0].members)} are bound to the same device {one_line(twice[0].value or '')}"
+        places = dict(members)
+        evidence = [
+            Evidence(where=scene.name([who]), text=f"local rank {places[who].local_rank}, pid {places[who].pid}, device {one_line(places[who].device_uuid or '')}")
+            for who in people[:8]
+        ]  # fmt: skip
+        verdict = verdict_of(rule, text, scene=scene, culprits=people, evidence=evidence, fix=rule.remedy)
+        return Agreement.found(rule.id, verdict, where=scene.name(people))
+    if nameless:
+        return Agreement.noted(
+            rule.id, "unknown", f"no UUID of the device of {scene.name(nameless)}", where=scene.name(nameless)
+        )
+    return Agreement.noted(rule.id, "pass", f"{count(len(bound), 'rank')}, each on a device of its own")
+
+
+def _judge(compared: Compared, members: Members, scene: Scene) -> Agreement:
+    rule = RANK_RULES[compared.rule]
+    values = [(who, compared.read(report)) for who, report in members]
+    unmade = sorted({label for _, said in values for label, value in said.items() if value == ""})
+    silent = [who for who, said in values if any(said.get(label) == "" for label in unmade)]
+    known = [
+        (who, {label: value for label, value in said.items() if label not in unmade}) for who, said in values
+    ]
+    missing = Agreement()
+    if unmade:
+        text = f"{', '.join(unmade)}: no digest was made by {scene.name(silent)}"
+        missing = Agreement.noted(rule.id, "unknown", text, where=scene.name(silent))
+    if not any(said for _, said in known):
+        return missing
+    order = list(known[0][1]) + [label for _, said in known for label in said]
+    found = judge_keys(rule, known, scene=scene, rank_keys=order.index, shown=_shown, good=compared.good)
+    return _with_details(found, members, scene).merged(missing)
+
+
+def _shown(label: str, value: Hashable) -> str:
+    if isinstance(value, bool) or not isinstance(value, int):
+        digest = label not in ("device", "torch", "strategy", "dtype", "back-end")
+        return f"digest {show_digest(value)}" if digest and isinstance(value, str) else show(value)
+    return str(value) if label == "seed" else f"{value:,}"
+
+
+def _with_details(found: Agreement, members: Members, scene: Scene) -> Agreement:
+    """Adds what digests alone do not say: the first rows that differ, the tensors that differ."""
+    verdict = next(iter(found.fatal), None)
+    if verdict is None:
+        return found
+    more: list[Evidence] = []
+    if verdict.cause == "split_mismatch":
+        more = _first_rows(members, scene)
+    elif verdict.cause == "weights_mismatch" and verdict.summary.startswith("frozen weights"):
+        tensor = _odd_tensor(members, scene)
+        if tensor:
+            verdict = verdict.model_copy(update={"summary": f"{verdict.summary}; first in {tensor[0]}"})
+            more = tensor[1]
+    verdict = verdict.model_copy(update={"evidence": (*verdict.evidence, *more)})
+    return Agreement.found(found.checks[0].id, verdict, where=found.checks[0].where)
+
+
+def _first_rows(members: Members, scene: Scene) -> list[Evidence]:
+    """Around the first place where two ranks would take different rows."""
+    groups = partition(
+        (who, tuple(report.first_difference)) for who, report in members if report.first_difference
+    )
+    if len(groups) < 2:
+        return []
+    lists = [group.value for group in groups]
+    place = next(
+        (i for i in range(min(map(len, lists))) if len({one[i] for one in lists}) > 1), min(map(len, lists))
+    )
+    return [
+        Evidence(
+            where=scene.name(group.members),
+            text=f"from place {place} on: {', '.join(one_line(row, limit=40) for row in group.value[place:place + _SHOWN_ROWS]) or 'no more rows'}",
+        )
+        for group in groups[:4]
+    ]  # fmt: skip
+
+
+def _odd_tensor(members: Members, scene: Scene) -> tuple[str, list[Evidence]] | None:
+    """The first tensor whose digest is not the same everywhere, among those that all ranks digested."""
+    tables = [report.odd_tensors for _, report in members]
+    common = set(tables[0]).intersection(*tables[1:])
+    for name in (name for name in tables[0] if name in common):
+        groups = partition((who, report.odd_tensors[name]) for who, report in members)
+        if len(groups) > 1:
+            shown = one_line(name, limit=120)
+            return shown, [
+                Evidence(where=scene.name(group.members), text=f"{shown}: digest {show_digest(group.value)}")
+                for group in groups[:4]
+            ]
+    return None

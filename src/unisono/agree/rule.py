@@ -1,0 +1,34 @@
+"""What one line of the table of agreement says."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Need = Literal["equal", "unique", "valid", "free"]
+
+NEED_MEANING: dict[Need, str] = {
+    "equal": "must be equal everywhere",
+    "unique": "must be unique",
+    "valid": "may differ, and must be right on each node",
+    "free": "may differ freely",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing that nodes or ranks bring to the table, and what is asked of it.
+
+    Attributes:
+        id: of the check in agreement.json.
+        subject: what is looked at, for people.
+        need: equal, unique, valid or free.
+        violated: what comes of it where it does not hold; `warn` is said and the run starts.
+        cause: id of the catalogue.
+        remedy: what to do; `{who}` is the odd one, `{key}` what differs, `{value}` what most have.
+    """
+
+    id: str
+    subject: str
+    need: Need
+    violated: Literal["fail", "warn", "pass"]
+    cause: str
+    remedy: tuple[str, ...] = ()

@@ -1,0 +1,114 @@
+"""Where the run will write: whether each node can, whether it is one place, and whether there is room."""
+
+from collections.abc import Hashable
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.counts import Members
+from unisono.agree.finding import NODES, evidence_of, fill_remedy, unknown_for, verdict_of
+from unisono.agree.groups import odd_out, partition, told
+from unisono.agree.naming import Who, count, name_all
+from unisono.agree.report import NodeReport
+from unisono.agree.rules import NODE_RULES
+from unisono.agree.showing import show_bytes
+from unisono.text import one_line
+
+_LEAST_FREE = 64 * 2**20
+
+
+def judge_storage(members: Members) -> Agreement:
+    """Each node can write, and whether the place is shared is known and said."""
+    return _judge_writing(members).merged(_judge_sharing(members))
+
+
+def _judge_writing(members: Members) -> Agreement:
+    rule = NODE_RULES["storage.write"]
+    troubles = partition((who, _trouble(report)) for who, report in members)
+    bad = [group for group in troubles if group.value]
+    unknown = [who for who, report in members if report.output.writable is None and not _trouble(report)]
+    reports = dict(members)
+    why = next(
+        (one_line(reports[who].output.trouble) for who in unknown if reports[who].output.trouble), "not tried"
+    )
+    missing = unknown_for(rule, unknown, why)
+    if not bad:
+        return missing if len(unknown) == len(members) else _room(members).merged(missing)
+    people = sorted(who for group in bad for who in group.members)
+    verdict = verdict_of(
+        rule, "; ".join(f"{name_all(group.members)}: {group.value}" for group in bad[:3]), scene=NODES, culprits=people,
+        evidence=evidence_of(bad, NODES, str), fix=_with_path(rule.remedy, people, reports[people[0]]),
+    )  # fmt: skip
+    return Agreement.found(rule.id, verdict, where=name_all(people)).merged(missing)
+
+
+def _with_path(remedy: tuple[str, ...], people: list[Who], report: NodeReport) -> list[str]:
+    path = one_line(report.output.path)
+    return [line.replace("{who}", name_all(people)).replace("OUTPUT_DIR", path) for line in remedy]
+
+
+def _trouble(report: NodeReport) -> str:
+    """Why nothing can be written, or an empty string."""
+    output = report.output
+    path = one_line(output.path)
+    if output.writable is False:
+        return f"output_dir {path} cannot be written: {one_line(output.trouble) or 'no reason was given'}"
+    if output.free_bytes is None or not (report.node_rank == 0 or output.shared):
+        return ""
+    least = max(_LEAST_FREE, report.reserved.get("disk_bytes", 0))
+    if output.free_bytes < least:
+        return f"output_dir {path} has {show_bytes(output.free_bytes)} free, and {show_bytes(least)} stay reserved"
+    return ""
+
+
+def _room(members: Members) -> Agreement:
+    rule = NODE_RULES["storage.write"]
+    measured = [report for _, report in members if report.output.free_bytes is not None]
+    if not measured:
+        return Agreement.noted(rule.id, "pass", "written, read back and renamed; free space is not known")
+    tightest = min(measured, key=lambda report: (report.output.free_bytes or 0, report.node_rank))
+    free = tightest.output.free_bytes or 0
+    text = f"written, read back and renamed; {show_bytes(free)} free"
+    if len(measured) > 1:
+        text += f" on {name_all([Who(tightest.node_rank, -1, tightest.host)])}, the least"
+    reserved = max((report.reserved.get("disk_bytes", 0) for report in measured), default=0)
+    if reserved:
+        text += f"; {show_bytes(reserved)} are left to the system"
+    return Agreement.noted(rule.id, "pass", text)
+
+
+def _judge_sharing(members: Members) -> Agreement:
+    rule = NODE_RULES["storage.shared"]
+    if len(members) == 1:
+        return Agreement()
+    seen = [(who, report.output.shared) for who, report in members if who.node_rank != 0]
+    known = [(who, shared) for who, shared in seen if shared is not None]
+    missing = unknown_for(
+        rule, [who for who, shared in seen if shared is None], "the head's mark could not be looked for"
+    )
+    groups = partition(known)
+    if not known or (len(groups) == 1 and groups[0].value):
+        text = f"one place for {count(len(known) + 1, 'node')}"
+        return (Agreement.noted(rule.id, "pass", text) if known else Agreement()).merged(missing)
+    holder = next((who for who, _ in members if who.node_rank == 0), None)
+    holds = name_all([holder]) if holder else "the head"
+    apart = next(group.members for group in groups if not group.value)
+    odd = odd_out(groups) if len(groups) > 1 else ()
+    summary = f"output_dir of {name_all(apart)} is not that of {holds}"
+    if len(groups) > 1:
+        together = next(group.members for group in groups if group.value)
+        summary += f", as it is on {name_all(together)}"
+    summary += f": {holds} holds the run, the others keep copies of result.json and verdict.json"
+    paths = partition((who, _place(report)) for who, report in members)
+    verdict = verdict_of(
+        rule, summary, scene=NODES, culprits=odd, evidence=evidence_of(told(paths, apart), NODES, str),
+        fix=fill_remedy(rule, who=apart, key="", groups=(), scene=NODES, shown=str),
+    )  # fmt: skip
+    return Agreement.found(rule.id, verdict, where=name_all(apart)).merged(missing)
+
+
+def _place(report: NodeReport) -> Hashable:
+    output = report.output
+    kind = f" ({one_line(output.file_system)})" if output.file_system else ""
+    seen = {True: ", the head's mark is there", False: ", the head's mark is not there", None: ""}[
+        output.shared
+    ]
+    return f"{one_line(output.path)}{kind}{'' if report.node_rank == 0 else seen}"
