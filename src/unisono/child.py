@@ -15,6 +15,16 @@ from unisono.events import Reporter
 from unisono.text import one_line
 
 _PR_SET_PDEATHSIG = 1
+_PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Socket closed",
+    "NCCL communicator was aborted",
+    "remote process exited",
+)
 
 
 def parse_child_arguments(argv: list[str], *, named: bool) -> argparse.Namespace:
@@ -62,10 +72,26 @@ def run_child(body: Callable[[Reporter], dict[str, Any]], arguments: argparse.Na
             error=one_line(f"{type(error).__name__}: {error}"),
             where=place,
             traceback=text,
+            peer_lost=is_peer_loss(error),
         )
         return 5
     reporter.send("result", **result)
     return int(result.get("exit_code", 0))
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Whether an exception is the consequence of another rank's death, as torch, gloo and NCCL tell it.
+
+    Errors of the same words that no collective has raised (a download, a pipe of one's own) are not.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if type(seen).__name__ in _PEER_ERRORS:
+            return True
+        if isinstance(seen, RuntimeError) and any(text in str(seen) for text in _PEER_TEXTS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 def _innermost(error: BaseException) -> str:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.checkpoint.state import (
-    _decode,
-    _encode,
+    decode_values,
+    encode_values,
     load_optimizer,
     load_state,
     optimizer_tensors,
@@ -34,8 +34,8 @@ VALUES = st.recursive(
 def test_values_read_back_as_they_were(value: object) -> None:
     import json
 
-    document = json.dumps(_encode(value, "value"), allow_nan=False)
-    assert repr(_decode(json.loads(document))) == repr(
+    document = json.dumps(encode_values(value, "value"), allow_nan=False)
+    assert repr(decode_values(json.loads(document))) == repr(
         value
     )  # repr tells -0.0 from 0.0, and nan is equal to itself
 
@@ -43,7 +43,7 @@ def test_values_read_back_as_they_were(value: object) -> None:
 @pytest.mark.parametrize("value", [{1: "a"}, {"$float": 1}, b"x", {1, 2}, object()])
 def test_what_json_would_change_is_refused(value: object) -> None:
     with pytest.raises(TypeError, match="JSON would not give back"):
-        _encode(value, "state")
+        encode_values(value, "state")
 
 
 def test_a_state_of_pythons_generator_comes_back(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def save_state(directory: Path, *, tensors: dict[str, Tensors], state: dict[str,
         StorageFull: if there is not enough room.
         TypeError: if the state holds something else.
     """
-    document = {"schema": 1, "groups": sorted(tensors), "state": _encode(state, "state")}
+    document = {"schema": 1, "groups": sorted(tensors), "state": encode_values(state, "state")}
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1).encode(
         "utf-8", "surrogatepass"
     )
@@ -76,7 +76,7 @@ def load_state(directory: Path) -> tuple[dict[str, Tensors], dict[str, Any]]:
     try:
         document = json.loads((directory / STATE).read_bytes().decode("utf-8", "surrogatepass"))
         tensors = {group: _load_group(_file(directory, group)) for group in document["groups"]}
-        return tensors, _decode(document["state"])
+        return tensors, decode_values(document["state"])
     except Exception as error:
         # whatever a reader says of files that are not ours, it is damage; the cause is chained
         raise IntegrityError.of(
@@ -201,31 +201,32 @@ def _load_group(path: Path) -> Tensors:
     return tensors | {name: tensors[original] for name, original in aliases.items()}
 
 
-def _encode(value: Any, place: str) -> Any:
+def encode_values(value: Any, place: str) -> Any:
     """`value` as JSON that reads back to the same: tuples and floats that are no number get a tag."""
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, list):
-        return [_encode(item, f"{place}[{i}]") for i, item in enumerate(value)]
+        return [encode_values(item, f"{place}[{i}]") for i, item in enumerate(value)]
     if type(value) is tuple:
-        return {"$tuple": [_encode(item, f"{place}[{i}]") for i, item in enumerate(value)]}
+        return {"$tuple": [encode_values(item, f"{place}[{i}]") for i, item in enumerate(value)]}
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str) or key in ("$float", "$tuple"):
                 raise TypeError(f"{place} has a key {key!r}, which JSON would not give back")
-        return {key: _encode(item, f"{place}.{key}") for key, item in value.items()}
+        return {key: encode_values(item, f"{place}.{key}") for key, item in value.items()}
     raise TypeError(f"{place} is a {type(value).__name__}, which JSON would not give back")
 
 
-def _decode(value: Any) -> Any:
+def decode_values(value: Any) -> Any:
+    """What encode_values was given."""
     if isinstance(value, list):
-        return [_decode(item) for item in value]
+        return [decode_values(item) for item in value]
     if isinstance(value, dict):
         if "$float" in value:
             return float(value["$float"])
         if "$tuple" in value:
-            return tuple(_decode(item) for item in value["$tuple"])
-        return {key: _decode(item) for key, item in value.items()}
+            return tuple(decode_values(item) for item in value["$tuple"])
+        return {key: decode_values(item) for key, item in value.items()}
     return value

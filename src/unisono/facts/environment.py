@@ -87,9 +87,15 @@ def read_environment() -> Environment:
 def take_token() -> str | None:
     """The job's token from UNISONO_TOKEN, which is then gone: nothing that is started later can read it. None if unset or empty.
 
-    It also leaves what `/proc/PID/environ` shows of children; of this process itself that file keeps the first state.
+    Only `/proc/PID/environ` of this process itself, which is the same user's to read, keeps what it was started with.
     """
     return os.environ.pop(_TOKEN, "").strip() or None
+
+
+def use_interface(name: str) -> None:
+    """Has gloo and NCCL in this process use a network interface, where the user has named none. Call it before they start."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, name)
 
 
 def _telling(env: Mapping[str, str]) -> dict[str, str]:

@@ -9,8 +9,9 @@ through its own attention or its own head: slower, and right.
 """
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from unisono.model.loss import head_loss, logits_loss
 
 Layout = Literal["flat", "padded"]
 Head = Literal["chunked", "model"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,15 @@ class Forward:
     """The attention that the model takes by itself; generation uses it."""
     why: str = ""
     """Why it is not the quick way, if it is not."""
+    root: torch.nn.Module | None = None
+    """Where weights are sharded over ranks: what every use of them goes through (`model.shard`)."""
+
+    def within(self, use: Callable[[], T]) -> T:
+        """What `use` gives, called where all weights are whole. With sharded weights all ranks must call it alike."""
+        if self.root is None:
+            return use()
+        found: T = self.root(use)
+        return found
 
     def loss(self, rows: Rows, *, count: int) -> torch.Tensor:
         """Σ of the cross entropy at the loss tokens of these rows / count, a float32 scalar with a gradient.
@@ -63,6 +74,9 @@ class Forward:
             rows: the micro batch.
             count: loss tokens of the global batch.
         """
+        return self.within(lambda: self._loss(rows, count))
+
+    def _loss(self, rows: Rows, count: int) -> torch.Tensor:
         with self._precision():
             if self.head == "chunked":
                 weight = self.loaded.base.get_output_embeddings().weight
@@ -104,7 +118,12 @@ class Forward:
 
 
 def choose_forward(
-    loaded: LoadedModel, *, dtype: str, quick_adapter: bool, gradient_checkpointing: bool
+    loaded: LoadedModel,
+    *,
+    dtype: str,
+    quick_adapter: bool,
+    gradient_checkpointing: bool,
+    root: torch.nn.Module | None = None,
 ) -> Forward:
     """Finds the quickest way in which this model's rows can be computed rightly, by trying.
 
@@ -113,6 +132,7 @@ def choose_forward(
         dtype: of the computation.
         quick_adapter: whether all that is trained are plain LoRA matrices.
         gradient_checkpointing: whether activations are computed again in the backward pass.
+        root: what sharded weights are used through; all ranks must call this then.
     """
     register()
     base = loaded.base
@@ -122,13 +142,14 @@ def choose_forward(
         enable({"use_reentrant": False})
     own = base.config._attn_implementation  # noqa: SLF001 - the one place where transformers keeps it
     quick = quick_adapter and hasten_lora(loaded.model) * 2 == len(loaded.trainable)
-    forward = Forward(loaded, "padded", "model", DTYPES[dtype], dtype != "float32" and not quick, own)
+    autocast = dtype != "float32" and not quick
+    forward = Forward(loaded, "padded", "model", DTYPES[dtype], autocast, own, root=root)
     was_training = loaded.model.training
     loaded.model.eval()
     with torch.no_grad():
-        wanted = _alone(forward)
-        _try_head(forward, wanted)
-        _try_flat(forward, wanted)
+        wanted = forward.within(lambda: _alone(forward))
+        forward.within(lambda: _try_head(forward, wanted))
+        forward.within(lambda: _try_flat(forward, wanted))
     loaded.model.train(was_training)
     return forward
 

@@ -34,6 +34,10 @@ class LoadedModel:
     trainable: dict[str, torch.nn.Parameter]
     parameters: int
 
+    def collect_trainable(self) -> None:
+        """Finds the trained parameters anew, after they became others: shards of themselves."""
+        self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
     @property
     def trainable_parameters(self) -> int:
         """How many numbers are trained."""

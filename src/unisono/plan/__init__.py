@@ -1,5 +1,6 @@
 """What was decided, once, before anything starts. Pure: values in, values out; no torch, no clock, no disk."""
 
+from unisono.plan.deal import deal
 from unisono.plan.memory import estimate_memory
 from unisono.plan.model import (
     DataSummary,
@@ -29,6 +30,7 @@ __all__ = [
     "SplitSummary",
     "Strategy",
     "Stream",
+    "deal",
     "estimate_memory",
     "permutation",
     "resolve_plan",

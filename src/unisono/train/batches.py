@@ -9,7 +9,7 @@ import torch
 from unisono.data.batch import Batch, collate
 from unisono.data.table import TokenTable
 from unisono.model.forward import Rows
-from unisono.plan import Stream
+from unisono.plan import Stream, deal
 
 
 @dataclass(frozen=True)
@@ -18,62 +18,97 @@ class StepBatches:
 
     Attributes:
         step: from 1.
-        groups: sequence indices of each micro batch.
+        sequences: those of the global batch, in the plan's order, whichever rank takes them.
+        groups: sequence indices of each micro batch of this rank.
+        positions: the place in the endless stream at which each of these begins.
+        rounds: the most micro batches that any rank has.
         tokens: input tokens of the global batch.
         loss_tokens: what its loss is divided by.
     """
 
     step: int
+    sequences: list[int]
     groups: list[list[int]]
+    positions: list[int]
+    rounds: int
     tokens: int
     loss_tokens: int
 
 
 @dataclass
 class TrainingData:
-    """The rows of training in the order of the plan."""
+    """The rows of training in the order of the plan, and this rank's part of them."""
 
     table: TokenTable
     stream: Stream
     global_batch: int
     micro_batch: int
     total_sequences: int
+    rank: int = 0
+    world_size: int = 1
 
     def __post_init__(self) -> None:
         self._tokens = self.table.sequence_tokens()
         self._loss_tokens = self.table.sequence_loss_tokens()
 
     def step(self, step: int) -> StepBatches:
-        """The sequences of a step, dealt into micro batches."""
+        """The sequences of a step, dealt over the ranks and into micro batches."""
         sequences = self.stream.step(
             step, global_batch=self.global_batch, total_sequences=self.total_sequences
         )
+        hands = deal(self._tokens[sequences].tolist(), ranks=self.world_size)
+        first = (step - 1) * self.global_batch
+        cut = [
+            hands[self.rank][i : i + self.micro_batch]
+            for i in range(0, len(hands[self.rank]), self.micro_batch)
+        ]
         return StepBatches(
-            step,
-            [sequences[i : i + self.micro_batch] for i in range(0, len(sequences), self.micro_batch)],
-            int(self._tokens[sequences].sum()),
-            int(self._loss_tokens[sequences].sum()),
+            step=step,
+            sequences=sequences,
+            groups=[[sequences[place] for place in group] for group in cut],
+            positions=[first + group[0] for group in cut],
+            rounds=-(-max(map(len, hands)) // self.micro_batch),
+            tokens=int(self._tokens[sequences].sum()),
+            loss_tokens=int(self._loss_tokens[sequences].sum()),
         )
-
-    def position(self, step: int, micro_step: int) -> int:
-        """The global sequence index at which a micro batch begins; streams of randomness are keyed by it."""
-        return (step - 1) * self.global_batch + micro_step * self.micro_batch
 
     def longest(self) -> list[int]:
         """The sequences of the largest micro batch that could come."""
         order = np.argsort(self._tokens, kind="stable")[::-1]
         return [int(i) for i in order[: self.micro_batch]]
 
-    def row_ids(self, step: StepBatches) -> list[str]:
-        """Where the rows of a step come from, for people."""
-        rows = [row for group in step.groups for sequence in group for row in self.table.rows_of(sequence)]
+    def shortest(self) -> list[int]:
+        """A sequence that costs little, for a forward whose loss does not count."""
+        return [int(np.argmin(self._tokens))]
+
+    def row_ids(self, sequences: Sequence[int]) -> list[str]:
+        """Where the rows of some sequences come from, for people."""
+        rows = [row for sequence in sequences for row in self.table.rows_of(sequence)]
         return [self.table.row_id(int(row)) for row in rows]
 
 
-def evaluation_groups(table: TokenTable, *, micro_batch: int) -> Iterator[list[int]]:
-    """All sequences of an evaluation table, in order, in groups of a micro batch."""
-    for first in range(0, table.sequences, micro_batch):
-        yield list(range(first, min(first + micro_batch, table.sequences)))
+@dataclass(frozen=True)
+class EvaluationBatches:
+    """All sequences of an evaluation table, in order, in groups of a micro batch; the ranks take groups in turn.
+
+    Attributes:
+        table: of the evaluation.
+        micro_batch: sequences of a group.
+        rank: whose groups these are.
+        world_size: all ranks.
+    """
+
+    table: TokenTable
+    micro_batch: int
+    rank: int = 0
+    world_size: int = 1
+
+    def rounds(self) -> Iterator[list[int]]:
+        """This rank's group of each round; empty where the last round has none for it. All ranks have as many rounds."""
+        turn = self.micro_batch * self.world_size
+        for begin in range(0, self.table.sequences, turn):
+            first = begin + self.rank * self.micro_batch
+            yield list(range(first, min(first + self.micro_batch, self.table.sequences)))
 
 
 def load_rows(table: TokenTable, sequences: Sequence[int], device: torch.device) -> tuple[Rows, Batch]:

@@ -9,32 +9,55 @@ from unisono.data.table import TokenTable
 from unisono.model.generate import generate
 from unisono.score import exact_match
 from unisono.text import plain
-from unisono.train.batches import evaluation_groups, load_rows
+from unisono.train.batches import load_rows
 from unisono.train.run import Run
+from unisono.train.stop import flags_of, outcome_of
 
 _TELL_EVERY_S = 2.0  # a short evaluation is told by its outcome alone
 
 
 def evaluation_loss(run: Run) -> float | None:
-    """Σ of the cross entropy / loss tokens over all evaluation rows; None where there are none."""
-    table = run.eval_table
-    if table is None:
+    """Σ of the cross entropy / loss tokens over all evaluation rows; None where there are none, or a stop came.
+
+    All ranks must call it; each takes its groups, and all get the same bits.
+    """
+    table, groups = run.eval_table, run.evaluation
+    if table is None or groups is None:
         return None
     count = int(table.sequence_loss_tokens().sum())
     total = 0.0
     with torch.no_grad(), evaluating(run):
         done, told = 0, time.monotonic()
-        for group in evaluation_groups(table, micro_batch=run.plan.micro_batch):
-            rows, _ = load_rows(table, group, run.device)
-            if len(rows.labels):
-                total += float(run.forward.loss(rows, count=count))
-            if run.stop.outcome:  # an evaluation is not worth the grace time; the caller drops it
+        for group in groups.rounds():
+            # All ranks take part in each sum, also those that have no group in the last round.
+            part = [evaluation_part(run, group, count=count), *flags_of(run.stop.outcome)]
+            summed = torch.tensor(part, dtype=torch.float64, device=run.device)
+            run.group.sum(summed)
+            loss, *flags = summed.tolist()
+            total += loss
+            run.agreed_stop = outcome_of(flags)
+            if run.stopping:  # an evaluation is not worth the grace time; the caller drops it
                 return None
-            done += len(group)
+            done = min(done + groups.micro_batch * groups.world_size, table.sequences)
             if time.monotonic() - told > _TELL_EVERY_S:
                 told = time.monotonic()
                 run.report.phase("evaluate", "evaluating", done=done, total=table.sequences)
     return total
+
+
+def evaluation_part(run: Run, group: list[int], *, count: int) -> float:
+    """The sum of the cross entropy of one group of evaluation sequences / count; 0 for an empty group.
+
+    With sharded weights every rank must call it as often as the others, with rows or without.
+    """
+    assert run.eval_table is not None
+    if not group and not run.exchange.keeps_pace:
+        return 0.0
+    rows, _ = load_rows(run.eval_table, group or [0], run.device)
+    if not len(rows.labels) and not run.exchange.keeps_pace:
+        return 0.0
+    loss = float(run.forward.loss(rows, count=count))
+    return loss if group else 0.0
 
 
 class evaluating:  # noqa: N801 - read as `with evaluating(run)`
@@ -42,12 +65,15 @@ class evaluating:  # noqa: N801 - read as `with evaluating(run)`
 
     def __init__(self, run: Run) -> None:
         self._model = run.forward.loaded.model
+        self._sharded = run.sharded
 
     def __enter__(self) -> None:
         self._model.eval()
 
     def __exit__(self, *error: object) -> None:
         self._model.train()
+        if self._sharded is not None:
+            self._sharded.reshard()
 
 
 @dataclass(frozen=True)
@@ -73,12 +99,12 @@ def question_of(table: TokenTable, row: int) -> Question | None:
 
 
 def show_samples(run: Run, *, step: int) -> None:
-    """Sends the answers to the first evaluation rows to the front."""
+    """Sends the answers to the first evaluation rows to the front. Rank 0's work, with sharded weights in step with all."""
     section = run.plan.config.eval
-    if run.eval_table is None or not section.samples:
+    if run.eval_table is None or not section.samples or not (run.group.is_main or run.sharded):
         return
-    rows = range(min(section.samples, run.eval_table.rows))
-    for question, answer in _answers(run, rows, limit=section.sample_tokens):
+    asked = _questions(run, range(min(section.samples, run.eval_table.rows)))
+    for question, answer in _answers(run, asked, among=asked, limit=section.sample_tokens):
         run.report.send(
             "sample",
             step=step,
@@ -89,30 +115,46 @@ def show_samples(run: Run, *, step: int) -> None:
 
 
 def exact_match_share(run: Run) -> float | None:
-    """The share of all evaluation rows whose generated answer is the written one; None if not asked for."""
+    """The share of all evaluation rows whose generated answer is the written one; None if not asked for.
+
+    All ranks must call it. Replicas take questions in turn; with sharded weights all answer all, in step.
+    """
     if run.eval_table is None or not run.plan.config.eval.exact_match:
         return None
-    pairs = [
-        (answer, _text(run, question.answer))
-        for question, answer in _answers(run, range(run.eval_table.rows), limit=None)
-    ]
-    return exact_match(pairs) if pairs else None
+    asked = _questions(run, range(run.eval_table.rows))
+    if not asked:
+        return None
+    mine = asked if run.sharded else asked[run.group.rank :: run.group.world_size]
+    answers = _answers(run, mine, among=asked, limit=None)
+    pairs = [(answer, _text(run, question.answer)) for question, answer in answers]
+    right = round(exact_match(pairs) * len(pairs)) if pairs else 0
+    summed = torch.tensor([right, len(pairs)], dtype=torch.float64, device=run.device)
+    run.group.sum(summed)
+    return float(summed[0] / summed[1])
 
 
-def _answers(run: Run, rows: range, *, limit: int | None) -> list[tuple[Question, str]]:
-    """Greedy answers to the questions of some rows. Without a limit, as long as the longest written answer and a little more."""
+def _questions(run: Run, rows: range) -> list[Question]:
     assert run.eval_table is not None
-    questions = [q for q in (question_of(run.eval_table, row) for row in rows) if q is not None]
+    return [q for q in (question_of(run.eval_table, row) for row in rows) if q is not None]
+
+
+def _answers(
+    run: Run, questions: list[Question], *, among: list[Question], limit: int | None
+) -> list[tuple[Question, str]]:
+    """Greedy answers to some questions among those of all ranks.
+
+    Without a limit they may be as long as the longest written answer of all and a little more.
+    """
     if not questions:
         return []
-    longest = max(len(q.answer) for q in questions) + 8
+    longest = max(len(q.answer) for q in among) + 8
     tokenizer = run.tokenizer
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with torch.no_grad(), evaluating(run), run.forward.ready_to_generate() as model:
-        answers = generate(
-            model, [q.prompt for q in questions], max_new_tokens=min(limit or longest, longest), stop_ids=_stop_ids(run, questions),
+        answers = run.forward.within(lambda: generate(
+            model, [q.prompt for q in questions], max_new_tokens=min(limit or longest, longest), stop_ids=_stop_ids(run, among),
             pad_id=pad or 0,
-        )  # fmt: skip
+        ))  # fmt: skip
     return [(question, _text(run, answer)) for question, answer in zip(questions, answers, strict=True)]
 
 

@@ -7,21 +7,30 @@ from typing import Any
 
 import torch
 
+from unisono.checkpoint.state import Tensors
 from unisono.files import fsync_dir, read_json, write_json
 from unisono.model.inspect import read_safetensors_header, weight_files
 from unisono.model.load import DTYPES, LoadedModel
+from unisono.model.shard import whole
 from unisono.plan import RunPlan
 from unisono.train.run import Run
+from unisono.train.saving import gather
 
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def write_result(run: Run) -> Path:
-    """Writes adapter/ or model/ of the run, with tokenizer and chat template; gives its path."""
+def write_result(run: Run) -> Path | None:
+    """Writes adapter/ or model/ of the run, with tokenizer and chat template; gives its path.
+
+    All ranks must call it; rank 0 writes, and the others get None.
+    """
+    gathered = _gathered(run) if run.sharded is not None else None
+    if not run.group.is_main:
+        return None
     target = run.files.adapter if run.plan.config.adapter is not None else run.files.model
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    write_weights(run.forward.loaded, run.plan, temporary)
+    write_weights(run.forward.loaded, run.plan, temporary, gathered=gathered)
     _sync(temporary)
     if target.exists():  # of an earlier, shorter run that this one has prolonged
         old = target.with_name(f".{target.name}.old")
@@ -35,18 +44,41 @@ def write_result(run: Run) -> Path:
     return target
 
 
-def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path) -> None:
-    """The adapter in peft's layout, or the whole model in transformers', with all that chat and generation need."""
+def _gathered(run: Run) -> Tensors:
+    """What is written, whole, on rank 0: one tensor at a time, each in the dtype that it is written in."""
+    loaded = run.forward.loaded
+    if run.plan.config.adapter is not None:
+        return gather(dict(loaded.trainable), keep=run.group.is_main)
+    dtype = DTYPES[stored_dtype(run.plan)]
+    found: Tensors = {}
+    for name, tensor in loaded.base.state_dict().items():
+        full = whole(tensor)
+        if run.group.is_main:
+            found[name] = (full.to(dtype) if full.is_floating_point() else full).cpu()
+    return found
+
+
+def write_weights(
+    loaded: LoadedModel, plan: RunPlan, directory: Path, *, gathered: Tensors | None = None
+) -> None:
+    """The adapter in peft's layout, or the whole model in transformers', with all that chat and generation need.
+
+    Args:
+        loaded: the model.
+        plan: of the run.
+        directory: which does not exist yet.
+        gathered: the weights where the model holds parts of them only.
+    """
     directory.mkdir(parents=True)
     if plan.config.adapter is not None:
         model: Any = loaded.model
         model.peft_config["default"].base_model_name_or_path = _base_name(plan)
-        model.save_pretrained(str(directory), save_embedding_layers=False)
+        model.save_pretrained(str(directory), save_embedding_layers=False, state_dict=gathered)
     else:
         base = loaded.base
         base.config.use_cache = True
         dtype = DTYPES[stored_dtype(plan)]
-        state = {
+        state = gathered or {
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in base.state_dict().items()
         }

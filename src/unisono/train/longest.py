@@ -7,14 +7,16 @@ import torch
 from unisono.causes import Evidence, Verdict
 from unisono.errors import RankDied
 from unisono.plan import estimate_memory
-from unisono.train.batches import evaluation_groups, load_rows
-from unisono.train.evaluate import evaluating
+from unisono.train.batches import load_rows
+from unisono.train.evaluate import evaluating, evaluation_part
 from unisono.train.run import Run
 from unisono.units import show_bytes
 
 
 def try_longest(run: Run) -> int:
     """Runs the largest micro batch forward and backward, and one of evaluation; gives the peak of memory in bytes.
+
+    All ranks must call it: each tries for itself, with sharded weights in step.
 
     Raises:
         RankDied: with a verdict that names the batch's shape and two settings, if memory does not suffice.
@@ -25,16 +27,14 @@ def try_longest(run: Run) -> int:
     shape = f"{len(group)} sequences, {batch.tokens} tokens, longest row {max(batch.lengths)}"
     try:
         held = _as_much_as_the_optimizer_will_hold(run)
-        if len(rows.labels):
-            run.forward.loss(rows, count=len(rows.labels)).backward()
+        if len(rows.labels) or run.exchange.keeps_pace:
+            run.forward.loss(rows, count=max(1, len(rows.labels))).backward()
         run.optimizers.zero_grad()
         del held
-        if run.eval_table is not None:
-            first = next(evaluation_groups(run.eval_table, micro_batch=run.plan.micro_batch))
+        if run.evaluation is not None:
+            first = next(run.evaluation.rounds())
             with torch.no_grad(), evaluating(run):
-                rows, _ = load_rows(run.eval_table, first, run.device)
-                if len(rows.labels):
-                    run.forward.loss(rows, count=len(rows.labels))
+                evaluation_part(run, first, count=1)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -59,12 +59,12 @@ def out_of_memory(run: Run, error: BaseException, *, shape: str, phase: str) -> 
     cause = "cuda_oom" if run.device.type == "cuda" else "host_oom_killed"
     summary = f"memory ran out on {run.plan.device.name} with a batch of {shape}"
     verdict = Verdict(
-        cause=cause, when="during", summary=summary, ranks=(0,), hosts=(run.plan.host,), phase=phase, step=run.state.step,
-        evidence=(Evidence(where=f"rank 0 ({run.plan.host})", text=str(error)),), fix=tuple(_savings(run)),
+        cause=cause, when="during", summary=summary, ranks=(run.group.rank,), hosts=(run.plan.host,), phase=phase, step=run.state.step,
+        evidence=(Evidence(where=run.where, text=str(error)),), fix=tuple(_savings(run)),
     )  # fmt: skip
     return RankDied.of(
         summary,
-        where=f"rank 0 ({run.plan.host}), {phase}",
+        where=f"{run.where}, {phase}",
         why=str(error),
         fix="; ".join(_savings(run)),
         verdict=verdict,
@@ -79,7 +79,7 @@ def _savings(run: Run) -> list[str]:
         return estimate_memory(
             plan.model, dtype=plan.dtype, adapter_rank=config.adapter.rank if config.adapter else None,
             micro_tokens=micro * plan.data.train.longest_sequence, longest_row=plan.data.train.longest_row,
-            gradient_checkpointing=checkpointing,
+            gradient_checkpointing=checkpointing, shards=run.group.world_size if run.sharded is not None else 1,
         ).total  # fmt: skip
 
     now = total(plan.micro_batch, checkpointing=plan.gradient_checkpointing)

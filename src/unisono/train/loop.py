@@ -3,16 +3,20 @@
 from typing import Any
 
 from unisono.causes import Verdict
+from unisono.train import faults
 from unisono.train.evaluate import evaluation_loss, exact_match_share, show_samples
 from unisono.train.longest import is_out_of_memory, out_of_memory, peak_bytes
 from unisono.train.run import Run
 from unisono.train.saving import save_checkpoint
 from unisono.train.step import StepOutcome, optimizer_step
+from unisono.train.stop import EXIT_CODES
 from unisono.train.trouble import note_skipped_step, too_many_skipped
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Trains from the state's step to the plan's last, or until something asks it to stop.
+    """Trains from the state's step to the plan's last, or until something asks it to stop. All ranks must call it.
+
+    What decides is the same on all ranks: the state, which sums over the ranks have made, and what they have agreed on.
 
     Returns:
         outcome, exit_code and verdict for the `result` message.
@@ -26,9 +30,9 @@ def train(run: Run) -> dict[str, Any]:
             return {"outcome": "stalled", "exit_code": 4, "verdict": verdict.to_json()}
         if run.state.evaluation_due:
             _evaluate(run)
-        if run.stop.outcome is not None:
+        if run.stopping is not None:
             save_checkpoint(run)
-            return {"outcome": run.stop.outcome, "exit_code": run.stop.exit_code, "verdict": None}
+            return {"outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping], "verdict": None}
         if _is_due(run.plan.checkpoint_every, run.state.step) or not _goes_on(run):
             save_checkpoint(run)
     if _has_enough(run):
@@ -50,12 +54,13 @@ def _has_enough(run: Run) -> bool:
 def _advance(run: Run) -> Verdict | None:
     """Does the next optimizer step; gives a verdict if the run should not go on."""
     batches = run.data.step(run.state.step + 1)
+    faults.die(run.plan, run.group.rank, batches.step)
     try:
         outcome = optimizer_step(run, batches)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        shape = f"{len(batches.groups[0])} sequences, {batches.tokens} tokens in {len(batches.groups)} micro batches"
+        shape = f"{len(batches.sequences)} sequences, {batches.tokens} tokens in {batches.rounds} micro batches a rank"
         raise out_of_memory(run, error, shape=shape, phase="train") from error
     run.state.step = batches.step
     run.state.tokens += batches.tokens
@@ -69,7 +74,7 @@ def _advance(run: Run) -> Verdict | None:
     if outcome.is_sound:
         return None
     note_skipped_step(run, batches, outcome)
-    return too_many_skipped(run, batches)
+    return too_many_skipped(run, batches, outcome)
 
 
 def _is_due(every: int | None, step: int) -> bool:
@@ -101,7 +106,8 @@ def _evaluate(run: Run) -> None:
         state.best_loss, state.best_step, state.evals_since_best = loss, state.step, 0
     else:
         state.evals_since_best += 1
-    run.metrics.append({"step": state.step, "eval_loss": loss})
+    if run.metrics is not None:
+        run.metrics.append({"step": state.step, "eval_loss": loss})
     run.report.send("eval", step=state.step, eval_loss=loss, best=state.best_step == state.step)
     if run.board is not None:
         run.board.scalars(state.step, {"eval/loss": loss})
@@ -133,11 +139,12 @@ def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
         "tokens_per_second": tokens / outcome.step_time_s,
         "step_time_s": outcome.step_time_s,
         "data_time_s": outcome.data_time_s,
-        "comm_time_s": 0.0,
+        "comm_time_s": outcome.comm_time_s,
         "cpu_time_s": outcome.cpu_time_s,
         "memory_bytes": peak_bytes(run.device),
     }
-    run.metrics.append(line)
+    if run.metrics is not None:
+        run.metrics.append(line)
     run.report.send("step", **line)
     if run.board is not None:
         names = ("loss", "lr", "grad_norm", "tokens_per_second")

@@ -9,14 +9,17 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.data.table import TokenTable
 from unisono.events import Reporter
 from unisono.model.forward import Forward
-from unisono.plan import RunPlan
+from unisono.model.shard import ShardedRoot
+from unisono.plan import RankPlace, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.metrics import MetricsWriter
 from unisono.track.tensorboard import TensorboardWriter
-from unisono.train.batches import TrainingData
+from unisono.train.batches import EvaluationBatches, TrainingData
+from unisono.train.exchange import Exchange
+from unisono.train.group import Group
 from unisono.train.optim import Optimizers
 from unisono.train.state import TrainState
-from unisono.train.stop import StopRequest
+from unisono.train.stop import Outcome, StopRequest
 from unisono.train.streams import GlobalStateWatch
 
 
@@ -25,21 +28,48 @@ class Run:
     """Everything the loop works with. Made by train.setup; nothing here decides anything again."""
 
     plan: RunPlan
+    place: RankPlace
+    group: Group
     files: RunDir
     report: Reporter
     device: torch.device
     forward: Forward
     optimizers: Optimizers
+    exchange: Exchange
+    sharded: ShardedRoot | None
+    """Where every rank holds a part of each weight."""
     data: TrainingData
     eval_table: TokenTable | None
     state: TrainState
-    store: CheckpointStore
-    metrics: MetricsWriter
+    store: CheckpointStore | None
+    """Rank 0's, as are metrics and board: there is one writer."""
+    metrics: MetricsWriter | None
     board: TensorboardWriter | None
     stop: StopRequest
     watch: GlobalStateWatch
     saved_step: int | None = None
     """The step of the newest checkpoint that this start has written or begun from."""
+
+    agreed_stop: Outcome | None = None
+    """Of several ranks: the wish that all of them have heard of, in the last sum of a step or an evaluation."""
+
+    @property
+    def stopping(self) -> Outcome | None:
+        """What the run stops for, on all ranks after the same step."""
+        return self.stop.outcome if self.group.world_size == 1 else self.agreed_stop
+
+    @property
+    def where(self) -> str:
+        """Who this is, for people."""
+        return self.place.label if self.group.world_size > 1 else f"rank 0 ({self.plan.host})"
+
+    @property
+    def evaluation(self) -> EvaluationBatches | None:
+        """The evaluation rows, dealt over the ranks."""
+        if self.eval_table is None:
+            return None
+        ranks = {"rank": self.group.rank, "world_size": self.group.world_size}
+        return EvaluationBatches(self.eval_table, self.plan.micro_batch, **ranks)
 
     @property
     def tokenizer(self) -> Any:

@@ -10,55 +10,68 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.data.table import TokenTable
 from unisono.events import Reporter
 from unisono.facts import read_environment
-from unisono.model.forward import choose_forward
+from unisono.model.forward import Forward, choose_forward
 from unisono.model.load import LoadedModel, load_for_training
 from unisono.model.locate import locate_tokenizer
-from unisono.plan import RunPlan, Stream
+from unisono.model.shard import ShardedRoot, shard_model
+from unisono.plan import RankPlace, RunPlan, Stream
 from unisono.rundir import RunDir
 from unisono.rundir.metrics import MetricsWriter, cut_after
 from unisono.track.tensorboard import TensorboardWriter
+from unisono.train import faults
 from unisono.train.batches import TrainingData
+from unisono.train.exchange import Exchange, NoExchange, Replicas, Shards
+from unisono.train.group import Alone, Group, world_mesh
+from unisono.train.meeting import check_device, meet
 from unisono.train.optim import build_optimizers
 from unisono.train.run import Run
 from unisono.train.saving import restore
 from unisono.train.state import TrainState
+from unisono.train.step import scalars_of_a_step
 from unisono.train.stop import StopRequest
 from unisono.train.streams import GlobalStateWatch, seed_torch
 
 
-def set_up(plan: RunPlan, report: Reporter, stop: StopRequest) -> Run:
-    """Loads everything; afterwards only training is left.
+def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest) -> Run:
+    """Loads everything, and joins the other ranks where there are any; afterwards only training is left.
 
     Raises:
+        Disagreed: if this rank is not the one that the plan means.
         ModelError: if the model or its tokenizer is refused.
         IntegrityError: if the checkpoint to resume from does not belong to this run.
     """
     files = RunDir(Path(plan.output_dir))
     device = _bind_device(plan)
+    check_device(place, device)
     torch.set_num_threads(plan.threads)
     report.phase("load_model", f"loading {plan.config.model.path}")
-    loaded = _load_model(plan, device)
-    adapter = plan.config.adapter
-    forward = choose_forward(
-        loaded, dtype=plan.dtype, gradient_checkpointing=plan.gradient_checkpointing,
-        quick_adapter=adapter is not None and adapter.kind != "dora" and adapter.dropout == 0 and not adapter.modules_to_save,
-    )  # fmt: skip
+    # Weights that will be sharded are whole in host memory first: they may not fit on one device.
+    loaded = _load_model(plan, place, torch.device("cpu") if plan.strategy == "fsdp" else device)
     report.phase("load_data", "mapping the token table")
-    data, eval_table = _open_data(plan)
+    data, eval_table = _open_data(plan, place)
+    group: Group = Alone()
+    if plan.world_size > 1:
+        group = meet(plan, place, report, device=device, loaded=loaded, data=data)
+    sharded = shard_model(loaded, world_mesh(device, plan.world_size)) if plan.strategy == "fsdp" else None
+    forward = _choose_forward(plan, loaded, sharded)
     loaded.model.train()
     run = Run(
         plan=plan,
+        place=place,
+        group=group,
         files=files,
         report=report,
         device=device,
         forward=forward,
         optimizers=build_optimizers(plan.config.optim, loaded.trainable, not_matrices=_tables(loaded)),
+        exchange=_exchange(plan, group, device, loaded, sharded),
+        sharded=sharded,
         data=data,
         eval_table=eval_table,
         state=TrainState(),
-        store=CheckpointStore(files.checkpoints, key=user_key(read_environment().settings_dir)),
-        metrics=_open_metrics(plan, files),
-        board=_open_board(plan, files),
+        store=_open_store(files) if group.is_main else None,
+        metrics=_open_metrics(plan, files) if group.is_main else None,
+        board=_open_board(plan, files) if group.is_main else None,
         stop=stop,
         watch=GlobalStateWatch(torch_is_used=_uses_dropout(loaded)),
     )
@@ -79,20 +92,52 @@ def _bind_device(plan: RunPlan) -> torch.device:
     return device
 
 
-def _load_model(plan: RunPlan, device: torch.device) -> LoadedModel:
+def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> LoadedModel:
     seed_torch(plan.config.seed, "weights")
-    return load_for_training(
+    loaded = load_for_training(
         plan.config, directory=Path(plan.model.directory), tokenizer_directory=locate_tokenizer(plan.config), dtype=plan.dtype,
         device=device,
     )  # fmt: skip
+    faults.change_loaded(plan, place.rank, loaded)
+    return loaded
 
 
-def _open_data(plan: RunPlan) -> tuple[TrainingData, TokenTable | None]:
+def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | None) -> Forward:
+    adapter = plan.config.adapter
+    forward = choose_forward(
+        loaded, dtype=plan.dtype, gradient_checkpointing=plan.gradient_checkpointing,
+        quick_adapter=adapter is not None and adapter.kind != "dora" and adapter.dropout == 0 and not adapter.modules_to_save,
+        root=sharded.module if sharded else None,
+    )  # fmt: skip
+    if sharded is not None:
+        sharded.reshard()
+    return forward
+
+
+def _exchange(
+    plan: RunPlan, group: Group, device: torch.device, loaded: LoadedModel, sharded: ShardedRoot | None
+) -> Exchange:
+    """How gradients are summed over the ranks."""
+    if sharded is not None:
+        return Shards(group, device, sharded, gathers_late=plan.config.adapter is not None)
+    if group.world_size == 1:
+        return NoExchange()
+    parameters = list(loaded.trainable.values())
+    return Replicas(group, device, parameters, scalars=scalars_of_a_step(group.world_size))
+
+
+def _open_data(plan: RunPlan, place: RankPlace) -> tuple[TrainingData, TokenTable | None]:
     directory = Path(plan.data.cache_dir)
-    table = TokenTable.open(directory, "train")
+    table = faults.change_table(plan, place.rank, TokenTable.open(directory, "train"))
     stream = Stream(table.sequences, plan.config.seed)
-    data = TrainingData(table, stream, plan.global_batch, plan.micro_batch, plan.total_sequences)
+    data = TrainingData(
+        table, stream, plan.global_batch, plan.micro_batch, plan.total_sequences, place.rank, plan.world_size
+    )
     return data, TokenTable.open(directory, "eval") if plan.data.eval else None
+
+
+def _open_store(files: RunDir) -> CheckpointStore:
+    return CheckpointStore(files.checkpoints, key=user_key(read_environment().settings_dir))
 
 
 def _open_metrics(plan: RunPlan, files: RunDir) -> MetricsWriter:

@@ -2,7 +2,8 @@
 
     loss = Σ over the loss tokens of the global batch of the cross entropy / their number
 
-Each micro batch adds its own sum divided by the global number, so that gradients add up to those of the whole, however it is cut.
+Each micro batch adds its own sum divided by the global number, so that gradients add up to those of the whole, however it is cut, and
+over however many ranks.
 """
 
 import math
@@ -10,11 +11,17 @@ import time
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from unisono.model.shard import whole
+from unisono.train import faults
 from unisono.train.batches import StepBatches, load_rows
 from unisono.train.run import Run
 from unisono.train.schedule import lr_factor
+from unisono.train.stop import flags_of, outcome_of
 from unisono.train.streams import seed_torch
+
+_FIXED_SCALARS = 3  # the loss, and two wishes to stop
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,10 @@ class StepOutcome:
     step_time_s: float
     cpu_time_s: float
     """CPU seconds of the whole process, which a busy machine does not stretch."""
+    comm_time_s: float
+    """Seconds of waiting for the other ranks' gradients."""
+    odd_ranks: list[int]
+    """Those whose own part of the loss is not a number."""
 
     @property
     def is_sound(self) -> bool:
@@ -35,8 +46,13 @@ class StepOutcome:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+def scalars_of_a_step(world_size: int) -> int:
+    """Numbers that are summed over the ranks beside the gradients."""
+    return _FIXED_SCALARS + world_size
+
+
 def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
-    """Does one step; updates nothing if the loss or the gradient is not a number."""
+    """Does one step; updates nothing if the loss or the gradient is not a number. All ranks must call it."""
     began, cpu_began = time.perf_counter(), time.process_time()
     section = run.plan.config.optim
     factor = lr_factor(
@@ -47,45 +63,76 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
         floor=section.min_lr,
     )
     run.optimizers.set_factor(factor)
-    total = torch.zeros((), device=run.device)
-    data_time = 0.0
-    for micro_step, group in enumerate(batches.groups):
-        before = time.perf_counter()
-        rows, _ = load_rows(run.data.table, group, run.device)
-        data_time += time.perf_counter() - before
-        seed_torch(run.plan.config.seed, "dropout", run.data.position(batches.step, micro_step))
-        run.watch.torch_was_seeded()
-        if len(rows.labels):
-            loss = run.forward.loss(rows, count=batches.loss_tokens)
-            loss.backward()
-            total += loss.detach()
-    _inject(run, batches.step)
+    run.exchange.begin()
+    total, data_time = _add_up(run, batches)
+    faults.spoil_gradient(run.plan, batches.step, next(iter(run.forward.loaded.trainable.values())))
+    summed = run.exchange.finish(_scalars(run, total))
     norm = _clip(run, section.max_grad_norm)
-    # One wait for the device a step: the two figures decide whether the update is made at all.
-    loss_value, norm_value = float(total), float(norm)
-    if math.isfinite(loss_value) and math.isfinite(norm_value):
+    # One wait for the device a step: these figures decide whether the update is made at all, and whether it is the last.
+    (loss, *wishes), norm_value = summed.tolist(), float(norm)
+    comm_time = run.exchange.settle()
+    flags, odd = wishes[:2], wishes[2:]
+    run.agreed_stop = outcome_of(flags)
+    if math.isfinite(loss) and math.isfinite(norm_value):
         run.optimizers.step()
     run.optimizers.zero_grad()
     return StepOutcome(
-        loss_value,
-        norm_value,
-        section.lr * factor,
-        data_time,
-        time.perf_counter() - began,
-        time.process_time() - cpu_began,
+        loss=loss,
+        grad_norm=norm_value,
+        lr=section.lr * factor,
+        data_time_s=data_time,
+        step_time_s=time.perf_counter() - began,
+        cpu_time_s=time.process_time() - cpu_began,
+        comm_time_s=comm_time,
+        odd_ranks=[rank for rank, is_odd in enumerate(odd) if is_odd],
     )
 
 
+def _add_up(run: Run, batches: StepBatches) -> tuple[torch.Tensor, float]:
+    """Forward and backward of this rank's micro batches; gives the sum of their losses, and seconds spent on data."""
+    turns: list[tuple[list[int], int] | None] = list(zip(batches.groups, batches.positions, strict=True))
+    if (
+        run.exchange.keeps_pace
+    ):  # each forward is the others' too, so a rank without rows runs one for nothing
+        turns += [None] * (batches.rounds - len(turns))
+    total = torch.zeros((), device=run.device)
+    data_time = 0.0
+    for number, turn in enumerate(turns, start=1):
+        sequences, position = turn or (run.data.shortest(), 0)
+        before = time.perf_counter()
+        rows, _ = load_rows(run.data.table, sequences, run.device)
+        data_time += time.perf_counter() - before
+        seed_torch(run.plan.config.seed, "dropout", position)
+        run.watch.torch_was_seeded()
+        if number == len(turns):
+            run.exchange.last_comes()
+        if len(rows.labels) or run.exchange.keeps_pace:
+            loss = run.forward.loss(rows, count=batches.loss_tokens)
+            if turn is None:
+                loss = loss * 0.0
+            loss.backward()
+            total += loss.detach()
+    return total, data_time
+
+
+def _scalars(run: Run, total: torch.Tensor) -> torch.Tensor:
+    """(3 + ranks,) float32: the loss, the wishes to stop, and for each rank whether its own loss is not a number."""
+    own = torch.zeros(scalars_of_a_step(run.group.world_size), device=run.device)
+    own[0] = total
+    if run.stop.outcome is not None:
+        own[1:_FIXED_SCALARS] = torch.tensor(flags_of(run.stop.outcome))
+    own[_FIXED_SCALARS + run.group.rank] = ~torch.isfinite(total)
+    return own
+
+
 def _clip(run: Run, limit: float | None) -> torch.Tensor:
-    """The norm of the whole gradient before it is scaled down to `limit`."""
+    """The norm of the whole gradient before it is scaled down to `limit`. All ranks must call it."""
     parameters = [p for p in run.forward.loaded.trainable.values() if p.grad is not None]
+    if parameters and isinstance(parameters[0], DTensor):
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        if limit is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
     if limit is not None:
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-
-
-def _inject(run: Run, step: int) -> None:
-    """Faults of drills and tests: a gradient that is not a number at the steps that the plan names."""
-    if step in run.plan.faults.get("nan_steps", ()):
-        parameter = next(iter(run.forward.loaded.trainable.values()))
-        parameter.grad = torch.full_like(parameter, math.nan)

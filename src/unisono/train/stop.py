@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Sequence
 from types import FrameType
 from typing import Literal
 
@@ -11,6 +12,20 @@ EXIT_CODES: dict[Outcome, int] = {"preempted": 75, "interrupted": 130}
 _OUTCOMES: dict[int, Outcome] = {
     signal.SIGTERM: "preempted", signal.SIGUSR1: "preempted", signal.SIGINT: "interrupted",
 }  # fmt: skip
+
+
+_FLAGS: tuple[Outcome, Outcome] = ("preempted", "interrupted")
+
+
+def flags_of(outcome: Outcome | None) -> list[float]:
+    """A wish to stop as two numbers, which are summed over the ranks."""
+    return [float(outcome == flag) for flag in _FLAGS]
+
+
+def outcome_of(flags: Sequence[float]) -> Outcome | None:
+    """What all ranks stop for, from the sums; a person at a keyboard is heard before a scheduler."""
+    preempted, interrupted = flags
+    return "interrupted" if interrupted else "preempted" if preempted else None
 
 
 class StopRequest:
@@ -23,12 +38,6 @@ class StopRequest:
     def __init__(self) -> None:
         self.outcome: Outcome | None = None
         self._training = False
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of a run that ends because of it."""
-        assert self.outcome is not None
-        return EXIT_CODES[self.outcome]
 
     def install(self) -> None:
         """Takes over the three signals."""

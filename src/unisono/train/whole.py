@@ -3,14 +3,15 @@
 import time
 from typing import Any
 
-import torch
-
 from unisono.events import Reporter
+from unisono.facts import read_environment
 from unisono.plan import RunPlan
 from unisono.train.evaluate import exact_match_share
 from unisono.train.finish import write_result
 from unisono.train.longest import try_longest
 from unisono.train.loop import train
+from unisono.train.meeting import find_place
+from unisono.train.other_rank import OtherRankReporter
 from unisono.train.run import Run
 from unisono.train.saving import restore
 from unisono.train.setup import ready_facts, set_up
@@ -18,13 +19,19 @@ from unisono.train.stop import StopRequest
 
 
 def run_plan(plan: RunPlan, report: Reporter, stop: StopRequest) -> dict[str, Any]:
-    """Sets up, tries the longest batch, trains, and writes the result; gives the fields of the `result` message."""
-    assert not torch.distributed.is_initialized(), "one device never creates a process group"
-    run = set_up(plan, report, stop)
+    """Sets up, tries the longest batch, trains, and writes the result; gives the fields of the `result` message.
+
+    Of several ranks each calls it. The process group stays open: `close_group` ends it when the result has been told.
+    """
+    place = find_place(plan, read_environment())
+    if place.rank > 0:
+        report = OtherRankReporter(report)
+    run = set_up(plan.of_rank(place.rank), place, report, stop)
     try:
         return _to_the_end(run)
     finally:
-        run.metrics.close()
+        if run.metrics is not None:
+            run.metrics.close()
         if run.board is not None:
             run.board.close()
 
@@ -44,7 +51,9 @@ def _to_the_end(run: Run) -> dict[str, Any]:
         if share is not None:
             run.state.eval["exact_match"] = share
         report.phase("finish", "writing the result")
-        weights = str(write_result(run))
+        weights = write_result(run)
+    if not run.group.is_main:
+        return {"outcome": ending["outcome"], "exit_code": ending["exit_code"], "step": run.state.step}
     newest = run.files.checkpoint(run.saved_step) if run.saved_step is not None else None
     return {
         **ending,
@@ -54,7 +63,7 @@ def _to_the_end(run: Run) -> dict[str, Any]:
         "eval": run.state.eval,
         "tokens_per_second": (run.state.tokens - tokens_before) / max(seconds, 1e-9),
         "checkpoint": str(newest) if newest else None,
-        "weights": weights,
+        "weights": str(weights) if weights else None,
     }
 
 

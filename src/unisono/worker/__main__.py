@@ -1,7 +1,9 @@
 """Entry of a rank."""
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from unisono.child import parse_child_arguments, run_child
@@ -10,9 +12,12 @@ from unisono.events import Reporter
 from unisono.plan import RunPlan
 from unisono.text import one_line
 
+_GOOD_ENDS = (0, 75, 130)
+
 
 def main(argv: list[str]) -> int:
     """Runs one rank to its end; gives the exit code."""
+    closing: list[Callable[..., bool]] = []
     arguments = parse_child_arguments(argv, named=False)
 
     def body(report: Reporter) -> dict[str, Any]:
@@ -29,11 +34,24 @@ def main(argv: list[str]) -> int:
                 "the plan cannot be read", where=str(arguments.file), why=one_line(str(error))
             ) from error
         report.phase("start", "loading torch")
+        from unisono.train.group import close_group
         from unisono.train.whole import run_plan
 
+        closing.append(close_group)
         return run_plan(plan, report, stop)
 
-    return run_child(body, arguments)
+    code = run_child(body, arguments)
+    _leave(code, closing)
+    return code
+
+
+def _leave(code: int, closing: list[Callable[..., bool]]) -> None:
+    """Closes the process group now that the result has been told; a group that stays open does not hold the process."""
+    if all(close(in_peace=code in _GOOD_ENDS) for close in closing):
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

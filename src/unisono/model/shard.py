@@ -1,0 +1,85 @@
+"""Weights sharded over ranks: FSDP2 (`torch.distributed.fsdp.fully_shard`), a group for each layer and one for the rest.
+
+A layer's weights are whole only while the layer runs. What is in no layer (embedding, last norm, head) belongs to the root, and is
+whole while the root's forward runs; so everything that touches weights runs inside it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from unisono.model.load import LoadedModel
+
+
+class Whole(torch.nn.Module):
+    """The root: its forward calls what it is given, so that the chunked head, too, sees whole weights."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, use: Callable[[], Any]) -> Any:
+        """What `use` gives."""
+        return use()
+
+
+def shard_model(loaded: LoadedModel, mesh: DeviceMesh) -> "ShardedRoot":
+    """Shards the model's weights over the ranks of a mesh, layer by layer, and moves them to the mesh's device.
+
+    Gradients are summed over the ranks, not averaged: each loss is divided by the global number of loss tokens already. All ranks
+    must call it; every rank holds the whole model until then.
+    """
+    root = Whole(loaded.model)
+    for layer in _layers(loaded.base):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(root, mesh=mesh)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    loaded.collect_trainable()
+    return ShardedRoot(root)
+
+
+class ShardedRoot:
+    """What the loop needs of a sharded model beside its loss."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def reduce_gradients(self, *, now: bool) -> None:
+        """Whether the next backward passes sum gradients over the ranks; otherwise each rank gathers its own, whole."""
+        self.module.set_requires_gradient_sync(now)
+
+    def reshard(self) -> None:
+        """Drops the root's whole weights, which a forward without a backward leaves there, before an update makes them old."""
+        self.module.reshard()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that may be sharded. All ranks must call it if it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value`, which every rank has whole, sharded as `parameter` is; untouched if that is not or the shapes differ."""
+    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        return value
+    local = value.to(parameter.device)
+    return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _layers(base: Any) -> list[torch.nn.Module]:
+    """The blocks that transformers itself would not split over devices; of nested ones the outer."""
+    names = set(getattr(base, "_no_split_modules", None) or ())
+    found: list[torch.nn.Module] = []
+    inside: set[torch.nn.Module] = set()
+    for module in base.modules():
+        if type(module).__name__ in names and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    return found

@@ -1,0 +1,179 @@
+"""The one owner of the process group: it opens it, sums and broadcasts over it, and closes it once, in bounded time.
+
+One rank is `Alone`: no group, no store, no socket. Several are `Ranks`. Nothing else in unisono names torch.distributed's group.
+"""
+
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from unisono.plan import RankPlace, RunPlan
+
+CLOSE_LIMIT_S = 15.0
+# The front judges who is stuck, and long before this; it is what ends ranks whose front is gone, too.
+_PATIENCE = timedelta(minutes=30)
+_JOIN_LIMIT = timedelta(seconds=60)
+_BACKLOG = 4096
+
+
+class Group(Protocol):
+    """The ranks of a run. Every method but `close` is for all ranks, at the same place of the program."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the only writer."""
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Makes `tensor` the sum of all ranks', on all ranks to the same bits."""
+
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
+        """Begins that; what it gives waits for the end."""
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Makes `tensor` rank 0's."""
+
+    def any(self, statement: bool) -> bool:  # noqa: FBT001 - a predicate reads best so
+        """Whether it is true on any rank."""
+
+    def barrier(self) -> None:
+        """Waits until all ranks are here."""
+
+
+class Alone:
+    """One rank: nothing to wait for."""
+
+    rank = 0
+    world_size = 1
+    is_main = True
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """It is the sum."""
+
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
+        """It is the sum."""
+        del tensor
+        return lambda: None
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """It is rank 0's."""
+
+    def any(self, statement: bool) -> bool:  # noqa: FBT001
+        """Itself."""
+        return statement
+
+    def barrier(self) -> None:
+        """All are here."""
+
+
+class Listener:
+    """The socket on which torch's store will wait; bound by rank 0 before anybody is told its port, so no port is guessed."""
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self.host = host
+        self.port: int = self._socket.getsockname()[1]
+
+    def store(self) -> dist.Store:
+        """torch's store on this socket."""
+        return dist.TCPStore(
+            self.host, self.port, None, is_master=True, timeout=_JOIN_LIMIT, wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+        )  # fmt: skip
+
+
+class Ranks:
+    """Several ranks, joined by torch's process group. The device is bound already."""
+
+    def __init__(
+        self, plan: RunPlan, place: RankPlace, device: torch.device, *, store: tuple[str, int], listener: Listener | None
+    ) -> None:  # fmt: skip
+        """Joins the others. All ranks must.
+
+        Args:
+            plan: of the run; a restart is another epoch, and nothing of the old can join it.
+            place: of this rank.
+            device: that is bound.
+            store: where rank 0's store is.
+            listener: rank 0's.
+        """
+        assert not dist.is_initialized(), "the process group has one owner"
+        self.rank, self.world_size, self.device = place.rank, plan.world_size, device
+        host, port = store
+        base = (
+            listener.store()
+            if listener
+            else dist.TCPStore(host, port, None, is_master=False, timeout=_JOIN_LIMIT, wait_for_workers=False)
+        )
+        extra: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        dist.init_process_group(
+            backend_of(device), store=dist.PrefixStore(f"unisono/{plan.run_id}/{plan.epoch}", base), rank=self.rank,
+            world_size=self.world_size, timeout=_PATIENCE, **extra,
+        )  # fmt: skip
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the only writer."""
+        return self.rank == 0
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Makes `tensor` the sum of all ranks', on all ranks to the same bits."""
+        dist.all_reduce(tensor)
+
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
+        """Begins that; what it gives waits for the end."""
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        return work.wait
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Makes `tensor` rank 0's."""
+        dist.broadcast(tensor, 0)
+
+    def any(self, statement: bool) -> bool:  # noqa: FBT001
+        """Whether it is true on any rank."""
+        count = torch.tensor(int(statement), device=self.device)
+        self.sum(count)
+        return bool(count)
+
+    def barrier(self) -> None:
+        """Waits until all ranks are here."""
+        # Without its device NCCL takes the current one, and hangs where that is another's.
+        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+
+def world_mesh(device: torch.device, world_size: int) -> DeviceMesh:
+    """All ranks in a row, for weights that are sharded over them. All ranks must call it."""
+    return DeviceMesh(device.type, list(range(world_size)))
+
+
+def backend_of(device: torch.device) -> str:
+    """torch's name for what carries collectives between such devices."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def close_group(*, in_peace: bool) -> bool:
+    """Closes the process group if there is one; False if it stays open, and then only leaving the process ends it.
+
+    Closing twice is once. What counts has been written and told before.
+
+    Args:
+        in_peace: the run has ended as it should. After a failure nothing is tried: the others may be gone.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return True
+    if not in_peace:
+        return False
+    closing = threading.Thread(target=dist.destroy_process_group, daemon=True, name="close-group")
+    closing.start()
+    closing.join(CLOSE_LIMIT_S)
+    return not closing.is_alive()
