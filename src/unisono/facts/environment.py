@@ -92,12 +92,6 @@ def take_token() -> str | None:
     return os.environ.pop(_TOKEN, "").strip() or None
 
 
-def use_interface(name: str) -> None:
-    """Has gloo and NCCL in this process use a network interface, where the user has named none. Call it before they start."""
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, name)
-
-
 def _telling(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that tell nodes apart, without secrets."""
     return {

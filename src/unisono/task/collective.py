@@ -1,9 +1,9 @@
 """One small collective with the real back-end, before the ranks load anything: whether the nodes' processes can work together.
 
-Told to the front: `phase` messages, `store` (port) from rank 0. Read from stdin: one line `{"store": [host, port]}`.
+Told to the front: `store` (port) from rank 0, then `phase` messages: `collective.store` once torch is loaded. Every rank
+then reads one line from stdin, `{"store": [host, port]}`, from which its deadline counts: so all are started at once.
 """
 
-import contextlib
 import faulthandler
 import json
 import socket
@@ -21,7 +21,7 @@ from unisono.text import one_line
 
 _LARGE_BYTES = 4 << 20
 _ROUNDS = 3
-_GRACE_S = 2.0
+_GRACE_S = 3.0
 _POLL_S = 0.02
 
 
@@ -58,64 +58,74 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Gives `ok`, `text` (what was found, one line), `seconds`, `missing` (ranks that never came), `bytes_per_second`.
 
     A failure is no crash: `ok` is false, and `text` says what torch said. What hangs past the deadline ends itself, with
-    its stack on stderr.
+    its stacks on stderr.
 
     Args:
-        request: `rank`, `world_size`; `backend` (gloo, nccl), `device_index` (of the visible accelerators, or null);
-            `store_host` (rank 0: where the store listens); `deadline_s`; `names` (of the ranks, for `text`); `rounds` of
-            the large sum.
+        request: `rank`, `world_size`; `backend` (gloo, nccl); `device_index` (of the visible accelerators, or null);
+            `store_host` (rank 0: where the store listens); `deadline_s` (from the line on stdin); `names` (of the ranks,
+            for `text`); `rounds` of the large sum.
         report: told the phases, and by rank 0 the store's port.
     """
     asked = _Asked.read(request)
-    faulthandler.dump_traceback_later(asked.deadline_s + _GRACE_S, exit=True)
-    began = time.monotonic()
     found: dict[str, Any] = {"ok": False, "missing": [], "bytes_per_second": None}
+    began = time.monotonic()
     try:
-        found |= _try(asked, report, began)
+        listening = _listen(asked, report)
+        report.phase("collective.store", "waits to be told where the store is")
+        host, port = _read_store()
+        began = time.monotonic()
+        found |= _try(asked, report, _store(asked, host, port, listening))
     except (RuntimeError, OSError, EOFError) as error:  # torch.distributed's own are RuntimeErrors
         found["text"] = f"{asked.backend}: {one_line(str(error), limit=400) or type(error).__name__}"
-    finally:
-        with contextlib.suppress(RuntimeError, AssertionError):
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        faulthandler.cancel_dump_traceback_later()
-    return {**found, "seconds": time.monotonic() - began}
+    seconds = time.monotonic() - began
+    _end_after(_GRACE_S)  # also if torch hangs while it is taken down
+    if found["ok"]:  # what failed is left to the end of the process: taking it down could wait for its peers
+        dist.destroy_process_group()
+    return {**found, "seconds": seconds}
 
 
-def _try(asked: _Asked, report: Reporter, began: float) -> dict[str, Any]:
-    limit = began + asked.deadline_s
-    listening = _listen(asked.store_host) if asked.rank == 0 else None
-    if listening is not None:
-        report.send("store", port=listening.getsockname()[1])
-    report.phase("collective.store", "waits to be told where the store is")
-    host, port = _read_store()
-    store = dist.TCPStore(
-        host, port, is_master=listening is not None, wait_for_workers=False,
-        timeout=_left(limit), master_listen_fd=None if listening is None else listening.detach(),
+def _end_after(seconds: float) -> None:
+    """Ends this process then, with all stacks on stderr, whatever it hangs in; a later call takes the place of this one."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+def _listen(asked: _Asked, report: Reporter) -> socket.socket | None:
+    """Rank 0 binds the store's port itself: one that was found free and is bound later may be taken by then."""
+    if asked.rank != 0:
+        return None
+    family = socket.AF_INET6 if ":" in asked.store_host else socket.AF_INET
+    listening = socket.create_server((asked.store_host, 0), family=family)
+    report.send("store", port=listening.getsockname()[1])
+    return listening
+
+
+def _store(asked: _Asked, host: str, port: int, listening: socket.socket | None) -> "dist.TCPStore":
+    _end_after(2 * asked.deadline_s + _GRACE_S)
+    return dist.TCPStore(
+        host, port, is_master=listening is not None, wait_for_workers=False, timeout=timedelta(seconds=asked.deadline_s),
+        master_listen_fd=None if listening is None else listening.detach(),
     )  # fmt: skip
-    missing = _roll_call(store, asked, limit)
+
+
+def _try(asked: _Asked, report: Reporter, store: "dist.TCPStore") -> dict[str, Any]:
+    missing = _roll_call(store, asked)
     if missing:
         who = ", ".join(asked.names[rank] for rank in missing)
         return {
-            "text": f"{who} did not come to the store at {host}:{port} within {asked.deadline_s:g} s",
+            "text": f"{who} did not come to the store at {store.host}:{store.port} within {asked.deadline_s:g} s",
             "missing": missing,
         }
     report.phase("collective.group", f"makes a {asked.backend} group of {asked.world_size}")
+    _end_after(asked.deadline_s + _GRACE_S)
     on_gpu = asked.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(asked.device)
     dist.init_process_group(
-        asked.backend, store=store, rank=asked.rank, world_size=asked.world_size, timeout=_left(limit),
-        device_id=asked.device if on_gpu else None,
+        asked.backend, store=store, rank=asked.rank, world_size=asked.world_size,
+        timeout=timedelta(seconds=asked.deadline_s), device_id=asked.device if on_gpu else None,
     )  # fmt: skip
     report.phase("collective.sum", "adds numbers over all ranks")
     return _sum(asked)
-
-
-def _listen(host: str) -> socket.socket:
-    """Rank 0 binds the store's port itself: a port that was found free and is bound later may be taken by then."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family)
 
 
 def _read_store() -> tuple[str, int]:
@@ -131,12 +141,13 @@ def _read_store() -> tuple[str, int]:
     return str(host), int(port)
 
 
-def _roll_call(store: "dist.TCPStore", asked: _Asked, limit: float) -> list[int]:
+def _roll_call(store: "dist.TCPStore", asked: _Asked) -> list[int]:
     """Says that this rank is here and waits for the others; gives those that did not come.
 
     The group's own set-up would say `wait timeout`, and not for whom.
     """
     store.set(f"here/{asked.rank}", b"1")
+    limit = time.monotonic() + asked.deadline_s
     missing = list(range(asked.world_size))
     while missing and time.monotonic() < limit:
         missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
@@ -179,7 +190,3 @@ def _sum(asked: _Asked) -> dict[str, Any]:
         f"{asked.backend}: {asked.world_size} ranks add {_LARGE_BYTES >> 20} MiB at {speed / 1e6:,.0f} MB/s"
     )
     return {"ok": True, "text": text, "bytes_per_second": speed}
-
-
-def _left(limit: float) -> timedelta:
-    return timedelta(seconds=max(0.5, limit - time.monotonic()))
