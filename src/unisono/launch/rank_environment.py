@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from unisono.launch.command import child_environment
 from unisono.plan import RunPlan
 
-_INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ABOUT_COMMUNICATION = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_")
 _DEBUG = {
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
@@ -46,7 +46,7 @@ def rank_environments(
                 "WORLD_SIZE": str(plan.world_size),
                 "LOCAL_WORLD_SIZE": str(len(places)),
             }
-            for name in _INTERFACE if interface else ():
+            for name in INTERFACE_VARIABLES if interface else ():
                 environment.setdefault(name, str(interface))
             if debug_comm:
                 environment |= _DEBUG

@@ -64,7 +64,13 @@ class TaskProcess:
     """A task that is talked to while it runs: start it as a context, `send` to it, read its `messages`."""
 
     def __init__(
-        self, name: str, request: dict[str, Any], *, talks: bool = False, programs: Programs | None = None
+        self,
+        name: str,
+        request: dict[str, Any],
+        *,
+        talks: bool = False,
+        programs: Programs | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
         """Starts the task.
 
@@ -73,18 +79,17 @@ class TaskProcess:
             request: what the task's `run` gets.
             talks: whether `send` will be used.
             programs: what to start; the default is ours.
+            environment: all of it; the default is this process's, without what would mislead a task.
         """
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-")  # mode 0700: requests hold prompts
         path = Path(self._folder.name) / "request.json"
         path.write_text(json.dumps(request, ensure_ascii=False), encoding="utf-8")
         self._printed: IO[bytes] = (Path(self._folder.name) / "printed").open("w+b")
-        environment = read_environment()
-        threads = environment.omp_num_threads or read_machine(_no_devices).cores
         started = programs or Programs()
         self._child = ChildProcess(
             lambda fd: task_command(started, name, request=path, report_fd=fd),
-            environment=child_environment(threads=threads, without=environment.leftovers),
+            environment=environment or _environment(),
             output=self._printed, talks=talks,
         )  # fmt: skip
 
@@ -133,6 +138,12 @@ class TaskProcess:
             why=one_line(tail_of(self._printed), limit=2000),
             fix="run it again with --debug, and report it if it is not the memory or the disk",
         )
+
+
+def _environment() -> dict[str, str]:
+    here = read_environment()
+    threads = here.omp_num_threads or read_machine(_no_devices).cores
+    return child_environment(threads=threads, without=here.leftovers)
 
 
 def refusal(message: Message) -> UnisonoError:

@@ -13,7 +13,7 @@ from unisono.launch.interrupts import Stopped
 from unisono.launch.nodes import words
 from unisono.launch.nodes.address import refuse_unusable_head
 from unisono.launch.nodes.aside import Aside
-from unisono.launch.nodes.collective import node_collective
+from unisono.launch.nodes.collective import collective_task, node_collective
 from unisono.launch.nodes.network import listen, node_dials
 from unisono.launch.nodes.party import MakeReport, Party, Show, Standing
 from unisono.text import one_line
@@ -174,10 +174,11 @@ def attend_meeting(party: Party, make_report: MakeReport) -> Attendance:
             standing = Standing(link.local_address, welcome, link.clock_offset_s, listener.ports)
             report = attendance.aside(lambda show: make_report(standing, show))
             attendance.send({"kind": "report", "report": report.to_json()})
-            node_dials(attendance)
-            asked = attendance.wait_for("collective")  # until then others may still dial this node
-        node_collective(attendance, asked, report)
-        attendance.wait_for("agreed")
+            asked = attendance.wait_for("dial")
+            with collective_task(report, party.topology.nodes, party.programs) as task:
+                node_dials(attendance, asked)
+                node_collective(attendance, task)
+            attendance.wait_for("agreed")
     except BaseException as error:  # told to the head, and raised again
         attendance.__exit__(type(error), error, error.__traceback__)
         raise

@@ -1,5 +1,7 @@
 """One small collective with the real back-end, in a child process on every node, before any rank is started."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from unisono.agree.agreement import Agreement
@@ -8,8 +10,9 @@ from unisono.agree.report import NodeReport
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.errors import UnisonoError
 from unisono.events import Message
-from unisono.launch.command import Programs
-from unisono.launch.nodes.party import Show
+from unisono.facts import read_environment
+from unisono.launch.command import Programs, child_environment
+from unisono.launch.rank_environment import INTERFACE_VARIABLES, misleading
 from unisono.launch.tasks import TaskProcess
 from unisono.text import one_line
 
@@ -18,49 +21,73 @@ if TYPE_CHECKING:
     from unisono.launch.nodes.head import Meeting
 
 DEADLINE_S = 15.0
-_STARTING_S = 90.0
-"""For a machine under load to import torch; the deadline counts from there."""
+_STARTING_S = 120.0  # for a machine under load to import torch; the deadline counts from there
+_ENDING_S = 10.0
 
 
-def head_collective(meeting: "Meeting") -> Agreement:
+@contextmanager
+def collective_task(report: NodeReport, nodes: int, programs: Programs) -> Iterator[TaskProcess]:
+    """The process of this node that will take part. It imports torch meanwhile, and then waits to be told where the store is.
+
+    Args:
+        report: of this node.
+        nodes: how many take part, one process each.
+        programs: what is started as task.
+    """
+    body = {
+        "rank": report.node_rank, "world_size": nodes, "backend": "nccl" if report.device_kind == "cuda" else "gloo",
+        "device_index": 0 if report.device_kind == "cuda" else None, "store_host": report.address,
+        "deadline_s": DEADLINE_S, "names": [f"node {rank}" for rank in range(nodes)],
+    }  # fmt: skip
+    with TaskProcess(
+        "collective", body, talks=True, programs=programs, environment=_environment(report)
+    ) as task:
+        yield task
+
+
+def head_collective(meeting: "Meeting", task: TaskProcess) -> Agreement:
     """Lets one process on every node take part in a collective, and judges what came of it.
 
     Raises:
         Disagreed: if a node does not answer.
     """
     reports = meeting.reports
-    with _start(reports[0], len(reports), meeting.party.programs, store=None) as task:
-        port = meeting.aside(lambda _show: _port(task))
-        if isinstance(port, str):
-            found = {"ok": False, "text": port, "seconds": 0.0}
-            return _judge({0: found}, reports)
-        store = [meeting.server.address[0], port]
-        meeting.tell_all({"kind": "collective", "store": store, "deadline_s": DEADLINE_S})
-        own = meeting.aside(lambda show: _outcome(task, show))
-    said = meeting.gather("collective", timeout_s=DEADLINE_S + _STARTING_S, what="the collective")
-    return _judge({0: own, **said}, reports)
+    messages = task.messages()
+    own = meeting.aside(lambda _show: _until_ready(messages))
+    said = meeting.gather("collective_ready", timeout_s=_STARTING_S, what="a process with torch")
+    starts = {0: own, **said}
+    if all(start.get("ok") is True for start in starts.values()):
+        store = [meeting.server.address[0], own["port"]]
+        meeting.tell_all({"kind": "collective", "store": store})
+        task.send({"kind": "collective", "store": store})
+        own = meeting.aside(lambda _show: _outcome(messages))
+        said = meeting.gather("collective", timeout_s=DEADLINE_S + _ENDING_S, what="the collective")
+        starts = {0: own, **said}
+    return _judge(starts, reports)
 
 
-def node_collective(attendance: "Attendance", asked: Message, report: NodeReport) -> None:
+def node_collective(attendance: "Attendance", task: TaskProcess) -> None:
     """Takes part when the head says so, and tells it what came of it.
 
     Raises:
         Disagreed: with the head's words, if it ends the job meanwhile.
     """
-    topology, programs = attendance.party.topology, attendance.party.programs
-    with _start(report, topology.nodes, programs, store=asked.get("store")) as task:
-        outcome = attendance.aside(lambda show: _outcome(task, show))
-    attendance.send({"kind": "collective", **outcome})
+    messages = task.messages()
+    attendance.send({"kind": "collective_ready", **attendance.aside(lambda _show: _until_ready(messages))})
+    asked = attendance.wait_for("collective")
+    task.send({"kind": "collective", "store": asked.get("store")})
+    attendance.send({"kind": "collective", **attendance.aside(lambda _show: _outcome(messages))})
 
 
-def _start(report: NodeReport, nodes: int, programs: Programs, *, store: Any) -> TaskProcess:
-    device = report.chosen[0].uuid if report.chosen else None
-    body = {
-        "rank": report.node_rank, "world_size": nodes, "backend": "nccl" if report.device_kind == "cuda" else "gloo",
-        "device": device, "address": report.address, "interface": interface_of(report), "store": store,
-        "deadline_s": DEADLINE_S,
-    }  # fmt: skip
-    return TaskProcess("collective", body, programs=programs)
+def _environment(report: NodeReport) -> dict[str, str]:
+    """As the ranks will have it: what the user has set about communication, and the interface that the nodes reach each other on."""
+    leftovers = misleading(read_environment().leftovers, world_size=2)
+    device = report.places[0] if report.places else None
+    environment = child_environment(threads=1, without=leftovers, device=device)
+    interface = interface_of(report)
+    for name in INTERFACE_VARIABLES if interface else ():
+        environment.setdefault(name, str(interface))
+    return environment
 
 
 def interface_of(report: NodeReport) -> str | None:
@@ -68,26 +95,32 @@ def interface_of(report: NodeReport) -> str | None:
     return next((one.name for one in report.interfaces if report.address in one.addresses), None)
 
 
-def _port(task: TaskProcess) -> int | str:
-    """Where rank 0's store waits; a text where it came to nothing."""
+def _until_ready(messages: Iterator[Message]) -> dict[str, Any]:
+    """`ok`, and rank 0's `port`, once torch is imported and the process waits for the store; or `text`, why not."""
+    port = None
     try:
-        for message in task.messages():
+        for message in messages:
             if message["kind"] == "store":
-                return int(message["port"])
+                port = int(message["port"])
+            if message.get("phase") == "collective.store":
+                return {"ok": True, "port": port}
     except UnisonoError as error:
-        return one_line(str(error), limit=300)
-    return "it ended without a store"
+        return {"ok": False, "text": _said(error)}
+    return {"ok": False, "text": "it ended before it could take part"}
 
 
-def _outcome(task: TaskProcess, show: Show) -> dict[str, Any]:
+def _outcome(messages: Iterator[Message]) -> dict[str, Any]:
     try:
-        for message in task.messages():
+        for message in messages:
             if message["kind"] == "result":
-                return {name: message.get(name) for name in ("ok", "text", "seconds")}
-            show(message)
+                return {name: message.get(name) for name in ("ok", "text", "seconds", "missing")}
     except UnisonoError as error:
-        return {"ok": False, "text": one_line(str(error), limit=300), "seconds": 0.0}
-    return {"ok": False, "text": "it ended without a result", "seconds": 0.0}
+        return {"ok": False, "text": _said(error)}
+    return {"ok": False, "text": "it ended without a result"}
+
+
+def _said(error: UnisonoError) -> str:
+    return one_line("; ".join(f"{p.what} {p.why}" for p in error.problems), limit=400)
 
 
 def _judge(said: dict[int, dict[str, Any]], reports: list[NodeReport]) -> Agreement:

@@ -13,15 +13,16 @@ from unisono.agree.report import NodeReport
 from unisono.causes import Verdict
 from unisono.control.events import Event, Joined, Left, Rejected, Said
 from unisono.control.server import HeadServer
-from unisono.errors import Disagreed
+from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message
 from unisono.launch.interrupts import Stopped
 from unisono.launch.nodes import words
 from unisono.launch.nodes.address import listening_address
 from unisono.launch.nodes.aside import Aside
-from unisono.launch.nodes.collective import head_collective
+from unisono.launch.nodes.collective import collective_task, head_collective
 from unisono.launch.nodes.network import head_dials, listen
 from unisono.launch.nodes.party import MakeReport, Party, Show, Standing
+from unisono.launch.nodes.refusal import tell_refusal
 from unisono.launch.nodes.roll import Roll
 from unisono.launch.nodes.words import disagreement, last_word
 
@@ -180,7 +181,7 @@ class Meeting:
         if isinstance(error, Disagreed) and error.verdict is not None:
             verdict = error.verdict
         self.end(last_word([verdict]))
-        if isinstance(error, Exception) and not isinstance(error, Disagreed) and _has_words(error):
+        if isinstance(error, UnisonoError) and not isinstance(error, Disagreed):
             raise disagreement([verdict]) from error
 
     def end(self, message: Message) -> None:
@@ -315,22 +316,21 @@ def hold_meeting(
     Raises:
         Disagreed: with the verdict that all nodes have been told.
     """
-    meeting = Meeting(party, welcome=welcome, run_nonce=run_nonce, epoch=epoch)
+    try:
+        meeting = Meeting(party, welcome=welcome, run_nonce=run_nonce, epoch=epoch)
+    except Disagreed as error:  # the others call an address that this machine could still answer on
+        if error.verdict is not None and error.verdict.cause == "hostname_loopback":
+            tell_refusal(party, error)
+        raise
     try:
         with listen(meeting.server.address[0], party.token, meeting.run_nonce) as listener:
             meeting.assemble(make_report, listener.ports)
             meeting.judge(compare_nodes(meeting.reports))
-            meeting.judge(head_dials(meeting))
-        meeting.judge(head_collective(meeting))
+            with collective_task(meeting.reports[0], len(meeting.reports), party.programs) as task:
+                meeting.judge(head_dials(meeting))
+                meeting.judge(head_collective(meeting, task))
         meeting.tell_all({"kind": "agreed"})
     except BaseException as error:  # told to all nodes, and raised again
         meeting.__exit__(type(error), error, error.__traceback__)
         raise
     return meeting
-
-
-def _has_words(error: Exception) -> bool:
-    """Whether it is an error for people; a defect keeps its own class and traceback."""
-    from unisono.errors import UnisonoError
-
-    return isinstance(error, UnisonoError)

@@ -48,13 +48,12 @@ def head_dials(meeting: "Meeting") -> Agreement:
     return compare_network(found, meeting.reports)
 
 
-def node_dials(attendance: "Attendance") -> None:
-    """Dials whom the head names, when it says so, and tells it what was seen.
+def node_dials(attendance: "Attendance", asked: Message) -> None:
+    """Dials whom the head names in `dial`, and tells it what was seen.
 
     Raises:
         Disagreed: with the head's words, if it ends the job first.
     """
-    asked = attendance.wait_for("dial")
     peers = _peers(asked)
     key = reach_key(attendance.party.token, str(attendance.welcome["run_nonce"]))
     source = attendance.party.topology.node_rank
