@@ -1,11 +1,12 @@
 """Heads and nodes on loopback: real sockets, in this process or in another."""
 
+import itertools
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import pytest
 
@@ -67,7 +68,8 @@ class Room:
         heard = self._heard.setdefault(end, [])
         while True:
             heard += end.receive(0.0)
-            found: list[Kind] = [e for e in heard if isinstance(e, what) and _fits(e, fields)][:count]
+            known = (e for e in heard if isinstance(e, what) and _fits(e, fields))
+            found = cast("list[Kind]", list(itertools.islice(known, count)))
             if len(found) == count:
                 heard[:] = [e for e in heard if not any(e is one for one in found)]
                 return found

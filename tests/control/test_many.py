@@ -1,7 +1,11 @@
 """Sixty-four nodes at once. Hundreds more: bench/agree_scale.py. Run: pytest tests/control/test_many.py"""
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.ranks
 NODES = 64
+BENCH = Path(__file__).parents[2] / "bench" / "agree_scale.py"
 
 
 def test_all_report_and_all_have_the_last_word(room: "Room", line_of: Callable[["Popen[str]"], str]) -> None:
@@ -29,3 +34,17 @@ def test_all_report_and_all_have_the_last_word(room: "Room", line_of: Callable[[
     assert all(left.clean for left in room.hears(head, Left, NODES - 1))
     assert line_of(others) == "here"
     assert line_of(others) == str(NODES - 1)
+
+
+@pytest.mark.slow
+def test_the_measurement_of_hundreds_works_with_sixty_four() -> None:
+    """Real reports, compared; one case that differs and one node that never comes, each told to all in the same words."""
+    command = [sys.executable, str(BENCH), "--nodes", str(NODES), "--repeat", "1", "--out", "-"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    found = {result["case"]: result for result in json.loads(output)["results"]}
+    assert found["equal"]["verdict"] is found["at_once"]["verdict"] is None
+    assert found["differs"]["verdict"].startswith(
+        "NCCL_IB_DISABLE: 1 on node 7 (node0007), not set on nodes "
+    )
+    assert found["never_comes"]["verdict"].startswith("node 63 has never called")
+    assert all(result["seconds"] < 10 for result in found.values())

@@ -50,9 +50,10 @@ class HeadServer:
         self.address: tuple[str, int] = (str(name[0]), int(name[1]))
         self._inbox: Inbox[Event] = Inbox()
         self._closed = False
+        own_name = str(welcome.get("head_host") or socket.gethostname())
         SHARED.enter()
         self._head, self._server = SHARED.run(
-            self._start(token=token, nodes=nodes, host=socket.gethostname(), welcome=dict(welcome), run=run_nonce,
+            self._start(token=token, nodes=nodes, host=own_name, welcome=dict(welcome), run=run_nonce,
                         epoch=epoch)
         )  # fmt: skip
 
