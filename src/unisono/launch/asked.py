@@ -8,8 +8,7 @@ from typing import Any
 from unisono.compat import load_own_config
 from unisono.config import LoadedConfig
 from unisono.errors import UsageError
-from unisono.facts import Environment
-from unisono.facts.machine import DeviceProbe, probe_nvidia
+from unisono.facts import Environment, Probes
 from unisono.launch.command import Programs
 from unisono.launch.device import device_words
 from unisono.launch.resolved import with_absolute_paths
@@ -38,7 +37,7 @@ class TrainRequest:
         limit_rows: only so many rows are read; a rehearsal's.
         programs: what is started as worker and task.
         ssh: the program that starts `--hosts`, with options; tests have a port and keys of their own.
-        probe: lists the accelerators.
+        probes: what this machine is asked through.
         faults: written into the plan; only tests and drills do.
     """
 
@@ -59,7 +58,7 @@ class TrainRequest:
     limit_rows: int | None = None
     programs: Programs = field(default_factory=Programs)
     ssh: tuple[str, ...] = ("ssh",)
-    probe: DeviceProbe = probe_nvidia
+    probes: Probes = field(default_factory=Probes)
     faults: dict[str, Any] = field(default_factory=dict)
 
     @property

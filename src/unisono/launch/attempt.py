@@ -48,6 +48,7 @@ class Attempt:
         ends: of the ranks, by rank.
         reports: of the ranks that were ready.
         agreement: what came of comparing them.
+        lost: nodes that are gone, or that did not say that their ranks are.
     """
 
     from_step: int
@@ -65,6 +66,7 @@ class Attempt:
     ends: dict[int, RankEnd] = field(default_factory=dict)
     reports: dict[int, RankReport] = field(default_factory=dict)
     agreement: Agreement | None = None
+    lost: list[NodeLoss] = field(default_factory=list)
 
     def note(self, message: Message) -> None:
         """Keeps what a message of rank 0 tells."""
@@ -107,6 +109,7 @@ def run_attempt(
     attempt.ends = conducting.conductor.ends
     attempt.reports = conducting.conductor.reports
     attempt.agreement = conducting.conductor.agreement
+    attempt.lost = conducting.conductor.lost
     return attempt
 
 
@@ -235,6 +238,9 @@ class _Conducting:
         while time.monotonic() < limit and (self._away - lost or not self._local.all_ended):
             self._hear(0.05)
             lost = {loss.node_rank for loss in self.conductor.lost}
+        for node_rank in sorted(self._away - lost):
+            why = f"it did not say within {_GONE_S:g} s that its ranks are gone"
+            self.conductor.lost.append(NodeLoss(node_rank, self.plan.nodes[node_rank].host, why))
 
     def _pass_on_stop(self) -> None:
         self.attempt.asked_to_stop = self._interrupts.first

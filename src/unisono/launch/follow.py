@@ -1,15 +1,12 @@
 """The part of a node that is not the head: it carries out the head's plan with its own ranks, and ends as the head says."""
 
 import signal
-import tempfile
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.causes import Verdict
 from unisono.control.events import Left
-from unisono.errors import EndedByVerdict, UnisonoError
 from unisono.events import Message
 from unisono.launch.attempt import Show
 from unisono.launch.interrupts import Interrupts
@@ -36,6 +33,21 @@ class LastWord:
         return self.message["kind"] == "plan"
 
 
+@dataclass(frozen=True)
+class LostHead:
+    """The head is not heard any more; this node has ended its ranks, and says which half of the line it has seen."""
+
+    host: str
+    why: str
+
+    @property
+    def verdict(self) -> Verdict:
+        """On node 0, as this node sees it."""
+        return name_lost_node(
+            NodeLoss(0, self.host, f"this node lost the connection to the head: {self.why}")
+        )
+
+
 @dataclass
 class Serving:
     """Runs this node's ranks for the head, until it says the last word.
@@ -56,12 +68,8 @@ class Serving:
     _told_stop: bool = field(default=False, init=False)
     _told_gone: bool = field(default=False, init=False)
 
-    def run(self) -> LastWord:
-        """Until the end.
-
-        Raises:
-            EndedByVerdict: if the head is not heard any more; the ranks are gone then.
-        """
+    def run(self) -> LastWord | LostHead:
+        """Until the end; the ranks are gone then."""
         with self.local:
             self.interrupts.collect()
             self.link.send({"kind": "ranks_started"})
@@ -71,7 +79,7 @@ class Serving:
                 for event in self.link.receive(0):
                     if isinstance(event, Left):
                         self.local.end("the head is gone")
-                        raise lost_head(self.head, event.why)
+                        return LostHead(self.head, event.why)
                     last = self._obey(event.message)
                     if last is not None:
                         return last
@@ -117,32 +125,3 @@ class Serving:
         if self.interrupts.first is not None and not self._told_stop:
             self._told_stop = True
             self.link.send({"kind": "stop", "signal": self.interrupts.first.name})
-
-
-def lost_head(host: str, why: str) -> UnisonoError:
-    """This node is cut off: it ends by itself, and says which half of the line it has seen."""
-    verdict = name_lost_node(NodeLoss(0, host, f"this node lost the connection to the head: {why}"))
-    return EndedByVerdict.of(
-        verdict.summary, where="the control channel", why=why, fix="; ".join(verdict.fix), verdict=verdict
-    )
-
-
-def verdicts_of(message: Message) -> list[Verdict]:
-    """Those that came with the head's last word."""
-    return [Verdict.from_json(value) for value in message.get("verdicts") or []]
-
-
-def scratch() -> "tempfile.TemporaryDirectory[str]":
-    """A private directory for this node's copy of the plan."""
-    return tempfile.TemporaryDirectory(prefix="unisono-node-")
-
-
-def result_here(message: Message, *, output_dir: str) -> dict[str, Any]:
-    """The head's result, as this node keeps and shows it."""
-    result = dict(message.get("result") or {})
-    return {**result, "output_dir": output_dir, "exit_code": int(message.get("exit_code", 1))}
-
-
-def plan_file(folder: str) -> Path:
-    """Where the ranks of this node read the plan."""
-    return Path(folder) / "plan.json"

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.config import LoadedConfig
-from unisono.facts import Environment, Machine, package_versions
+from unisono.facts import Environment, Machine
 from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Show
 from unisono.launch.device import choose_devices, device_words, usable_accelerators
-from unisono.launch.layout import Layout, NodeOffer, lay_out, threads_of
+from unisono.launch.layout import Layout, NodeOffer, threads_of
+from unisono.launch.nodes.address import is_this_machine
+from unisono.launch.nodes.ssh import find_head
 from unisono.launch.rank_environment import misleading
 from unisono.launch.tasks import run_task
 from unisono.launch.topology import Topology, read_topology
@@ -36,9 +38,13 @@ class Here:
     @property
     def offer(self) -> NodeOffer:
         """What this node brings to a plan of this node alone."""
+        return self.offer_as(self.topology.node_rank)
+
+    def offer_as(self, node_rank: int) -> NodeOffer:
+        """What a node like this one would bring."""
         threads, origin = self.threads
         return NodeOffer(
-            self.topology.node_rank,
+            node_rank,
             self.machine.host,
             "127.0.0.1",
             self.devices,
@@ -62,10 +68,13 @@ def look_around(
     Raises:
         UsageError: if the options contradict each other or the machine.
     """
-    torch_version = package_versions().get("torch", "")
+    torch_version = request.probes.packages().get("torch", "")
     wish, visible = loaded.config.device, environment.visible_devices
     usable = usable_accelerators(machine, wish=wish, visible=visible, torch_version=torch_version)
-    topology = read_topology(request.topology, environment.leftovers, usable)
+    topology = read_topology(
+        request.topology, environment.leftovers, usable, is_here=lambda host: is_this_machine(host, request.probes.network)
+    )  # fmt: skip
+    topology = find_head(topology, request.probes.network)
     devices, origin = choose_devices(
         machine, wish=wish, named=device_words(request.devices), visible=visible, nproc=topology.nproc, torch_version=torch_version,
     )  # fmt: skip
@@ -103,7 +112,7 @@ def make_plan(
     loaded: LoadedConfig,
     here: Here,
     *,
-    layout: Layout | None,
+    layout: Layout,
     prepared: dict[str, Any],
     run_id: str,
     resume: ResumePoint | None,
@@ -115,7 +124,7 @@ def make_plan(
         request: what was asked.
         loaded: the config, its paths absolute.
         here: machine and environment.
-        layout: which rank runs where; None: all on this node.
+        layout: which rank runs where.
         prepared: what `prepare` gave.
         run_id: the same over all starts of a run.
         resume: the checkpoint to go on from, or None.
@@ -124,7 +133,6 @@ def make_plan(
     Raises:
         UnisonoError: if what was asked does not fit the devices or the data.
     """
-    layout = layout or lay_out([here.offer])
     return resolve_plan(
         PlanInputs(
             config=loaded.config, run_id=run_id, output_dir=loaded.config.output_dir, host=here.machine.host,

@@ -8,6 +8,8 @@ from typing import Any
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.report import NodeReport, RankReport
+from unisono.config import RunConfig
+from unisono.errors import Disagreed
 from unisono.facts import package_versions
 from unisono.facts.versions import versions_digest
 from unisono.files import make_private_dir, write_json, write_text
@@ -15,6 +17,7 @@ from unisono.launch.resolved import config_yaml
 from unisono.plan import RankPlace, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.metrics import read_metrics
+from unisono.rundir.result import RunResult, read_result, set_verdict, write_result
 from unisono.track.curve import draw_curve
 
 
@@ -62,6 +65,25 @@ def write_agreement(run: RunDir, table: Table) -> None:
         "ranks": [report.to_json() for report in table.ranks], **found.to_json(),
     }  # fmt: skip
     write_json(run.agreement, body)
+
+
+def keep_refusal(run: RunDir, config: RunConfig, table: Table, error: Disagreed, *, command: str) -> None:
+    """Keeps why nodes or ranks did not agree: agreement.json, verdict.json, result.json. A finished run's result stays."""
+    found = table.of_nodes or Agreement()
+    if error.verdict is not None and not found.fatal:
+        table.of_nodes = found.merged(Agreement.found("joining", error.verdict))
+    if not run.config.exists():
+        write_text(run.config, config_yaml(config, command=command), mode=0o600)
+    write_agreement(run, table)
+    before = read_result(run)
+    if before is not None and before.is_completed:
+        return
+    set_verdict(run, error.verdict)
+    verdict = error.verdict.to_json() if error.verdict else None
+    write_result(
+        run,
+        RunResult(outcome="disagreed", exit_code=error.exit_code, output_dir=str(run.root), verdict=verdict),
+    )
 
 
 def keep_tail(run: RunDir, place: RankPlace, tail: str) -> Path:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from unisono.errors import UsageError
 from unisono.events import Message
 from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Show
@@ -59,6 +60,11 @@ def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
     Raises:
         UnisonoError: if a stage is refused before anything was started.
     """
+    if request.nodes not in (None, "1") or request.hosts:
+        raise UsageError.of(
+            "a rehearsal is for one node", where="--rehearse", why="it tries the path from data to export, and leaves nothing behind",
+            fix="leave out --nodes and --hosts; `unisono train --dry-run` shows the plan of all nodes",
+        )  # fmt: skip
     done = Rehearsal()
 
     @contextmanager

@@ -1,37 +1,41 @@
-"""One training start, whole: config, decision, lock, data, plan, worker, restarts, result."""
+"""One training start, whole: config, decision, lock, the other nodes, data, plan, ranks, restarts, result."""
 
+import contextlib
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unisono.agree.agreement import Agreement
 from unisono.causes import Verdict
-from unisono.checkpoint.resume import resume_point
 from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.trouble import Damage
 from unisono.config import LoadedConfig
-from unisono.errors import IntegrityError
+from unisono.errors import Disagreed, IntegrityError, UnisonoError
 from unisono.events import Message
-from unisono.facts import package_versions, read_environment, read_machine
+from unisono.facts import read_environment, read_machine, take_token
+from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.launch.asked import TrainRequest, load_asked, refuse_live_launcher
 from unisono.launch.attempt import Attempt, Show, run_attempt
 from unisono.launch.claim import Claim, claim
+from unisono.launch.gathering import interface_of, look_alone
 from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
-from unisono.launch.layout import Layout
+from unisono.launch.layout import Layout, lay_out, offer_of
+from unisono.launch.node_report import NONCE_FILE
 from unisono.launch.outcome import NOTHING_DONE, Ending, ending_of, result_of
 from unisono.launch.planning import Here, look_around, make_plan, prepare
 from unisono.launch.rank_environment import rank_environments
 from unisono.launch.ranks import LocalRanks
-from unisono.launch.record import Table, draw, keep_tail, write_agreement, write_decision
+from unisono.launch.record import Table, draw, keep_refusal, keep_tail, write_agreement, write_decision
 from unisono.launch.restart import Death, may_restart
+from unisono.launch.resuming import find_resume_point
+from unisono.launch.together import Together, tell_refusal, together
 from unisono.plan import ResumePoint, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.continuing import check_same_run
 from unisono.rundir.result import RunResult, set_verdict, write_result
 from unisono.rundir.start import StartDecision, decide_start, refuse_if_shrunk
-
-_LOOPBACK = "lo"
 
 
 def train(request: TrainRequest, show: Show) -> dict[str, Any]:
@@ -41,38 +45,38 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
         UnisonoError: if it is refused before anything was started.
     """
     began = time.monotonic()
+    token = take_token()
     with Interrupts() as interrupts:
         try:
-            result = _Start(request, show, interrupts, began).run()
+            result = _start(request, show, interrupts, began, token)
         except Stopped as stopped:
             say(show, f"{stopped.number.name} before anything was started: nothing has changed")
             result = result_of(
                 Ending(exit_code_of(stopped.number), NOTHING_DONE), run_id="", output_dir="", restarts=[],
                 seconds=time.monotonic() - began,
             )  # fmt: skip
+        except Disagreed as error:
+            if error.verdict is None:
+                raise
+            result = _disagreed(error, show, began)
     show({"kind": "result", "time": time.time(), **result})
     return result
 
 
 def plan_only(request: TrainRequest, show: Show) -> RunPlan:
-    """The plan of a start that is not made; nothing is left in the run's directory.
+    """The plan of a start that is not made; nothing is left in the run's directory. Other nodes are taken to be like this one.
 
     Raises:
-        UnisonoError: whatever the start itself would be refused for before its worker.
+        UnisonoError: whatever the start itself would be refused for before its ranks.
     """
     loaded, here = _look(request)
     run = RunDir(Path(loaded.config.output_dir))
     decision = decide_start(run, loaded.config, resume=request.resume, fresh=request.fresh)
     prepared = prepare(request, loaded, here.environment, ledger=False, show=show)
-    return _plan(request, loaded, here, run=run, decision=decision, prepared=prepared, show=show)
-
-
-def _look(request: TrainRequest) -> tuple[LoadedConfig, Here]:
-    """The config, and what is here for it."""
-    loaded = load_asked(request)
-    environment = read_environment()
-    refuse_live_launcher(environment, request)
-    return loaded, look_around(request, loaded, read_machine(request.probe), environment)
+    layout = lay_out([here.offer_as(node_rank) for node_rank in range(here.topology.nodes)])
+    return _plan(
+        request, loaded, here, run=run, decision=decision, prepared=prepared, show=show, layout=layout
+    )
 
 
 def say(show: Show, text: str) -> None:
@@ -80,74 +84,159 @@ def say(show: Show, text: str) -> None:
     show({"kind": "note", "time": time.time(), "text": text})
 
 
+def _look(request: TrainRequest) -> tuple[LoadedConfig, Here]:
+    """The config, and what is here for it."""
+    loaded = load_asked(request)
+    environment = read_environment()
+    refuse_live_launcher(environment, request)
+    return loaded, look_around(request, loaded, read_machine(request.probes.devices), environment)
+
+
+def _start(
+    request: TrainRequest, show: Show, interrupts: Interrupts, began: float, token: str | None
+) -> dict[str, Any]:
+    try:
+        loaded, here = _look(request)
+    except UnisonoError as error:
+        tell_refusal(request, token, error, show)
+        raise
+    if not here.topology.is_head:
+        from unisono.launch.member import take_part
+
+        return take_part(request, loaded, here, token=token, interrupts=interrupts, show=show)
+    return _Start(request, show, interrupts, began, token).run(loaded, here)
+
+
+def _disagreed(error: Disagreed, show: Show, began: float) -> dict[str, Any]:
+    """Says what nodes or ranks disagree about, in the same words on all of them, and gives the result."""
+    assert error.verdict is not None
+    show({"kind": "verdict", "time": time.time(), **error.verdict.to_json()})
+    for problem in error.problems[1:]:
+        say(show, f"also: {problem.what}")
+    return result_of(
+        Ending(error.exit_code, NOTHING_DONE, error.verdict), run_id="", output_dir="", restarts=[],
+        seconds=time.monotonic() - began,
+    )  # fmt: skip
+
+
 @dataclass
 class _Start:
+    """The start of a run on this node, which is the head, with or without others."""
+
     request: TrainRequest
     show: Show
     interrupts: Interrupts
     began: float
+    token: str | None
+    table: Table = field(default_factory=Table)
 
-    def run(self) -> dict[str, Any]:
-        loaded, here = _look(self.request)
+    def run(self, loaded: LoadedConfig, here: Here) -> dict[str, Any]:
+        """To its end; gives the object of result.json."""
         with claim(
             loaded.config, host=here.machine.host, resume=self.request.resume, fresh=self.request.fresh,
             say=lambda text: say(self.show, text),
         ) as claimed:  # fmt: skip
-            return self._train(loaded, here, claimed)
+            try:
+                with self._others(loaded, here, claimed.run) as others:
+                    return self._train(loaded, here, claimed, others)
+            except Disagreed as error:
+                keep_refusal(claimed.run, loaded.config, self.table, error, command=self.request.command)
+                claimed.worth_keeping = True
+                raise
 
-    def _train(self, loaded: LoadedConfig, here: Here, claimed: Claim) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _others(self, loaded: LoadedConfig, here: Here, run: RunDir) -> Iterator[Together | None]:
+        """The other nodes, once all of them are here and agree; None where there are none."""
+        if here.topology.nodes == 1:
+            yield None
+            return
+        nonce = leave_nonce(run.root)
+        try:
+            with together(
+                self.request, loaded, here, token=self.token, show=self.show, welcome={NONCE_FILE: nonce}, table=self.table
+            ) as others:  # fmt: skip
+                yield others
+        finally:
+            with contextlib.suppress(OSError):  # an empty file in a folder that is gone or full is no matter
+                remove_nonce(run.root, nonce)
+
+    def _train(
+        self, loaded: LoadedConfig, here: Here, claimed: Claim, others: Together | None
+    ) -> dict[str, Any]:
         CheckpointStore(claimed.run.checkpoints, key=user_key(here.environment.settings_dir)).sweep()
-        prepared = prepare(self.request, loaded, here.environment, ledger=True, show=self.show)
+        prepared, layout = self._prepare(loaded, here, others)
         plan = _plan(
-            self.request, loaded, here, run=claimed.run, decision=claimed.decision, prepared=prepared, show=self.show
+            self.request, loaded, here, run=claimed.run, decision=claimed.decision, prepared=prepared, show=self.show,
+            layout=layout,
         )  # fmt: skip
         recorder = _Recorder(claimed, plan, self.show)
-        table = Table()
         deaths: list[Death] = []
         restarts: list[dict[str, Any]] = []
         while True:
             write_decision(claimed.run, plan)
-            self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
-            attempt = self._attempt(plan, here, claimed.run, recorder)
             if plan.world_size > 1:
-                table.add_ranks(attempt.reports, attempt.agreement)
-                write_agreement(claimed.run, table)
-            ending = ending_of(attempt, plan)
-            ending = self._told(claimed.run, plan, attempt, ending)
+                write_agreement(claimed.run, self.table)
+            self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
+            attempt = self._attempt(plan, here, claimed.run, recorder, others)
+            ending = self._told(claimed.run, plan, attempt, ending_of(attempt, plan))
             verdict = ending.verdict
             if verdict is None or not self._goes_on(plan, attempt, verdict, deaths):
-                return self._finish(claimed, plan, attempt, ending, restarts)
+                return self._finish(claimed, plan, attempt, ending, restarts, others)
             deaths.append(Death(verdict.cause, attempt.step))
             set_verdict(claimed.run, None)
             try:
                 decision = StartDecision("resume", plan.run_id, "restarted")
-                resume, _ = _resume_point(claimed.run, decision, here, self.show)
+                resume, _ = find_resume_point(claimed.run, decision, here.environment, self.show)
             except (
                 IntegrityError
             ) as error:  # the disk that killed the rank may have taken the checkpoints, too
                 ending = Ending(error.exit_code, ending.fields, verdict, error)
-                return self._finish(claimed, plan, attempt, ending, restarts)
+                return self._finish(claimed, plan, attempt, ending, restarts, others)
             restarts.append(
                 {"verdict": verdict.to_json(), "from_step": resume.step if resume else 0, "seconds": attempt.seconds}
             )  # fmt: skip
-            plan = plan.model_copy(
-                update={
-                    "resume": resume,
-                    "resume_reason": _again(verdict.cause, resume),
-                    "epoch": plan.epoch + 1,
-                }
-            )
+            again = {
+                "resume": resume,
+                "resume_reason": _again(verdict.cause, resume),
+                "epoch": plan.epoch + 1,
+            }
+            plan = plan.model_copy(update=again)
 
-    def _attempt(self, plan: RunPlan, here: Here, run: RunDir, recorder: "_Recorder") -> Attempt:
-        places = plan.on_node(0)
+    def _prepare(
+        self, loaded: LoadedConfig, here: Here, others: Together | None
+    ) -> tuple[dict[str, Any], Layout]:
+        """What is in data and model, on all nodes alike, and which rank runs where."""
+        if others is not None:
+            prepared = others.prepare(
+                lambda show: prepare(self.request, loaded, here.environment, ledger=True, show=show)
+            )
+            return prepared, lay_out([offer_of(report) for report in others.meeting.reports])
+        layout = lay_out([here.offer])
+        if layout.world_size > 1:
+            report, agreement = look_alone(self.request, loaded, here)
+            self.table.nodes, self.table.of_nodes = [report], agreement
+            _judge(agreement, self.show)
+        return prepare(self.request, loaded, here.environment, ledger=True, show=self.show), layout
+
+    def _attempt(
+        self, plan: RunPlan, here: Here, run: RunDir, recorder: "_Recorder", others: Together | None
+    ) -> Attempt:
+        interface = interface_of(here, self.request, plan.nodes[0].address)
         environments = rank_environments(
-            plan, 0, variables=here.leftovers, interface=_LOOPBACK, debug_comm=self.request.debug_comm
+            plan, 0, variables=here.leftovers, interface=interface, debug_comm=self.request.debug_comm
         )
         local = LocalRanks(
-            places, run, run.plan, self.request.programs, environments,
+            plan.on_node(0), run, run.plan, self.request.programs, environments,
             from_step=plan.resume.step if plan.resume else 0, talks=plan.world_size > 1,
         )  # fmt: skip
-        return run_attempt(plan, local=local, server=None, interrupts=self.interrupts, show=recorder.show)
+        server = others.hand_over(plan) if others is not None else None
+        attempt = run_attempt(
+            plan, local=local, server=server, interrupts=self.interrupts, show=recorder.show
+        )
+        if plan.world_size > 1:
+            self.table.add_ranks(attempt.reports, attempt.agreement)
+            write_agreement(run, self.table)
+        return attempt
 
     def _told(self, run: RunDir, plan: RunPlan, attempt: Attempt, ending: Ending) -> Ending:
         """Keeps the evidence of a verdict, and shows it."""
@@ -164,13 +253,17 @@ class _Start:
     def _goes_on(self, plan: RunPlan, attempt: Attempt, verdict: Verdict, deaths: list[Death]) -> bool:
         if self.interrupts.first is not None:
             return False
+        if attempt.lost:
+            say(self.show, "a node is gone: the run ends, and goes on when it is started again on all nodes")
+            return False
         again, why = may_restart(verdict, step=attempt.step, earlier=deaths, allowed=plan.config.restarts)
         say(self.show, why)
         return again
 
     def _finish(
-        self, claimed: Claim, plan: RunPlan, attempt: Attempt, ending: Ending, restarts: list[dict[str, Any]]
-    ) -> dict[str, Any]:
+        self, claimed: Claim, plan: RunPlan, attempt: Attempt, ending: Ending, restarts: list[dict[str, Any]],
+        others: Together | None,
+    ) -> dict[str, Any]:  # fmt: skip
         result = result_of(
             ending, run_id=plan.run_id, output_dir=plan.output_dir, restarts=restarts,
             seconds=time.monotonic() - self.began,
@@ -182,6 +275,8 @@ class _Start:
             write_result(claimed.run, RunResult.from_json(result))
         claimed.worth_keeping = attempt.ready or ending.exit_code not in (2, 75, 130) or bool(restarts)
         draw(claimed.run, title=_title(plan))
+        if others is not None:
+            others.end(result, ending)
         return result
 
 
@@ -204,6 +299,26 @@ class _Recorder:
         self._show(message)
 
 
+def _judge(agreement: Agreement, show: Show) -> None:
+    """Refuses what the node itself is not fit for, and says the rest.
+
+    Raises:
+        Disagreed: with the first fatal verdict.
+    """
+    if agreement.fatal:
+        raise Disagreed.of(agreement.fatal[0].summary, verdict=agreement.fatal[0])
+    for verdict in agreement.warnings:
+        show(
+            {
+                "kind": "warning",
+                "time": time.time(),
+                "code": verdict.cause,
+                "text": verdict.summary,
+                "fix": "; ".join(verdict.fix),
+            }
+        )
+
+
 def _plan(
     request: TrainRequest,
     loaded: LoadedConfig,
@@ -213,42 +328,18 @@ def _plan(
     decision: StartDecision,
     prepared: dict[str, Any],
     show: Show,
-    layout: Layout | None = None,
+    layout: Layout,
 ) -> RunPlan:
     """Finds the checkpoint to go on from, and decides the rest."""
-    resume, reason = _resume_point(run, decision, here, show)
+    resume, reason = find_resume_point(run, decision, here.environment, show)
     plan = make_plan(
         request, loaded, here, layout=layout, prepared=prepared, run_id=decision.run_id, resume=resume, resume_reason=reason
     )  # fmt: skip
     refuse_if_shrunk(decision, done_steps=resume.step if resume else 0, total_steps=plan.total_steps)
     if resume is None:
         return plan
-    changes = check_same_run(run, plan.to_json(), package_versions())
+    changes = check_same_run(run, plan.to_json(), request.probes.packages())
     return plan.model_copy(update={"warnings": [*plan.warnings, *changes]})
-
-
-def _resume_point(
-    run: RunDir, decision: StartDecision, here: Here, show: Show
-) -> tuple[ResumePoint | None, str]:
-    """The newest intact checkpoint, what is wrong with newer ones told; None where the run has none yet. And the reason.
-
-    Raises:
-        IntegrityError: if there are checkpoints and none can be read.
-    """
-    store = CheckpointStore(run.checkpoints, key=user_key(here.environment.settings_dir))
-
-    def on_damage(path: Path, damage: Damage) -> None:
-        show(
-            {
-                "kind": "warning",
-                "time": time.time(),
-                "code": f"checkpoint_{damage.kind}",
-                "text": f"{path.name}: {damage}",
-                "fix": "",
-            }
-        )
-
-    return resume_point(store, decision, on_damage)
 
 
 def _again(cause: str, resume: ResumePoint | None) -> str:

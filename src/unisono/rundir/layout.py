@@ -90,6 +90,10 @@ class RunDir:
         """TensorBoard's event files, when asked for."""
         return self.root / "tensorboard"
 
+    def node_plan(self, node_rank: int) -> Path:
+        """A node's copy of the plan, with its own paths; while its ranks run."""
+        return self.root / "nodes" / f"plan-{node_rank:05d}.json"
+
     def events(self, rank: int) -> Path:
         """Phases, warnings, checkpoints, failures of one rank, in time."""
         return self.root / "events" / f"rank-{rank:05d}.jsonl"

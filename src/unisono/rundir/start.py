@@ -166,9 +166,11 @@ def _is_left_by_a_start(run: RunDir, name: str) -> bool:
     path = run.root / name
     if path in (run.environment, run.agreement, run.data):
         return read_object(path).get("schema") == 1
+    if path in (run.result, run.verdict):  # of nodes that did not agree
+        return read_object(path).get("outcome", "disagreed") == "disagreed"
     if path == run.config:
         return _starts_with(path, CONFIG_HEADER)
-    folders = (run.checkpoints, run.events(0).parent, run.log("", 0).parent)
+    folders = (run.checkpoints, run.events(0).parent, run.log("", 0).parent, run.verdicts, run.evidence)
     return path == run.lock or (path in folders and path.is_dir()) or _TEMPORARY.fullmatch(name) is not None
 
 

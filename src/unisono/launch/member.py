@@ -1,0 +1,181 @@
+"""A start on a node that is not the head: it takes part, carries out the head's plan, and ends as the head says."""
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.causes import Verdict
+from unisono.config import LoadedConfig
+from unisono.errors import EndedByVerdict, UsageError
+from unisono.events import Message
+from unisono.files import make_private_dir, read_object, write_json
+from unisono.launch.asked import TrainRequest
+from unisono.launch.attempt import Show
+from unisono.launch.follow import LastWord, LostHead, Serving
+from unisono.launch.gathering import interface_of, party_of, prepared_facts, report_maker
+from unisono.launch.interrupts import Interrupts
+from unisono.launch.nodes.agent import Attendance, attend_meeting
+from unisono.launch.nodes.party import MakeReport, Standing
+from unisono.launch.planning import Here, prepare
+from unisono.launch.rank_environment import rank_environments
+from unisono.launch.ranks import LocalRanks
+from unisono.launch.received import accept_plan
+from unisono.launch.token import read_token
+from unisono.plan import RunPlan
+from unisono.rundir import RunDir
+from unisono.rundir.lock import RunLock
+from unisono.rundir.result import RunResult, set_verdict, write_result
+from unisono.rundir.start import set_aside
+
+
+def take_part(
+    request: TrainRequest, loaded: LoadedConfig, here: Here, *, token: str | None, interrupts: Interrupts, show: Show
+) -> dict[str, Any]:  # fmt: skip
+    """Carries this node's part to its end; gives the head's result, with this node's output_dir.
+
+    Raises:
+        Disagreed: with the words that all nodes have been told.
+        EndedByVerdict: if the head is lost while ranks ran.
+    """
+    secret = read_token(request.token_file, token, nodes=here.topology.nodes, command=request.command)
+    assert secret is not None, "several nodes have a token"
+    party = party_of(request, here, token=secret.secret, show=show)
+    seen = _Seen(report_maker(request, loaded, here))
+    with attend_meeting(party, seen.make) as attendance:
+        attendance.wait_for("prepare")
+        shared = seen.shares_output
+        with _own_directory(request, loaded, here, shared=shared, show=show) as run:
+            member = _Member(request, loaded, here, attendance, interrupts, show, run, shared)
+            last = member.run()
+    if isinstance(last, LostHead):
+        if not shared:
+            set_verdict(run, last.verdict)
+        raise EndedByVerdict.of(
+            last.verdict.summary, where="the control channel", why=last.why, fix="; ".join(last.verdict.fix), verdict=last.verdict
+        )  # fmt: skip
+    return _keep(run, last.message, shared=shared, show=show)
+
+
+@dataclass
+class _Seen:
+    """Makes this node's report, and remembers whether its output_dir is the head's."""
+
+    maker: MakeReport
+    shares_output: bool = False
+
+    def make(self, standing: Standing, show: Show) -> Any:
+        report = self.maker(standing, show)
+        self.shares_output = report.output.shared is True
+        return report
+
+
+@dataclass
+class _Member:
+    request: TrainRequest
+    loaded: LoadedConfig
+    here: Here
+    attendance: Attendance
+    interrupts: Interrupts
+    show: Show
+    run_dir: RunDir
+    shared: bool
+
+    def run(self) -> LastWord | LostHead:
+        """Prepares, and then serves one plan after the other until the last word."""
+        prepared = self.attendance.aside(
+            lambda show: prepare(
+                self.request, self.loaded, self.here.environment, ledger=not self.shared, show=show
+            )
+        )
+        facts = prepared_facts(prepared).to_json()
+        self.attendance.send({"kind": "prepared", "facts": facts})
+        message = self.attendance.wait_for("plan")
+        while True:
+            plan = accept_plan(
+                message.get("plan"), own=self.loaded.config, node_rank=self.here.topology.node_rank,
+                host=self.here.machine.host, devices=self.here.devices, prepared=prepared,
+            )  # fmt: skip
+            last = self._serve(plan)
+            if isinstance(last, LostHead) or not last.is_new_plan:
+                return last
+            message = last.message
+
+    def _serve(self, plan: RunPlan) -> LastWord | LostHead:
+        node_rank = self.here.topology.node_rank
+        plan_file = self.run_dir.node_plan(node_rank)
+        for folder in (plan_file.parent, self.run_dir.events(0).parent, self.run_dir.log("", 0).parent):
+            make_private_dir(folder)
+        write_json(plan_file, plan.to_json(), mode=0o600)
+        self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
+        interface = interface_of(self.here, self.request, plan.nodes[node_rank].address)
+        environments = rank_environments(
+            plan, node_rank, variables=self.here.leftovers, interface=interface, debug_comm=self.request.debug_comm
+        )  # fmt: skip
+        local = LocalRanks(
+            plan.on_node(node_rank), self.run_dir, plan_file, self.request.programs, environments,
+            from_step=plan.resume.step if plan.resume else 0, talks=True,
+        )  # fmt: skip
+        return Serving(self.attendance.link, local, self.interrupts, self.show, head=plan.nodes[0].host).run()
+
+
+@contextlib.contextmanager
+def _own_directory(
+    request: TrainRequest, loaded: LoadedConfig, here: Here, *, shared: bool, show: Show
+) -> Iterator[RunDir]:
+    """This node's output_dir: the head's, or one of its own, which is then locked here.
+
+    Raises:
+        UsageError: if it is a run of its own that has nothing to do with the head's.
+    """
+    run = RunDir(Path(loaded.config.output_dir))
+    if shared:
+        yield run
+        return
+    _refuse_another_run(run, fresh=request.fresh, show=show)
+    make_private_dir(run.root)
+    lock = RunLock(run.lock)
+    note = lock.acquire(here.machine.host, os.getpid())
+    if note:
+        show({"kind": "note", "time": time.time(), "text": note})
+    try:
+        yield run
+    finally:
+        lock.release()
+
+
+def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
+    """A directory in which this node was the head itself holds checkpoints, and is not to be mixed with another run's logs."""
+    plan = read_object(run.plan)
+    if not plan:
+        return
+    if fresh:
+        text = f"the earlier run is now {set_aside(run)}"
+        show({"kind": "note", "time": time.time(), "text": text})
+        return
+    raise UsageError.of(
+        f"{run.root} holds a run of this node's own", where="output_dir",
+        why="the head's output_dir is not seen from here, and this node's would be mixed with that run",
+        fix="set another output_dir, or pass --fresh on every node",
+    )  # fmt: skip
+
+
+def _keep(run: RunDir, message: Message, *, shared: bool, show: Show) -> dict[str, Any]:
+    """Shows and, where the head's directory is not seen here, keeps how the run ended."""
+    result = {**dict(message.get("result") or {}), "exit_code": int(message.get("exit_code", 1))}
+    for value in message.get("verdicts") or []:
+        verdict = Verdict.from_json(value)
+        if not shared:
+            set_verdict(run, verdict)
+        show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+    problems = message.get("problems") or []
+    if problems:
+        show({"kind": "refused", "time": time.time(), "problems": problems})
+    if not shared:
+        write_result(run, RunResult.from_json(result))
+        shutil.rmtree(run.node_plan(0).parent, ignore_errors=True)  # a copy for the ranks, of no use now
+    return result

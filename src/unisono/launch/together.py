@@ -1,0 +1,112 @@
+"""The head with the other nodes, from their call to the last word: what happens between the meeting and the ranks."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from unisono.agree.prepared import PreparedFacts, compare_prepared
+from unisono.config import LoadedConfig
+from unisono.errors import Disagreed, UnisonoError
+from unisono.launch.asked import TrainRequest
+from unisono.launch.attempt import Show
+from unisono.launch.gathering import party_of, prepared_facts, report_maker
+from unisono.launch.outcome import Ending
+from unisono.launch.planning import Here
+from unisono.launch.record import Table
+from unisono.launch.token import read_token
+from unisono.plan import RunPlan
+from unisono.text import one_line
+
+if TYPE_CHECKING:
+    from unisono.control.server import HeadServer
+    from unisono.launch.nodes.head import Meeting
+
+_PREPARED_S = (
+    24 * 3600.0
+)  # tokenising may take hours; a node that dies or refuses meanwhile is heard of at once
+
+
+@dataclass
+class Together:
+    """All nodes, agreed.
+
+    Attributes:
+        meeting: the others; from the start of the ranks on its server is read by who conducts them.
+        table: what goes into agreement.json.
+    """
+
+    meeting: "Meeting"
+    table: Table
+
+    def prepare(self, work: Callable[[Show], dict[str, Any]]) -> dict[str, Any]:
+        """Has every node prepare its data and model; gives what came of it here.
+
+        Raises:
+            Disagreed: if they are not the same everywhere, or a node refuses.
+        """
+        self.meeting.tell_all({"kind": "prepare"})
+        prepared = self.meeting.aside(work)
+        answers = self.meeting.gather("prepared", timeout_s=_PREPARED_S, what="the prepared data")
+        try:
+            facts = {rank: PreparedFacts.model_validate(answer["facts"]) for rank, answer in answers.items()}
+        except (KeyError, ValidationError) as error:
+            raise Disagreed.of(
+                "a node's account of its data cannot be read", why=one_line(str(error), limit=300)
+            ) from error
+        self.meeting.judge(compare_prepared({0: prepared_facts(prepared), **facts}, self.meeting.reports))
+        self.table.of_nodes = self.meeting.agreement
+        return prepared
+
+    def hand_over(self, plan: RunPlan) -> "HeadServer":
+        """Tells all nodes the plan, on which they start their ranks; gives the connections to conduct them by."""
+        self.meeting.tell_all({"kind": "plan", "plan": plan.to_json()})
+        return self.meeting.server
+
+    def end(self, result: dict[str, Any], ending: Ending) -> None:
+        """Says the last word: how the run ended."""
+        verdicts = [ending.verdict.to_json()] if ending.verdict else []
+        problems = ending.error.to_json()["problems"] if ending.error else []
+        self.meeting.end(
+            {
+                "kind": "ended",
+                "exit_code": ending.exit_code,
+                "verdicts": verdicts,
+                "problems": problems,
+                "result": result,
+            }
+        )
+
+
+@contextlib.contextmanager
+def together(
+    request: TrainRequest,
+    loaded: LoadedConfig,
+    here: Here,
+    *,
+    token: str | None,
+    show: Show,
+    welcome: dict[str, Any],
+    table: Table,
+) -> Iterator[Together]:
+    """Brings all nodes together; whatever leaves the context is told to them.
+
+    Raises:
+        UsageError: if there is no token.
+        Disagreed: with the verdict that all nodes have been told.
+    """
+    from unisono.launch.nodes.head import hold_meeting
+
+    secret = read_token(request.token_file, token, nodes=here.topology.nodes, command=request.command)
+    assert secret is not None, "several nodes have a token"
+    party = party_of(request, here, token=secret.secret, show=show)
+    with hold_meeting(party, report_maker(request, loaded, here), welcome=welcome) as meeting:
+        table.nodes, table.of_nodes = meeting.reports, meeting.agreement
+        yield Together(meeting, table)
+
+
+def tell_refusal(request: TrainRequest, token: str | None, error: UnisonoError, show: Show) -> None:
+    """Tells the head, or as the head the others, that this node does not start, so that nobody waits for it."""
+    del request, token, error, show
