@@ -2,10 +2,11 @@
 
 import ipaddress
 from collections.abc import Sequence
+from dataclasses import replace
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.counts import Members
-from unisono.agree.finding import NODES, evidence_of, fill_remedy, judge_keys, verdict_of
+from unisono.agree.finding import NODES, evidence_of, finding, judge_keys, remedy_for
 from unisono.agree.groups import odd_out, partition, told
 from unisono.agree.naming import Who, count, enumerate_words, name_all
 from unisono.agree.report import Interface, NodeReport
@@ -56,7 +57,13 @@ def judge_addresses(members: Members) -> Agreement:
     summary = f"{name_all(group.members)} have the same address {one_line(str(group.value))}"
     if not bridged:
         # One machine under two names is possible, and works: whether each reaches the other is tried next.
-        return Agreement.noted(rule.id, "warn", f"{summary}: two machines cannot", where=name_all(people))
+        fix = [f"on {name_all(people)}: `ip -br addr`; two machines need two addresses"]
+        return finding(
+            replace(rule, violated="warn"),
+            f"{summary}, which two machines cannot have",
+            people=people,
+            fix=fix,
+        )
     summary += f" ({enumerate_words(bridged)}, which every machine with containers has)"
     evidence = [
         Evidence(where=name_all([who]), text=_interfaces_text(reports[who])) for who in group.members[:6]
@@ -64,8 +71,7 @@ def judge_addresses(members: Members) -> Agreement:
     fix = [
         f"on {name_all(people)}: name the interface of the common network: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; and give --head its address"
     ]
-    verdict = verdict_of(rule, summary, scene=NODES, culprits=people, evidence=evidence, fix=fix)
-    return Agreement.found(rule.id, verdict, where=name_all(people))
+    return finding(rule, summary, people=people, evidence=evidence, fix=fix)
 
 
 def _interfaces_text(report: NodeReport) -> str:
@@ -109,17 +115,17 @@ def _loopback_address(members: Members, odd: Sequence[Who]) -> Agreement:
     rule = NODE_RULES["names"]
     groups = told(partition((who, one_line(report.address)) for who, report in members), odd)
     inside = [who for who, report in members if is_loopback(report.address)]
-    summary = f"{name_all(inside)} {'is' if len(inside) == 1 else 'are'} known by a loopback address, which nobody else can reach: {groups[0].value}"
-    if not odd:
-        summary = (
-            f"loopback addresses on {name_all(inside)}, and others elsewhere: they cannot reach each other"
-        )
-    verdict = verdict_of(
-        rule, summary, scene=NODES, culprits=odd,
+    outside = [who for who, report in members if not is_loopback(report.address)]
+    at = _listed(sorted({report.address for who, report in members if who in inside}))
+    summary = (
+        f"{name_all(inside)} {'is' if len(inside) == 1 else 'are'} at a loopback address ({at}), which no other machine reaches;"
+        f" {name_all(outside)} {'is' if len(outside) == 1 else 'are'} not"
+    )
+    return finding(
+        rule, summary, people=odd,
         evidence=[*evidence_of(groups, NODES, lambda value: f"address {value}"), *_names_evidence(members, inside)],
-        fix=fill_remedy(rule, who=inside, key="", groups=(), scene=NODES, shown=str),
+        fix=remedy_for(rule, inside), where=inside,
     )  # fmt: skip
-    return Agreement.found(rule.id, verdict, where=name_all(inside))
 
 
 def _names_evidence(members: Members, people: Sequence[Who]) -> list[Evidence]:
@@ -142,11 +148,10 @@ def _head_astray(members: Members, astray: Sequence[Who]) -> Agreement:
     rule = NODE_RULES["names"]
     reports = dict(members)
     summary = f"on {name_all(astray)} the head's name leads to {_listed(reports[astray[0]].head_addresses)}: to itself"
-    verdict = verdict_of(
-        rule, summary, scene=NODES, culprits=astray, evidence=_names_evidence(members, [who for who, _ in members][:6]),
-        fix=fill_remedy(rule, who=astray, key="", groups=(), scene=NODES, shown=str),
+    return finding(
+        rule, summary, people=astray, evidence=_names_evidence(members, [who for who, _ in members][:6]),
+        fix=remedy_for(rule, astray),
     )  # fmt: skip
-    return Agreement.found(rule.id, verdict, where=name_all(astray))
 
 
 def _own_names(members: Members) -> Agreement:
@@ -157,9 +162,14 @@ def _own_names(members: Members) -> Agreement:
     found = Agreement.noted(rule.id, "pass", "host names lead to addresses that others can use")
     if inside:
         reports = dict(members)
-        text = f"the own name of {name_all(inside)} leads to {_listed(reports[inside[0]].host_addresses)}; other programs may go astray, these ranks are told their interface"
-        fix = fill_remedy(rule, who=inside, key="", groups=(), scene=NODES, shown=str)[-1]
-        found = Agreement.noted(rule.id, "warn", text, where=name_all(inside), fix=fix)
+        summary = (
+            f"the own name of {name_all(inside)} leads to {_listed(reports[inside[0]].host_addresses)}: these ranks are told their"
+            " interface, other programs may go astray"
+        )
+        fix = [
+            f"on {name_all(inside)}: mend the line of /etc/hosts; `getent hosts $(hostname)` must give a real address"
+        ]
+        found = finding(replace(rule, violated="warn"), summary, people=inside, fix=fix)
     if nameless:
         text = f"the own name of {name_all(nameless)} leads nowhere"
         found = found.merged(Agreement.noted(rule.id, "unknown", text, where=name_all(nameless)))

@@ -4,7 +4,7 @@ from statistics import median
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.counts import Members
-from unisono.agree.finding import NODES, fill_remedy, unknown_for, verdict_of
+from unisono.agree.finding import finding, remedy_for, unknown_for
 from unisono.agree.naming import Who, name_all
 from unisono.agree.rules import NODE_RULES
 from unisono.causes import Evidence
@@ -38,9 +38,8 @@ def judge_clocks(members: Members) -> Agreement:
         Evidence(where=name_all([who]), text=f"{known[who]:+.1f} s against the head")
         for who in sorted(known, key=lambda who: (who not in odd, who))[:_SHOWN]
     ]
-    fix = fill_remedy(rule, who=sorted(odd), key="", groups=(), scene=NODES, shown=str)
-    verdict = verdict_of(rule, summary, scene=NODES, culprits=odd, evidence=evidence, fix=fix)
-    return Agreement.found(rule.id, verdict, where=name_all(odd) if odd else "").merged(unknown)
+    fix = remedy_for(rule, sorted(odd))
+    return finding(rule, summary, people=odd, evidence=evidence, fix=fix).merged(unknown)
 
 
 def _offset(measured: float | None, who: Who) -> float | None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.finding import NODES, evidence_of, judge_keys, say_groups, verdict_of
+from unisono.agree.finding import NODES, evidence_of, finding, judge_keys, say_groups
 from unisono.agree.groups import Group, odd_out, partition, reference, told
 from unisono.agree.naming import Who, count, enumerate_words, name_all, name_node, number_list
 from unisono.agree.report import NodeReport
@@ -32,13 +32,12 @@ def _twice(text: str, same: Sequence[Who], members: Members) -> Agreement:
     reports = [report for who, report in members if who in same]
     pids = ", ".join(f"pid {report.pid} on {report.host} ({report.address})" for report in reports[:6])
     named = text.format(same[0].node_rank, f"(pid {reports[0].pid})")
-    verdict = verdict_of(
-        rule, f"{count(len(reports), 'report')} {named}: {pids}", scene=NODES, culprits=same, fix=rule.remedy,
+    return finding(
+        rule, f"{count(len(reports), 'report')} {named}: {pids}", people=same, fix=rule.remedy,
         evidence=[
             Evidence(where=name_node(r.node_rank, r.host), text=f"address {r.address}, pid {r.pid}") for r in reports[:6]
         ],
     )  # fmt: skip
-    return Agreement.found(rule.id, verdict, where=name_all(same))
 
 
 def judge_nodes(members: Members) -> Agreement:
@@ -54,8 +53,7 @@ def judge_nodes(members: Members) -> Agreement:
         last = f"0 to {wanted - 1}" if wanted > 1 else "0"
         summary = f"{name_all(outside)}: there {'are' if wanted != 1 else 'is'} {count(wanted, 'node')}, with the number{'s' if wanted > 1 else ''} {last}"
         fix = [f"pass --node-rank {last} or a larger --nodes on every node"]
-        verdict = verdict_of(rule, summary, scene=NODES, culprits=outside, fix=fix)
-        return Agreement.found(rule.id, verdict, where=name_all(outside))
+        return finding(rule, summary, people=outside, fix=fix)
     if len(present) < wanted:
         missing = (number for number in range(min(wanted, max(present) + 1000)) if number not in present)
         text = (
@@ -77,11 +75,10 @@ def judge_nproc(members: Members) -> Agreement:
         told_groups = say_groups(told(groups, ()), NODES, lambda value: count(value, "rank"))
         return Agreement.noted(rule.id, "pass", f"unequal as declared on every node: {told_groups}")
     odd = _blamed(groups, inferring, everybody=len(members))
-    verdict = verdict_of(
-        rule, _would_start(told(groups, odd)), scene=NODES, culprits=odd,
+    return finding(
+        rule, _would_start(told(groups, odd)), people=odd,
         evidence=_sources(members, odd), fix=_remedies(members, groups, odd, inferring),
     )  # fmt: skip
-    return Agreement.found(rule.id, verdict, where=name_all(odd) if odd else "")
 
 
 def _blamed(groups: Sequence[Group[int]], inferring: set[Who], *, everybody: int) -> tuple[Who, ...]:

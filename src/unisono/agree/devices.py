@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.counts import Members
-from unisono.agree.finding import NODES, evidence_of, fill_remedy, judge_keys, say_groups, verdict_of
+from unisono.agree.finding import NODES, evidence_of, fill_remedy, finding, judge_keys, remedy_for, say_groups
 from unisono.agree.groups import odd_out, partition, told
 from unisono.agree.naming import Who, count, enumerate_words, name_all
 from unisono.agree.report import Device, NodeReport
@@ -39,12 +39,11 @@ def _judge_kind(members: Members) -> Agreement:
     notes = partition(
         (who, one_line(reports[who].device_note) or _kind_text(reports[who])) for who, _ in members
     )
-    verdict = verdict_of(
-        rule, f"device: {say_groups(ordered, NODES, str)}", scene=NODES, culprits=odd,
+    return finding(
+        rule, f"device: {say_groups(ordered, NODES, str)}", people=odd,
         evidence=evidence_of(told(notes, odd), NODES, str),
         fix=fill_remedy(rule, who=odd, key="device", groups=groups, scene=NODES, shown=str),
     )  # fmt: skip
-    return Agreement.found(rule.id, verdict, where=name_all(odd) if odd else "")
 
 
 def _kind_text(report: NodeReport) -> str:
@@ -65,12 +64,11 @@ def _judge_choice(cuda: Members) -> Agreement:
     if not bad:
         return Agreement.noted(rule.id, "pass", "every rank has a visible device")
     people = sorted(who for group in bad for who in group.members)
-    verdict = verdict_of(
-        rule, "; ".join(f"{name_all(group.members)}: {group.value}" for group in bad[:3]), scene=NODES, culprits=people,
+    return finding(
+        rule, "; ".join(f"{name_all(group.members)}: {group.value}" for group in bad[:3]), people=people,
         evidence=evidence_of(bad, NODES, str),
-        fix=fill_remedy(rule, who=people, key="", groups=troubles, scene=NODES, shown=str),
+        fix=remedy_for(rule, people),
     )  # fmt: skip
-    return Agreement.found(rule.id, verdict, where=name_all(people))
 
 
 def _choice_trouble(report: NodeReport) -> str:
@@ -108,8 +106,7 @@ def _judge_unique(cuda: Members) -> Agreement:
         return Agreement.noted(rule.id, "pass", f"{count(len(taken), 'device')}, each for one rank")
     culprits = sorted({who for who, device in taken if device.uuid in twice})
     summary, evidence = _sharing(taken, sorted(twice))
-    verdict = verdict_of(rule, summary, scene=NODES, culprits=culprits, evidence=evidence, fix=rule.remedy)
-    return Agreement.found(rule.id, verdict, where=name_all(culprits))
+    return finding(rule, summary, people=culprits, evidence=evidence, fix=rule.remedy)
 
 
 def _sharing(taken: Sequence[tuple[Who, Device]], twice: Sequence[str]) -> tuple[str, list[Evidence]]:
@@ -143,11 +140,10 @@ def _judge_alike(cuda: Members) -> Agreement:
     mixed = [who for who, report in cuda if len({device.name for device in report.chosen}) > 1]
     if mixed:
         texts = partition((who, _kind_text(report)) for who, report in cuda if who in set(mixed))
-        verdict = verdict_of(
-            rule, f"devices of several types on {name_all(mixed)}: {texts[0].value}", scene=NODES, culprits=mixed,
+        return finding(
+            rule, f"devices of several types on {name_all(mixed)}: {texts[0].value}", people=mixed,
             evidence=evidence_of(texts, NODES, str), fix=rule.remedy,
         )  # fmt: skip
-        return Agreement.found(rule.id, verdict, where=name_all(mixed))
     return judge_keys(
         rule, [(who, {"device": kinds(report)}) for who, report in cuda], shown=lambda _, value: _type_text(value),
         good="one type, one memory size",
@@ -180,7 +176,5 @@ def _judge_free(cuda: Members) -> Agreement:
         Evidence(where=name_all([who]), text=f"{_named(d)}: {show_bytes(d.memory_free_bytes)} of {show_bytes(d.memory_bytes)} free")
         for who, d in held[:8]
     ]  # fmt: skip
-    fix = fill_remedy(rule, who=people, key="", groups=(), scene=NODES, shown=str)
-    return Agreement.found(
-        rule.id, verdict_of(rule, summary, scene=NODES, culprits=people, evidence=evidence, fix=fix), where=name_all(people)
-    )  # fmt: skip
+    fix = remedy_for(rule, people)
+    return finding(rule, summary, people=people, evidence=evidence, fix=fix)

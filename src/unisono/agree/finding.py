@@ -54,6 +54,37 @@ def verdict_of(
     )
 
 
+def finding(
+    rule: Rule,
+    summary: str,
+    *,
+    scene: Scene = NODES,
+    people: Iterable[Who] = (),
+    where: Iterable[Who] | None = None,
+    evidence: Sequence[Evidence] = (),
+    fix: Sequence[str] = (),
+    confidence: float = 1.0,
+) -> Agreement:
+    """A check that failed or warns, with its verdict.
+
+    Args:
+        rule: whose check it is; its `violated` decides whether the run may start.
+        summary: one line with both values.
+        scene: where this is judged.
+        people: the culprits.
+        where: whom it is about, if that is not the culprits.
+        evidence: what shows it.
+        fix: what to type.
+        confidence: of the blame.
+    """
+    people = tuple(people)
+    about = tuple(where) if where is not None else people
+    verdict = verdict_of(
+        rule, summary, scene=scene, culprits=people, evidence=evidence, fix=fix, confidence=confidence
+    )  # fmt: skip
+    return Agreement.found(rule.id, verdict, where=scene.name(about) if about else "")
+
+
 def say_groups(groups: Sequence[Group[Value]], scene: Scene, shown: Callable[[Value], str]) -> str:
     """`1e-4 on node 0 (a), 1e-5 on node 1 (b)`."""
     parts = [f"{shown(group.value)} on {scene.name(group.members)}" for group in groups[:_GROUPS_IN_SUMMARY]]
@@ -118,8 +149,7 @@ def judge_keys(
         rule, who=odd[keys[0]] or culprits, key=label(keys[0]), groups=found[keys[0]], scene=scene,
         shown=lambda value: shown(keys[0], value),
     )  # fmt: skip
-    verdict = verdict_of(rule, summary, scene=scene, culprits=culprits, evidence=evidence, fix=fix)
-    return Agreement.found(rule.id, verdict, where=scene.name(culprits) if culprits else "")
+    return finding(rule, summary, scene=scene, people=culprits, evidence=evidence, fix=fix)
 
 
 def _with_key(label: str, key: str, shown: Callable[[str, Hashable], str]) -> Callable[[Hashable], str]:
@@ -144,6 +174,12 @@ def fill_remedy(
         text = line.replace("{who}", scene.name(who) if who else "every node").replace("{key}", key)
         filled.append(text if value is None else text.replace("{value}", shown(value)))
     return filled
+
+
+def remedy_for(rule: Rule, people: Sequence[Who], *, scene: Scene = NODES) -> list[str]:
+    """The rule's remedy with names in it."""
+    name = scene.name(people) if people else "every node"
+    return [line.replace("{who}", name) for line in rule.remedy]
 
 
 def unknown_for(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from unisono.agree.addresses import is_bridge, is_loopback
 from unisono.agree.agreement import Agreement
 from unisono.agree.counts import Members
-from unisono.agree.finding import NODES, verdict_of
+from unisono.agree.finding import finding
 from unisono.agree.groups import Group, partition
 from unisono.agree.naming import enumerate_words, name_all
 from unisono.agree.report import Interface, NodeReport
@@ -67,12 +67,11 @@ def _found(group: Group[Trouble], members: Members) -> Agreement:
     rule = replace(NODE_RULES["interfaces"], cause=cause, violated="fail" if trouble.fatal else "warn")
     reports = dict(members)
     there = partition((who, _listed(reports[who].interfaces)) for who in group.members)
-    verdict = verdict_of(
-        rule, f"{trouble.text} on {name_all(group.members)}", scene=NODES, culprits=group.members,
+    return finding(
+        rule, f"{trouble.text} on {name_all(group.members)}", people=group.members,
         evidence=[Evidence(where=name_all(one.members), text=f"its interfaces: {one.value}") for one in there[:6]],
         fix=[trouble.fix.replace("{who}", name_all(group.members))],
     )  # fmt: skip
-    return Agreement.found(rule.id, verdict, where=name_all(group.members))
 
 
 def _listed(interfaces: Sequence[Interface]) -> str:

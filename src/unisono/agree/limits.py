@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.counts import Members
-from unisono.agree.finding import NODES, evidence_of, fill_remedy, unknown_for, verdict_of
+from unisono.agree.finding import NODES, evidence_of, finding, remedy_for, unknown_for
 from unisono.agree.groups import partition
-from unisono.agree.naming import Who, count, name_all
+from unisono.agree.naming import count, name_all
 from unisono.agree.report import NodeReport
 from unisono.agree.rule import Rule
 from unisono.agree.rules import NODE_RULES
@@ -55,25 +55,15 @@ def _judge(
     worst = [group for group in bad if fatal and group.value.startswith("!")]
     shown = worst or bad
     people = sorted(who for group in shown for who in group.members)
-    rule = replace(rule, violated="fail" if worst else "warn")
-    verdict = verdict_of(
-        rule, "; ".join(f"{name_all(group.members)}: {_plain(group.value)}" for group in shown[:3]), scene=NODES,
-        culprits=people, evidence=evidence_of(bad, NODES, _plain),
-        fix=fill_remedy(rule, who=people, key="", groups=(), scene=NODES, shown=str) or _raise_files(people),
+    return finding(
+        replace(rule, violated="fail" if worst else "warn"),
+        "; ".join(f"{name_all(group.members)}: {_plain(group.value)}" for group in shown[:3]), people=people,
+        evidence=evidence_of(bad, NODES, _plain), fix=remedy_for(rule, people),
     )  # fmt: skip
-    if worst:
-        return Agreement.found(rule.id, verdict, where=name_all(people))
-    return Agreement.noted(
-        rule.id, "warn", verdict.summary, where=name_all(people), fix=next(iter(verdict.fix), "")
-    )
 
 
 def _plain(value: str) -> str:
     return value.lstrip("!")
-
-
-def _raise_files(people: list[Who]) -> list[str]:
-    return [f"on {name_all(people)}: `ulimit -n 65536` before the start, or LimitNOFILE=65536 in the service"]
 
 
 def _too_few_files(report: NodeReport, world: int) -> str:
@@ -106,7 +96,12 @@ def _judge_rest(members: Members) -> Agreement:
         for group in groups[:3]:
             where = name_all(group.members)
             found = found.merged(
-                Agreement.noted(rule.id, "warn", f"{where}: {group.value}", where=where, fix=fix)
+                finding(
+                    replace(rule, violated="warn"),
+                    f"{where}: {group.value}",
+                    people=group.members,
+                    fix=[f"on {where}: {fix}"],
+                )
             )
     return found
 

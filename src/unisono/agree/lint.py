@@ -7,7 +7,7 @@ from unisono.agree.addresses import is_loopback
 from unisono.agree.agreement import Agreement
 from unisono.agree.counts import Members
 from unisono.agree.environment_rules import unknown_names
-from unisono.agree.finding import NODES, verdict_of
+from unisono.agree.finding import finding
 from unisono.agree.groups import partition
 from unisono.agree.naming import Who, count, name_all
 from unisono.agree.report import NodeReport
@@ -16,7 +16,6 @@ from unisono.agree.settings import settings_of
 from unisono.agree.showing import show, show_setting
 from unisono.agree.version_rules import release_of
 from unisono.causes import Evidence
-from unisono.causes.variables import find_variable
 
 Settings = Mapping[str, str]
 
@@ -204,18 +203,16 @@ def judge_settings(members: Members) -> Agreement:
 
 
 def _said(lint: Lint, value: str, members: Members, people: set[Who]) -> Agreement:
+    rule = NODE_RULES["settings"]
     there = [who for who, _ in members if who in people]
     where = name_all(there)
     setting = show_setting(lint.name, value)
-    text = f"{setting} on {where}: {lint.why}"
-    cuda = any(report.device_kind == "cuda" for who, report in members if who in people)
-    if not lint.fatal_cause or not cuda:
-        return Agreement.noted("settings", "warn", text, where=where, fix=lint.fix)
-    rule = replace(NODE_RULES["settings"], cause=lint.fatal_cause, violated="fail")
-    verdict = verdict_of(
-        rule, text, scene=NODES, culprits=there, evidence=[Evidence(where=where, text=setting)], fix=[f"on {where}: {lint.fix}"]
+    if lint.fatal_cause and any(report.device_kind == "cuda" for who, report in members if who in people):
+        rule = replace(rule, cause=lint.fatal_cause, violated="fail")
+    return finding(
+        rule, f"{setting} on {where}: {lint.why}", people=there, evidence=[Evidence(where=where, text=setting)],
+        fix=[f"on {where}: {lint.fix}"],
     )  # fmt: skip
-    return Agreement.found(rule.id, verdict, where=where)
 
 
 def _unknown(members: Members) -> Agreement:
@@ -223,16 +220,12 @@ def _unknown(members: Members) -> Agreement:
     found = Agreement()
     names = unknown_names(name for _, report in members for name in settings_of(report))
     for name, close in names.items():
-        where = name_all(who for who, report in members if name in settings_of(report))
+        people = [who for who, report in members if name in settings_of(report)]
         meant = f"did you mean {close}?" if close else "it may have no effect"
-        fix = (
-            f"`unisono explain {close}`"
-            if close and find_variable(close)
-            else f"unset {show(name)}, if nobody knows why it is set"
-        )
-        found = found.merged(
-            Agreement.noted("settings", "warn", f"{show(name)} on {where}: no variable of this name is known; {meant}", where=where, fix=fix)
-        )  # fmt: skip
+        fix = [f"`unisono explain {close}`"] if close else []
+        fix.append(f"`unset {show(name)}` on {name_all(people)}, if nobody knows why it is set")
+        summary = f"{show(name)} on {name_all(people)}: no variable of this name is known; {meant}"
+        found = found.merged(finding(NODE_RULES["settings"], summary, people=people, fix=fix))
     return found
 
 
@@ -246,9 +239,8 @@ def _same_machine_names(members: Members) -> Agreement:
             setting = show_setting("NCCL_HOSTID", group.value)
             fatal = all(report.device_kind == "cuda" for who, report in named if who in group.members)
             rule = replace(NODE_RULES["settings"], cause="p2p_blocked", violated="fail" if fatal else "warn")
-            verdict = verdict_of(
-                rule, f"{setting} on {where}: NCCL takes these machines for one", scene=NODES, culprits=group.members,
+            return finding(
+                rule, f"{setting} on {where}: NCCL takes these machines for one", people=group.members,
                 evidence=[Evidence(where=where, text=setting)], fix=[f"on {where}: `unset NCCL_HOSTID`"],
             )  # fmt: skip
-            return Agreement.found(rule.id, verdict, where=where)
     return Agreement()

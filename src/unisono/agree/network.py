@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.finding import Scene, verdict_of
+from unisono.agree.finding import Scene, finding
 from unisono.agree.naming import Who, count, enumerate_words, name_all, name_node
 from unisono.agree.report import NodeReport, Reached
 from unisono.agree.rules import NETWORK_RULES
@@ -89,11 +89,10 @@ def _judge_dials(ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> Agreem
         return Agreement.noted(rule.id, "pass", _good(ways)) if ways else Agreement()
     culprits, sure = _to_blame(cut, ways)
     people = _people(culprits, nodes)
-    verdict = verdict_of(
-        rule, _summary(cut, ways, people, nodes), scene=_SCENE, culprits=people,
+    return finding(
+        rule, _summary(cut, ways, people, nodes), scene=_SCENE, people=people,
         evidence=_evidence(cut, ways, nodes), fix=_fixes(cut, nodes), confidence=1.0 if sure else _UNSURE,
     )  # fmt: skip
-    return Agreement.found(rule.id, verdict, where=name_all(people) if people else "")
 
 
 def _good(ways: Sequence[Way]) -> str:
@@ -263,8 +262,7 @@ def _judge_sizes(ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> Agreem
         f"as a first aid on {name_all(ends)}: `sudo ip link set dev {device} mtu 1400`; then find the switch or tunnel with the smaller size",
         f"to see it: `ping -M do -s 1472 {one_line(first.address)}` fails where `ping {one_line(first.address)}` answers",
     ]  # fmt: skip
-    verdict = verdict_of(rule, summary, scene=_SCENE, culprits=people, evidence=evidence, fix=fix)
-    return Agreement.found(rule.id, verdict, where=name_all(ends))
+    return finding(rule, summary, scene=_SCENE, people=people, evidence=evidence, fix=fix, where=ends)
 
 
 def _always_there(stalled: Sequence[Way], ways: Sequence[Way]) -> list[int]:

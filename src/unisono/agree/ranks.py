@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.finding import Scene, judge_keys, verdict_of
+from unisono.agree.finding import Scene, finding, judge_keys
 from unisono.agree.groups import partition
 from unisono.agree.naming import Who, count, name_all, name_ranks, number_list
 from unisono.agree.report import RankReport
@@ -113,8 +113,7 @@ def _judge_complete(members: Members, world_size: int, scene: Scene) -> Agreemen
         text = f"{number_list('rank', missing)} of {world_size:,} {'has' if len(missing) == 1 else 'have'} not reported"
     else:
         return Agreement.noted(rule.id, "pass", f"all {world_size:,}, each once")
-    verdict = verdict_of(rule, text, scene=scene, culprits=people, fix=rule.remedy)
-    return Agreement.found(rule.id, verdict, where=scene.name(people) if people else "")
+    return finding(rule, text, scene=scene, people=people, fix=rule.remedy)
 
 
 def _judge_world(members: Members, world_size: int, scene: Scene) -> Agreement:
@@ -127,11 +126,10 @@ def _judge_world(members: Members, world_size: int, scene: Scene) -> Agreement:
     believed = next(group.value for group in groups if group.value != world_size)
     culprits = wrong if 2 * len(wrong) <= len(members) else []
     fix = [line.replace("{who}", scene.name(wrong)) for line in rule.remedy]
-    verdict = verdict_of(
-        rule, f"world size: {believed:,} on {scene.name(wrong)}, and {world_size:,} in the plan", scene=scene, culprits=culprits,
-        evidence=[Evidence(where=scene.name(group.members), text=f"WORLD_SIZE {group.value}") for group in groups[:6]], fix=fix,
+    return finding(
+        rule, f"world size: {believed:,} on {scene.name(wrong)}, and {world_size:,} in the plan", scene=scene, people=culprits,
+        evidence=[Evidence(where=scene.name(group.members), text=f"WORLD_SIZE {group.value}") for group in groups[:6]], fix=fix, where=wrong,
     )  # fmt: skip
-    return Agreement.found(rule.id, verdict, where=scene.name(wrong))
 
 
 def _judge_places(members: Members, scene: Scene) -> Agreement:
@@ -143,8 +141,7 @@ def _judge_places(members: Members, scene: Scene) -> Agreement:
         return Agreement.noted(rule.id, "pass", "each has a local rank of its own")
     people = twice[0].members
     text = f"{scene.name(people)} have the same local rank {twice[0].value[1]}"
-    verdict = verdict_of(rule, text, scene=scene, culprits=people, fix=rule.remedy)
-    return Agreement.found(rule.id, verdict, where=scene.name(people))
+    return finding(rule, text, scene=scene, people=people, fix=rule.remedy)
 
 
 def _judge_devices(members: Members, scene: Scene) -> Agreement:
@@ -165,8 +162,7 @@ def _judge_devices(members: Members, scene: Scene) -> Agreement:
             Evidence(where=scene.name([who]), text=f"local rank {places[who].local_rank}, pid {places[who].pid}, device {one_line(places[who].device_uuid or '')}")
             for who in people[:8]
         ]  # fmt: skip
-        verdict = verdict_of(rule, text, scene=scene, culprits=people, evidence=evidence, fix=rule.remedy)
-        return Agreement.found(rule.id, verdict, where=scene.name(people))
+        return finding(rule, text, scene=scene, people=people, evidence=evidence, fix=rule.remedy)
     if nameless:
         return Agreement.noted(
             rule.id, "unknown", f"no UUID of the device of {scene.name(nameless)}", where=scene.name(nameless)

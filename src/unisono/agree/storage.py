@@ -4,7 +4,7 @@ from collections.abc import Hashable
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.counts import Members
-from unisono.agree.finding import NODES, evidence_of, fill_remedy, unknown_for, verdict_of
+from unisono.agree.finding import NODES, evidence_of, finding, remedy_for, unknown_for
 from unisono.agree.groups import odd_out, partition, told
 from unisono.agree.naming import Who, count, name_all
 from unisono.agree.report import NodeReport
@@ -33,11 +33,10 @@ def _judge_writing(members: Members) -> Agreement:
     if not bad:
         return missing if len(unknown) == len(members) else _room(members).merged(missing)
     people = sorted(who for group in bad for who in group.members)
-    verdict = verdict_of(
-        rule, "; ".join(f"{name_all(group.members)}: {group.value}" for group in bad[:3]), scene=NODES, culprits=people,
+    return finding(
+        rule, "; ".join(f"{name_all(group.members)}: {group.value}" for group in bad[:3]), people=people,
         evidence=evidence_of(bad, NODES, str), fix=_with_path(rule.remedy, people, reports[people[0]]),
-    )  # fmt: skip
-    return Agreement.found(rule.id, verdict, where=name_all(people)).merged(missing)
+    ).merged(missing)  # fmt: skip
 
 
 def _with_path(remedy: tuple[str, ...], people: list[Who], report: NodeReport) -> list[str]:
@@ -98,11 +97,10 @@ def _judge_sharing(members: Members) -> Agreement:
         summary += f", as it is on {name_all(together)}"
     summary += f": {holds} holds the run, the others keep copies of result.json and verdict.json"
     paths = partition((who, _place(report)) for who, report in members)
-    verdict = verdict_of(
-        rule, summary, scene=NODES, culprits=odd, evidence=evidence_of(told(paths, apart), NODES, str),
-        fix=fill_remedy(rule, who=apart, key="", groups=(), scene=NODES, shown=str),
-    )  # fmt: skip
-    return Agreement.found(rule.id, verdict, where=name_all(apart)).merged(missing)
+    return finding(
+        rule, summary, people=odd, evidence=evidence_of(told(paths, apart), NODES, str),
+        fix=remedy_for(rule, apart), where=apart,
+    ).merged(missing)  # fmt: skip
 
 
 def _place(report: NodeReport) -> Hashable:

@@ -231,6 +231,50 @@ CAUSES: tuple[Cause, ...] = (
         when=("before",),
     ),
     Cause(
+        id="env_suspicious",
+        title="a setting is wrong, misspelt, or left over",
+        meaning=(
+            "An environment variable has a value that does not do what it was set for, whatever the other nodes have: a name that"
+            " nobody knows, a work-around that costs speed, a switch that removes a safety net. The run starts all the same."
+        ),
+        telltales=(
+            "NCCL_TIMEOUT, or another name that no library reads",
+            "NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 on machines whose fast links work",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING=0: a failed collective hangs for ever",
+        ),
+        neighbours=(
+            ("env_mismatch", "the value is a good one, and another node has another"),
+            ("nccl_socket_iface", "the variable names a network interface that leads nowhere"),
+        ),
+        remedy=(
+            "Unset what nobody can give a reason for; `unisono explain VARIABLE` says what each does.",
+            "Look into /etc/nccl.conf, ~/.nccl.conf and the shell profile too.",
+        ),
+        exit_code=0,
+        retry_helps=False,
+        when=("before",),
+    ),
+    Cause(
+        id="version_known_bad",
+        title="an installed version has a known fault",
+        meaning=(
+            "A package is in a range of versions in which others have met a hang, a crash or wrong values. It may go well here; where"
+            " it does not, this is the first suspect."
+        ),
+        telltales=("a hang or crash that goes away with the next patch release",),
+        neighbours=(
+            ("version_mismatch", "the version is a good one, and another node has another"),
+            ("driver_too_old", "the driver is the old part"),
+        ),
+        remedy=(
+            "Install the least good version that is named, on all nodes.",
+            "Or set the variable that is named as a work-around, on all nodes.",
+        ),
+        exit_code=0,
+        retry_helps=False,
+        when=("before",),
+    ),
+    Cause(
         id="device_mismatch",
         title="nodes have different kinds of devices",
         meaning=(

@@ -260,7 +260,10 @@ CAUSES: tuple[Cause, ...] = (
         ),
         exit_code=4,
         retry_helps=True,
-        when=("during",),
+        when=(
+            "before",
+            "during",
+        ),
     ),
     Cause(
         id="straggler",
@@ -282,7 +285,10 @@ CAUSES: tuple[Cause, ...] = (
         ),
         exit_code=0,
         retry_helps=False,
-        when=("during",),
+        when=(
+            "before",
+            "during",
+        ),
     ),
     Cause(
         id="replicas_diverged",

@@ -53,7 +53,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         exit_code=5,
         retry_helps=False,
-        when=("during", "after"),
+        when=("before", "during", "after"),
     ),
     Cause(
         id="disk_full",
