@@ -31,6 +31,7 @@ _MOST_MESSAGES = 32
 _PROOF_S = 3.0
 _IDLE_S = 5.0
 _WHOLE_S = 60.0
+_HANG_UP_S = 2.0
 _MOST_CONNECTIONS = 1024
 _MOST_UNPROVEN = 512
 _LARGE_BYTES = 1 << 16
@@ -160,7 +161,8 @@ class EchoListener:
         self._key = key
         self._sockets = list(_bound(address, ports))
         self.ports = [sock.getsockname()[1] for sock in self._sockets]
-        self._open = self._unproven = 0
+        self._handlers: set[asyncio.Task[None]] = set()
+        self._unproven = 0
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
         self._large = asyncio.Semaphore(_MOST_LARGE)
@@ -185,28 +187,42 @@ class EchoListener:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            for sock in self._sockets:
-                await stack.enter_async_context(
-                    await asyncio.start_server(self._connected, sock=sock, backlog=_MOST_CONNECTIONS)
-                )
-            await self._end.wait()
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        loop = asyncio.get_running_loop()
+        for sock in self._sockets:
+            loop.add_reader(sock, self._accept, sock)
+        await self._end.wait()
+        for sock in self._sockets:
+            loop.remove_reader(sock)
+            sock.close()
+        if self._handlers:
+            for task in self._handlers:
                 task.cancel()
+            await asyncio.wait(self._handlers, timeout=_HANG_UP_S)
+        await asyncio.sleep(0)  # lets the last transport close
 
-    async def _connected(self, reader: Reader, writer: Writer) -> None:
-        gone = (OSError, EOFError, NotOurs, asyncio.CancelledError)
+    def _accept(self, listening: socket.socket) -> None:
+        """Takes one caller. Not asyncio's own server: closing that while it accepts leaves the caller's socket open."""
         try:
-            if self._open < _MOST_CONNECTIONS and self._unproven < _MOST_UNPROVEN:
-                self._open += 1
-                try:
-                    with contextlib.suppress(*gone):
-                        async with asyncio.timeout(_WHOLE_S):
-                            await self._echo(reader, writer)
-                finally:
-                    self._open -= 1
-        finally:
-            writer.transport.abort()
+            caller, _ = listening.accept()
+        except OSError:  # it has gone already, or this process has no file left
+            return
+        if len(self._handlers) >= _MOST_CONNECTIONS or self._unproven >= _MOST_UNPROVEN:
+            caller.close()
+            return
+        caller.setblocking(False)
+        task = self._loop.create_task(self._answer(caller))
+        self._handlers.add(task)
+        task.add_done_callback(self._handlers.discard)
+        task.add_done_callback(lambda _task: caller.close())
+
+    async def _answer(self, caller: socket.socket) -> None:
+        with contextlib.suppress(OSError, EOFError, NotOurs, asyncio.CancelledError):
+            reader, writer = await asyncio.open_connection(sock=caller)
+            try:
+                async with asyncio.timeout(_WHOLE_S):
+                    await self._echo(reader, writer)
+            finally:
+                writer.transport.abort()
 
     async def _echo(self, reader: Reader, writer: Writer) -> None:
         self._unproven += 1
