@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.control import listening
+from unisono.control.caller import PROOF_S
 from unisono.control.events import Joined, Left, Rejected, Said
 from unisono.control.frames import (
     CALLS,
@@ -34,7 +35,7 @@ from unisono.control.handshake import (
     hello_seal,
     session_seal,
 )
-from unisono.control.head import PROOF_S, SPARE_CONNECTIONS
+from unisono.control.head import SPARE_CONNECTIONS
 from unisono.control.server import HeadServer
 from unisono.control.tokens import derive, new_token
 from unisono.errors import Disagreed, UnfitError
@@ -149,6 +150,19 @@ def test_rejections_of_one_address_do_not_fill_the_memory(room: "Room") -> None:
     room.node(head)
     room.hears(head, Joined)
     assert len(room.unasked(head, Rejected)) == 1
+
+
+def test_whatever_rank_a_liar_claims_the_memory_is_bounded(room: "Room") -> None:
+    head = room.head(nodes=3)
+    for rank in range(300):
+        with dial(head) as sock:
+            greeting = greeted(sock)
+            body = hello(greeting, node_rank=rank).to_body()
+            sock.sendall(hello_seal(b"guess", greeting, sends=TO_HEAD).close(encode(body)))
+            rest(sock)
+    room.node(head)
+    room.hears(head, Joined)
+    assert len(room.unasked(head, Rejected)) == 256
 
 
 def test_a_recorded_call_fits_no_second_time(room: "Room") -> None:

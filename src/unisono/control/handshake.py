@@ -11,7 +11,6 @@ that does not begin as we do.
 
 import re
 import secrets
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -138,9 +137,7 @@ class Refusal:
         return {"t": "refused", **asdict(self)}
 
 
-def judge(
-    hello: Hello, *, run: str, epoch: int, nodes: int, holders: Mapping[int, str], settled: bool
-) -> Refusal | None:
+def judge(hello: Hello, *, run: str, epoch: int, nodes: int, holder: str, settled: bool) -> Refusal | None:
     """Whether a proven caller may come in, and if not, why.
 
     Args:
@@ -148,7 +145,7 @@ def judge(
         run: the nonce of this start.
         epoch: of this start.
         nodes: how many the head expects.
-        holders: who has which rank already, for people.
+        holder: who has its rank already, for people; empty: nobody.
         settled: whether the last word has been said.
     """
     if hello.run != run:
@@ -164,8 +161,7 @@ def judge(
         return Refusal("misfit", f"is none of the {nodes} nodes: ranks go from 0 to {nodes - 1}")
     if settled:
         return Refusal("late", "came after the last word")
-    holder = holders.get(hello.node_rank)
-    if holder is not None:
+    if holder:
         return Refusal("duplicate", f"is here already: {holder} has this rank", holder)
     return None
 

@@ -2,43 +2,21 @@
 
 import asyncio
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unisono.control.connection import BYE, Connection, Pulse
+from unisono.control.connection import BYE, Pulse
 from unisono.control.events import Event, Joined, Left, Rejected, RejectedKind, Said
-from unisono.control.frames import (
-    ANSWERS,
-    CALLS,
-    PROVEN_BYTES,
-    TO_NODE,
-    UNPROVEN_BYTES,
-    Body,
-    Forged,
-    FrameParser,
-    Malformed,
-    OtherProtocol,
-    encode,
-    preamble,
-)
-from unisono.control.handshake import (
-    Greeting,
-    Hello,
-    Refusal,
-    claims,
-    fresh_nonce,
-    greeting_seal,
-    hello_seal,
-    judge,
-    session_seal,
-)
+from unisono.control.frames import encode
+from unisono.control.handshake import Hello, Refusal, judge
 from unisono.control.inbox import Inbox
 
-PROOF_S = 3.0
-"""How long a caller may take until it has proven itself."""
+if TYPE_CHECKING:
+    from unisono.control.caller import Caller
+
 SPARE_CONNECTIONS = 64
 """How many more connections than nodes there may be; the oldest unproven one gives way."""
 _SAME_REJECTION_S = 10.0
-_REMEMBERED_REJECTIONS = 1024
+_MOST_REJECTIONS = 256
 
 
 class Head:
@@ -83,12 +61,16 @@ class Head:
 
     def judge(self, hello: Hello) -> Refusal | None:
         """Whether this proven caller may come in."""
-        holders = {rank: member.holder() for rank, member in self.members.items()}
-        settled = self.last_word is not None
+        member = self.members.get(hello.node_rank)
+        holder = member.holder() if member else self._own_name if hello.node_rank == 0 else ""
         return judge(
-            hello, run=self.run, epoch=self.epoch, nodes=self.nodes, holders={0: self._own_name, **holders},
-            settled=settled,
-        )  # fmt: skip
+            hello,
+            run=self.run,
+            epoch=self.epoch,
+            nodes=self.nodes,
+            holder=holder,
+            settled=self.last_word is not None,
+        )
 
     def admit(self, caller: "Caller", hello: Hello) -> None:
         """Takes a proven caller in. There is no await between judging and this: a rank is never given twice."""
@@ -100,7 +82,7 @@ class Head:
             self.inbox.put(Joined(hello.node_rank, hello.host, caller.ip()))
             return
         self.late.add(caller)
-        self.rejected(caller, Rejected(caller.address, f"node {hello.node_rank} ({hello.host}) came after the last word",
+        self.turn_away(caller, Rejected(caller.address, f"node {hello.node_rank} ({hello.host}) came after the last word",
                                        "late", hello.node_rank))  # fmt: skip
         caller.write(self.last_word)
 
@@ -113,26 +95,29 @@ class Head:
         if hello is not None and self.members.get(hello.node_rank) is caller:
             del self.members[hello.node_rank]
             clean = caller.goodbye or self.acknowledged(caller)
-            self.inbox.put(
-                Left(
-                    hello.node_rank, hello.host, why or ("it said goodbye" if clean else "it is gone"), clean
-                )
-            )
+            why = why or ("it said goodbye" if clean else "it is gone without a word")
+            self.inbox.put(Left(hello.node_rank, hello.host, why, clean))
         self.look_whether_empty()
 
-    def rejected(self, caller: "Caller", event: Rejected) -> None:
-        """Tells the front of a rejection. Those who prove nothing are told of once in ten seconds for each address."""
-        if event.kind not in ("token", "malformed"):
-            self.inbox.put(event)
+    def turn_away(self, caller: "Caller", event: Rejected) -> None:
+        """Tells the front of a rejection. Of those who prove nothing only so many are told of that memory is bounded."""
+        self.unproven.pop(caller, None)
+        if event.kind in ("token", "malformed") and not self._is_news(caller, event):
             return
-        now = time.monotonic()
-        key = (caller.ip(), event.kind, event.claims)
-        if now - self._rejections.get(key, -_SAME_REJECTION_S) < _SAME_REJECTION_S:
-            return
-        if len(self._rejections) >= _REMEMBERED_REJECTIONS:
-            self._rejections.clear()
-        self._rejections[key] = now
         self.inbox.put(event)
+
+    def _is_news(self, caller: "Caller", event: Rejected) -> bool:
+        """Whether this was not told of in the last seconds, and not too much else was."""
+        now = time.monotonic()
+        told = {key: at for key, at in self._rejections.items() if now - at < _SAME_REJECTION_S}
+        key = (caller.ip(), event.kind, event.claims)
+        news = key not in told and len(told) < _MOST_REJECTIONS
+        self._rejections = {**told, key: now} if news else told
+        return news
+
+    def said(self, node_rank: int, message: dict[str, Any]) -> None:
+        """A node has said something."""
+        self.inbox.put(Said(node_rank, message))
 
     def send(self, node_rank: int, body: bytes) -> None:
         """Sends to one node, if it is here."""
@@ -177,138 +162,3 @@ class Head:
         self._pulse.stop()
         for caller in list(self.open):
             caller.abort("the head has closed")
-
-
-class Caller(Connection):
-    """A connection at the head, from its first byte to its end."""
-
-    def __init__(self, head: Head) -> None:
-        super().__init__(FrameParser(CALLS, limit=UNPROVEN_BYTES))
-        self.hello: Hello | None = None
-        """Who it is, once it has proven it and was let in."""
-        self.goodbye = False
-        self.acknowledged = 0
-        self._head = head
-        self._greeting: Greeting | None = None
-        self._done = False
-        self._came = time.monotonic()
-        self._deadline: asyncio.TimerHandle | None = None
-
-    def ip(self) -> str:
-        """The address it calls from."""
-        return self.address.rpartition(":")[0].strip("[]")
-
-    def holder(self) -> str:
-        """Who it is, for people."""
-        assert self.hello is not None
-        age_s = time.monotonic() - self._came
-        return f"{self.hello.host} ({self.ip()}, process {self.hello.pid}, here for {age_s:.0f} s)"
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Asyncio has accepted it."""
-        super().connection_made(transport)
-        loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(
-            PROOF_S, self.give_up, "malformed", f"has proven nothing in {PROOF_S:.0f} s"
-        )
-        self._head.came(self)
-
-    def data_received(self, data: bytes) -> None:
-        """Asyncio has bytes; after the preamble comes our greeting."""
-        super().data_received(data)
-        if self._greeting is None and self.parser.began and not self._ending:
-            self._greet()
-
-    def arrived(self, frame: tuple[bytes, bytes]) -> None:
-        """A frame: the hello, or what a node says."""
-        if self.hello is None:
-            self._prove(frame)
-        else:
-            assert self.seal is not None
-            self._hear(self.seal.open(frame))
-
-    def malformed(self, error: Malformed) -> None:
-        """What came is not our protocol."""
-        if isinstance(error, OtherProtocol) and self.transport is not None:
-            self.transport.write(preamble(ANSWERS))  # so that the other version can say so, too
-        if self.hello is None:
-            self.give_up("malformed", str(error))
-        else:
-            self.abort(f"it {error}")
-
-    def over(self, why: str) -> None:
-        """It is gone."""
-        if self._deadline is not None:
-            self._deadline.cancel()
-        if self.hello is None and not self._done and not self._head.closing:
-            self._reject("malformed", "hung up before it had proven anything")
-        self._head.left(self, why)
-
-    def give_up(
-        self, kind: RejectedKind, why: str, *, node_rank: int | None = None, holder: str = ""
-    ) -> None:
-        """Lets it in no more, and tells the front."""
-        self._reject(kind, why, node_rank=node_rank, holder=holder)
-        self._head.unproven.pop(self, None)
-        self.end(why)
-
-    def _reject(
-        self, kind: RejectedKind, why: str, *, node_rank: int | None = None, holder: str = ""
-    ) -> None:
-        if not self._done:
-            self._done = True
-            self._head.rejected(self, Rejected(self.address, why, kind, node_rank, holder))
-
-    def _greet(self) -> None:
-        assert self.transport is not None
-        self._greeting = Greeting(fresh_nonce(), self._head.run, self._head.epoch)
-        self.transport.write(preamble(ANSWERS))
-        self.seal = greeting_seal(sends=TO_NODE)
-        self.write(encode(self._greeting.to_body()))
-
-    def _prove(self, frame: tuple[bytes, bytes]) -> None:
-        if self._greeting is None:
-            raise Malformed("did not wait for the greeting")
-        node_rank, host = claims(frame[1])
-        name = "" if node_rank is None else f"node {node_rank}" + (f" ({host})" if host else "")
-        try:
-            body = hello_seal(self._head.token, self._greeting, sends=TO_NODE).open(frame)
-        except Forged:
-            refusal = Refusal("token", "does not know the job's token")
-            self.write(encode(refusal.to_body()))  # without proof: it could not check one
-            self.give_up("token", f"{name or 'somebody'} {refusal.text}", node_rank=node_rank)
-            return
-        self._let_in(Hello.from_body(body), self._greeting)
-
-    def _let_in(self, hello: Hello, greeting: Greeting) -> None:
-        self.seal = session_seal(self._head.token, greeting, hello, sends=TO_NODE)
-        refusal = self._head.judge(hello)
-        if refusal is not None and refusal.kind != "late":
-            self.write(encode(refusal.to_body()))
-            why = f"node {hello.node_rank} ({hello.host}) {refusal.text}"
-            self.give_up(refusal.kind, why, node_rank=hello.node_rank, holder=refusal.holder)
-            return
-        assert self._deadline is not None
-        self._deadline.cancel()
-        self.hello = hello
-        self._done = True
-        self.parser.limit = PROVEN_BYTES
-        self._head.admit(self, hello)
-
-    def _hear(self, body: Body) -> None:
-        assert self.hello is not None
-        match body:
-            case {"t": "ping"}:
-                pass
-            case {"t": "say", "m": dict() as message}:
-                self._head.inbox.put(Said(self.hello.node_rank, message))
-            case {"t": "clock"}:
-                self.write(encode({"t": "clock", "wall": time.time()}))
-            case {"t": "ack", "n": int() as number}:
-                self.acknowledged = number
-                self._head.dismiss(self)
-            case {"t": "bye"}:
-                self.goodbye = True
-                self.end()
-            case _:
-                raise Malformed("sent a frame of an unknown type")

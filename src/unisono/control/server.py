@@ -6,10 +6,11 @@ import socket
 import time
 from typing import Any
 
+from unisono.control.caller import Caller
 from unisono.control.connection import SUSPECT_S
 from unisono.control.events import Event
 from unisono.control.frames import encode
-from unisono.control.head import Caller, Head
+from unisono.control.head import Head
 from unisono.control.inbox import Inbox
 from unisono.control.listening import allow_open_files, bind
 from unisono.control.loop import SHARED
