@@ -41,11 +41,8 @@ def judge_addresses(members: Members) -> Agreement:
     if len(members) == 1:
         return Agreement()
     real = [(who, report) for who, report in members if not is_loopback(report.address)]
-    shared = [
-        group
-        for group in partition((who, report.address) for who, report in real)
-        if len({report.host for who, report in real if who in group.members}) > 1
-    ]
+    at_one = partition((who, report.address) for who, report in real)
+    shared = [group for group in at_one if len({who.host for who in group.members}) > 1]
     if not shared:
         return Agreement.noted(rule.id, "pass", f"{count(len({r.address for _, r in members}), 'address', 'addresses')}, none on two machines")  # fmt: skip
     reports = dict(members)

@@ -86,6 +86,10 @@ _TORCH = (
              ("address_unreachable", "hostname_loopback")),
     Variable("TP_SOCKET_IFNAME", "per-node", "the network interface of torch's TensorPipe (RPC)", "a name that this node lacks",
              ("address_unreachable",)),
+    Variable("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "equal", "another library of collectives in place of torch's own", "", (_ENV,)),
+    Variable("GLOO_ENABLE_STORE_V2_API", "equal", "how gloo speaks to the store", "", (_ENV,)),
+    Variable("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "equal", "how gloo numbers the members of a group", "", (_ENV,)),
+    Variable("TORCH_NCCL_USE_COMM_NONBLOCKING", "equal", "NCCL's calls return before they are done", "1 with torch 2.7.0: hangs at random", (_ENV,)),
     Variable("GLOO_DEVICE_TRANSPORT", "equal", "gloo's transport: TCP or TCP_TLS", "", (_ENV,)),
 )  # fmt: skip
 
