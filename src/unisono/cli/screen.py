@@ -228,7 +228,12 @@ def ending(result: Message, here: Path) -> list[str]:
     if result.get("tokens_per_second"):
         figures.append(f"{show_count(float(result['tokens_per_second']))} tokens/s")
     figures.append(show_seconds(float(result.get("wall_time_s") or 0)))
+    if result.get("outcome") == "disagreed":
+        return ["disagreed: nothing was trained, on any node"]
     lines = [f"{result.get('outcome')}: {' · '.join(figures)}", *_evaluation(result.get("eval") or {})]
+    if result.get("held_by"):
+        where = result.get("weights") or result.get("checkpoint") or output_dir
+        return [*lines, f"result: {where}, on {result['held_by']}"]
     if result.get("outcome") == "completed":
         weights = _near(str(result.get("weights") or output_dir), here)
         return [*lines, f"result: {weights}", f"next:   unisono chat {_near(output_dir, here)}"]

@@ -1,5 +1,6 @@
 """This node's front on its way to the others: who it is, what it reports, and what it has prepared."""
 
+from dataclasses import replace
 from typing import Any
 
 from unisono.agree.agreement import Agreement
@@ -7,21 +8,65 @@ from unisono.agree.compare import compare_nodes
 from unisono.agree.prepared import PreparedFacts
 from unisono.agree.report import NodeReport
 from unisono.config import LoadedConfig
+from unisono.errors import UnisonoError
+from unisono.facts import Environment, read_machine
+from unisono.facts.machine import Gpu
 from unisono.launch.asked import TrainRequest
 from unisono.launch.node_report import look_at_files, look_at_output, make_node_report
 from unisono.launch.nodes.party import MakeReport, Party, Show, Standing
+from unisono.launch.nodes.refusal import tell_refusal
 from unisono.launch.planning import Here
+from unisono.launch.token import make_token, read_token, watch_lifeline
+from unisono.launch.topology import Accelerators, Topology, read_topology
 from unisono.plan import DataSummary, ModelFacts
 
 _LOOPBACK = "127.0.0.1"
 
 
-def party_of(request: TrainRequest, here: Here, *, token: bytes, show: Show) -> Party:
-    """This node, as it comes to the meeting."""
+def party_of(request: TrainRequest, topology: Topology, *, host: str, token: str | None, show: Show) -> Party:
+    """This node, as it comes to the meeting; where it was started by --hosts, it ends with who started it.
+
+    Args:
+        request: what was asked.
+        topology: of several nodes.
+        host: this machine's name.
+        token: UNISONO_TOKEN, or None.
+        show: sees notes and warnings.
+
+    Raises:
+        UsageError: if there is no token, or it is not private.
+    """
+    if topology.hosts and request.token_file is None and token is None:
+        secret = make_token()
+    else:
+        found = read_token(request.token_file, token, nodes=topology.nodes, command=request.command)
+        assert found is not None, "several nodes have a token"
+        secret = found
+    if secret.from_stdin:
+        watch_lifeline()
     return Party(
-        topology=here.topology, token=token, host=here.machine.host, show=show, join_timeout_s=request.join_timeout_s,
+        topology=topology, token=secret.secret, host=host, show=show, join_timeout_s=request.join_timeout_s,
         programs=request.programs, network=request.probes.network, command=request.command,
     )  # fmt: skip
+
+
+def tell_early_refusal(
+    request: TrainRequest, environment: Environment, error: UnisonoError, *, token: str | None, show: Show
+) -> None:
+    """Tells the other nodes that this one does not start, though not even its config could be read."""
+    asked = replace(
+        request.topology, nproc=1, devices=()
+    )  # how many ranks it would have had is no matter now
+    try:
+        topology = read_topology(asked, environment.leftovers, Accelerators(0))
+        if topology.nodes == 1 or topology.hosts:
+            return
+        party = party_of(request, topology, host=read_machine(_no_devices).host, token=token, show=show)
+    except (
+        UnisonoError
+    ):  # not even the way to the others is known; this node says what is wrong, and they name it missing
+        return
+    tell_refusal(party, error)
 
 
 def report_maker(request: TrainRequest, loaded: LoadedConfig, here: Here) -> MakeReport:
@@ -60,3 +105,8 @@ def prepared_facts(prepared: dict[str, Any]) -> PreparedFacts:
     return PreparedFacts.of(
         DataSummary.model_validate(prepared["data"]), ModelFacts.model_validate(prepared["model"])
     )
+
+
+def _no_devices() -> tuple[list[Gpu], str]:
+    """A probe that asks no driver: only the host's name is wanted."""
+    return [], ""

@@ -17,34 +17,32 @@ from unisono.files import make_private_dir, read_object, write_json
 from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Show
 from unisono.launch.follow import LastWord, LostHead, Serving
-from unisono.launch.gathering import interface_of, party_of, prepared_facts, report_maker
+from unisono.launch.gathering import interface_of, prepared_facts, report_maker
 from unisono.launch.interrupts import Interrupts
 from unisono.launch.nodes.agent import Attendance, attend_meeting
-from unisono.launch.nodes.party import MakeReport, Standing
+from unisono.launch.nodes.party import MakeReport, Party, Standing
 from unisono.launch.planning import Here, prepare
 from unisono.launch.rank_environment import rank_environments
 from unisono.launch.ranks import LocalRanks
 from unisono.launch.received import accept_plan
-from unisono.launch.token import read_token
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 from unisono.rundir.result import RunResult, set_verdict, write_result
 from unisono.rundir.start import set_aside
+from unisono.text import plain
 
 
 def take_part(
-    request: TrainRequest, loaded: LoadedConfig, here: Here, *, token: str | None, interrupts: Interrupts, show: Show
-) -> dict[str, Any]:  # fmt: skip
+    request: TrainRequest, loaded: LoadedConfig, here: Here, party: Party, *, interrupts: Interrupts
+) -> dict[str, Any]:
     """Carries this node's part to its end; gives the head's result, with this node's output_dir.
 
     Raises:
         Disagreed: with the words that all nodes have been told.
         EndedByVerdict: if the head is lost while ranks ran.
     """
-    secret = read_token(request.token_file, token, nodes=here.topology.nodes, command=request.command)
-    assert secret is not None, "several nodes have a token"
-    party = party_of(request, here, token=secret.secret, show=show)
+    show = party.show
     seen = _Seen(report_maker(request, loaded, here))
     with attend_meeting(party, seen.make) as attendance:
         attendance.wait_for("prepare")
@@ -58,7 +56,9 @@ def take_part(
         raise EndedByVerdict.of(
             last.verdict.summary, where="the control channel", why=last.why, fix="; ".join(last.verdict.fix), verdict=last.verdict
         )  # fmt: skip
-    return _keep(run, last.message, shared=shared, show=show)
+    return _keep(
+        run, last.message, head=str(attendance.welcome.get("head_host", "")), shared=shared, show=show
+    )
 
 
 @dataclass
@@ -112,6 +112,9 @@ class _Member:
             make_private_dir(folder)
         write_json(plan_file, plan.to_json(), mode=0o600)
         self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
+        own = ", ".join(str(place.rank) for place in plan.on_node(node_rank))
+        text = f"node {node_rank} ({self.here.machine.host}): starting rank {own} of {plan.world_size}; steps are shown by node 0"
+        self.show({"kind": "note", "time": time.time(), "text": text})
         interface = interface_of(self.here, self.request, plan.nodes[node_rank].address)
         environments = rank_environments(
             plan, node_rank, variables=self.here.leftovers, interface=interface, debug_comm=self.request.debug_comm
@@ -164,7 +167,7 @@ def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
     )  # fmt: skip
 
 
-def _keep(run: RunDir, message: Message, *, shared: bool, show: Show) -> dict[str, Any]:
+def _keep(run: RunDir, message: Message, *, head: str, shared: bool, show: Show) -> dict[str, Any]:
     """Shows and, where the head's directory is not seen here, keeps how the run ended."""
     result = {**dict(message.get("result") or {}), "exit_code": int(message.get("exit_code", 1))}
     for value in message.get("verdicts") or []:
@@ -178,4 +181,4 @@ def _keep(run: RunDir, message: Message, *, shared: bool, show: Show) -> dict[st
     if not shared:
         write_result(run, RunResult.from_json(result))
         shutil.rmtree(run.node_plan(0).parent, ignore_errors=True)  # a copy for the ranks, of no use now
-    return result
+    return result if shared else {**result, "held_by": f"node 0 ({plain(head)})"}

@@ -14,15 +14,17 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, IntegrityError, UnisonoError
 from unisono.events import Message
-from unisono.facts import read_environment, read_machine, take_token
+from unisono.facts import Environment, read_environment, read_machine, take_token
 from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.launch.asked import TrainRequest, load_asked, refuse_live_launcher
 from unisono.launch.attempt import Attempt, Show, run_attempt
 from unisono.launch.claim import Claim, claim
-from unisono.launch.gathering import interface_of, look_alone
+from unisono.launch.gathering import interface_of, look_alone, party_of, tell_early_refusal
 from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.launch.layout import Layout, lay_out, offer_of
 from unisono.launch.node_report import NONCE_FILE
+from unisono.launch.nodes.party import Party
+from unisono.launch.nodes.refusal import tell_refusal
 from unisono.launch.outcome import NOTHING_DONE, Ending, ending_of, result_of
 from unisono.launch.planning import Here, look_around, make_plan, prepare
 from unisono.launch.rank_environment import rank_environments
@@ -30,7 +32,7 @@ from unisono.launch.ranks import LocalRanks
 from unisono.launch.record import Table, draw, keep_refusal, keep_tail, write_agreement, write_decision
 from unisono.launch.restart import Death, may_restart
 from unisono.launch.resuming import find_resume_point
-from unisono.launch.together import Together, tell_refusal, together
+from unisono.launch.together import Together, together
 from unisono.plan import ResumePoint, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.continuing import check_same_run
@@ -69,7 +71,7 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
     Raises:
         UnisonoError: whatever the start itself would be refused for before its ranks.
     """
-    loaded, here = _look(request)
+    loaded, here = _look(request, read_environment())
     run = RunDir(Path(loaded.config.output_dir))
     decision = decide_start(run, loaded.config, resume=request.resume, fresh=request.fresh)
     prepared = prepare(request, loaded, here.environment, ledger=False, show=show)
@@ -84,10 +86,9 @@ def say(show: Show, text: str) -> None:
     show({"kind": "note", "time": time.time(), "text": text})
 
 
-def _look(request: TrainRequest) -> tuple[LoadedConfig, Here]:
+def _look(request: TrainRequest, environment: Environment) -> tuple[LoadedConfig, Here]:
     """The config, and what is here for it."""
     loaded = load_asked(request)
-    environment = read_environment()
     refuse_live_launcher(environment, request)
     return loaded, look_around(request, loaded, read_machine(request.probes.devices), environment)
 
@@ -95,16 +96,20 @@ def _look(request: TrainRequest) -> tuple[LoadedConfig, Here]:
 def _start(
     request: TrainRequest, show: Show, interrupts: Interrupts, began: float, token: str | None
 ) -> dict[str, Any]:
+    environment = read_environment()
     try:
-        loaded, here = _look(request)
+        loaded, here = _look(request, environment)
     except UnisonoError as error:
-        tell_refusal(request, token, error, show)
+        tell_early_refusal(request, environment, error, token=token, show=show)
         raise
-    if not here.topology.is_head:
+    party = None
+    if here.topology.nodes > 1:
+        party = party_of(request, here.topology, host=here.machine.host, token=token, show=show)
+    if party is not None and not here.topology.is_head:
         from unisono.launch.member import take_part
 
-        return take_part(request, loaded, here, token=token, interrupts=interrupts, show=show)
-    return _Start(request, show, interrupts, began, token).run(loaded, here)
+        return take_part(request, loaded, here, party, interrupts=interrupts)
+    return _Start(request, show, interrupts, began, party).run(loaded, here)
 
 
 def _disagreed(error: Disagreed, show: Show, began: float) -> dict[str, Any]:
@@ -127,15 +132,23 @@ class _Start:
     show: Show
     interrupts: Interrupts
     began: float
-    token: str | None
+    party: Party | None
+    """This node among others; None for a job of one node."""
     table: Table = field(default_factory=Table)
 
     def run(self, loaded: LoadedConfig, here: Here) -> dict[str, Any]:
         """To its end; gives the object of result.json."""
-        with claim(
-            loaded.config, host=here.machine.host, resume=self.request.resume, fresh=self.request.fresh,
-            say=lambda text: say(self.show, text),
-        ) as claimed:  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            taken = claim(
+                loaded.config, host=here.machine.host, resume=self.request.resume, fresh=self.request.fresh,
+                say=lambda text: say(self.show, text),
+            )  # fmt: skip
+            try:
+                claimed = stack.enter_context(taken)
+            except UnisonoError as error:
+                if self.party is not None:
+                    tell_refusal(self.party, error)
+                raise
             try:
                 with self._others(loaded, here, claimed.run) as others:
                     return self._train(loaded, here, claimed, others)
@@ -147,13 +160,13 @@ class _Start:
     @contextlib.contextmanager
     def _others(self, loaded: LoadedConfig, here: Here, run: RunDir) -> Iterator[Together | None]:
         """The other nodes, once all of them are here and agree; None where there are none."""
-        if here.topology.nodes == 1:
+        if self.party is None:
             yield None
             return
         nonce = leave_nonce(run.root)
         try:
             with together(
-                self.request, loaded, here, token=self.token, show=self.show, welcome={NONCE_FILE: nonce}, table=self.table
+                self.request, loaded, here, self.party, welcome={NONCE_FILE: nonce}, table=self.table
             ) as others:  # fmt: skip
                 yield others
         finally:

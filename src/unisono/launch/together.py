@@ -3,21 +3,24 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from unisono.agree.prepared import PreparedFacts, compare_prepared
 from unisono.config import LoadedConfig
-from unisono.errors import Disagreed, UnisonoError
+from unisono.errors import Disagreed
 from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Show
-from unisono.launch.gathering import party_of, prepared_facts, report_maker
+from unisono.launch.gathering import prepared_facts, report_maker
+from unisono.launch.nodes.party import Party
+from unisono.launch.nodes.ssh import SshFronts, start_others
 from unisono.launch.outcome import Ending
 from unisono.launch.planning import Here
 from unisono.launch.record import Table
-from unisono.launch.token import read_token
 from unisono.plan import RunPlan
+from unisono.rundir import RunDir
 from unisono.text import one_line
 
 if TYPE_CHECKING:
@@ -85,28 +88,26 @@ def together(
     request: TrainRequest,
     loaded: LoadedConfig,
     here: Here,
+    party: Party,
     *,
-    token: str | None,
-    show: Show,
     welcome: dict[str, Any],
     table: Table,
 ) -> Iterator[Together]:
     """Brings all nodes together; whatever leaves the context is told to them.
 
     Raises:
-        UsageError: if there is no token.
         Disagreed: with the verdict that all nodes have been told.
     """
     from unisono.launch.nodes.head import hold_meeting
 
-    secret = read_token(request.token_file, token, nodes=here.topology.nodes, command=request.command)
-    assert secret is not None, "several nodes have a token"
-    party = party_of(request, here, token=secret.secret, show=show)
-    with hold_meeting(party, report_maker(request, loaded, here), welcome=welcome) as meeting:
+    def start(address: tuple[str, int]) -> SshFronts:
+        logs = RunDir(Path(loaded.config.output_dir)).log("", 0).parent
+        return start_others(
+            request, here.topology, party.token, address, logs=logs, variables=here.environment.variables
+        )
+
+    with hold_meeting(
+        party, report_maker(request, loaded, here), welcome=welcome, start_others=start if here.topology.hosts else None
+    ) as meeting:  # fmt: skip
         table.nodes, table.of_nodes = meeting.reports, meeting.agreement
         yield Together(meeting, table)
-
-
-def tell_refusal(request: TrainRequest, token: str | None, error: UnisonoError, show: Show) -> None:
-    """Tells the head, or as the head the others, that this node does not start, so that nobody waits for it."""
-    del request, token, error, show
