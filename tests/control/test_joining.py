@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from unisono.control.dial import Caller, call
 from unisono.control.events import Joined, Left, Rejected, Said
 from unisono.control.link import NodeLink
 from unisono.errors import Disagreed, UsageError
 
 if TYPE_CHECKING:
     from tests.control.conftest import Room
+
+
+TOKEN = b"the secret of this job, 32 bytes"
+LIMIT_CLOCK_S = 5.0
+LIMIT_CLOSE_S = 20.0
 
 
 def refused(room: "Room", head: Any, **options: Any) -> Disagreed:
@@ -48,9 +54,6 @@ def test_a_node_joins_and_both_hear_each_other(room: "Room") -> None:
     head.send(2, {"kind": "dial"})
     head.tell_all({"kind": "prepare"})
     assert [said.message["kind"] for said in room.hears(node, Said, 2)] == ["dial", "prepare"]
-
-
-LIMIT_CLOCK_S = 5.0
 
 
 def test_clocks_of_one_machine_do_not_differ(room: "Room") -> None:
@@ -110,6 +113,22 @@ def test_a_second_node_with_a_rank_is_told_who_holds_it(room: "Room") -> None:
     assert event.holder.startswith("b (127.0.0.1, process ")
 
 
+def test_who_calls_again_because_no_welcome_came_is_no_second_node(room: "Room") -> None:
+    """A head that was short of breath answers when the node has hung up and called anew."""
+    head = room.head()
+    caller = Caller(*head.address, TOKEN, 1, "b")
+    first = call(caller, timeout_s=20, on_wait=None)
+    again = call(caller, timeout_s=20, on_wait=None)
+    room.hears(head, Joined)
+    assert cause(refused(room, head, node_host="b")) == "node_duplicate"
+    assert not room.unasked(head, Joined)
+    assert not room.unasked(head, Left)
+    for called in (first, again):
+        called.sock.close()
+    assert room.hears(head, Left)
+    assert not room.unasked(head, Left)
+
+
 def test_nobody_else_can_be_node_0(room: "Room") -> None:
     error = refused(room, room.head(), node_rank=0)
     assert cause(error) == "node_duplicate"
@@ -153,7 +172,7 @@ def test_of_many_that_call_at_once_with_one_rank_one_comes_in(room: "Room") -> N
     head = room.head()
     gate = threading.Barrier(8)
 
-    def call(number: int) -> str:
+    def join(number: int) -> str:
         gate.wait()
         try:
             room.node(head, node_host=f"h{number}")
@@ -162,7 +181,7 @@ def test_of_many_that_call_at_once_with_one_rank_one_comes_in(room: "Room") -> N
         return "in"
 
     with ThreadPoolExecutor(8) as pool:
-        assert sorted(pool.map(call, range(8))) == ["in", *["node_duplicate"] * 7]
+        assert sorted(pool.map(join, range(8))) == ["in", *["node_duplicate"] * 7]
     room.hears(head, Rejected, 7, kind="duplicate")
     room.hears(head, Joined)
     assert not room.unasked(head, Joined)
@@ -173,12 +192,12 @@ def test_a_last_word_reaches_every_node_whenever_it_came(room: "Room") -> None:
     head = room.head(nodes=17)
     gate = threading.Barrier(17)
 
-    def call(rank: int) -> NodeLink:
+    def join(rank: int) -> NodeLink:
         gate.wait()
         return room.node(head, node_rank=rank)
 
     with ThreadPoolExecutor(16) as pool:
-        calls = [pool.submit(call, rank) for rank in range(1, 17)]
+        calls = [pool.submit(join, rank) for rank in range(1, 17)]
         gate.wait()
         room.hears(head, Joined, 2)
         head.settle({"kind": "ended"})
@@ -211,9 +230,6 @@ def test_the_head_closes_when_everybody_has_the_last_word(room: "Room") -> None:
     assert [left.clean for left in room.hears(head, Left, 2)] == [True, True]
 
 
-LIMIT_CLOSE_S = 20.0
-
-
 def test_all_that_was_sent_before_a_goodbye_arrives(room: "Room") -> None:
     head = room.head()
     node = room.node(head)
@@ -242,6 +258,15 @@ def test_sending_to_who_is_gone_is_no_error(room: "Room") -> None:
 def test_a_node_without_a_proper_name_does_not_call(room: "Room", name: str) -> None:
     with pytest.raises(UsageError, match="no host name"):
         room.node(room.head(), node_host=name)
+
+
+def test_the_head_can_have_an_address_of_version_6(room: "Room") -> None:
+    try:
+        head = room.head(host="::1")
+    except Disagreed:
+        pytest.skip("this machine has no IPv6")
+    assert room.node(head).local_address == "::1"
+    assert room.hears(head, Joined) == [Joined(1, "host1", "::1")]
 
 
 def test_only_the_chosen_address_listens(room: "Room") -> None:

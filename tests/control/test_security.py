@@ -73,6 +73,7 @@ def greeted(sock: socket.socket) -> Greeting:
 def hello(greeting: Greeting, **changed: Any) -> Hello:
     known = {
         "nonce": fresh_nonce(),
+        "call": "c" * 32,
         "node_rank": 1,
         "nodes": 3,
         "host": "b",
@@ -223,7 +224,7 @@ def test_a_head_that_does_not_know_the_token_is_not_believed(room: "Room") -> No
     "changed",
     [
         {"host": "-oProxyCommand=x"}, {"host": "b\x1b[2J"}, {"host": ""}, {"host": 7}, {"node_rank": "1"}, {"nodes": -1},
-        {"node_rank": True}, {"node_rank": 1e300}, {"run": "a b"}, {"nonce": "x"}, {"pid": None}, {"t": "say"},
+        {"node_rank": True}, {"node_rank": 1e300}, {"run": "a b"}, {"nonce": "x"}, {"call": "x"}, {"pid": None}, {"t": "say"},
     ],
 )  # fmt: skip
 def test_a_hello_with_the_token_and_foreign_values_is_malformed(

@@ -4,7 +4,7 @@ import asyncio
 import time
 from typing import Any, Protocol
 
-from unisono.control.connection import Connection
+from unisono.control.connection import SUSPECT_S, Connection
 from unisono.control.events import Rejected, RejectedKind
 from unisono.control.frames import (
     ANSWERS,
@@ -87,8 +87,14 @@ class Caller(Connection):
     def holder(self) -> str:
         """Who it is, for people."""
         assert self.hello is not None
-        age_s = time.monotonic() - self._came
-        return f"{self.hello.host} ({self.ip()}, process {self.hello.pid}, here for {age_s:.0f} s)"
+        now = time.monotonic()
+        silent_s = now - self.heard
+        silent = f", silent for {silent_s:.0f} s" if silent_s > SUSPECT_S else ""
+        return f"{self.hello.host} ({self.ip()}, process {self.hello.pid}, here for {now - self._came:.0f} s{silent})"
+
+    def is_same_call(self, hello: Hello) -> bool:
+        """Whether that is the same process, which did not hear our welcome in time and calls again."""
+        return self.hello is not None and (self.hello.call, self.hello.host) == (hello.call, hello.host)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Asyncio has accepted it."""

@@ -41,7 +41,9 @@ ANSWER_S = 3.0
 """How long an attempt waits for a connection, and for each answer."""
 _PAUSE_S = (0.2, 0.5)
 _STRANGE_ANSWERS = 2
-"""So many equal strange answers in a row are believed."""
+"""So many strange answers in a row are believed."""
+_STRANGE_SILENCES = 3
+"""The same for saying nothing: a head that is short of breath does that, too."""
 _NAMELESS_S = 5.0
 """A name that the resolver does not know is asked for again so long: in some clusters names come with their nodes."""
 _WELCOME_BYTES = 64 << 10
@@ -74,6 +76,7 @@ class Caller:
     nodes: int = 0
     run: str = ""
     epoch: int | None = None
+    call: str = field(default_factory=fresh_nonce)
 
     @property
     def me(self) -> str:
@@ -90,13 +93,14 @@ class _NoAnswer(Exception):  # noqa: N818 - named for what happened
     """This attempt has failed; another may not.
 
     Attributes:
-        strange: something is there, and it does not answer as the head does.
+        believed_after: so many in a row are believed, since something is there that does not answer as the head does;
+            0: no number of them is.
         lasting: soon no further attempt is of use.
     """
 
-    def __init__(self, why: str, *, strange: bool = False, lasting: bool = False) -> None:
+    def __init__(self, why: str, *, believed_after: int = 0, lasting: bool = False) -> None:
         super().__init__(why)
-        self.strange = strange
+        self.believed_after = believed_after
         self.lasting = lasting
 
 
@@ -111,14 +115,14 @@ def call(caller: Caller, *, timeout_s: float, on_wait: Callable[[str, float], No
         Disagreed: with a verdict; see NodeLink.connect.
     """
     began = time.monotonic()
-    strange: list[str] = []
+    strange = 0
     while True:
         try:
             return _attempt(caller, began + timeout_s)
         except _NoAnswer as error:
             waited_s = time.monotonic() - began
-            strange = [*(said for said in strange if said == str(error)), str(error)] if error.strange else []
-            if len(strange) >= _STRANGE_ANSWERS:
+            strange = strange + 1 if error.believed_after else 0
+            if strange and strange >= error.believed_after:
                 raise trouble.stranger(caller.me, caller.address, str(error)) from error
             if waited_s >= timeout_s or (error.lasting and waited_s > _NAMELESS_S):
                 raise _given_up(caller, error, waited_s) from error
@@ -197,13 +201,13 @@ def _introduce(caller: Caller, sock: socket.socket) -> Called:
     try:
         greeting = Greeting.from_body(greeting_seal(sends=TO_HEAD).open(_frame(sock, parser)))
     except Foreign as error:
-        raise _NoAnswer(str(error), strange=True) from error
+        raise _NoAnswer(str(error), believed_after=_STRANGE_ANSWERS) from error
     except OtherProtocol as error:
         raise trouble.other_protocol(caller.me, caller.address, error.version) from error
     except Malformed as error:
-        raise _NoAnswer(str(error), strange=True) from error
+        raise _NoAnswer(str(error), believed_after=_STRANGE_ANSWERS) from error
     hello = Hello(
-        nonce=fresh_nonce(), node_rank=caller.node_rank, nodes=caller.nodes, host=caller.node_host, pid=os.getpid(),
+        nonce=fresh_nonce(), call=caller.call, node_rank=caller.node_rank, nodes=caller.nodes, host=caller.node_host, pid=os.getpid(),
         run=caller.run or greeting.run, epoch=greeting.epoch if caller.epoch is None else caller.epoch,
     )  # fmt: skip
     sock.sendall(hello_seal(caller.token, greeting, sends=TO_HEAD).close(encode(hello.to_body())))
@@ -218,7 +222,7 @@ def _answer(caller: Caller, sock: socket.socket, parser: FrameParser, seal: Seal
     except Forged as error:
         raise trouble.wrong_token(caller.me, caller.node_host, caller.address) from error
     except Malformed as error:
-        raise _NoAnswer(str(error), strange=True) from error
+        raise _NoAnswer(str(error), believed_after=_STRANGE_ANSWERS) from error
 
 
 def _welcome(caller: Caller, body: Body) -> dict[str, Any]:
@@ -234,7 +238,7 @@ def _welcome(caller: Caller, body: Body) -> dict[str, Any]:
         case {"t": "refused", "kind": str() as kind, "text": str() as text}:
             raise trouble.refused(caller.me, caller.node_host, caller.address, kind=kind, text=text)
         case _:
-            raise _NoAnswer("sends no welcome", strange=True)
+            raise _NoAnswer("sends no welcome", believed_after=_STRANGE_ANSWERS)
 
 
 def _compare_clocks(called: Called) -> None:
@@ -261,11 +265,10 @@ def _frame(sock: socket.socket, parser: FrameParser, until: float | None = None)
         try:
             data = sock.recv(_PIECE_BYTES)
         except TimeoutError as error:
-            strange = not parser.began
-            why = (
-                f"accepts the call and says nothing for {ANSWER_S:.0f} s" if strange else "stopped answering"
-            )
-            raise _NoAnswer(why, strange=strange) from error
+            if parser.began:
+                raise _NoAnswer("stopped answering") from error
+            silent = f"accepts the call and says nothing for {ANSWER_S:.0f} s"
+            raise _NoAnswer(silent, believed_after=_STRANGE_SILENCES) from error
         if not data:
             raise _NoAnswer("hung up" if parser.began else "accepts the call and hangs up")
         parser.feed(data)

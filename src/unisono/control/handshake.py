@@ -61,9 +61,18 @@ class Greeting:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who calls. `nodes` 0: it does not say how many it expects. `run` and `epoch`: of the start that it belongs to."""
+    """Who calls.
+
+    Attributes:
+        nonce: fresh for this connection.
+        call: the same for all attempts of one process to join.
+        nodes: how many it expects; 0: it does not say.
+        run: the nonce of the start that it belongs to.
+        epoch: of that start.
+    """
 
     nonce: str
+    call: str
     node_rank: int
     nodes: int
     host: str
@@ -82,7 +91,7 @@ class Hello:
         Raises:
             Malformed: if it is none, or holds what no node of ours would send.
         """
-        if body["t"] != "hello" or not _matches(_NONCE, body.get("nonce")):
+        if body["t"] != "hello" or not all(_matches(_NONCE, body.get(name)) for name in ("nonce", "call")):
             raise Malformed("sent no hello")
         if not is_host_name(body.get("host")):
             raise Malformed("gives a host name that is none: allowed are letters, digits and _ . @ : -")
@@ -90,6 +99,7 @@ class Hello:
             raise Malformed("gives a run that is none")
         return cls(
             nonce=body["nonce"],
+            call=body["call"],
             node_rank=_whole(body.get("node_rank"), -(1 << 31), 1 << 31, "a node rank"),
             nodes=_whole(body.get("nodes"), 0, _MOST_NODES, "a number of nodes"),
             host=body["host"],

@@ -62,6 +62,8 @@ class Head:
     def judge(self, hello: Hello) -> Refusal | None:
         """Whether this proven caller may come in."""
         member = self.members.get(hello.node_rank)
+        if member is not None and member.is_same_call(hello):
+            member = None
         holder = member.holder() if member else self._own_name if hello.node_rank == 0 else ""
         return judge(
             hello,
@@ -78,7 +80,11 @@ class Head:
         welcome = {"t": "welcome", "run_nonce": self.run, "epoch": self.epoch, "wall": time.time()}
         caller.write(encode({**welcome, "welcome": self.welcome}))
         if self.last_word is None:
+            earlier = self.members.get(hello.node_rank)
             self.members[hello.node_rank] = caller
+            if earlier is not None:
+                earlier.abort("it has called again")
+                return
             self.inbox.put(Joined(hello.node_rank, hello.host, caller.ip()))
             return
         self.late.add(caller)
