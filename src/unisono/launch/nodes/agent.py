@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from unisono.control.events import Left
+from unisono.control.events import Left, Said
 from unisono.control.link import NodeLink
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message
@@ -25,6 +25,7 @@ _BUSY_POLL_S = 0.02
 _HEAD_ANSWERS_S = 5.0
 _FIRST_LINE_S = 2.0
 _NEXT_LINES_S = 10.0
+_HEARD_AT_ONCE = ("note", "warning", "ended")
 
 
 class Attendance:
@@ -54,7 +55,7 @@ class Attendance:
         )  # fmt: skip
         self.welcome = self.link.welcome
         self._over = False
-        self._waiting: list[Message] = []
+        self._kept: list[Said | Left] = []
 
     def __enter__(self) -> Self:
         return self
@@ -72,19 +73,31 @@ class Attendance:
         """Sends a message to the head."""
         self.link.send(message)
 
-    def wait_for(self, *kinds: str) -> Message:
-        """The next message of one of these kinds. Notes and warnings that come meanwhile are shown.
+    def receive(self, timeout_s: float) -> list[Said | Left]:
+        """As `link.receive`, with what has come already and was not asked for yet."""
+        kept, self._kept = self._kept, []
+        return [*kept, *self.link.receive(0 if kept else timeout_s)]
 
-        It has no limit of its own: the head's silence ends it, and the head bounds everything that it waits for.
+    def fileno(self) -> int:
+        """As `link.fileno`: readable while something waits there."""
+        return self.link.fileno()
+
+    def wait_for(self, *kinds: str) -> Message:
+        """The next message of one of these kinds. Notes and warnings that come before it are shown.
+
+        It has no limit of its own: the head's silence ends it, and the head bounds everything that it waits for. What
+        comes after the message stays for `receive`.
 
         Raises:
-            Disagreed: with the head's words if it ends the job, or if it is lost.
+            Disagreed: with the head's words if it ends the job before anything was trained, or if it is lost.
         """
         while True:
-            for index, message in enumerate(self._waiting):
-                if message.get("kind") in kinds:
-                    return self._waiting.pop(index)
-            self._listen(_POLL_S)
+            events = self.receive(_POLL_S)
+            for index, event in enumerate(events):
+                if isinstance(event, Said) and event.message.get("kind") in kinds and not _is_refusal(event):
+                    self._kept = events[index + 1 :]
+                    return event.message
+                self._hear(event)
 
     def aside(self, work: Callable[[Show], Result]) -> Result:
         """Does something that takes long and listens to the head meanwhile; gives what came of it.
@@ -119,13 +132,18 @@ class Attendance:
                 return
 
     def _listen(self, timeout_s: float) -> None:
+        """Hears what ends the job; what somebody will ask for later is kept."""
         for event in self.link.receive(timeout_s):
-            if isinstance(event, Left):
-                self._over = True
-                raise words.disagreement([words.head_lost(self.party.label, self.party.head, event.why)])
-            self._take(event.message)
+            if isinstance(event, Left) or event.message.get("kind") in _HEARD_AT_ONCE:
+                self._hear(event)
+            else:
+                self._kept.append(event)
 
-    def _take(self, message: Message) -> None:
+    def _hear(self, event: Said | Left) -> None:
+        if isinstance(event, Left):
+            self._over = True
+            raise words.disagreement([words.head_lost(self.party.label, self.party.head, event.why)])
+        message = event.message
         match message.get("kind"):
             case "note":
                 text = one_line(str(message.get("text", "")), limit=1_000)
@@ -139,7 +157,7 @@ class Attendance:
             case "ended":
                 self._ended(message)
             case _:
-                self._waiting.append(message)
+                return  # of a head of another version
 
     def _ended(self, message: Message) -> NoReturn:
         self._over = True
@@ -183,6 +201,11 @@ def attend_meeting(party: Party, make_report: MakeReport) -> Attendance:
         attendance.__exit__(type(error), error, error.__traceback__)
         raise
     return attendance
+
+
+def _is_refusal(event: Said) -> bool:
+    """Whether the head ends the job without a result: nothing was trained."""
+    return event.message.get("kind") == "ended" and event.message.get("result") is None
 
 
 class _Waiting:

@@ -24,6 +24,7 @@ from unisono.launch.nodes.network import head_dials, listen
 from unisono.launch.nodes.party import MakeReport, Party, Show, Standing
 from unisono.launch.nodes.refusal import tell_refusal
 from unisono.launch.nodes.roll import Roll
+from unisono.launch.nodes.ssh import SshFronts
 from unisono.launch.nodes.words import disagreement, last_word
 
 Result = TypeVar("Result")
@@ -32,7 +33,7 @@ _POLL_S = 0.2
 _BUSY_POLL_S = 0.02
 _FIRST_LINE_S = 2.0
 _NEXT_LINES_S = 10.0
-_LINGER_S = 4.0
+_LINGER_S = 3.0
 _ACKNOWLEDGE_S = 3.0
 
 
@@ -67,10 +68,11 @@ class Meeting:
         self.run_nonce = run_nonce or secrets.token_hex(16)
         self.agreement = Agreement()
         self.roll = Roll(party.topology.nodes)
-        self.began = self._last_arrival = time.monotonic()
+        self.began = self._last_news = time.monotonic()
         self._joining = True
         self._settled = False
         self._inbox: dict[str, dict[int, Message]] = {}
+        self._others: SshFronts | None = None
         self.welcome = {"head_host": party.host, **(welcome or {})}
         self.server = HeadServer(
             host=listening_address(party), port=party.topology.head_port, token=party.token, nodes=party.topology.nodes,
@@ -156,7 +158,7 @@ class Meeting:
         Raises:
             Disagreed: always.
         """
-        after_s = time.monotonic() - self._last_arrival
+        after_s = time.monotonic() - self._last_news  # from the word that made it known
         said = [
             verdict if verdict.named_after_s is not None else verdict.model_copy(update={"named_after_s": round(after_s, 3)})
             for verdict in verdicts
@@ -200,8 +202,16 @@ class Meeting:
         self.close()
 
     def close(self) -> None:
-        """Hangs up, once all who are here have had a bounded time to hear the last word."""
+        """Hangs up, once all who are here have had a bounded time to hear the last word; ends the fronts that it started."""
         self.server.close(patience_s=_ACKNOWLEDGE_S if self._settled else 0.0)
+        if self._others is not None:
+            self._others.close()
+
+    def own(self, others: SshFronts) -> None:
+        """Takes over the fronts that this node has started: one that ends before it has called ends the meeting."""
+        self._others = others
+        hosts = ", ".join(f"node {front.node_rank} on {front.host}" for front in others.fronts)
+        self.note(f"started over ssh: {hosts}")
 
     def assemble(self, make_report: MakeReport, probe_ports: list[int]) -> None:
         """Waits until all nodes are here and have reported, this one included.
@@ -227,23 +237,32 @@ class Meeting:
             if now >= next_line and not self.roll.complete:
                 self.note(self.roll.waiting_line(now - self.began), everywhere=True)
                 next_line = now + _NEXT_LINES_S
-            if self.roll.missing and now - self.began > self.party.join_timeout_s:
-                self._give_up(now - self.began)
+            self._see_who_is_lost(now - self.began)
         self._joining = False
 
-    def _give_up(self, waited_s: float) -> NoReturn:
-        verdict = missing_nodes(self.roll.nodes, self.roll.hosts, self.roll.rejected, waited_s)
-        self.refuse([verdict])
+    def _see_who_is_lost(self, waited_s: float) -> None:
+        """Ends the meeting where a node will not come any more, or has not come in time."""
+        missing = self.roll.missing
+        failures = self._others.failures() if self._others and missing else {}
+        lost = [failures[rank] for rank in missing if rank in failures]
+        if lost:
+            self.refuse(lost)
+        if missing and waited_s > self.party.join_timeout_s:
+            names = {front.node_rank: front.name for front in self._others.fronts} if self._others else None
+            verdict = missing_nodes(
+                self.roll.nodes, self.roll.hosts, self.roll.rejected, waited_s, hosts=names
+            )
+            self.refuse([verdict.model_copy(update={"named_after_s": round(waited_s, 1)})])
 
     def _listen(self, timeout_s: float) -> None:
         for event in self.server.receive(timeout_s):
             self._take(event)
 
     def _take(self, event: Event) -> None:
+        self._last_news = time.monotonic()
         match event:
             case Joined():
                 self.roll.joined(event)
-                self._last_arrival = time.monotonic()
             case Left():
                 self._lost(event)
             case Rejected():
@@ -271,7 +290,6 @@ class Meeting:
         host = self.roll.hosts.get(node_rank, "?")
         match message.get("kind"):
             case "report":
-                self._last_arrival = time.monotonic()
                 verdict = self.roll.reported(node_rank, message.get("report"))
                 if verdict is not None:
                     self.refuse([verdict])
@@ -301,6 +319,7 @@ def hold_meeting(
     welcome: dict[str, Any] | None = None,
     run_nonce: str = "",
     epoch: int = 0,
+    start_others: Callable[[tuple[str, int]], SshFronts] | None = None,
 ) -> Meeting:
     """Brings all nodes together, up to the point where each could prepare its data. Called by node 0's front.
 
@@ -312,6 +331,7 @@ def hold_meeting(
         welcome: for everybody who comes in; `nonce_file` is the name of the file that `facts.storage.leave_nonce` gave.
         run_nonce: of this start; made where it is empty.
         epoch: which attempt of the run this is.
+        start_others: with --hosts: starts the other fronts, which call the address that it is given (`ssh.start_others`).
 
     Raises:
         Disagreed: with the verdict that all nodes have been told.
@@ -323,6 +343,8 @@ def hold_meeting(
             tell_refusal(party, error)
         raise
     try:
+        if start_others is not None:
+            meeting.own(start_others(meeting.server.address))
         with listen(meeting.server.address[0], party.token, meeting.run_nonce) as listener:
             meeting.assemble(make_report, listener.ports)
             meeting.judge(compare_nodes(meeting.reports))

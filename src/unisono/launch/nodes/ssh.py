@@ -67,6 +67,11 @@ class SshFront:
     process: "subprocess.Popen[bytes]"
     output: IO[bytes]
 
+    @property
+    def name(self) -> str:
+        """The host without a user's name."""
+        return self.host.rpartition("@")[2]
+
 
 @dataclass
 class SshFronts:
@@ -118,7 +123,7 @@ class SshFronts:
             self._folder.cleanup()
 
     def _failure(self, front: SshFront) -> Verdict:
-        who = name_node(front.node_rank, front.host)
+        who = name_node(front.node_rank, front.name)
         tail = self.tail(front.node_rank)
         code = front.process.returncode
         if code == _SSH_FAILED:
@@ -133,7 +138,7 @@ class SshFronts:
             fix = f"see what it printed, and run the same on {front.host} by hand"
         last = f": {tail[-1]}" if tail else ""
         return Verdict(
-            cause="node_missing", when="before", hosts=(front.host.rpartition("@")[2],), phase="agree.call",
+            cause="node_missing", when="before", hosts=(front.name,), phase="agree.call",
             summary=f"{who} is not here: {why}{last}", fix=(fix,),
             evidence=tuple(Evidence(where=f"{who}, its output", text=line) for line in tail),
         )  # fmt: skip

@@ -1,0 +1,117 @@
+"""One node's front up to the end of the meeting: `python -m tests.launch.standins.attend SCRIPT-JSON`, as tests start it.
+
+It prints one JSON line for each thing that it shows, and at the end `done` or `error` with exit code and verdict.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.agree.making import node
+from unisono.agree.report import Interface, NodeReport
+from unisono.causes import Evidence, Verdict
+from unisono.errors import DataError, Disagreed, UnisonoError
+from unisono.launch.interrupts import Interrupts, Stopped
+from unisono.launch.nodes.agent import attend_meeting
+from unisono.launch.nodes.head import hold_meeting
+from unisono.launch.nodes.party import Party, Show, Standing
+from unisono.launch.nodes.refusal import refusals_told
+from unisono.launch.topology import Topology
+from unisono.plan import DeviceChoice
+
+
+def say(kind: str, **fields: Any) -> None:
+    print(json.dumps({"kind": kind, "at": time.monotonic(), **fields}), flush=True)
+
+
+def main(script: dict[str, Any]) -> int:
+    topology = Topology(
+        nodes=script["nodes"], node_rank=script["rank"], head_host=script["head"], head_port=script["port"], nproc=2,
+        nproc_declared=True, nproc_origin="--nproc",
+    )  # fmt: skip
+    party = Party(
+        topology=topology, token=script["token"].encode(), host=script["host"], join_timeout_s=script.get("join_timeout", 60.0),
+        show=lambda message: say("shown", message=message),
+    )  # fmt: skip
+    with Interrupts():
+        try:
+            with refusals_told(party):
+                if "refuses" in script:
+                    raise DataError.of(script["refuses"], where="c.yaml:4", fix="did you mean it?")
+            meet(party, script)
+        except UnisonoError as error:
+            verdict = error.verdict.to_json() if error.verdict else None
+            say("error", exit_code=error.exit_code, verdict=verdict, lines=error.lines())
+            return error.exit_code
+        except Stopped as stopped:
+            say("stopped", signal=stopped.number.name)
+            return 130
+    say("done")
+    return 0
+
+
+def meet(party: Party, script: dict[str, Any]) -> None:
+    def make(standing: Standing, show: Show) -> NodeReport:
+        show({"kind": "phase", "phase": "digests", "text": "looking"})
+        wait_for = script.get("reports_after")
+        while wait_for and not Path(wait_for).exists():
+            time.sleep(0.02)
+        if "report_fails" in script:
+            raise DataError.of(script["report_fails"], where="here")
+        return report(party, standing, script)
+
+    if party.topology.node_rank == 0:
+        with hold_meeting(party, make, welcome={"nonce_file": "x"}) as meeting:
+            say(
+                "met",
+                checks=[check.to_json() for check in meeting.agreement.checks],
+                nodes=len(meeting.reports),
+            )
+            if "head_raises" in script:
+                raise DataError.of(script["head_raises"])
+            meeting.tell_all({"kind": "prepare"})
+            said = meeting.gather("prepared", timeout_s=30)
+            say("gathered", of=sorted(said))
+            meeting.end({"kind": "ended", "exit_code": 0, "verdicts": [], "result": {"step": 1}})
+        return
+    with attend_meeting(party, make) as attendance:
+        say("met", welcome=attendance.welcome)
+        attendance.wait_for("prepare")
+        if "node_raises" in script:
+            verdict = Verdict(
+                cause="plan_mismatch", when="before", summary=script["node_raises"],
+                evidence=(Evidence(where="here", text="seen"),), fix=("mend it",),
+            )  # fmt: skip
+            raise Disagreed.of(verdict.summary, verdict=verdict)
+        attendance.send({"kind": "prepared", "digest": "x"})
+        last = attendance.wait_for("ended")
+        say("last", result=last["result"])
+
+
+def report(party: Party, standing: Standing, script: dict[str, Any]) -> NodeReport:
+    lo = Interface(
+        name="lo",
+        addresses=["127.0.0.1", standing.address],
+        mtu=65536,
+        up=True,
+        loopback=True,
+        kind="loopback",
+    )
+    place = DeviceChoice(kind="cpu", name="A CPU", memory_bytes=10**9, bfloat16=False)
+    values = {
+        "address": standing.address, "nodes": party.topology.nodes, "interfaces": [lo], "places": [place] * 2,
+        "clock_offset_s": standing.clock_offset_s, "probe_ports": standing.probe_ports, "pid": os.getpid(), "variables": {},
+        "nproc_declared": True, "head_addresses": [standing.address], "host_addresses": [standing.address],
+        **script.get("report", {}),
+    }  # fmt: skip
+    return node(party.topology.node_rank, party.host, **values)
+
+
+if __name__ == "__main__":
+    code = main(json.loads(sys.argv[1]))
+    say("threads", names=[thread.name for thread in threading.enumerate()])
+    sys.exit(code)

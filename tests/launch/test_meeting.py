@@ -1,0 +1,345 @@
+"""Nodes come together, or all of them hear in the same words why not. Run: pytest tests/launch/test_meeting.py
+
+Fronts are processes here, on addresses of the loopback network; namespaces are in tests/nodes.
+"""
+
+import contextlib
+import json
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.causes import Verdict
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 90.0
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+class Node:
+    """A front as a process; what it said so far."""
+
+    def __init__(self, script: dict[str, Any], folder: Path) -> None:
+        self.rank = script["rank"]
+        self.path = folder / f"node-{self.rank}-{secrets.token_hex(4)}.out"
+        with self.path.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.launch.standins.attend", json.dumps(script)], cwd=ROOT, stdout=out,
+                stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        self.started = time.monotonic()
+
+    @property
+    def text(self) -> str:
+        return self.path.read_text(errors="replace")
+
+    def said(self, kind: str) -> list[dict[str, Any]]:
+        lines = [line for line in self.text.splitlines() if line.startswith("{") and line.endswith("}")]
+        return [message for message in map(json.loads, lines) if message["kind"] == kind]
+
+    @property
+    def notes(self) -> list[str]:
+        shown = [message["message"] for message in self.said("shown")]
+        return [message["text"] for message in shown if message["kind"] == "note"]
+
+    def wait(self) -> int:
+        try:
+            return self.process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"node {self.rank} did not end; it said:\n{self.text}") from None
+
+    def until(self, seen: Callable[[], object], what: str) -> None:
+        limit = time.monotonic() + LIMIT_S
+        while not seen():
+            late = time.monotonic() > limit or self.process.poll() is not None
+            assert not late or seen(), f"node {self.rank} never said {what}; it said:\n{self.text}"
+            time.sleep(0.02)
+
+    def is_here(self) -> None:
+        """Waits until it has called (the head: listens); it then makes its report."""
+        self.until(lambda: self.said("shown"), "that it makes its report")
+
+    @property
+    def verdict(self) -> Verdict:
+        (error,) = self.said("error")
+        assert error["verdict"] is not None, self.text
+        return Verdict.from_json(error["verdict"])
+
+
+class Job:
+    """Starts the nodes of one job."""
+
+    def __init__(self, folder: Path, nodes: int = 3) -> None:
+        self.folder = folder
+        self.nodes = nodes
+        self.head, self.port = "127.0.0.1", free_port()
+        self.token = secrets.token_hex(16)
+        self.started: list[Node] = []
+
+    def start(self, rank: int, **changes: Any) -> Node:
+        script = {
+            "rank": rank, "nodes": self.nodes, "head": self.head, "port": self.port, "token": self.token,
+            "host": chr(ord("a") + rank), "join_timeout": 60.0, **changes,
+        }  # fmt: skip
+        self.started.append(Node(script, self.folder))
+        return self.started[-1]
+
+    def start_all(self, **changes: Any) -> list[Node]:
+        return [self.start(rank, **changes) for rank in range(self.nodes)]
+
+    @property
+    def told(self) -> str:
+        return "\n".join(f"--- node {node.rank}\n{node.text}" for node in self.started)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    for node in made.started:
+        with contextlib.suppress(ProcessLookupError):
+            node.process.kill()
+        node.process.wait()
+
+
+def disagree(job: Job, nodes: list[Node], cause: str, *, within_s: float = 45.0) -> Verdict:
+    """All end with exit code 3 and the same verdict."""
+    codes = [node.wait() for node in nodes]
+    assert codes == [3] * len(nodes), job.told
+    told = {node.verdict.model_copy(update={"named_after_s": None}).model_dump_json() for node in nodes}
+    assert len(told) == 1, job.told
+    assert {json.dumps(node.said("error")[0]["lines"]) for node in nodes}, job.told
+    verdict = nodes[0].verdict
+    assert verdict.cause == cause, job.told
+    assert time.monotonic() - nodes[-1].started < within_s
+    assert "Traceback" not in job.told
+    return verdict
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_three_nodes_meet_try_the_network_and_a_collective_and_go_on_together(job: Job) -> None:
+    nodes = job.start_all()
+    assert [node.wait() for node in nodes] == [0, 0, 0], job.told
+    (met,) = nodes[0].said("met")
+    status = {check["id"]: check["status"] for check in met["checks"]}
+    assert status["network.dial"] == "pass", met
+    assert status["network.collective"] == "pass", met
+    assert nodes[0].said("gathered")[0]["of"] == [1, 2]
+    for node in nodes[1:]:
+        assert node.said("met")[0]["welcome"]["head_host"] == "a"
+        assert node.said("met")[0]["welcome"]["nonce_file"] == "x"
+        assert node.said("last")[0]["result"] == {"step": 1}
+
+
+def test_what_differs_is_said_in_the_same_words_everywhere(job: Job) -> None:
+    nodes = [job.start(0), job.start(1), job.start(2, report={"config": {"optim.lr": 1.0}})]
+    verdict = disagree(job, nodes, "config_mismatch")
+    assert verdict.hosts == ("c",)
+    assert verdict.named_after_s is not None
+    assert verdict.named_after_s < 2.0
+
+
+@pytest.mark.slow
+def test_a_node_that_never_calls_is_named_while_one_waits_and_at_the_end(job: Job) -> None:
+    nodes = [job.start(0, join_timeout=4.0), job.start(1)]
+    verdict = disagree(job, nodes, "node_missing")
+    assert "node 2 has never called" in verdict.summary
+    for node in nodes:  # the head's line is shown by the others, too
+        assert any(
+            "2 of 3 nodes are here" in note and "node 2 has never called" in note for note in node.notes
+        ), job.told
+
+
+def test_who_comes_after_the_verdict_hears_it(job: Job) -> None:
+    first = [job.start(0, join_timeout=3.0), job.start(1)]
+    first[1].until(lambda: first[1].said("error"), "its end")
+    late = job.start(2)
+    late_code = late.wait()
+    assert late_code == 3, job.told
+    assert [node.wait() for node in first] == [3, 3]
+    assert late.verdict.cause in ("node_missing", "head_unreachable")
+
+
+def test_another_token_ends_the_meeting_on_both_sides_at_once(job: Job) -> None:
+    nodes = [job.start(0), job.start(1, token="another-token-of-16-bytes")]
+    assert [node.wait() for node in nodes] == [3, 3], job.told
+    assert [node.verdict.cause for node in nodes] == ["token_rejected"] * 2
+    assert "another-token" not in job.told
+    assert job.token not in job.told
+
+
+def test_another_number_of_nodes_ends_the_meeting_on_both_sides(job: Job) -> None:
+    nodes = [job.start(0), job.start(1, nodes=4)]
+    assert [node.wait() for node in nodes] == [3, 3], job.told
+    assert [node.verdict.cause for node in nodes] == ["world_mismatch"] * 2
+    assert nodes[0].verdict.summary == nodes[1].verdict.summary
+
+
+def test_a_second_node_of_one_rank_is_turned_away_and_the_meeting_goes_on(job: Job) -> None:
+    first = [job.start(0), job.start(1)]
+    first[1].is_here()
+    second = job.start(1, host="twin")
+    assert second.wait() == 3
+    assert second.verdict.cause == "node_duplicate"
+    assert "b" in second.verdict.summary
+    last = job.start(2, report={"config": {"optim.lr": 1.0}})
+    disagree(job, [*first, last], "config_mismatch")
+    assert any("twin" in note for note in first[0].notes)
+
+
+def test_a_front_that_refuses_by_itself_keeps_its_code_and_the_others_hear_its_words(job: Job) -> None:
+    nodes = [job.start(0), job.start(1)]
+    nodes[1].is_here()
+    refusing = job.start(2, refuses="unknown key `data.max_lenght`")
+    assert refusing.wait() == 2, job.told
+    verdict = disagree(job, nodes, "node_refused")
+    assert verdict.hosts == ("c",)
+    assert "unknown key `data.max_lenght`" in verdict.summary
+    assert "node 2 (c)" in verdict.summary
+
+
+def test_a_head_that_refuses_by_itself_tells_who_calls(job: Job) -> None:
+    others = [job.start(1), job.start(2)]
+    head = job.start(0, refuses="output_dir holds another run")
+    assert head.wait() == 2, job.told
+    verdict = disagree(job, others, "node_refused")
+    assert "node 0 (a)" in verdict.summary
+    assert "output_dir holds another run" in verdict.summary
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_refusal_after_the_call_ends_all_alike(job: Job, rank: int) -> None:
+    nodes = [
+        job.start(r, **({"report_fails": "no such file: rows.jsonl"} if r == rank else {})) for r in range(3)
+    ]
+    verdict = disagree(job, nodes, "node_refused")
+    assert verdict.hosts == (chr(ord("a") + rank),)
+    assert "no such file: rows.jsonl" in verdict.summary
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("script", "rank", "cause"), [("head_raises", 0, "node_refused"), ("node_raises", 1, "plan_mismatch")]
+)
+def test_what_goes_wrong_after_the_meeting_is_told_to_all(
+    job: Job, script: str, rank: int, cause: str
+) -> None:
+    nodes = [job.start(r, **({script: "the data are refused"} if r == rank else {})) for r in range(3)]
+    verdict = disagree(job, nodes, cause)
+    assert "the data are refused" in verdict.summary
+
+
+def test_a_head_that_dies_is_named_by_the_others(job: Job) -> None:
+    nodes = job.start_all(reports_after=str(job.folder / "never"))
+    for node in nodes:
+        node.is_here()
+    nodes[0].process.kill()
+    assert [node.wait() for node in nodes[1:]] == [3, 3], job.told
+    assert {node.verdict.cause for node in nodes[1:]} == {"head_unreachable"}
+
+
+@pytest.mark.slow
+def test_a_head_that_is_stopped_is_silent_and_named_within_its_limit(job: Job) -> None:
+    head, node = job.start(0), job.start(1)
+    node.is_here()
+    head.process.send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    assert node.wait() == 3, job.told
+    assert node.verdict.cause == "head_unreachable"
+    assert "silent" in node.verdict.summary
+    assert time.monotonic() - stopped < 45
+    head.process.send_signal(signal.SIGCONT)
+
+
+def test_a_node_that_leaves_before_all_are_here_may_come_again(job: Job) -> None:
+    head, first = job.start(0), job.start(1, reports_after=str(job.folder / "never"))
+    first.is_here()
+    first.process.kill()
+    head.until(lambda: any("node 1 (b) was here and has left" in note for note in head.notes), "that it left")
+    again = [job.start(1), job.start(2, report={"config": {"optim.lr": 1.0}})]
+    disagree(job, [head, *again], "config_mismatch")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_before_the_ranks_ends_the_job_everywhere(job: Job, rank: int) -> None:
+    nodes = [job.start(0), job.start(1)]
+    nodes[1].is_here()
+    nodes[rank].process.send_signal(signal.SIGINT)
+    assert nodes[rank].wait() == 130, job.told
+    other = nodes[1 - rank]
+    assert other.wait() == 3, job.told
+    assert "SIGINT" in other.verdict.summary
+    assert other.verdict.hosts == ("ab"[rank],)
+
+
+def test_garbage_and_other_peoples_calls_change_nothing(job: Job) -> None:
+    head = job.start(0)
+    head.is_here()
+    for data in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 300, b"unisono", b""):
+        with socket.create_connection((job.head, job.port), timeout=10) as call:
+            call.sendall(data)
+    disagree(job, [head, job.start(1), job.start(2, report={"config": {"optim.lr": 1.0}})], "config_mismatch")
+
+
+def test_without_a_head_a_node_says_where_it_called_and_gives_up_in_time(job: Job) -> None:
+    node = job.start(1, join_timeout=3.0)
+    assert node.wait() == 3
+    assert node.verdict.cause == "head_unreachable"
+    assert f"127.0.0.1:{job.port}" in node.verdict.summary
+    assert any("calling again" in note for note in node.notes)
+
+
+def test_a_head_that_is_another_machines_address_is_refused(job: Job) -> None:
+    head = job.start(0, head="192.0.2.7")
+    assert head.wait() == 3
+    assert head.verdict.cause == "head_unreachable"
+    assert "192.0.2.7" in head.verdict.summary
+
+
+def test_a_taken_port_is_named_with_its_owner(job: Job) -> None:
+    with socket.socket() as taken:
+        taken.bind((job.head, job.port))
+        taken.listen()
+        head = job.start(0)
+        assert head.wait() == 3
+    assert head.verdict.cause == "port_in_use"
+    assert str(job.port) in head.verdict.summary
+
+
+def test_a_report_that_cannot_be_read_is_other_code(job: Job) -> None:
+    """A node of another version: it sends a field that this head does not know."""
+    from unisono.control.link import NodeLink
+
+    job.nodes = 2
+    head = job.start(0)
+    link = NodeLink.connect(
+        host=job.head,
+        port=job.port,
+        token=job.token.encode(),
+        node_rank=1,
+        node_host="b",
+        timeout_s=30,
+        nodes=2,
+    )
+    try:
+        link.send({"kind": "report", "report": {"what": "is this"}})
+        assert head.wait() == 3, job.told
+        assert head.verdict.cause == "code_mismatch"
+        assert head.verdict.hosts == ("b",)
+    finally:
+        link.close()
