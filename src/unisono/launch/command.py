@@ -55,6 +55,8 @@ def child_environment(
     environment.setdefault("TOKENIZERS_PARALLELISM", "true")
     # Threads that spin while they wait are only quick where nothing else runs: beside other work steps took six times as long.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # peft 0.21 asks transformers 5.23 by an old name; the warning would be the last line of every rank's log.
+    environment.setdefault("PYTHONWARNINGS", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
     if device is not None:
         environment["TOKENIZERS_PARALLELISM"] = "false"  # it warns and stalls where a process forks
         environment["CUDA_VISIBLE_DEVICES"] = (device.uuid or "") if device.kind == "cuda" else ""
