@@ -1,0 +1,259 @@
+"""`--hosts` starts the other fronts over ssh, and none outlives the one that started it. Run: pytest tests/launch/test_ssh.py
+
+A real sshd on a loopback port with keys of the test's own; skipped where there is none.
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from unisono.errors import UsageError
+from unisono.facts.network import SystemNetwork
+from unisono.launch.asked import TrainRequest
+from unisono.launch.nodes.address import address_towards, is_this_machine
+from unisono.launch.nodes.ssh import SshFronts, carried_variables, find_head, remote_command, start_others
+from unisono.launch.topology import Accelerators, Topology, TopologyAsked, read_topology
+
+LIMIT_S = 60.0
+TOKEN = b"a-secret-of-more-than-16-bytes"
+SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
+
+# Stands in for the front on the other host: says its arguments and the token's length, then holds on to stdin.
+_FRONT = """
+import json, os, sys, time
+token = sys.stdin.readline().strip()
+print(json.dumps({"argv": sys.argv[1:], "cwd": os.getcwd(), "token": len(token), "pid": os.getpid(),
+                  "debug": os.environ.get("NCCL_ALGO")}), flush=True)
+if "ends" in os.environ.get("FRONT", "") or "ends" in sys.argv:
+    print("error: it cannot", file=sys.stderr); sys.exit(7)
+sys.stdin.read()
+print("lifeline closed", flush=True)
+"""
+
+
+def topology(*hosts: str, head: str | None = None) -> Topology:
+    asked = TopologyAsked(hosts=hosts, head=head)
+    return read_topology(asked, {}, Accelerators(0))
+
+
+def wait_until(seen: Callable[[], object], what: str) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while not seen():
+        assert time.monotonic() < limit, f"never: {what}"
+        time.sleep(0.02)
+
+
+def request(ssh: tuple[str, ...] = ("ssh",), **changes: object) -> TrainRequest:
+    return TrainRequest(Path("c.yaml"), ssh=ssh, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """An sshd on a free loopback port; gives the ssh command line that reaches it."""
+    if SSHD is None or shutil.which("ssh") is None or shutil.which("ssh-keygen") is None:
+        pytest.skip("no sshd here: apt-get install openssh-server")
+    folder = tmp_path_factory.mktemp("sshd")
+    folder.chmod(0o700)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+    shutil.copy(folder / "user.pub", folder / "authorized")
+    (folder / "authorized").chmod(0o600)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    lines = [
+        f"Port {port}", "ListenAddress 127.0.0.1", "ListenAddress 127.0.0.2", f"HostKey {folder / 'host'}", "UsePAM no",
+        f"AuthorizedKeysFile {folder / 'authorized'}", f"PidFile {folder / 'pid'}", "StrictModes no",
+        "PasswordAuthentication no", "PermitRootLogin prohibit-password",
+    ]  # fmt: skip
+    (folder / "config").write_text("\n".join(lines) + "\n")
+    with contextlib.suppress(OSError):
+        Path("/run/sshd").mkdir(exist_ok=True)
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [SSHD, "-D", "-e", "-f", str(folder / "config")], stderr=log, start_new_session=True
+        )
+    options = (
+        "ssh", "-p", str(port), "-i", str(folder / "user"), "-o", "StrictHostKeyChecking=no", "-o", "IdentitiesOnly=yes",
+        "-o", f"UserKnownHostsFile={folder / 'known'}", "-o", "LogLevel=ERROR", "-F", "none",
+    )  # fmt: skip
+    try:
+        limit = time.monotonic() + 20
+        while subprocess.run([*options, "127.0.0.1", "true"], check=False, capture_output=True).returncode:
+            if process.poll() is not None or time.monotonic() > limit:
+                pytest.skip(f"sshd does not work here: {(folder / 'log').read_text()[-300:]}")
+            time.sleep(0.1)
+        yield options
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A python that, started as `-m unisono train …`, is the stand-in; and a working directory with a name that needs quotes."""
+    script = tmp_path / "front.py"
+    script.write_text(_FRONT)
+    fake = tmp_path / "py thon"
+    fake.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {script} "$@"\n')
+    fake.chmod(0o755)
+    here = tmp_path / "it's a folder; really $HOME"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    return here
+
+
+def start(ssh: tuple[str, ...], logs: Path, *hosts: str, **changes: object) -> SshFronts:
+    return start_others(
+        request(ssh, **changes), topology(*hosts), TOKEN, ("127.0.0.1", 29577), logs=logs,
+        variables={"NCCL_ALGO": "Ring", "NODE_RANK": "3"},
+    )  # fmt: skip
+
+
+def said(logs: Path, host: str) -> str:
+    path = logs / f"{host}-front.log"
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.slow
+def test_fronts_are_started_in_the_same_folder_with_the_token_on_stdin_and_end_with_it(
+    sshd: tuple[str, ...], front: Path, tmp_path: Path
+) -> None:
+    logs = tmp_path / "logs"
+    with start(sshd, logs, "127.0.0.1", "127.0.0.2", overrides=("optim.lr=1e-4", "output_dir=a b")) as fronts:
+        for host in ("127.0.0.1", "127.0.0.2"):
+            wait_until(lambda host=host: "}" in said(logs, host), f"{host} started")  # type: ignore[misc]
+        assert fronts.failures() == {}
+        texts = [said(logs, host) for host in ("127.0.0.1", "127.0.0.2")]
+        pids = [int(re.search(r'"pid": (\d+)', text)[1]) for text in texts]  # type: ignore[index]
+        words = [word for process in psutil.process_iter() for word in _command(process)]
+        assert not any(TOKEN.decode() in word for word in words)
+    for number, text in enumerate(texts, start=1):
+        assert f'"cwd": "{front}"' in text
+        assert f'"token": {len(TOKEN)}' in text
+        assert '"debug": "Ring"' in text
+        assert f'"--node-rank", "{number}"' in text
+        assert '"output_dir=a b"' in text
+        assert TOKEN.decode() not in text
+    for host, pid in zip(("127.0.0.1", "127.0.0.2"), pids, strict=True):
+        wait_until(lambda pid=pid: not psutil.pid_exists(pid), "the front ends")  # type: ignore[misc]
+        assert "lifeline closed" in said(logs, host)
+        assert (logs / f"{host}-front.log").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.slow
+def test_fronts_end_when_the_one_that_started_them_is_killed(
+    sshd: tuple[str, ...], front: Path, tmp_path: Path
+) -> None:
+    logs = tmp_path / "logs"
+    fronts = start(sshd, logs, "127.0.0.1")
+    try:
+        wait_until(lambda: "}" in said(logs, "127.0.0.1"), "it started")
+        pid = int(re.search(r'"pid": (\d+)', said(logs, "127.0.0.1"))[1])  # type: ignore[index]
+        assert psutil.pid_exists(pid)
+        fronts.fronts[0].process.kill()  # with its starter the ssh client is gone, and the connection with it
+        wait_until(lambda: not psutil.pid_exists(pid), "the front ends")
+    finally:
+        fronts.close()
+
+
+@pytest.mark.slow
+def test_a_front_that_ends_early_is_named_with_the_end_of_what_it_printed(
+    sshd: tuple[str, ...], front: Path, tmp_path: Path
+) -> None:
+    with start(sshd, tmp_path / "logs", "127.0.0.1", overrides=("ends",)) as fronts:
+        wait_until(fronts.failures, "it ended")
+        verdict = fronts.failures()[1]
+    assert (verdict.cause, verdict.hosts) == ("node_missing", ("127.0.0.1",))
+    assert "exit code 7" in verdict.summary
+    assert "error: it cannot" in verdict.summary
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
+def test_a_host_that_cannot_be_reached_is_named_in_seconds(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    began = time.monotonic()
+    with start(("ssh", "-p", str(port), "-F", "none"), tmp_path / "logs", "127.0.0.1") as fronts:
+        wait_until(fronts.failures, "it failed")
+        verdict = fronts.failures()[1]
+    assert time.monotonic() - began < 30
+    assert "node 1 (127.0.0.1)" in verdict.summary
+    assert "refused" in verdict.summary.lower()
+    assert verdict.fix[0].startswith("ssh -o BatchMode=yes 127.0.0.1 true")
+
+
+def test_without_ssh_it_is_said_what_to_do_instead(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        start(("no-such-ssh",), tmp_path / "logs", "127.0.0.1")
+    assert "--node-rank" in "\n".join(caught.value.lines())
+
+
+def test_the_remote_command_survives_the_shell_and_has_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a 'b' $(c)"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    asked = request(nproc=2, restarts=0, overrides=("data.train=x y;z", "a=$(touch bad)"), debug_comm=True)
+    command = remote_command(asked, topology("b", "c"), 2, ("10.0.0.1", 5), variables={"A": "1 2"})
+    words = shlex.split(command)
+    assert words[:4] == ["cd", str(folder), "&&", "exec"]
+    assert words[4:6] == ["env", "A=1 2"]
+    assert words[7:] == [
+        "-m", "unisono", "train", "c.yaml", "data.train=x y;z", "a=$(touch bad)", "--nodes", "3", "--node-rank", "2", "--head",
+        "10.0.0.1:5", "--token-file", "-", "--join-timeout", "300", "--nproc", "2", "--restarts", "0", "--debug-comm",
+    ]  # fmt: skip
+    subprocess.run(["sh", "-c", command.replace("exec", "echo", 1)], check=True, capture_output=True)
+    assert not list(folder.iterdir())
+    assert "[fe80::1]:5" in remote_command(asked, topology("b"), 1, ("fe80::1", 5))
+
+
+def test_variables_that_must_be_equal_are_carried_and_those_of_one_node_are_not() -> None:
+    own = {
+        "NCCL_ALGO": "Ring",
+        "NCCL_SOCKET_IFNAME": "eth7",
+        "NODE_RANK": "0",
+        "WORLD_SIZE": "2",
+        "WANDB_API_KEY": "x",
+    }
+    assert carried_variables(own) == {"NCCL_ALGO": "Ring"}
+
+
+def test_the_head_is_the_address_towards_the_hosts_on_a_port_of_the_systems_choice() -> None:
+    network = SystemNetwork()
+    found = find_head(topology("127.0.0.2", "127.0.0.3"), network)
+    assert (found.head_host, found.head_port) == ("127.0.0.1", 0)
+    given = topology("127.0.0.2", head="127.0.0.5:1234")
+    assert find_head(given, network) == given
+    with pytest.raises(UsageError, match="has no address"):
+        find_head(topology("no-such-host.invalid"), network)
+
+
+def test_this_machine_is_known_by_its_names_and_addresses() -> None:
+    network = SystemNetwork()
+    for name in ("localhost", "127.0.0.1", socket.gethostname(), f"me@{socket.gethostname()}"):
+        assert is_this_machine(name, network), name
+    assert not is_this_machine("192.0.2.1", network)
+    assert not is_this_machine("127.0.0.2", network)
+    assert address_towards("127.0.0.9", network) == "127.0.0.1"
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline() if process.pid != os.getpid() else []
+    except psutil.Error:
+        return []
