@@ -41,7 +41,7 @@ def report_rank(
         sequences=table.sequences,
         rows_digest=rows_digest(table),
         order_digest=digest_of(steps),
-        first_difference=data.row_ids(steps[0][:_SHOWN] if steps else []),
+        first_difference=data.row_ids([sequence for step in steps for sequence in step][:_SHOWN]),
         total_steps=plan.total_steps,
         tokens=int(table.sequence_tokens().sum()),
         loss_tokens=int(table.sequence_loss_tokens().sum()),

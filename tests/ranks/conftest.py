@@ -1,0 +1,244 @@
+"""Plans for one and for several ranks of the same run; all of several ranks' runs that tests compare are made in a few starts."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks.front import Ended, Front
+from unisono.config import RunConfig
+from unisono.events import Reporter
+from unisono.plan import (
+    DataSummary,
+    DeviceChoice,
+    ModelFacts,
+    PlanInputs,
+    RankPlace,
+    ResumePoint,
+    RunPlan,
+    resolve_plan,
+)
+from unisono.task import prepare
+from unisono.train.stop import StopRequest
+from unisono.train.whole import run_plan
+
+_CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
+
+# What runs differ in, beside the number of ranks and the strategy. Twenty steps, a short last batch, a remainder over four ranks.
+_COMMON: dict[str, Any] = {
+    "duration": "3.65 epochs", "batch": {"global": 10, "micro": 2}, "checkpoint": {"every": "7 steps", "keep": 9},
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"data": {"eval": 0.1}, "eval": {"every": "10 steps", "exact_match": True, "samples": 1}},
+    "dropout": {"adapter": {"dropout": 0.1}},
+    "full": {"adapter": None, "optim": {"lr": 1e-3}, "memory": {"gradient_checkpointing": True}},
+    "mixed": {"model": {"dtype": "bfloat16"}},
+    "narrow": {"adapter": {"rank": 2}, "batch": {"global": 2, "micro": 1}, "duration": "8 steps"},
+    "nan": {"duration": "6 steps"},
+}  # fmt: skip
+
+
+@dataclass
+class Done:
+    """A run that has ended: its directory, its plan, and what each rank said."""
+
+    plan: RunPlan
+    ended: Ended
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.plan.output_dir)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.metrics if "loss" in line]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return self.ended.last(0)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        (file,) = [*self.directory.glob("adapter/*.safetensors"), *self.directory.glob("model/*.safetensors")]
+        return load_file(file)
+
+
+class _Kept(Reporter):
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.messages: list[dict[str, Any]] = []
+
+    def send(self, kind: str, **fields: Any) -> None:
+        self.messages.append({"kind": kind, **fields})
+
+
+class Workshop:
+    """Makes plans and does runs."""
+
+    def __init__(self, model_dir: Path, rows_file: Path, folder: Path) -> None:
+        self._model_dir, self._rows_file, self.folder = model_dir, rows_file, folder
+        self._count = 0
+
+    def plan(
+        self, kind: str, *, world: int = 1, strategy: str = "auto", resume: Path | None = None, **more: Any
+    ) -> RunPlan:
+        """The plan of one run.
+
+        Args:
+            kind: one of KINDS.
+            world: ranks.
+            strategy: auto, ddp or fsdp.
+            resume: a checkpoint.
+            more: `faults`, and config sections over those of the kind.
+        """
+        faults = more.pop("faults", {})
+        out = self._folder()
+        config = self._config(KINDS[kind] | more, out, strategy)
+        prepared = prepare.run(
+            {"config": config.model_dump(mode="json", by_alias=True), "cache_dir": str(self.folder / "cache"), "output_dir": str(out)},
+            _Kept(),
+        )  # fmt: skip
+        places = [
+            RankPlace(rank=rank, node_rank=0, local_rank=rank, host="here", device=_CPU)
+            for rank in range(world)
+        ]
+        return resolve_plan(
+            PlanInputs(
+                config=config, run_id="test", output_dir=str(out), host="here", threads=1, threads_origin="test", device=_CPU,
+                model=ModelFacts.model_validate(prepared["model"]), data=DataSummary.model_validate(prepared["data"]),
+                resume=ResumePoint(step=int(resume.name.removeprefix("step-")), path=str(resume)) if resume else None,
+                resume_reason="", faults=faults, ranks=places if world > 1 else [],
+            )
+        )  # fmt: skip
+
+    def alone(self, plan: RunPlan) -> Done:
+        """One rank, in this process."""
+        report = _Kept()
+        result = run_plan(plan, report, StopRequest())
+        return Done(plan, Ended([[*report.messages, {"kind": "result", **result}]], [0], [], 0.0))
+
+    def together(self, plans: list[RunPlan]) -> list[Done]:
+        """Several runs of the same ranks, one after the other."""
+        found = Front(plans, self._folder()).listen()
+        assert found[0].codes == [0] * plans[0].world_size, "\n".join(
+            log.read_text()[-3000:] for log in found[0].logs
+        )
+        return [Done(plan, ended) for plan, ended in zip(plans, found, strict=True)]
+
+    def one(self, plan: RunPlan, **options: Any) -> Done:
+        """A start of real workers, however it ends."""
+        (ended,) = Front([plan], self._folder(), **options).listen()
+        return Done(plan, ended)
+
+    def _folder(self) -> Path:
+        self._count += 1
+        folder = self.folder / f"{self._count:03d}"
+        folder.mkdir()
+        return folder
+
+    def _config(self, sections: dict[str, Any], out: Path, strategy: str) -> RunConfig:
+        raw: dict[str, Any] = {
+            "model": {"path": str(self._model_dir), "dtype": "float32"}, "adapter": {"rank": 4, "alpha": 8},
+            "data": {"train": str(self._rows_file), "max_length": 64, "packing": False}, "optim": {"lr": 1e-2}, "device": "cpu",
+            "output_dir": str(out), "parallel": {"strategy": strategy},
+        }  # fmt: skip
+        for key, value in (_COMMON | sections).items():
+            both = isinstance(value, dict) and isinstance(raw.get(key), dict)
+            raw[key] = {**raw[key], **value} if both else value
+        return RunConfig.model_validate(raw)
+
+
+@pytest.fixture(scope="session")
+def workshop(model_dir: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Where runs are made."""
+    return Workshop(model_dir, rows_file, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="session")
+def alone(workshop: Workshop) -> dict[str, Done]:
+    """Each kind of run on one rank."""
+    return {kind: workshop.alone(_plan_of(workshop, kind, 1, "auto")) for kind in KINDS}
+
+
+def _plan_of(workshop: Workshop, kind: str, world: int, strategy: str) -> RunPlan:
+    faults = {"nan_steps": [3]} if kind == "nan" else {}
+    return workshop.plan(kind, world=world, strategy=strategy, faults=faults)
+
+
+def _make(workshop: Workshop, world: int, wanted: list[tuple[str, str]]) -> dict[tuple[str, str, int], Done]:
+    plans = [_plan_of(workshop, kind, world, strategy) for kind, strategy in wanted]
+    done = workshop.together(plans)
+    return {(kind, strategy, world): run for (kind, strategy), run in zip(wanted, done, strict=True)}
+
+
+@dataclass
+class Resumed:
+    """A run that went on from step 7 of another, and the run that was not stopped."""
+
+    straight: Done
+    resumed: Done
+
+
+@pytest.fixture(scope="session")
+def pair(
+    workshop: Workshop, alone: dict[str, Done]
+) -> tuple[dict[Any, Done], dict[tuple[str, str, str], Resumed]]:
+    """All runs of two ranks, in one start: each kind both ways, then those that go on from another's checkpoint."""
+    wanted = [(kind, way) for way in ("ddp", "fsdp") for kind in KINDS]
+    plans = {(kind, way, 2): _plan_of(workshop, kind, 2, way) for kind, way in wanted}
+    begun = {(kind, way): plan for (kind, way, _), plan in plans.items()} | {
+        (kind, "one"): run.plan for kind, run in alone.items()
+    }
+    resumptions = {
+        (kind, source, way): workshop.plan(kind, world=2, strategy=way, resume=_checkpoint(begun[kind, source]))
+        for kind, source, way in (
+            ("dropout", "ddp", "ddp"), ("dropout", "fsdp", "fsdp"), ("full", "ddp", "fsdp"), ("lora", "fsdp", "ddp"),
+            ("lora", "one", "ddp"), ("full", "one", "fsdp"),
+        )
+    }  # fmt: skip
+    done = workshop.together([*plans.values(), *resumptions.values()])
+    runs = dict(zip(plans, done, strict=False))
+    pairs = {
+        (kind, source, way): Resumed(alone[kind] if source == "one" else runs[kind, source, 2], run)
+        for (kind, source, way), run in zip(resumptions, done[len(plans) :], strict=True)
+    }
+    return runs, pairs
+
+
+def _checkpoint(plan: RunPlan) -> Path:
+    return Path(plan.output_dir) / "checkpoints" / "step-00000007"
+
+
+@pytest.fixture(scope="session")
+def two(pair: tuple[dict[Any, Done], Any]) -> dict[tuple[str, str, int], Done]:
+    """Each kind on two ranks, both ways."""
+    return pair[0]
+
+
+@pytest.fixture(scope="session")
+def resumed(
+    pair: tuple[Any, dict[tuple[str, str, str], Resumed]],
+    two: dict[Any, Done],
+    workshop: Workshop,
+    alone: dict[str, Done],
+) -> dict[tuple[str, str, str], Resumed]:
+    """By kind, who wrote the checkpoint (one, ddp, fsdp), and who went on from it."""
+    found = dict(pair[1])
+    for kind, source in (("lora", "ddp"), ("full", "fsdp")):
+        run = two[kind, source, 2]
+        again = workshop.alone(workshop.plan(kind, resume=_checkpoint(run.plan)))
+        found[kind, source, "one"] = Resumed(run, again)
+    return found
+
+
+@pytest.fixture(scope="session")
+def four(workshop: Workshop) -> dict[tuple[str, str, int], Done]:
+    """Some kinds on four ranks, both ways."""
+    return _make(workshop, 4, [(kind, way) for way in ("ddp", "fsdp") for kind in ("lora", "narrow", "full")])

@@ -1,0 +1,56 @@
+"""A run goes on from the checkpoint of any number of ranks. Run: pytest tests/ranks/test_resume.py"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks.conftest import Resumed
+
+pytestmark = pytest.mark.ranks
+
+Pairs = dict[tuple[str, str, str], Resumed]
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_ranks_go_on_from_their_own_checkpoint_to_the_same_bits(resumed: Pairs, way: str) -> None:
+    """With dropout: the streams of every rank are exact, too."""
+    pair = resumed["dropout", way, way]
+    assert pair.resumed.losses == pair.straight.losses[7:]
+    mine, wanted = pair.resumed.weights(), pair.straight.weights()
+    assert all(torch.equal(mine[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "way"),
+    [
+        ("full", "ddp", "fsdp"),
+        ("lora", "fsdp", "ddp"),
+        ("lora", "one", "ddp"),
+        ("full", "one", "fsdp"),
+        ("lora", "ddp", "one"),
+        ("full", "fsdp", "one"),
+    ],
+)
+def test_another_number_of_ranks_and_another_strategy_go_on_to_rounding(
+    resumed: Pairs, kind: str, source: str, way: str
+) -> None:
+    pair = resumed[kind, source, way]
+    assert pair.resumed.losses == pytest.approx(pair.straight.losses[7:], abs=1e-5)
+    seen = [(m["step"], m["tokens"]) for m in pair.resumed.metrics if "loss" in m]
+    assert seen == [(m["step"], m["tokens"]) for m in pair.straight.metrics if m["step"] > 7 and "loss" in m]
+
+
+@pytest.mark.parametrize("key", [("full", "fsdp", "one"), ("lora", "ddp", "one")])
+def test_a_checkpoint_has_the_same_form_whoever_wrote_it(resumed: Pairs, key: tuple[str, str, str]) -> None:
+    pair = resumed[key]
+    first, second = (_files(run.directory) for run in (pair.straight, pair.resumed))
+    assert first == second
+
+
+def _files(directory: Path) -> dict[str, int]:
+    """Names and sizes of the last checkpoint's files but state.json, in which a loss may have another digit."""
+    last = max((directory / "checkpoints").glob("step-*"))
+    manifest = json.loads((last / "manifest.json").read_text())
+    return {name: entry["bytes"] for name, entry in manifest["files"].items() if name != "state.json"}
