@@ -67,7 +67,7 @@ def probe_storage(
         ),
         shared=said.get("shared"),
         free_bytes=said.get("free_bytes"),
-        file_system=str(said.get("file_system", "")),
+        file_system=str(said.get("file_system") or storage_child.file_system_of(folder)),
     )
 
 

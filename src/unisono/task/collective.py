@@ -74,7 +74,9 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         report.phase("collective.store", "waits to be told where the store is")
         host, port = _read_store()
         began = time.monotonic()
-        found |= _try(asked, report, _store(asked, host, port, listening))
+        _end_after(asked.deadline_s + _GRACE_S)
+        limit = began + asked.deadline_s
+        found |= _try(asked, report, _store(host, port, listening, limit), limit)
     except (RuntimeError, OSError, EOFError) as error:  # torch.distributed's own are RuntimeErrors
         found["text"] = f"{asked.backend}: {one_line(str(error), limit=400) or type(error).__name__}"
     seconds = time.monotonic() - began
@@ -99,16 +101,15 @@ def _listen(asked: _Asked, report: Reporter) -> socket.socket | None:
     return listening
 
 
-def _store(asked: _Asked, host: str, port: int, listening: socket.socket | None) -> "dist.TCPStore":
-    _end_after(2 * asked.deadline_s + _GRACE_S)
+def _store(host: str, port: int, listening: socket.socket | None, limit: float) -> "dist.TCPStore":
     return dist.TCPStore(
-        host, port, is_master=listening is not None, wait_for_workers=False, timeout=timedelta(seconds=asked.deadline_s),
+        host, port, is_master=listening is not None, wait_for_workers=False, timeout=_left(limit),
         master_listen_fd=None if listening is None else listening.detach(),
     )  # fmt: skip
 
 
-def _try(asked: _Asked, report: Reporter, store: "dist.TCPStore") -> dict[str, Any]:
-    missing = _roll_call(store, asked)
+def _try(asked: _Asked, report: Reporter, store: "dist.TCPStore", limit: float) -> dict[str, Any]:
+    missing = _roll_call(store, asked, limit)
     if missing:
         who = ", ".join(asked.names[rank] for rank in missing)
         return {
@@ -116,16 +117,15 @@ def _try(asked: _Asked, report: Reporter, store: "dist.TCPStore") -> dict[str, A
             "missing": missing,
         }
     report.phase("collective.group", f"makes a {asked.backend} group of {asked.world_size}")
-    _end_after(asked.deadline_s + _GRACE_S)
     on_gpu = asked.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(asked.device)
     dist.init_process_group(
         asked.backend, store=store, rank=asked.rank, world_size=asked.world_size,
-        timeout=timedelta(seconds=asked.deadline_s), device_id=asked.device if on_gpu else None,
+        timeout=_left(limit), device_id=asked.device if on_gpu else None,
     )  # fmt: skip
     report.phase("collective.sum", "adds numbers over all ranks")
-    return _sum(asked)
+    return _sum(asked, limit)
 
 
 def _read_store() -> tuple[str, int]:
@@ -141,13 +141,12 @@ def _read_store() -> tuple[str, int]:
     return str(host), int(port)
 
 
-def _roll_call(store: "dist.TCPStore", asked: _Asked) -> list[int]:
+def _roll_call(store: "dist.TCPStore", asked: _Asked, limit: float) -> list[int]:
     """Says that this rank is here and waits for the others; gives those that did not come.
 
     The group's own set-up would say `wait timeout`, and not for whom.
     """
     store.set(f"here/{asked.rank}", b"1")
-    limit = time.monotonic() + asked.deadline_s
     missing = list(range(asked.world_size))
     while missing and time.monotonic() < limit:
         missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
@@ -169,10 +168,10 @@ def _wait_until_all_know(store: "dist.TCPStore", asked: _Asked, missing: list[in
         time.sleep(_POLL_S if waiting else 0)
 
 
-def _sum(asked: _Asked) -> dict[str, Any]:
+def _sum(asked: _Asked, limit: float) -> dict[str, Any]:
     """Adds the numbers of all ranks, which must give W(W-1)/2, and then a large tensor. All ranks take part."""
     total = torch.tensor([float(asked.rank)], device=asked.device)
-    dist.all_reduce(total)
+    _all_reduce(total, limit)
     wanted = asked.world_size * (asked.world_size - 1) / 2
     if total.item() != wanted:
         return {"text": f"the sum over all ranks is {total.item():g} and must be {wanted:g}"}
@@ -180,7 +179,7 @@ def _sum(asked: _Asked) -> dict[str, Any]:
     began = time.monotonic()
     for _ in range(asked.rounds):
         large.fill_(1.0)
-        dist.all_reduce(large)
+        _all_reduce(large, limit)
     same = bool((large == asked.world_size).all())  # waits for the device, too
     seconds = max(time.monotonic() - began, 1e-9)
     if not same:
@@ -190,3 +189,16 @@ def _sum(asked: _Asked) -> dict[str, Any]:
         f"{asked.backend}: {asked.world_size} ranks add {_LARGE_BYTES >> 20} MiB at {speed / 1e6:,.0f} MB/s"
     )
     return {"ok": True, "text": text, "bytes_per_second": speed}
+
+
+def _all_reduce(tensor: torch.Tensor, limit: float) -> None:
+    """Adds over all ranks, which all take part. Its own time-out, since gloo's begins anew with each operation.
+
+    Raises:
+        RuntimeError: if it fails, or is not done by then.
+    """
+    dist.all_reduce(tensor, async_op=True).wait(timeout=_left(limit))
+
+
+def _left(limit: float) -> timedelta:
+    return timedelta(seconds=max(0.5, limit - time.monotonic()))
