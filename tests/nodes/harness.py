@@ -88,17 +88,11 @@ class Job:
         """
         place = node if place is None else place
         json = node % 2 == 0 if json is None else json
-        given = (
-            ["--nodes", str(self.nodes), "--node-rank", str(node), "--head", self.head] if topology else []
-        )
-        command = [
-            *self._program(node, answers),
-            "train",
-            "c.yaml",
-            *given,
-            *words,
-            *(["--json"] if json else []),
-        ]
+        place_in_job = [
+            "--nodes", str(self.nodes), "--node-rank", str(node), "--head", self.head, "--join-timeout", "60"
+        ]  # fmt: skip
+        words = (*(place_in_job if topology else ()), *words, *(["--json"] if json else ()))
+        command = [*self._program(node, answers), "train", "c.yaml", *words]
         front = Front(
             self.ground.command(place, command, own or Own()), node=node, host=self.ground.host(place), cwd=self.home(node),
             environment=self._environment(place, env or {}), json=json,
@@ -124,7 +118,9 @@ class Job:
             "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache / "cache"), "XDG_CONFIG_HOME": str(cache / "settings"),
             "HF_HUB_OFFLINE": "1", "UNISONO_TOKEN": self.token, "TEST_JOB": self._mark,
         }  # fmt: skip
-        return {name: value for name, value in (kept | own | changes).items() if value}
+        paths = [value for value in (changes.get("PYTHONPATH"), kept.get("PYTHONPATH")) if value]
+        whole = kept | own | changes | {"PYTHONPATH": os.pathsep.join(paths)}
+        return {name: value for name, value in whole.items() if value}
 
     def processes(self) -> list[psutil.Process]:
         """All living processes of this job, by a mark in their environment."""

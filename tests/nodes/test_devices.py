@@ -1,5 +1,6 @@
 """Nodes whose devices do not fit each other. The devices are recorded answers. Run: pytest tests/nodes/test_devices.py"""
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ pytestmark = pytest.mark.ranks
 def gpus(
     *indices: int, name: str = "NVIDIA A100-SXM4-80GB", memory: int = 80 << 30, node: int = 0
 ) -> dict[str, Any]:
-    """An answer: these devices, each with a UUID of its own."""
+    """An answer: these devices, each with a UUID of its own, and a torch that could use them."""
     return {
+        "packages": {"torch": f"{version('torch').partition('+')[0]}+cu128"},
         "gpus": [
             {"index": index, "uuid": f"GPU-{node:04d}{index:04d}-0000-0000-0000-000000000000", "name": name,
              "memory_bytes": memory, "memory_free_bytes": memory - (1 << 30), "capability": [8, 0]}
             for index in indices
-        ]
+        ],
     }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def test_a_variable_that_one_node_has_alone_is_named_with_its_value(trio: Job, n
     fronts = [trio.start(node, "--nproc", "1", env={name: value} if node == 1 else {}) for node in range(3)]
     verdict = refused(fronts, "env_mismatch", hosts=[fronts[1].host])
     assert name in verdict.summary
-    assert value in str(verdict.to_json())
+    assert value.lower() in verdict.summary.lower()  # where case does not matter, it is shown in one
     assert any(name in line for line in verdict.fix)
 
 
@@ -37,8 +37,8 @@ def test_two_values_of_a_variable_on_two_nodes_blame_nobody(pair: Job) -> None:
         for node, value in enumerate(("Ring", "Tree"))
     ]
     verdict = refused(fronts, "env_mismatch", hosts=[])
-    assert "Ring" in str(verdict.to_json())
-    assert "Tree" in str(verdict.to_json())
+    assert "ring" in verdict.summary.lower()
+    assert "tree" in verdict.summary.lower()
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest_known_one(trio: Job) -> None:
@@ -59,7 +59,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest_known_one(trio: Job) -> No
 @pytest.mark.fault("other version on one node")
 @pytest.mark.parametrize(
     ("package", "value"),
-    [("torch", "2.9.1"), ("transformers", "4.57.0"), ("python", "3.10.1"), ("unisono", "0.0.9")],
+    [("torch", "2.9.1"), ("transformers", "4.57.0"), ("python", "3.10"), ("unisono", "0.0.9")],
 )
 def test_another_version_on_one_node_is_named(trio: Job, package: str, value: str) -> None:
     fronts = [
@@ -67,7 +67,7 @@ def test_another_version_on_one_node_is_named(trio: Job, package: str, value: st
     ]
     verdict = refused(fronts, "version_mismatch", hosts=[fronts[2].host])
     assert package in verdict.summary
-    assert value in str(verdict.to_json())
+    assert value in verdict.summary
 
 
 @pytest.mark.fault("edited source file on one node")

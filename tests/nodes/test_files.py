@@ -34,8 +34,8 @@ def test_a_setting_that_differs_is_named_with_both_values(trio: Job) -> None:
     fronts = trio.start_all()
     verdict = refused(fronts, "config_mismatch", hosts=[fronts[2].host])
     assert "optim.lr" in verdict.summary
-    assert "1e-05" in str(verdict.to_json()) or "0.00001" in str(verdict.to_json())
-    assert "0.01" in str(verdict.to_json())
+    assert "1e-5" in verdict.summary
+    assert "0.01" in verdict.summary
 
 
 def test_an_override_on_one_node_alone_is_a_difference(trio: Job) -> None:

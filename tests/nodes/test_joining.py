@@ -62,50 +62,42 @@ def first_line(process: "subprocess.Popen[str]") -> str:
 
 @pytest.mark.fault("a node never comes (--join-timeout 6)")
 def test_a_node_that_never_calls_is_named_early_and_again_at_the_end(trio: Job) -> None:
-    fronts = [trio.start(node, "--join-timeout", "6") for node in (0, 1)]
-    seen = fronts[0].wait_until(
-        lambda: next((line.at for line in list(fronts[0].lines) if "node 2" in line.text), None),
-        what="node 2",
-    )
+    fronts = [trio.start(node, "--join-timeout", "6", json=node == 1) for node in (0, 1)]
+    seen = fronts[0].wait_for("node 2 has never called")
     assert seen - fronts[1].started < 20
     verdict = refused(fronts, "node_missing", within_s=60)
     assert "node 2" in verdict.summary
-    assert verdict.hosts == ()
-    assert fronts[0].label in str(verdict.to_json())
+    assert f"0 ({fronts[0].host})" in verdict.summary
 
 
 def test_a_late_node_is_waited_for(pair: Job) -> None:
     """The head waits, says for whom, and goes on when it comes."""
     pair.config(1, optim={"lr": 1e-5})  # a difference, so that nothing is trained
-    head = pair.start(0)
-    head.wait_until(lambda: next((line.at for line in list(head.lines) if "node 1" in line.text), None))
-    assert head.exit_code is None
-    refused([head, pair.start(1)], "config_mismatch")
+    head = pair.start(0, json=False)
+    head.wait_for("node 1 has never called")
+    refused([head, pair.start(1, json=True)], "config_mismatch")
 
 
 def test_who_comes_after_the_verdict_is_told_it(trio: Job) -> None:
-    trio.config(1, optim={"lr": 1e-5})
-    first = [trio.start(node, "--join-timeout", "4") for node in (0, 1)]
-    first[0].wait_until(
-        lambda: next((line.at for line in list(first[0].lines) if "verdict" in line.text), None)
-    )
-    late = trio.start(2, "--join-timeout", "4")
-    codes = together([*first, late])
-    assert codes == [3, 3, 3], trio.told()
+    first = [trio.start(node, "--join-timeout", "3", json=node == 1) for node in (0, 1)]
+    assert first[1].wait() == 3
+    late = trio.start(2, "--join-timeout", "3", json=True)
+    assert together([*first, late]) == [3, 3, 3], trio.told()
+    (verdict,) = late.verdicts
+    assert verdict.cause in ("node_missing", "head_unreachable")  # the second only if it came much later
 
 
 @pytest.mark.fault("two nodes of one rank")
 def test_two_nodes_of_one_rank_are_both_named(trio: Job) -> None:
-    fronts = [trio.start(0, "--join-timeout", "20"), trio.start(1, "--join-timeout", "20")]
-    fronts[0].wait_until(
-        lambda: next((line.at for line in list(fronts[0].lines) if fronts[1].host in line.text), None)
-    )
-    second = trio.start(1, "--join-timeout", "20", place=2, json=True)
+    fronts = [trio.start(node, "--join-timeout", "30", json=False) for node in (0, 1)]
+    fronts[0].wait_for("2 of 3 nodes are here")
+    second = trio.start(1, "--join-timeout", "30", place=2, json=True)
     assert second.wait() == 3, second.text()
     verdict = named([second]).verdict
     assert verdict.cause == "node_duplicate"
     assert fronts[1].host in verdict.summary
-    assert second.host in verdict.summary
+    fronts[0].wait_for("refused a call from")
+    assert [front.exit_code for front in fronts] == [None, None]
 
 
 @pytest.mark.fault("the head is down (--join-timeout 3)")
