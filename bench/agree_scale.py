@@ -9,7 +9,8 @@ them, and says its last word, which every node acknowledges. Cases:
 
     equal        all but one are here and have reported; then the last one calls. Counted from its call
     differs      the same; one node has another NCCL variable
-    at_once      all call in the same moment. Counted from that moment, so it holds all handshakes and reports as well
+    at_once      all call in the same moment. Counted from when the head has let the last one in; since_first_call_s is counted from
+                 that moment, so it holds all handshakes and most reports as well
     never_comes  one never calls. Counted from the head's decision, 2 s after the last arrival
 """
 
@@ -187,9 +188,10 @@ class Crowd:
         process.stdin.flush()
 
 
-def take_reports(server: HeadServer, known: dict[int, NodeReport], count: int) -> None:
-    """Waits until `count` nodes have reported."""
+def take_reports(server: HeadServer, known: dict[int, NodeReport], count: int) -> float:
+    """Waits until `count` nodes have reported; gives when the last one was let in."""
     until = time.monotonic() + LIMIT_S
+    last_joined = 0.0
     while len(known) < count:
         assert time.monotonic() < until, f"{len(known)} of {count} have reported"
         for event in server.receive(0.5):
@@ -197,6 +199,8 @@ def take_reports(server: HeadServer, known: dict[int, NodeReport], count: int) -
                 known[event.node_rank] = NodeReport.model_validate(event.message["report"])
             else:
                 assert isinstance(event, Joined), event
+                last_joined = time.monotonic()
+    return last_joined
 
 
 def measure(case: str, nodes: int) -> dict[str, Any]:
@@ -207,8 +211,8 @@ def measure(case: str, nodes: int) -> dict[str, Any]:
     last = nodes - 1
     early = set(range(1, nodes)) if case == "at_once" else set(range(1, last))
     crowd.call(early)
-    take_reports(server, known, len(early) + 1)
-    began = min(answer["began"] for answer in crowd.answers() if answer)
+    began = take_reports(server, known, len(early) + 1)
+    first_call = min(answer["began"] for answer in crowd.answers() if answer)
     verdicts: list[Verdict]
     if case == "never_comes":
         time.sleep(NAMED_AFTER_S)
@@ -232,8 +236,10 @@ def measure(case: str, nodes: int) -> dict[str, Any]:
     assert len(words) == 1, "not the same words everywhere"
     assert not any(answer["without"] for answer in heard), heard
     assert (verdicts[0].cause if verdicts else "") == WANTED[case], verdicts
+    ended = max(answer["ended"] for answer in heard)
     return {
-        "case": case, "nodes": nodes, "seconds": round(max(answer["ended"] for answer in heard) - began, 3),
+        "case": case, "nodes": nodes, "seconds": round(ended - began, 3),
+        **({"since_first_call_s": round(ended - first_call, 3)} if case == "at_once" else {}),
         "of_which_comparing_s": round(compared_s, 3), "report_bytes": len(json.dumps(known[0].to_json())),
         "verdict": verdicts[0].summary if verdicts else None,
     }  # fmt: skip
