@@ -4,6 +4,7 @@ A real sshd on a loopback port with keys of the test's own; skipped where there 
 """
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -25,7 +26,8 @@ from unisono.launch.nodes.address import address_towards, is_this_machine
 from unisono.launch.nodes.ssh import SshFronts, carried_variables, find_head, remote_command, start_others
 from unisono.launch.topology import Accelerators, Topology, TopologyAsked, read_topology
 
-LIMIT_S = 60.0
+LIMIT_S = 90.0
+STANDIN = Path(__file__).parent / "standins" / "ssh_front.py"
 TOKEN = b"a-secret-of-more-than-16-bytes"
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 
@@ -194,6 +196,90 @@ def test_a_host_that_cannot_be_reached_is_named_in_seconds(tmp_path: Path) -> No
     assert "node 1 (127.0.0.1)" in verdict.summary
     assert "refused" in verdict.summary.lower()
     assert verdict.fix[0].startswith("ssh -o BatchMode=yes 127.0.0.1 true")
+
+
+def whole_front(
+    sshd: tuple[str, ...], folder: Path, *words: str, json_lines: bool = True
+) -> "subprocess.Popen[str]":
+    """`unisono train --hosts …` with real ranks on a small run, in a folder of its own."""
+    body = {
+        "model": "builtin:tiny", "data": {"train": "rows.jsonl", "max_length": 64}, "duration": "4 steps", "batch": {"global": 4},
+        "output_dir": "out", "device": "cpu",
+    }  # fmt: skip
+    rows = [{"instruction": f"say {n}", "output": f"it is {n}"} for n in range(12)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "c.yaml").write_text(json.dumps(body))
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("UNISONO_", "NNODES", "NODE_RANK"))
+    }  # fmt: skip
+    command = [sys.executable, str(STANDIN), json.dumps(sshd), "train", "c.yaml", *words]
+    return subprocess.Popen(
+        [*command, *(["--json"] if json_lines else [])], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**environment, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+
+
+def ours(folder: Path) -> list[psutil.Process]:
+    """Living processes that work in the folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_one_command_trains_on_this_machine_and_on_another_over_ssh(
+    sshd: tuple[str, ...], tmp_path: Path
+) -> None:
+    front = whole_front(sshd, tmp_path, "--hosts", "127.0.0.2", "--nproc", "1")
+    out, err = front.communicate(timeout=150)
+    assert front.returncode == 0, out + err
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert [node["node_rank"] for node in plan["nodes"]] == [0, 1]
+    assert plan["world_size"] == 2
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["outcome"] == "completed"
+    wait_until(lambda: not ours(tmp_path), "all of it ends")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_killed_starter_leaves_nothing_behind_on_the_other_host(
+    sshd: tuple[str, ...], tmp_path: Path
+) -> None:
+    front = whole_front(sshd, tmp_path, "--hosts", "127.0.0.2", "--nproc", "1", "duration=2000000 steps")
+    try:
+        metrics = tmp_path / "out" / "metrics.jsonl"
+        wait_until(
+            lambda: front.poll() is not None or (metrics.exists() and metrics.stat().st_size),
+            "the first step",
+        )
+        assert front.poll() is None, front.communicate()
+        assert len(ours(tmp_path)) >= 4  # two fronts, two ranks
+        front.kill()
+        wait_until(lambda: not ours(tmp_path), "all of it ends")
+    finally:
+        front.kill()
+        front.communicate()
+        for process in ours(tmp_path):
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_host_that_cannot_be_reached_ends_the_start_with_its_name(
+    sshd: tuple[str, ...], tmp_path: Path
+) -> None:
+    elsewhere = ("ssh", "-p", "1", *sshd[3:])  # nobody listens on port 1
+    front = whole_front(elsewhere, tmp_path, "--hosts", "127.0.0.2", "--nproc", "1")
+    out, err = front.communicate(timeout=100)
+    assert front.returncode == 3, out + err
+    result = json.loads(out.splitlines()[-1])
+    assert result["verdict"]["cause"] == "node_missing"
+    assert result["verdict"]["hosts"] == ["127.0.0.2"]
+    assert "refused" in result["verdict"]["summary"].lower()
 
 
 def test_without_ssh_it_is_said_what_to_do_instead(tmp_path: Path) -> None:

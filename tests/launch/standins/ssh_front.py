@@ -1,0 +1,19 @@
+"""The front with another ssh: `python ssh_front.py SSH-JSON train CONFIG … --hosts …`, as tests start it."""
+
+import json
+import sys
+
+import unisono.launch.asked
+from unisono.cli.app import main
+
+
+class Request(unisono.launch.asked.TrainRequest):
+    """The same request, with the test's port and keys."""
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        object.__setattr__(self, "ssh", tuple(json.loads(sys.argv[1])))
+
+
+unisono.launch.asked.TrainRequest = Request  # type: ignore[misc]
+main(sys.argv[2:])
