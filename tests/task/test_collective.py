@@ -98,6 +98,7 @@ def test_one_that_is_killed_amid_the_sum_ends_it_for_all(groups: list[Group]) ->
     for result in group.results(iter((0, 2))):
         assert result["ok"] is False
         assert "gloo" in result["text"]
+        assert result["seconds"] < 12
     assert time.monotonic() - began < 30
     with pytest.raises(UnisonoError, match="SIGKILL"):
         list(group.streams[1])
@@ -123,8 +124,7 @@ def test_a_store_where_nobody_listens_is_said_in_time(groups: list[Group]) -> No
     group.tasks[1].send({"store": ["127.0.0.1", closed]})
     [result] = group.results(iter((1,)))
     assert result["ok"] is False
-    assert result["seconds"] < 30
-    assert result["text"]
+    assert "refused" in result["text"]
 
 
 def test_without_a_front_it_ends(groups: list[Group]) -> None:

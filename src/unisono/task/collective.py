@@ -4,11 +4,15 @@ Told to the front: `store` (port) from rank 0, then `phase` messages: `collectiv
 then reads one line from stdin, `{"store": [host, port]}`, from which its deadline counts: so all are started at once.
 """
 
+import contextlib
 import faulthandler
 import json
+import os
 import socket
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -57,8 +61,8 @@ class _Asked:
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Gives `ok`, `text` (what was found, one line), `seconds`, `missing` (ranks that never came), `bytes_per_second`.
 
-    A failure is no crash: `ok` is false, and `text` says what torch said. What hangs past the deadline ends itself, with
-    its stacks on stderr.
+    A failure is no crash: `ok` is false, and `text` says what torch said. What hangs past the deadline says so and ends itself:
+    gloo, for one, waits on for ever in init_process_group if a peer dies while they connect (torch 2.13), whatever its time-out.
 
     Args:
         request: `rank`, `world_size`; `backend` (gloo, nccl); `device_index` (of the visible accelerators, or null);
@@ -74,9 +78,9 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         report.phase("collective.store", "waits to be told where the store is")
         host, port = _read_store()
         began = time.monotonic()
-        _end_after(asked.deadline_s + _GRACE_S)
         limit = began + asked.deadline_s
-        found |= _try(asked, report, _store(host, port, listening, limit), limit)
+        with _given_up(asked, report):
+            found |= _try(asked, report, _store(host, port, listening, limit), limit)
     except (RuntimeError, OSError, EOFError) as error:  # torch.distributed's own are RuntimeErrors
         found["text"] = f"{asked.backend}: {one_line(str(error), limit=400) or type(error).__name__}"
     seconds = time.monotonic() - began
@@ -84,6 +88,27 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     if found["ok"]:  # what failed is left to the end of the process: taking it down could wait for its peers
         dist.destroy_process_group()
     return {**found, "seconds": seconds}
+
+
+@contextlib.contextmanager
+def _given_up(asked: _Asked, report: Reporter) -> Iterator[None]:
+    """Reports a failure in this process's name, and ends it, if what is done inside takes longer than the deadline."""
+
+    def give_up() -> None:
+        text = f"{asked.backend}: nothing came of it within {asked.deadline_s:g} s, and torch's own time-out did not end it"
+        report.send(
+            "result", ok=False, text=text, missing=[], bytes_per_second=None, seconds=asked.deadline_s
+        )
+        os._exit(0)
+
+    timer = threading.Timer(asked.deadline_s + _GRACE_S / 2, give_up)
+    timer.daemon = True
+    timer.start()
+    _end_after(asked.deadline_s + _GRACE_S)  # for what holds the interpreter, and that thread with it
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _end_after(seconds: float) -> None:
@@ -102,6 +127,8 @@ def _listen(asked: _Asked, report: Reporter) -> socket.socket | None:
 
 
 def _store(host: str, port: int, listening: socket.socket | None, limit: float) -> "dist.TCPStore":
+    if listening is None:  # refused is said at once; torch would try until twice its time-out
+        socket.create_connection((host, port), timeout=_left(limit).total_seconds()).close()
     return dist.TCPStore(
         host, port, is_master=listening is not None, wait_for_workers=False, timeout=_left(limit),
         master_listen_fd=None if listening is None else listening.detach(),
