@@ -187,6 +187,11 @@ class RunPlan(Part):
         place = self.ranks[rank]
         return self.model_copy(update={"device": place.device, "host": place.host})
 
+    @property
+    def answers(self) -> bool:
+        """Whether the ranks can generate. Sharded ones do so in step, which other arithmetic on one of them would break."""
+        return self.strategy != "fsdp" or len({place.device.name for place in self.ranks}) == 1
+
     def on_node(self, node_rank: int) -> list[RankPlace]:
         """The ranks of one node, by local rank."""
         return [place for place in self.ranks if place.node_rank == node_rank]

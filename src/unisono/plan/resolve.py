@@ -107,7 +107,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         resume_reason=given.resume_reason,
         ignored_variables=given.ignored_variables,
         origins=origins,
-        warnings=_without_effect(config, data, strategy) + _uneven(given.nodes),
+        warnings=_without_effect(config, data, strategy) + _silent(given, strategy) + _uneven(given.nodes),
         faults=given.faults,
     )
 
@@ -264,6 +264,18 @@ def _uneven(nodes: list[NodePlace]) -> list[str]:
         return []
     counts = ", ".join(f"node {node.node_rank} ({node.host}): {node.nproc}" for node in nodes)
     return [f"ranks per node differ, as declared: {counts}"]
+
+
+def _silent(given: PlanInputs, strategy: Strategy) -> list[str]:
+    """A line where answers were asked for and cannot be generated: see `RunPlan.answers`."""
+    names = sorted({device.name for device in given.devices})
+    asked = [key for key in ("exact_match", "samples") if getattr(given.config.eval, key)]
+    if strategy != "fsdp" or len(names) == 1 or given.data.eval is None:
+        return []
+    return [
+        f"eval.{key} has no effect: with fsdp all ranks generate in step, and their devices differ: {', '.join(names)}"
+        for key in asked
+    ]
 
 
 def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy) -> list[str]:

@@ -101,7 +101,9 @@ def question_of(table: TokenTable, row: int) -> Question | None:
 def show_samples(run: Run, *, step: int) -> None:
     """Sends the answers to the first evaluation rows to the front. Rank 0's work, with sharded weights in step with all."""
     section = run.plan.config.eval
-    if run.eval_table is None or not section.samples or not (run.group.is_main or run.sharded):
+    if run.eval_table is None or not section.samples or not run.plan.answers:
+        return
+    if not run.group.is_main and run.sharded is None:
         return
     asked = _questions(run, range(min(section.samples, run.eval_table.rows)))
     for question, answer in _answers(run, asked, among=asked, limit=section.sample_tokens):
@@ -119,7 +121,7 @@ def exact_match_share(run: Run) -> float | None:
 
     All ranks must call it. Replicas take questions in turn; with sharded weights all answer all, in step.
     """
-    if run.eval_table is None or not run.plan.config.eval.exact_match:
+    if run.eval_table is None or not run.plan.config.eval.exact_match or not run.plan.answers:
         return None
     asked = _questions(run, range(run.eval_table.rows))
     if not asked:

@@ -26,6 +26,8 @@ def try_longest(run: Run) -> int:
     rows, batch = load_rows(run.data.table, group, run.device)
     shape = f"{len(group)} sequences, {batch.tokens} tokens, longest row {max(batch.lengths)}"
     try:
+        if not run.exchange.keeps_pace:
+            run.exchange.begin()  # where gradients have buffers, they are the ones that count
         held = _as_much_as_the_optimizer_will_hold(run)
         if len(rows.labels) or run.exchange.keeps_pace:
             run.forward.loss(rows, count=max(1, len(rows.labels))).backward()
