@@ -27,11 +27,11 @@ def test_one_node_needs_none() -> None:
 
 def test_several_nodes_without_one_are_told_how_to_make_it() -> None:
     with pytest.raises(UsageError) as caught:
-        read_token(None, None, nodes=3, command="unisono train c.yaml")
+        read_token(None, None, nodes=3)
     assert caught.value.exit_code == 2
     text = "\n".join(caught.value.lines())
     assert HOW_TO_MAKE_ONE in text
-    assert "unisono train c.yaml --token-file" in text
+    assert "--token-file ~/.unisono-token" in text
 
 
 def test_the_line_that_makes_one_works_as_it_is_printed(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def party_of(request: TrainRequest, topology: Topology, *, host: str, token: str
     if topology.hosts and request.token_file is None and token is None:
         secret = make_token()
     else:
-        found = read_token(request.token_file, token, nodes=topology.nodes, command=request.command)
+        found = read_token(request.token_file, token, nodes=topology.nodes)
         assert found is not None, "several nodes have a token"
         secret = found
     if secret.from_stdin:

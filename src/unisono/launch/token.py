@@ -44,7 +44,6 @@ def read_token(
     from_environment: str | None,
     *,
     nodes: int,
-    command: str = "unisono train CONFIG",
     stdin: BinaryIO | None = None,
 ) -> Token | None:
     """The token, or None for one node, which listens to nobody.
@@ -53,7 +52,6 @@ def read_token(
         token_file: `--token-file`; `-`: the first line of stdin.
         from_environment: UNISONO_TOKEN, which is already out of the environment (`facts.environment.take_token`).
         nodes: of the job.
-        command: for the line that a person is to type.
         stdin: in place of this process's.
 
     Raises:
@@ -71,7 +69,7 @@ def read_token(
     raise UsageError.of(
         f"{nodes} nodes need a secret that they share, and this one has none", where="--token-file, UNISONO_TOKEN",
         why="with it they prove to each other that they belong to this job",
-        fix=f"{HOW_TO_MAKE_ONE}; copy the file to every node, and there: {command} --token-file ~/.unisono-token",
+        fix=f"{HOW_TO_MAKE_ONE}; copy the file to every node, and add to the command there: --token-file ~/.unisono-token",
     )  # fmt: skip
 
 

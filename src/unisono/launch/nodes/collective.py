@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.naming import name_node
@@ -12,13 +12,10 @@ from unisono.errors import UnisonoError
 from unisono.events import Message
 from unisono.facts import read_environment
 from unisono.launch.command import Programs, child_environment
+from unisono.launch.nodes.sides import HeadSide, NodeSide
 from unisono.launch.rank_environment import INTERFACE_VARIABLES, misleading
 from unisono.launch.tasks import TaskProcess
 from unisono.text import one_line
-
-if TYPE_CHECKING:
-    from unisono.launch.nodes.agent import Attendance
-    from unisono.launch.nodes.head import Meeting
 
 DEADLINE_S = 15.0
 _STARTING_S = 120.0  # for a machine under load to import torch; the deadline counts from there
@@ -45,7 +42,7 @@ def collective_task(report: NodeReport, nodes: int, programs: Programs) -> Itera
         yield task
 
 
-def head_collective(meeting: "Meeting", task: TaskProcess) -> Agreement:
+def head_collective(meeting: HeadSide, task: TaskProcess) -> Agreement:
     """Lets one process on every node take part in a collective, and judges what came of it.
 
     Raises:
@@ -66,7 +63,7 @@ def head_collective(meeting: "Meeting", task: TaskProcess) -> Agreement:
     return _judge(starts, reports)
 
 
-def node_collective(attendance: "Attendance", task: TaskProcess) -> None:
+def node_collective(attendance: NodeSide, task: TaskProcess) -> None:
     """Takes part when the head says so, and tells it what came of it.
 
     Raises:

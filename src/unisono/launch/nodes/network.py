@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -12,10 +12,7 @@ from unisono.agree.report import Reached
 from unisono.control.echo import EchoListener, reach_key
 from unisono.control.reach import Peer, choose_peers, dial_all
 from unisono.events import Message
-
-if TYPE_CHECKING:
-    from unisono.launch.nodes.agent import Attendance
-    from unisono.launch.nodes.head import Meeting
+from unisono.launch.nodes.sides import HeadSide, NodeSide
 
 _DIALLING_S = 45.0
 """Three patient trials on each of three ports, and room for a machine that is busy."""
@@ -26,7 +23,7 @@ def listen(address: str, token: bytes, run_nonce: str) -> EchoListener:
     return EchoListener(address, reach_key(token, run_nonce))
 
 
-def head_dials(meeting: "Meeting") -> Agreement:
+def head_dials(meeting: HeadSide) -> Agreement:
     """Lets every node dial its peers, the head too, and judges what they saw.
 
     Raises:
@@ -48,7 +45,7 @@ def head_dials(meeting: "Meeting") -> Agreement:
     return compare_network(found, meeting.reports)
 
 
-def node_dials(attendance: "Attendance", asked: Message) -> None:
+def node_dials(attendance: NodeSide, asked: Message) -> None:
     """Dials whom the head names in `dial`, and tells it what was seen.
 
     Raises:
