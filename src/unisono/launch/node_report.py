@@ -83,7 +83,10 @@ def make_node_report(
     machine, environment, topology = here.machine, here.environment, here.topology
     packages = probes.packages()
     limits = read_limits()
-    own, head = _resolved(probes, machine.host, topology.head_host or standing.address)
+    own: list[str] = []
+    head: list[str] = []
+    if topology.nodes > 1:  # one node calls nobody, and a resolver that hangs would cost it three seconds
+        own, head = _resolved(probes, machine.host, topology.head_host)
     threads, threads_origin = here.threads
     return NodeReport(
         node_rank=topology.node_rank,
