@@ -11,15 +11,8 @@ from unisono.errors import UsageError
 from unisono.facts import Machine
 from unisono.facts.machine import Gpu
 from unisono.launch.device import choose_devices, device_words, usable_accelerators
-from unisono.launch.topology import (
-    DEFAULT_PORT,
-    Accelerators,
-    Topology,
-    TopologyAsked,
-    checked_host,
-    parse_head,
-    read_topology,
-)
+from unisono.launch.topology import Accelerators, Topology, TopologyAsked, read_topology
+from unisono.launch.written import DEFAULT_PORT, checked_host, parse_head
 
 
 def shape(variables: dict[str, str] | None = None, gpus: int = 0, **asked: Any) -> Topology:

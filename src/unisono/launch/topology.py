@@ -4,16 +4,11 @@ Explicit beats inferred: a flag beats a variable, and a variable beats what the 
 WORLD_SIZE are never inputs.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from unisono.errors import UsageError
-from unisono.text import one_line
-
-DEFAULT_PORT = 29577
-HOST_PATTERN = re.compile(r"[A-Za-z0-9_.@:][A-Za-z0-9_.@:-]*")
-"""What a host name from a person or a peer may look like (DESIGN B8); it never begins with `-`."""
+from unisono.launch.written import DEFAULT_PORT, checked_host, parse_head, port, positive, whole
 
 _AUTOMATIC = ("auto", "gpu")  # torchrun's words for: as many as there are
 
@@ -183,7 +178,7 @@ class _Reader:
         rank, source = self.asked.node_rank, "--node-rank"
         if rank is None and "NODE_RANK" in self.variables:
             source = "NODE_RANK"
-            rank = _whole(self.variables[source], source)
+            rank = whole(self.variables[source], source)
             self.used.add(source)
         if rank is None:
             raise UsageError.of(
@@ -214,7 +209,7 @@ class _Reader:
             return host, DEFAULT_PORT
         self.used.add("MASTER_PORT")
         self.origins["head"] = "MASTER_ADDR, MASTER_PORT"
-        return host, _port(self.variables["MASTER_PORT"], "MASTER_PORT")
+        return host, port(self.variables["MASTER_PORT"], "MASTER_PORT")
 
     def nproc(self, accelerators: Accelerators) -> tuple[int, bool, str]:
         """Ranks here, whether that was declared, and where it came from."""
@@ -241,7 +236,7 @@ class _Reader:
         text = self.variables.get("NPROC_PER_NODE", "")
         if text and text.strip().lower() not in _AUTOMATIC:
             self.used.add("NPROC_PER_NODE")
-            return _positive(text, "NPROC_PER_NODE"), True, "NPROC_PER_NODE"
+            return positive(text, "NPROC_PER_NODE"), True, "NPROC_PER_NODE"
         if self.asked.devices:
             return len(self.asked.devices), False, f"--devices names {len(self.asked.devices)}"
         if accelerators.count:
@@ -256,36 +251,6 @@ class _Reader:
         rank = "R" if self.asked.node_rank is None else str(self.asked.node_rank)
         head = self.asked.head or f"HOST:{DEFAULT_PORT}"
         return f"{self.asked.command} --nodes {nodes} --node-rank {rank} --head {head}"
-
-
-def parse_head(text: str, source: str) -> tuple[str, int]:
-    """Host and port of HOST, HOST:PORT, [IPv6]:PORT or a bare IPv6 address.
-
-    Raises:
-        UsageError: if it is none of these.
-    """
-    bracketed = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?", text)
-    if bracketed:
-        return bracketed[1], _port(bracketed[2], source) if bracketed[2] else DEFAULT_PORT
-    host, colon, port = text.rpartition(":")
-    if not colon or ":" in host:  # no port, or an IPv6 address without brackets
-        return checked_host(text, source), DEFAULT_PORT
-    return checked_host(host, source), _port(port, source)
-
-
-def checked_host(text: str, source: str) -> str:
-    """`text`, if it can be a host name or an address.
-
-    Raises:
-        UsageError: if it cannot; a name that begins with `-` would be an option to ssh.
-    """
-    host = text.strip()
-    if HOST_PATTERN.fullmatch(host) and len(host) <= 253:
-        return host
-    raise UsageError.of(
-        f"{source}: {one_line(text, limit=80)!r} is no host name", where="environment" if source.isupper() else "command line",
-        why="a host is letters, digits and . _ - : @, and does not begin with -", fix=f"{source} a-host.example or 10.0.0.1",
-    )  # fmt: skip
 
 
 def _others(asked: TopologyAsked, is_here: Callable[[str], bool]) -> tuple[str, ...]:
@@ -310,39 +275,12 @@ def _others(asked: TopologyAsked, is_here: Callable[[str], bool]) -> tuple[str, 
 
 def _number_of_nodes(text: str, source: str) -> int:
     low, colon, high = text.partition(":")
-    if colon and _positive(low, source) != _positive(high, source):
+    if colon and positive(low, source) != positive(high, source):
         raise UsageError.of(
             f"{source} {text}: this release starts a fixed number of nodes", where=source,
             why="a job that grows and shrinks between MIN and MAX comes with a later release", fix=f"--nodes {high}",
         )  # fmt: skip
-    return _positive(low, source)
-
-
-def _positive(text: str, source: str) -> int:
-    number = _whole(text, source)
-    if number < 1:
-        raise UsageError.of(
-            f"{source} is {number}: it must be at least 1", where=source, fix=f"set {source} to 1 or more"
-        )
-    return number
-
-
-def _port(text: str, source: str) -> int:
-    port = _whole(text, source)
-    if not 1 <= port <= 65_535:
-        raise UsageError.of(
-            f"{source}: {port} is no port", where=source, fix=f"a port from 1024 to 65535; {DEFAULT_PORT} where none is given",
-        )  # fmt: skip
-    return port
-
-
-def _whole(text: str, source: str) -> int:
-    stripped = text.strip()
-    if stripped.isascii() and stripped.isdigit() and len(stripped) <= 9:
-        return int(stripped)
-    raise UsageError.of(
-        f"{source}: {one_line(text, limit=80)!r} is no whole number", where=source, fix=f"set {source} to a whole number, or leave it out",
-    )  # fmt: skip
+    return positive(low, source)
 
 
 def _ranks(number: int) -> str:
