@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.agree.making import GIB, FileDigest, changed, device, gpu_node, interfaces, node, nodes
+from tests.agree.making import changed, device, gpu_node, interfaces, node, nodes
 from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_nodes
-from unisono.agree.report import Limits, NodeReport, OutputFacts
+from unisono.agree.report import FileDigest, Limits, NodeReport, OutputFacts
 from unisono.causes import CATALOGUE, Verdict
 
 # What one node may have otherwise, one thing at a time.
@@ -251,4 +251,3 @@ def test_agreement_json_counts_and_lists_what_is_unknown() -> None:
 def test_words_are_the_same_for_any_order_of_evidence() -> None:
     reports = changed(nodes(), 1, config={"optim.lr": 1e-5})
     assert words_of(compare_nodes(reports)) == words_of(compare_nodes(reports[::-1]))
-    assert GIB == 2**30

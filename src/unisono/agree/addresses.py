@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.counts import Members
-from unisono.agree.finding import NODES, evidence_of, finding, judge_keys, remedy_for
+from unisono.agree.finding import NODES, evidence_of, finding, remedy_for
 from unisono.agree.groups import odd_out, partition, told
+from unisono.agree.keys import Wording, judge_keys
 from unisono.agree.naming import Who, count, enumerate_words, name_all
 from unisono.agree.report import Interface, NodeReport
 from unisono.agree.rules import NODE_RULES
@@ -187,4 +188,4 @@ def judge_mtu(members: Members) -> Agreement:
     outside = [(who, {"MTU": one.mtu}) for who, one in found if not one.loopback]
     if len(found) < 2:
         return missing
-    return judge_keys(rule, outside, good="one size").merged(missing)
+    return judge_keys(rule, outside, Wording(good="one size")).merged(missing)

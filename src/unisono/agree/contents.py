@@ -4,7 +4,8 @@ from collections.abc import Callable, Hashable, Iterable
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.counts import Members
-from unisono.agree.finding import judge_keys, unknown_for
+from unisono.agree.finding import unknown_for
+from unisono.agree.keys import Wording, judge_keys
 from unisono.agree.naming import count
 from unisono.agree.report import FileDigest, NodeReport
 from unisono.agree.rules import NODE_RULES
@@ -34,7 +35,7 @@ def judge_files(members: Members, rule_id: str) -> Agreement:
     good = f"{count(number, 'file')}, the same everywhere" if number else "there are none to compare"
     if len(known) == 1 and len(members) > 1:
         return missing  # one list alone agrees with nobody
-    return judge_keys(rule, known, shown=_shown, label=one_line, good=good).merged(missing)
+    return judge_keys(rule, known, Wording(shown=_shown, good=good)).merged(missing)
 
 
 def _known(report: NodeReport, files: list[FileDigest]) -> bool:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.finding import NODES, evidence_of, finding, judge_keys, say_groups
-from unisono.agree.groups import Group, odd_out, partition, reference, told
+from unisono.agree.finding import NODES, evidence_of, finding, say_groups
+from unisono.agree.groups import Group, majority, odd_out, partition, told
+from unisono.agree.keys import Wording, judge_keys
 from unisono.agree.naming import Who, count, enumerate_words, name_all, name_node, number_list
 from unisono.agree.report import NodeReport
 from unisono.agree.rules import NODE_RULES
@@ -43,16 +44,18 @@ def _twice(text: str, same: Sequence[Who], members: Members) -> Agreement:
 def judge_nodes(members: Members) -> Agreement:
     """All nodes mean the same number of nodes, and every number from 0 on is there."""
     rule = NODE_RULES["nodes"]
-    found = judge_keys(rule, [(who, {"--nodes": report.nodes}) for who, report in members])
+    found = judge_keys(rule, [(who, {"--nodes": report.nodes}) for who, report in members], Wording())
     if not found.agreed:
         return found
     wanted = members[0][1].nodes
     present = {who.node_rank for who, _ in members}
     outside = [who for who, _ in members if not 0 <= who.node_rank < wanted]
     if outside:
-        last = f"0 to {wanted - 1}" if wanted > 1 else "0"
-        summary = f"{name_all(outside)}: there {'are' if wanted != 1 else 'is'} {count(wanted, 'node')}, with the number{'s' if wanted > 1 else ''} {last}"
-        fix = [f"pass --node-rank {last} or a larger --nodes on every node"]
+        free = [str(number) for number in range(min(wanted, 8)) if number not in present]
+        summary = f"{name_all(outside)} in a job of {count(wanted, 'node')}: numbers begin at 0"
+        fix = [
+            f"on {name_all(outside)}: pass --node-rank {' or '.join(free) or 'N'}; or on every node --nodes {max(present) + 1}"
+        ]
         return finding(rule, summary, people=outside, fix=fix)
     if len(present) < wanted:
         missing = (number for number in range(min(wanted, max(present) + 1000)) if number not in present)
@@ -85,9 +88,9 @@ def _blamed(groups: Sequence[Group[int]], inferring: set[Who], *, everybody: int
     """Explicit beats inferred: where both are there, those who inferred another number than most are odd, and nobody else."""
     if len(inferring) == everybody:
         return odd_out(groups)
-    most = reference(groups)
+    most = majority(groups)
     return tuple(
-        sorted(who for group in groups if group.value != most for who in group.members if who in inferring)
+        sorted(who for group in groups if group is not most for who in group.members if who in inferring)
     )
 
 
@@ -126,7 +129,8 @@ def _source(report: NodeReport) -> str:
 def _remedies(
     members: Members, groups: Sequence[Group[int]], odd: Sequence[Who], inferring: set[Who]
 ) -> list[str]:
-    wanted = reference(groups)
+    most = majority(groups)
+    wanted = most.value if most else None
     if wanted is None and odd:
         rest = [group for group in groups if not set(group.members) <= set(odd)]
         wanted = rest[0].value if len(rest) == 1 else None

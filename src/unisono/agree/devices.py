@@ -5,8 +5,9 @@ from collections.abc import Hashable, Sequence
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.counts import Members
-from unisono.agree.finding import NODES, evidence_of, fill_remedy, finding, judge_keys, remedy_for, say_groups
+from unisono.agree.finding import NODES, evidence_of, finding, remedy_for, say_groups
 from unisono.agree.groups import odd_out, partition, told
+from unisono.agree.keys import Wording, judge_keys
 from unisono.agree.naming import Who, count, enumerate_words, name_all
 from unisono.agree.report import Device, NodeReport
 from unisono.agree.rules import NODE_RULES
@@ -42,7 +43,7 @@ def _judge_kind(members: Members) -> Agreement:
     return finding(
         rule, f"device: {say_groups(ordered, NODES, str)}", people=odd,
         evidence=evidence_of(told(notes, odd), NODES, str),
-        fix=fill_remedy(rule, who=odd, key="device", groups=groups, scene=NODES, shown=str),
+        fix=remedy_for(rule, odd),
     )  # fmt: skip
 
 
@@ -144,10 +145,10 @@ def _judge_alike(cuda: Members) -> Agreement:
             rule, f"devices of several types on {name_all(mixed)}: {texts[0].value}", people=mixed,
             evidence=evidence_of(texts, NODES, str), fix=rule.remedy,
         )  # fmt: skip
+    said = [(who, {"devices": kinds(report)}) for who, report in cuda]
     return judge_keys(
-        rule, [(who, {"device": kinds(report)}) for who, report in cuda], shown=lambda _, value: _type_text(value),
-        good="one type, one memory size",
-    )  # fmt: skip
+        rule, said, Wording(shown=lambda _, value: _type_text(value), good="one type, one memory size")
+    )
 
 
 def _type_text(value: Hashable) -> str:

@@ -67,7 +67,8 @@ def need_of(name: str) -> Need:
 
 def compared(name: str) -> bool:
     """Whether nodes are refused, or warned, if the variable differs."""
-    return name not in LAUNCH and (need_of(name) == "equal" or name in ONLY_WARN)
+    known = find_variable(name) is not None or bool(_EQUAL_FAMILY.match(name))
+    return known and name not in LAUNCH and (need_of(name) == "equal" or name in ONLY_WARN)
 
 
 def only_warns(name: str) -> bool:

@@ -1,19 +1,16 @@
 """Makes checks and verdicts out of groups: one summary with both values, evidence per group, the line to type."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.groups import Group, Value, differing, odd_out, reference, told
-from unisono.agree.naming import Who, count, culprit_hosts, culprit_ranks, enumerate_words, name_all
+from unisono.agree.groups import Group, Value
+from unisono.agree.naming import Who, count, culprit_hosts, culprit_ranks, name_all
 from unisono.agree.rule import Rule
-from unisono.agree.showing import show
 from unisono.causes import Evidence, Verdict
 
 _GROUPS_IN_SUMMARY = 3
 _GROUPS_IN_EVIDENCE = 6
-_KEYS_IN_EVIDENCE = 12
-_KEYS_NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -104,76 +101,6 @@ def evidence_of(groups: Sequence[Group[Value]], scene: Scene, text: Callable[[Va
         where = scene.name(who for group in rest for who in group.members)
         found.append(Evidence(where=where, text=f"{count(len(rest), 'other value')}"))
     return found
-
-
-def judge_keys(
-    rule: Rule,
-    said: Sequence[tuple[Who, Mapping[str, Hashable]]],
-    *,
-    scene: Scene = NODES,
-    shown: Callable[[str, Hashable], str] = lambda _, value: show(value),
-    label: Callable[[str], str] = str,
-    rank_keys: Callable[[str], int] | None = None,
-    good: str = "",
-) -> Agreement:
-    """Compares mappings key by key.
-
-    Args:
-        rule: what is violated by a difference.
-        said: everybody's mapping.
-        scene: where this is judged.
-        shown: a value as it is written.
-        label: a key as it is written.
-        rank_keys: sorts the keys that differ, the most telling first.
-        good: the text of the check where nothing differs.
-    """
-    found = differing(said)
-    if not found:
-        return Agreement.noted(rule.id, "pass", good or f"{rule.subject}: the same everywhere")
-    keys = sorted(found, key=rank_keys) if rank_keys else list(found)
-    odd = {key: odd_out(found[key]) for key in keys}
-    culprits = sorted({who for people in odd.values() for who in people})
-    first = told(found[keys[0]], odd[keys[0]])
-    summary = f"{label(keys[0])}: {say_groups(first, scene, lambda value: shown(keys[0], value))}"
-    if len(keys) > 1:
-        summary += f"; and {count(len(keys) - 1, 'more difference')} ({rule.subject})"
-    evidence = [
-        item
-        for key in keys[:_KEYS_IN_EVIDENCE]
-        for item in evidence_of(told(found[key], odd[key]), scene, _with_key(label(key), key, shown))
-    ]
-    if len(keys) > _KEYS_IN_EVIDENCE:
-        names = enumerate_words([label(key) for key in keys[_KEYS_IN_EVIDENCE:]], at_most=_KEYS_NAMED)
-        evidence.append(Evidence(where=rule.subject, text=f"these differ too: {names}"))
-    fix = fill_remedy(
-        rule, who=odd[keys[0]] or culprits, key=label(keys[0]), groups=found[keys[0]], scene=scene,
-        shown=lambda value: shown(keys[0], value),
-    )  # fmt: skip
-    return finding(rule, summary, scene=scene, people=culprits, evidence=evidence, fix=fix)
-
-
-def _with_key(label: str, key: str, shown: Callable[[str, Hashable], str]) -> Callable[[Hashable], str]:
-    return lambda value: f"{label}: {shown(key, value)}"
-
-
-def fill_remedy(
-    rule: Rule,
-    *,
-    who: Sequence[Who],
-    key: str,
-    groups: Sequence[Group[Value]],
-    scene: Scene,
-    shown: Callable[[Value], str],
-) -> list[str]:
-    """The rule's remedy with names and values in it; lines that need a majority's value are left out where there is none."""
-    value = reference(groups)
-    filled = []
-    for line in rule.remedy:
-        if "{value}" in line and value is None:
-            continue
-        text = line.replace("{who}", scene.name(who) if who else "every node").replace("{key}", key)
-        filled.append(text if value is None else text.replace("{value}", shown(value)))
-    return filled
 
 
 def remedy_for(rule: Rule, people: Sequence[Who], *, scene: Scene = NODES) -> list[str]:

@@ -37,7 +37,7 @@ def odd_out(
     if len(groups) < 2:
         return ()
     total = sum(len(group.members) for group in groups)
-    if 2 * len(groups[0].members) > total:
+    if majority(groups):
         return tuple(sorted(who for group in groups[1:] for who in group.members))
     smallest = len(groups[-1].members)
     tied = [group for group in groups if len(group.members) == smallest]
@@ -49,10 +49,10 @@ def odd_out(
     return suspects if len(suspects) < total else ()
 
 
-def reference(groups: Sequence[Group[Value]]) -> Value | None:
-    """The value of the strict majority, or None."""
+def majority(groups: Sequence[Group[Value]]) -> Group[Value] | None:
+    """The group of more than half of all, or None."""
     total = sum(len(group.members) for group in groups)
-    return groups[0].value if groups and 2 * len(groups[0].members) > total else None
+    return groups[0] if groups and 2 * len(groups[0].members) > total else None
 
 
 def told(groups: Sequence[Group[Value]], odd: Iterable[Who]) -> list[Group[Value]]:

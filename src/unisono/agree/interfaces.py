@@ -24,6 +24,7 @@ class Trouble:
     """What is wrong with one variable on one node; the order of the fields groups equal ones."""
 
     variable: str
+    value: str
     text: str
     fatal: bool
     fix: str
@@ -68,7 +69,7 @@ def _found(group: Group[Trouble], members: Members) -> Agreement:
     reports = dict(members)
     there = partition((who, _listed(reports[who].interfaces)) for who in group.members)
     return finding(
-        rule, f"{trouble.text} on {name_all(group.members)}", people=group.members,
+        rule, f"{trouble.variable}={trouble.value} on {name_all(group.members)}: {trouble.text}", people=group.members,
         evidence=[Evidence(where=name_all(one.members), text=f"its interfaces: {one.value}") for one in there[:6]],
         fix=[trouble.fix.replace("{who}", name_all(group.members))],
     )  # fmt: skip
@@ -95,31 +96,29 @@ def _troubles(report: NodeReport, *, several: bool) -> list[Trouble]:
 
 def _literal(variable: str, value: str, report: NodeReport, *, several: bool) -> Trouble | None:
     """What gloo would say to a comma list of exact names."""
-    setting = f"{variable}={one_line(value, limit=60)}"
+    setting = one_line(value, limit=60)
     if any(sign in value for sign in "^="):
-        text = f"{setting}: ^ and = are NCCL's signs, gloo takes exact names and fails at once"
-        return Trouble(variable, text, variable == "GLOO_SOCKET_IFNAME", _set_to(variable, report))
+        text = "^ and = are NCCL's signs, gloo takes exact names and fails at once"
+        return Trouble(variable, setting, text, variable == "GLOO_SOCKET_IFNAME", _set_to(variable, report))
     known = {one.name: one for one in report.interfaces}
     words = [word.strip() for word in value.split(",") if word.strip()]
     absent = [word for word in words if word not in known]
     if absent:
         close = nearest(absent[0], list(known))
-        text = f"{setting}: there is no interface {one_line(absent[0])}" + (
-            f"; did you mean {close}?" if close else ""
-        )
-        return Trouble(variable, text, variable == "GLOO_SOCKET_IFNAME", _set_to(variable, report))
+        text = f"there is no interface {one_line(absent[0])}" + (f"; did you mean {close}?" if close else "")
+        return Trouble(variable, setting, text, variable == "GLOO_SOCKET_IFNAME", _set_to(variable, report))
     chosen = [known[word] for word in words]
     return _unfit(variable, setting, chosen, report, fatal=variable == "GLOO_SOCKET_IFNAME", several=several)
 
 
 def _pattern(variable: str, value: str, report: NodeReport, *, several: bool) -> Trouble | None:
     """What NCCL would find: `eth` and `eth0,ib` are prefixes, `=eth0` is exact, `^docker,lo` excludes."""
-    setting = f"{variable}={one_line(value, limit=60)}"
+    setting = one_line(value, limit=60)
     chosen = matching(value, report.interfaces)
     fatal = report.device_kind == "cuda"  # with gloo on CPU the variable has no effect
     if not chosen:
-        text = f"{setting}: no interface has such a name"
-        return Trouble(variable, text, fatal, _set_to(variable, report))
+        text = "no interface has such a name"
+        return Trouble(variable, setting, text, fatal, _set_to(variable, report))
     return _unfit(variable, setting, chosen, report, fatal=fatal, several=several)
 
 
@@ -153,22 +152,20 @@ def _unfit(
     names = enumerate_words([one_line(one.name) for one in chosen], at_most=4)
     up = [one for one in chosen if one.up]
     if not up:
-        return Trouble(variable, f"{setting}: {names} is down", fatal, _set_to(variable, report))
+        return Trouble(variable, setting, f"{names} is down", fatal, _set_to(variable, report))
     if not several:
         return None
     if all(one.loopback for one in up):
-        text = f"{setting}: {names} leads to no other node"
-        return Trouble(variable, text, fatal, _set_to(variable, report))
+        text = f"{names} leads to no other node"
+        return Trouble(variable, setting, text, fatal, _set_to(variable, report))
     addresses = [address for one in up if not one.loopback for address in one.addresses]
     if report.address in addresses:
         return None
     if all(is_bridge(one) or one.loopback for one in up):
-        text = (
-            f"{setting}: {names} is the bridge of this machine's own containers, and leads to no other node"
-        )
-        return Trouble(variable, text, fatal, _set_to(variable, report))
-    text = f"{setting}: {names} has {enumerate_words([one_line(a) for a in addresses], at_most=3) or 'no address'}, and the nodes reach each other on {one_line(report.address)}"
-    return Trouble(variable, text, fatal=False, fix=_set_to(variable, report))
+        text = f"{names} is the bridge of this machine's own containers, and leads to no other node"
+        return Trouble(variable, setting, text, fatal, _set_to(variable, report))
+    text = f"{names} has {enumerate_words([one_line(a) for a in addresses], at_most=3) or 'no address'}, and the nodes reach each other on {one_line(report.address)}"
+    return Trouble(variable, setting, text, fatal=False, fix=_set_to(variable, report))
 
 
 def _set_to(variable: str, report: NodeReport) -> str:

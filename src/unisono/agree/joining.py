@@ -114,7 +114,7 @@ def wrong_token(call: Call) -> Verdict:
         cause="token_rejected", when="before", phase=_PHASE,
         summary=f"a caller from {one_line(call.address, limit=60)}{says} does not have the token of this job",
         evidence=tuple(_call_evidence([call])),
-        fix=("give all nodes one token: --token-file FILE, or UNISONO_TOKEN in the environment; `unisono train --help` has the line that makes one",
+        fix=("copy one token to all nodes: --token-file FILE, or UNISONO_TOKEN in the environment",
              "end processes of earlier starts on that machine"),
     )  # fmt: skip
 

@@ -159,7 +159,7 @@ def judge_known_bad(members: Members) -> Agreement:
             found = found.merged(
                 finding(
                     rule, f"{entry.package} {group.value} on {where}: {entry.what}", people=group.members, fix=fix,
-                    evidence=[Evidence(where=where, text=f"{entry.package} {group.value}; {entry.source}")],
+                    evidence=[Evidence(where=where, text=f"{entry.package} {group.value}")],
                 )
             )  # fmt: skip
     if found.checks:

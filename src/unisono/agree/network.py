@@ -18,7 +18,7 @@ _UNSURE = 0.8  # one node alone says that it does not reach another: the fault m
 
 _OUTCOMES: dict[str, str] = {
     "refused": "refused at once: nothing listens there, or a firewall rejects",
-    "timed_out": "no answer: a firewall drops it, or there is no such machine",
+    "timed_out": "timed out: a firewall on the way drops it",
     "unreachable": "no route to it",
     "stranger": "something else answers there",
     "stalled": "small messages pass, large ones do not come back",
@@ -139,9 +139,13 @@ def _summary(
     unreached = _unreached(cut, ways)
     blamed = {who.node_rank for who in people}
     if blamed and blamed <= unreached and len(ways) > 2:
-        return f"nobody reaches {name_all(people)} at {_address(cut, blamed)}: {how}"
+        also = ", and it reaches nobody" if blamed == _reaching_nobody(ways) and len(blamed) == 1 else ""
+        return f"nobody reaches {name_all(people)} at {_address(cut, blamed)}{also}: {how}"
     if people and not blamed & unreached:
         return f"{name_all(people)} reach{'es' if len(people) == 1 else ''} no other node: {how}"
+    if len(cut) == len(ways) == 2:
+        both = _people([first.source, first.target], nodes)
+        return f"{name_all(both)} cannot reach each other ({_endpoint(first)}): {how}"
     if len(cut) == len(ways) and len(ways) > 2:
         return f"no node reaches another ({count(len(cut), 'way')} tried): {how}"
     text = (
@@ -156,6 +160,10 @@ def _summary(
 def _unreached(cut: Sequence[Way], ways: Sequence[Way]) -> set[int]:
     open_ways = {way.target for way in ways if not way.bad}
     return {way.target for way in cut} - open_ways
+
+
+def _reaching_nobody(ways: Sequence[Way]) -> set[int]:
+    return {way.source for way in ways} - {way.source for way in ways if not way.bad}
 
 
 def _address(cut: Sequence[Way], targets: set[int]) -> str:
@@ -201,6 +209,9 @@ def _fixes(cut: Sequence[Way], nodes: Mapping[int, NodeReport]) -> list[str]:
     outcomes = {dial.outcome for way in cut for dial in way.bad}
     first = cut[0]
     source, target = nodes[first.source], nodes[first.target]
+    callers = ",".join(
+        one_line(nodes[way.source].address) for way in cut[:_SHOWN_WAYS] if way.target == first.target
+    )
     fixes = []
     if "stranger" in outcomes:
         fixes.append(
@@ -208,7 +219,7 @@ def _fixes(cut: Sequence[Way], nodes: Mapping[int, NodeReport]) -> list[str]:
         )
     if outcomes & {"timed_out", "refused"}:
         fixes.append(
-            f"on {name_node(first.target, target.host)}: `sudo iptables -I INPUT -p tcp -s {one_line(source.address)} -j ACCEPT`; open all ports above 1023 between the nodes, in both directions"
+            f"on {name_node(first.target, target.host)}: `sudo iptables -I INPUT -p tcp -s {callers} -j ACCEPT`; open all ports above 1023 between the nodes, in both directions"
         )
     if "unreachable" in outcomes:
         fixes.append(

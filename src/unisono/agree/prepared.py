@@ -4,8 +4,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Self
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.finding import Scene, evidence_of, judge_keys
+from unisono.agree.finding import Scene, evidence_of
 from unisono.agree.groups import partition
+from unisono.agree.keys import Wording, judge_keys
 from unisono.agree.naming import Who, name_all
 from unisono.agree.report import NodeReport, Part
 from unisono.agree.rule import Rule
@@ -72,7 +73,7 @@ def compare_prepared(prepared: Mapping[int, PreparedFacts], reports: Sequence[No
 def _judge(rule: Rule, said: Said, read: Callable[[PreparedFacts], dict[str, Hashable]]) -> Agreement:
     order = list(read(said[0][1]))
     values = [(who, read(facts)) for who, facts in said]
-    return judge_keys(rule, values, scene=_SCENE, rank_keys=order.index, shown=_shown)
+    return judge_keys(rule, values, Wording(shown=_shown, order=order.index), scene=_SCENE)
 
 
 def _judge_rows(said: Said) -> Agreement:

@@ -4,8 +4,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.finding import Scene, finding, judge_keys
-from unisono.agree.groups import partition
+from unisono.agree.finding import Scene, evidence_of, finding
+from unisono.agree.groups import odd_out, partition, told
+from unisono.agree.keys import Wording, judge_keys
 from unisono.agree.naming import Who, count, name_all, name_ranks, number_list
 from unisono.agree.report import RankReport
 from unisono.agree.rules import RANK_RULES
@@ -185,7 +186,9 @@ def _judge(compared: Compared, members: Members, scene: Scene) -> Agreement:
     if not any(said for _, said in known):
         return missing
     order = list(known[0][1]) + [label for _, said in known for label in said]
-    found = judge_keys(rule, known, scene=scene, rank_keys=order.index, shown=_shown, good=compared.good)
+    found = judge_keys(
+        rule, known, Wording(shown=_shown, typed=_shown, order=order.index, good=compared.good), scene=scene
+    )
     return _with_details(found, members, scene).merged(missing)
 
 
@@ -241,8 +244,8 @@ def _odd_tensor(members: Members, scene: Scene) -> tuple[str, list[Evidence]] | 
         groups = partition((who, report.odd_tensors[name]) for who, report in members)
         if len(groups) > 1:
             shown = one_line(name, limit=120)
-            return shown, [
-                Evidence(where=scene.name(group.members), text=f"{shown}: digest {show_digest(group.value)}")
-                for group in groups[:4]
-            ]
+            ordered = told(groups, odd_out(groups))
+            return shown, evidence_of(
+                ordered, scene, lambda digest, shown=shown: f"{shown}: digest {show_digest(digest)}"
+            )
     return None

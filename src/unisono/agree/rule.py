@@ -23,7 +23,9 @@ class Rule:
         need: equal, unique, valid or free.
         violated: what comes of it where it does not hold; `warn` is said and the run starts.
         cause: id of the catalogue.
-        remedy: what to do; `{who}` is the odd one, `{key}` what differs, `{value}` what most have.
+        remedy: what to do; `{who}` is the odd one, `{key}` what differs, `{value}` what most have,
+            `{choices}` what one may decide for where there is no majority.
+        absent: what to do where most have none of it.
     """
 
     id: str
@@ -32,3 +34,4 @@ class Rule:
     violated: Literal["fail", "warn", "pass"]
     cause: str
     remedy: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()

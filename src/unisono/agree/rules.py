@@ -6,7 +6,8 @@ verdict is the reason and those after it may be its consequences.
 
 from unisono.agree.rule import Rule
 
-_COPY = "copy the right file over it on {who}; compare with `sha256sum`"
+_COPY = "copy the right file to {who}; `sha256sum FILE` on each node compares"
+_DELETE = "remove it on {who}, or copy it to all"
 
 NODE_RULES: dict[str, Rule] = {
     rule.id: rule
@@ -27,19 +28,22 @@ NODE_RULES: dict[str, Rule] = {
         Rule("device.free", "free memory of the devices", "valid", "warn", "stale_process",
              ("on {who}: `nvidia-smi` shows who holds the memory; end it by its pid",)),
         Rule("env", "environment variables", "equal", "fail", "env_mismatch",
-             ("on {who}: `export {key}={value}`", "or `unset {key}` on every node; `unisono explain {key}` says what it does")),
+             ("on {who}: `export {key}={value}`", "on every node the same: {choices}", "the same value, or none, on every node; `unisono explain {key}` says what it does"),
+             absent=("on {who}: `unset {key}`", "or set it to the same value on every node; `unisono explain {key}` says what it does")),
         Rule("versions", "versions", "equal", "fail", "version_mismatch",
-             ("on {who}: `pip install '{key}=={value}'`", "or use one container image, or one constraints file, on all nodes")),
+             ("on {who}: `pip install {key}=={value}`", "or use one container image, or one constraints file, on all nodes"),
+             absent=("on {who}: `pip uninstall {key}`, or install it everywhere", "or use one container image on all nodes")),
         Rule("code", "source files", "equal", "fail", "code_mismatch",
              ("on {who}: install the same wheel, or check out the same commit, as on the others",)),
         Rule("config", "config", "equal", "fail", "config_mismatch",
-             ("on {who}: set {key} to {value}, in the config or as `{key}={value}` in the command",
-              "copy one config to all nodes, and give the same key=value overrides on each")),
-        Rule("files.data", "data files", "equal", "fail", "data_mismatch", (_COPY, "or keep the data on storage that all nodes share")),
+             ("on {who}: give `{key}={value}` in the command, or mend the config", "on every node give the same: {choices}",
+              "or copy one config to all nodes, and give the same key=value overrides on each")),
+        Rule("files.data", "data files", "equal", "fail", "data_mismatch", (_COPY, "or keep the data on storage that all nodes share"),
+             (_DELETE,)),
         Rule("files.tokenizer", "tokenizer files", "equal", "fail", "tokenizer_files_mismatch",
-             (_COPY, "or pin model.revision, and delete the odd node's cached copy")),
+             (_COPY, "or pin model.revision, and delete the odd node's cached copy"), (_DELETE,)),
         Rule("files.model", "model files", "equal", "fail", "weights_mismatch",
-             (_COPY, "or pin model.revision, and delete the odd node's cached copy")),
+             (_COPY, "or pin model.revision, and delete the odd node's cached copy"), (_DELETE,)),
         Rule("address", "addresses", "valid", "fail", "address_unreachable"),
         Rule("names", "host names", "valid", "fail", "hostname_loopback",
              ("give --head an address that the other nodes reach, as `ip -br addr` lists it on the head",
@@ -60,7 +64,8 @@ NODE_RULES: dict[str, Rule] = {
         Rule("memory", "memory of the machine", "valid", "warn", "host_oom_killed",
              ("on {who}: end other programs, or raise the container's limit",)),
         Rule("packages", "other packages", "equal", "warn", "version_mismatch",
-             ("on {who}: `pip install '{key}=={value}'`", "or use one container image on all nodes")),
+             ("on {who}: `pip install {key}=={value}`", "or use one container image on all nodes"),
+             absent=("on {who}: `pip uninstall {key}`, or install it everywhere",)),
         Rule("known_bad", "versions with known faults", "valid", "warn", "version_known_bad"),
         Rule("settings", "suspicious settings", "valid", "warn", "env_suspicious"),
         Rule("clock", "clocks", "equal", "warn", "clock_skew",
@@ -102,7 +107,7 @@ RANK_RULES: dict[str, Rule] = {
              ("give every rank a device of its own with --devices; torch.cuda.set_device(local_rank) comes before anything else",)),
         Rule("ranks.device_kind", "kind of device", "equal", "fail", "device_mismatch",
              ("on {who}: `nvidia-smi -L`; or write `device: cpu` into the config of all",)),
-        Rule("ranks.torch", "version of torch", "equal", "fail", "version_mismatch", ("on {who}: `pip install 'torch=={value}'`",)),
+        Rule("ranks.torch", "version of torch", "equal", "fail", "version_mismatch", ("on {who}: `pip install torch=={value}`",)),
         Rule("ranks.plan", "what the plan decides", "equal", "fail", "plan_mismatch",
              ("write the value down in the config instead of `auto`, on every node",)),
         Rule("ranks.resume", "step that is resumed from", "equal", "fail", "resume_mismatch",

@@ -1,28 +1,29 @@
-"""What nodes were told: the config, environment variables, versions, packages, and code."""
+"""What nodes were told: the config and environment variables; and what they run: versions, packages, code."""
 
+import shlex
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.counts import Members
 from unisono.agree.environment_rules import ONLY_WARN, compared, meant, only_warns
-from unisono.agree.finding import judge_keys, unknown_for
+from unisono.agree.finding import unknown_for
 from unisono.agree.groups import differing, partition
-from unisono.agree.naming import Who, enumerate_words, name_all
+from unisono.agree.keys import Said, Wording, judge_keys
+from unisono.agree.naming import Who, enumerate_words
 from unisono.agree.report import NodeReport
 from unisono.agree.rules import NODE_RULES
 from unisono.agree.showing import freeze, show, show_digest, show_value
-from unisono.agree.version_rules import VERSION_RULES, essential
+from unisono.agree.version_rules import BY_HAND, VERSION_RULES, essential
 
-Said = Sequence[tuple[Who, Mapping[str, Hashable]]]
+Settings = Sequence[tuple[Who, NodeReport, Mapping[str, str]]]
 
 
 def judge_config(members: Members) -> Agreement:
     """All keys of the resolved config are equal."""
     said = [(who, {key: freeze(value) for key, value in report.config.items()}) for who, report in members]
-    return judge_keys(
-        NODE_RULES["config"], said, good=f"{len(members[0][1].config)} keys, the same everywhere"
-    )
+    good = f"{len(members[0][1].config)} keys, the same everywhere"
+    return judge_keys(NODE_RULES["config"], said, Wording(good=good))
 
 
 def settings_of(report: NodeReport) -> dict[str, str]:
@@ -33,57 +34,67 @@ def settings_of(report: NodeReport) -> dict[str, str]:
 def judge_environment(members: Members) -> Agreement:
     """Variables that are part of the protocol between ranks have the same effect on all nodes."""
     rule = NODE_RULES["env"]
-    settings = [(who, settings_of(report)) for who, report in members]
-    names = {name for _, values in settings for name in values if compared(name)}
+    settings = [(who, report, settings_of(report)) for who, report in members]
+    names = {name for _, _, values in settings for name in values if compared(name)}
     fatal = sorted(name for name in names if not only_warns(name))
     mild = sorted(names.difference(fatal))
-    found = judge_keys(
-        rule, _effects(settings, fatal), shown=_shown(settings), label=_sources(members),
-        good=f"{len(fatal)} that must be equal are" if fatal else "none is set that must be equal",
-    )  # fmt: skip
+    good = f"{len(fatal)} that must be equal are" if fatal else "none is set that must be equal"
+    wording = Wording(shown=_shown(settings), typed=_typed(settings), remedies=_filed(members), good=good)
+    found = judge_keys(rule, _effects(settings, fatal), wording)
     if not mild:
         return found
-    warned = judge_keys(
-        replace(rule, violated="warn", subject="environment variables that had better be equal"),
-        _effects(settings, mild), shown=_shown(settings), label=_reasons, good=f"{len(mild)} that had better be equal are",
-    )  # fmt: skip
-    return found.merged(warned)
+    rule = replace(rule, violated="warn", subject="environment variables that had better be equal")
+    wording = replace(wording, label=_with_reason, good=f"{len(mild)} that had better be equal are")
+    return found.merged(judge_keys(rule, _effects(settings, mild), wording))
 
 
-def _effects(settings: Sequence[tuple[Who, Mapping[str, str]]], names: Sequence[str]) -> Said:
+def _effects(settings: Settings, names: Sequence[str]) -> Said:
     return [
         (who, {name: meant(name, values[name]) for name in names if name in values})
-        for who, values in settings
+        for who, _, values in settings
     ]
 
 
-def _shown(settings: Sequence[tuple[Who, Mapping[str, str]]]) -> Callable[[str, Hashable], str]:
-    """Values as they are set; the default and nothing at all are one thing, and are called so where both occur."""
+def _spelt(settings: Settings, name: str, value: Hashable) -> list[tuple[NodeReport, str]]:
+    """Who has it with this effect, and as what it is set there."""
+    return [
+        (report, values[name])
+        for _, report, values in settings
+        if name in values and meant(name, values[name]) == value
+    ]
+
+
+def _shown(settings: Settings) -> Callable[[str, Hashable], str]:
+    """Values as they are set, and where, if that is a file; the default and nothing are one thing, called so where both occur."""
 
     def shown(name: str, value: Hashable) -> str:
-        if isinstance(value, str):
-            return show_value(name, value)
-        spelt = {
-            values[name] for _, values in settings if name in values and meant(name, values[name]) is None
-        }
-        return f"not set or {show(min(spelt))}" if spelt else "not set"
+        holders = _spelt(settings, name, value)
+        if value is None:
+            return " or ".join(["not set", *sorted({show(spelt) for _, spelt in holders})])
+        filed = bool(holders) and all(name not in report.variables for report, _ in holders)
+        return show_value(name, min(spelt for _, spelt in holders)) + (" (in nccl.conf)" if filed else "")
 
     return shown
 
 
-def _sources(members: Members) -> Callable[[str], str]:
-    """Names of variables, with the nodes where a file of NCCL's sets them."""
+def _typed(settings: Settings) -> Callable[[str, Hashable], str]:
+    """Values as a shell wants them."""
 
-    def label(name: str) -> str:
-        filed = [who for who, r in members if name in r.nccl_files and name not in r.variables]
-        return f"{name} (nccl.conf on {name_all(filed)})" if filed else name
+    def typed(name: str, value: Hashable) -> str:
+        return shlex.quote(min((spelt for _, spelt in _spelt(settings, name, value)), default=str(value)))
 
-    return label
+    return typed
 
 
-def _reasons(name: str) -> str:
-    why = ONLY_WARN.get(name, "an unknown variable")
-    return f"{name} ({why})"
+def _filed(members: Members) -> dict[str, tuple[str, ...]]:
+    """What to do about variables that a file sets: nobody can unset them in a shell."""
+    names = {name for _, report in members for name in report.nccl_files if name not in report.variables}
+    line = "on {who}: look into /etc/nccl.conf and ~/.nccl.conf: {key} must be the same on all nodes, or be in none"
+    return dict.fromkeys(names, (line,))
+
+
+def _with_reason(name: str) -> str:
+    return f"{name} ({ONLY_WARN.get(name, 'differs')})"
 
 
 def judge_versions(members: Members) -> Agreement:
@@ -93,27 +104,30 @@ def judge_versions(members: Members) -> Agreement:
     unknown = unknown_for(rule, [who for who, r in members if not r.versions], "no versions were reported")
     if not measured:
         return unknown
-    unused = {"cuda", "nccl"} if all(report.device_kind == "cpu" for _, report in measured) else set()
+    # On CPU they do not matter, and next to a node without devices they are not the point.
+    unused = {"cuda", "nccl"} if any(report.device_kind == "cpu" for _, report in measured) else set()
     policy = [name for name in VERSION_RULES if name not in unused]
     essentials = [
         (who, {name: essential(name, report.versions.get(name)) for name in policy})
         for who, report in measured
     ]
     refused = set(differing(essentials))
-    found = judge_keys(
-        rule, essentials, rank_keys=policy.index, shown=_version, good=f"{enumerate_words(policy)}: equal where they must be"
-    )  # fmt: skip
-    return found.merged(_smaller_differences(measured, refused), unknown)
+    good = f"{enumerate_words(policy)}: equal where they must be"
+    wording = Wording(shown=_version, order=policy.index, remedies=BY_HAND, good=good)
+    return judge_keys(rule, essentials, wording).merged(
+        _smaller_differences(measured, refused | unused), unknown
+    )
 
 
-def _smaller_differences(measured: Members, refused: Collection[str]) -> Agreement:
+def _smaller_differences(measured: Members, skipped: Collection[str]) -> Agreement:
     rest = [
-        (who, {name: value for name, value in report.versions.items() if name not in refused}) for who, report in measured
-    ]  # fmt: skip
+        (who, {name: value for name, value in report.versions.items() if name not in skipped})
+        for who, report in measured
+    ]
     if not differing(rest):
         return Agreement()
     rule = replace(NODE_RULES["versions"], violated="warn", subject="versions that had better be equal")
-    return judge_keys(rule, rest, shown=_version)
+    return judge_keys(rule, rest, Wording(shown=_version, remedies=BY_HAND))
 
 
 def _version(_: str, value: Hashable) -> str:
@@ -138,7 +152,7 @@ def judge_packages(members: Members) -> Agreement:
         for packages in [reports[group.members[0]].packages]
         for who in group.members
     ]
-    return judge_keys(rule, said, shown=_version, good=text).merged(missing)
+    return judge_keys(rule, said, Wording(shown=_version, good=text)).merged(missing)
 
 
 def judge_code(members: Members) -> Agreement:
@@ -149,7 +163,7 @@ def judge_code(members: Members) -> Agreement:
     if not said:
         return missing
     good = f"{len(said[0][1])} source files, the same everywhere"
-    return judge_keys(rule, said, shown=_digest, good=good).merged(missing)
+    return judge_keys(rule, said, Wording(shown=_digest, good=good)).merged(missing)
 
 
 def _digest(_: str, value: Hashable) -> str:

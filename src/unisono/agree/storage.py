@@ -90,7 +90,8 @@ def _judge_sharing(members: Members) -> Agreement:
     holder = next((who for who, _ in members if who.node_rank == 0), None)
     holds = name_all([holder]) if holder else "the head"
     apart = next(group.members for group in groups if not group.value)
-    odd = odd_out(groups) if len(groups) > 1 else ()
+    # Where some share it, the head is one of them.
+    odd = odd_out(partition([*known, *([(holder, True)] if holder else [])])) if len(groups) > 1 else ()
     summary = f"output_dir of {name_all(apart)} is not that of {holds}"
     if len(groups) > 1:
         together = next(group.members for group in groups if group.value)

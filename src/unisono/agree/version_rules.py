@@ -34,6 +34,23 @@ VERSION_RULES: dict[str, VersionRule] = {
 }
 """All else differs with a warning."""
 
+BY_HAND: dict[str, tuple[str, ...]] = {
+    "python": (
+        "on {who}: make the environment anew with Python {value}",
+        "or use one container image on all nodes",
+    ),
+    "cuda": (
+        "on {who}: install a torch that is built for CUDA {value}",
+        "or use one container image on all nodes",
+    ),
+    "nccl": (
+        "on {who}: install the same torch, which brings NCCL {value}",
+        "LD_LIBRARY_PATH and LD_PRELOAD may lead to another NCCL",
+    ),
+    "driver": ("on {who}: install the NVIDIA driver {value}, if the others do well with it",),
+}
+"""What pip cannot install."""
+
 
 def essential(package: str, version: str | None) -> str | None:
     """The part of `version` that must be equal; None where it is not installed, or where nothing is asked of the package."""
