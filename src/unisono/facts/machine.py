@@ -72,7 +72,10 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    bus_id = pci_address(_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+    try:
+        bus_id = pci_address(_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+    except nvml.NVMLError:  # some virtual GPUs are on no bus
+        bus_id = ""
     return Gpu(
         index, _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle)), int(memory.total),
         int(memory.free), (int(major), int(minor)), bus_id, numa_node_of(bus_id),
