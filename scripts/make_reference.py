@@ -13,6 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from unisono.agree.environment_rules import LAUNCH, ONLY_WARN
+from unisono.agree.known_bad import KNOWN_BAD
+from unisono.agree.lint import LINTS
+from unisono.agree.rule import NEED_MEANING, Rule
+from unisono.agree.rules import NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES
+from unisono.agree.version_rules import VERSION_RULES
 from unisono.causes.catalogue import ALL_CAUSES
 from unisono.causes.cause import Cause
 from unisono.causes.exit_codes import EXIT_CODES
@@ -53,6 +59,7 @@ def make_pages() -> dict[str, str]:
     bodies = {
         "config.md": config_page(),
         "causes.md": causes_page(),
+        "agreement.md": agreement_page(),
         "variables.md": variables_page(),
         "commands.md": commands_page(),
         "exit-codes.md": exit_codes_page(),
@@ -112,6 +119,66 @@ def causes_page() -> list[str]:
     for cause in ALL_CAUSES:
         lines += ["", *cause_section(cause)]
     return lines
+
+
+def agreement_page() -> list[str]:
+    """What nodes and ranks must have in common."""
+    lines = [
+        "# What is agreed before a run of several ranks starts", "",
+        "Checks are made in this order, before anything is trained; `agreement.json` has each with pass, warn, fail or unknown."
+        " Against a strict majority the others are named; on a tie nobody is, and both values are shown.",
+    ]  # fmt: skip
+    for title, rules in (
+        ("Nodes", NODE_RULES), ("The network", NETWORK_RULES), ("What was prepared", PREPARED_RULES), ("Ranks", RANK_RULES)
+    ):  # fmt: skip
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            *table(["check", "what", "it", "otherwise", "cause"], [rule_row(r) for r in rules.values()]),
+        ]
+    lines += ["", "## Versions", "", "All others may differ, with a warning.", ""]
+    lines += table(
+        ["package", "must be equal in its", "why"],
+        [[f"`{r.package}`", r.part, r.why] for r in VERSION_RULES.values()],
+    )
+    lines += [
+        "",
+        "## Environment variables",
+        "",
+        "[Each variable](variables.md) has its group. These differ from it:",
+        "",
+    ]
+    lines += table(["variable", "may differ, because"], [
+        *([f"`{name}`", f"{why} (a warning)"] for name, why in ONLY_WARN.items()),
+        *([f"`{name}`", "what comes of it is compared: nodes, ranks, addresses"] for name in sorted(LAUNCH)),
+    ])  # fmt: skip
+    lines += ["", "## Suspicious settings", "", "Said with a warning, whatever the other nodes have.", ""]
+    lines += table(
+        ["variable", "what is wrong", "instead"], [[f"`{lint.name}`", lint.why, lint.fix] for lint in LINTS]
+    )
+    lines += ["", "## Versions with known faults", ""]
+    return lines + table(["package", "from", "up to, not with", "what goes wrong", "what to do", "source"], [
+        [f"`{bad.package}`", dotted(bad.since), dotted(bad.before) or "not known", bad.what, bad.command, f"<{bad.source}>"]
+        for bad in KNOWN_BAD
+    ])  # fmt: skip
+
+
+def rule_row(rule: Rule) -> list[str]:
+    """A line of the table of agreement."""
+    outcome = {"fail": "refused", "warn": "a warning", "pass": "nothing"}[rule.violated]
+    return [
+        f"`{rule.id}`",
+        rule.subject,
+        NEED_MEANING[rule.need],
+        outcome,
+        f"[{rule.cause}](causes.md#{rule.cause})",
+    ]
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    """(2, 26, 5) as 2.26.5."""
+    return ".".join(map(str, version))
 
 
 def cause_section(cause: Cause) -> list[str]:

@@ -14,6 +14,7 @@ from tests.agree.making import changed, device, gpu_node, interfaces, node, node
 from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_nodes
 from unisono.agree.report import FileDigest, Limits, NodeReport, OutputFacts
+from unisono.agree.rules import NODE_RULES
 from unisono.causes import CATALOGUE, Verdict
 
 # What one node may have otherwise, one thing at a time.
@@ -231,6 +232,11 @@ def test_1024_nodes_with_300_packages_and_100_files_are_compared_quickly() -> No
     agreement = compare_nodes(reports)
     assert time.process_time() - began < 2.1
     assert [verdict.hosts for verdict in agreement.verdicts] == [("n700",)]
+
+
+def test_checks_come_in_the_order_of_the_table() -> None:
+    checks = [check.id for check in compare_nodes([gpu_node(rank) for rank in range(3)]).checks]
+    assert checks == list(NODE_RULES)
 
 
 def test_no_report_at_all_is_unknown_not_agreed_upon() -> None:

@@ -35,7 +35,7 @@ def check(agreement: Agreement, check_id: str, status: str) -> Check:
 
 
 def test_unequal_numbers_of_ranks_that_all_declared_run_with_a_line_that_says_so() -> None:
-    said = {"nproc_declared": True, "nproc_origin": "--nproc"}
+    said: dict[str, Any] = {"nproc_declared": True, "nproc_origin": "--nproc"}
     agreement = compare_nodes([node(0, nodes=2, **said), node(1, nodes=2, nproc=1, **said)])
     assert agreement.agreed
     text = check(agreement, "nproc", "pass").text
@@ -385,7 +385,7 @@ def test_an_interface_that_is_down_or_leads_to_another_network_is_told() -> None
 
 def test_interfaces_that_cannot_be_listed_are_unknown() -> None:
     reports = changed(nodes(), 1, interfaces=[], variables={"GLOO_SOCKET_IFNAME": "eth0"})
-    assert check(compare_nodes(reports), "interfaces", "unknown")
+    check(compare_nodes(reports), "interfaces", "unknown")
 
 
 def test_another_mtu_is_a_warning() -> None:
@@ -405,7 +405,7 @@ def test_a_place_that_cannot_be_written_is_named_with_the_reason() -> None:
     assert verdict.summary == "node 1 (b): output_dir /x cannot be written: Read-only file system"
     untried = output.model_copy(update={"writable": None, "trouble": "it hangs"})
     agreement = compare_nodes(changed(nodes(), 1, output=untried))
-    assert check(agreement, "storage.write", "unknown").text.endswith("it hangs")
+    check(agreement, "storage.write", "unknown").text.endswith("it hangs")
 
 
 def test_too_little_room_is_refused_where_the_run_is_written() -> None:
@@ -427,7 +427,7 @@ def test_storage_that_is_not_shared_is_a_warning_that_says_who_holds_what() -> N
     assert mixed.hosts == ("b",)
     assert "as it is on node 2 (c)" in mixed.summary
     unseen = apart.model_copy(update={"shared": None})
-    assert check(compare_nodes(changed(nodes(), 1, output=unseen)), "storage.shared", "unknown")
+    check(compare_nodes(changed(nodes(), 1, output=unseen)), "storage.shared", "unknown")
 
 
 def limits(**changes: Any) -> Limits:
@@ -446,19 +446,19 @@ def test_limits_are_refused_or_told() -> None:
         warning(changed(nodes(), 1, threads=64), "straggler").summary
         == "node 1 (b): 2 × 64 threads on 8 cores"
     )
-    assert warning(changed(nodes(), 1, reserved={"memory_bytes": 99 * GIB}), "host_oom_killed")
-    assert warning(changed(nodes(), 1, limits=limits(processes=100)), "ulimit")
+    warning(changed(nodes(), 1, reserved={"memory_bytes": 99 * GIB}), "host_oom_killed")
+    warning(changed(nodes(), 1, limits=limits(processes=100)), "ulimit")
 
 
 def test_shared_memory_is_refused_where_nccl_needs_it_and_told_elsewhere() -> None:
     tiny = limits(shm_bytes=32 * 2**20, shm_free_bytes=32 * 2**20)
     verdict = only([gpu_node(0), gpu_node(1, limits=tiny), gpu_node(2)])
     assert (verdict.cause, verdict.summary) == ("shm_too_small", "node 1 (b): /dev/shm has 32 MiB")
-    assert warning(changed(nodes(), 1, limits=tiny), "shm_too_small")
+    warning(changed(nodes(), 1, limits=tiny), "shm_too_small")
     docker = limits(shm_bytes=64 * 2**20, shm_free_bytes=64 * 2**20)
-    assert warning([gpu_node(0), gpu_node(1, limits=docker), gpu_node(2)], "shm_too_small")
+    warning([gpu_node(0), gpu_node(1, limits=docker), gpu_node(2)], "shm_too_small")
     unseen = limits(shm_bytes=None)
-    assert check(compare_nodes(changed(nodes(), 1, limits=unseen)), "shm", "unknown")
+    check(compare_nodes(changed(nodes(), 1, limits=unseen)), "shm", "unknown")
 
 
 def test_what_is_left_to_the_system_is_said() -> None:

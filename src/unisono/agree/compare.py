@@ -38,12 +38,12 @@ IN_ORDER: tuple[Callable[[Members], Agreement], ...] = (
     judge_names,
     judge_addresses,
     judge_interfaces,
+    judge_mtu,
     judge_storage,
     judge_limits,
-    judge_settings,
-    judge_known_bad,
     judge_packages,
-    judge_mtu,
+    judge_known_bad,
+    judge_settings,
     judge_clocks,
 )
 """Cheap and decisive first: what stands above may be the reason of what stands below."""

@@ -244,8 +244,6 @@ def _odd_tensor(members: Members, scene: Scene) -> tuple[str, list[Evidence]] | 
         groups = partition((who, report.odd_tensors[name]) for who, report in members)
         if len(groups) > 1:
             shown = one_line(name, limit=120)
-            ordered = told(groups, odd_out(groups))
-            return shown, evidence_of(
-                ordered, scene, lambda digest, shown=shown: f"{shown}: digest {show_digest(digest)}"
-            )
+            texts = {group.value: f"{shown}: digest {show_digest(group.value)}" for group in groups}
+            return shown, evidence_of(told(groups, odd_out(groups)), scene, texts.__getitem__)
     return None
