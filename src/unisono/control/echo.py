@@ -28,9 +28,9 @@ MAC_BYTES = 32
 MOST_BYTES = 1 << 20
 """The largest message that is sent back."""
 _MOST_MESSAGES = 32
-_PROOF_S = 3.0
-_IDLE_S = 5.0
-_WHOLE_S = 60.0
+_PROOF_S = 10.0
+_IDLE_S = 20.0
+_WHOLE_S = 90.0
 _HANG_UP_S = 2.0
 _MOST_CONNECTIONS = 1024
 _MOST_UNPROVEN = 512

@@ -8,9 +8,9 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from unisono.control.echo import NotOurs, Session, call
 from unisono.text import one_line
@@ -21,8 +21,11 @@ MOST_PEERS = 16
 _BRIEF = 3  # so many of the sizes for a peer that everybody dials
 _PINGS = 3
 _AT_ONCE = 64
+_LARGE_AT_ONCE = 4
+_LOST_AFTER = 2
 _MOST_PORTS = 8
 
+Result = TypeVar("Result")
 Outcome = Literal["ok", "refused", "timed_out", "unreachable", "stranger", "stalled"]
 
 
@@ -92,11 +95,15 @@ class Reached:
 
 @dataclass(frozen=True)
 class DialLimits:
-    """Seconds of patience: for a connection, for a proof, for each message there and back."""
+    """Seconds of patience: for a connection; for each message there and back; and with a peer that is only slow.
+
+    A machine under load answers late, and a way that loses packets never does. The kernel knows which: after `message_s` the
+    connection is given up if packets of it go unanswered again and again, else after `patient_s`.
+    """
 
     connect_s: float = 3.0
-    proof_s: float = 3.0
     message_s: float = 3.0
+    patient_s: float = 15.0
 
 
 def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MOST_PEERS) -> list[Peer]:
@@ -127,7 +134,10 @@ def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MOST_PEER
 def dial_all(
     peers: Sequence[Peer], key: bytes, *, source: int, limits: DialLimits | None = None
 ) -> list[Reached]:
-    """Dials every port of every peer, many at a time; one result for each, in their order. Blocks for about nine seconds at most.
+    """Dials every port of every peer, many at a time; one result for each, in their order.
+
+    It blocks for three seconds where connections or packets are lost, for about twenty where a peer hardly moves. Large messages
+    go to the first port of a peer alone: a firewall knows ports, the size of packets belongs to the way.
 
     The head calls `choose_peers` for each node, so that a job of a thousand nodes does not make a million connections.
 
@@ -141,12 +151,11 @@ def dial_all(
 
 
 async def _dial_all(peers: Sequence[Peer], key: bytes, source: int, limits: DialLimits) -> list[Reached]:
-    room = asyncio.Semaphore(_AT_ONCE)
+    room, large = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_LARGE_AT_ONCE)
 
     async def one(peer: Peer, port: int) -> Reached:
         async with room:
-            trial = _Trial(peer, port, source)
-            return await trial.run(key, limits)
+            return await _Trial(peer, port, source, limits, large).run(key)
 
     return await asyncio.gather(*(one(peer, port) for peer in peers for port in peer.ports))
 
@@ -158,10 +167,13 @@ class _Trial:
     peer: Peer
     port: int
     source: int
+    limits: DialLimits
+    large: asyncio.Semaphore
     largest: int = 0
     rtt_s: float | None = None
 
-    async def run(self, key: bytes, limits: DialLimits) -> Reached:
+    async def run(self, key: bytes) -> Reached:
+        limits = self.limits
         try:
             async with asyncio.timeout(limits.connect_s):
                 sock = await _connect(self.peer.address, self.port)
@@ -173,37 +185,35 @@ class _Trial:
             return self._ended("unreachable", error.strerror or str(error))
         reader, writer = await asyncio.open_connection(sock=sock)
         try:
-            return await self._talk(reader, writer, key, limits)
+            return await self._talk(reader, writer, key, sock)
         finally:
             writer.transport.abort()
             await asyncio.sleep(0)  # lets the transport close its socket
 
     async def _talk(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, limits: DialLimits
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, sock: socket.socket
     ) -> Reached:
         try:
-            async with asyncio.timeout(limits.proof_s):
-                session = await call(reader, writer, key)
+            session = await _in_time(call(reader, writer, key), sock, self.limits)
         except NotOurs as foreign:
             return self._ended("stranger", str(foreign))
         except TimeoutError:
             return self._ended("timed_out", "the connection was accepted, and then nothing came")
         except (OSError, EOFError):
             return self._ended("stranger", "the connection was accepted and closed without our answer")
-        return await self._exchange(session, limits)
+        return await self._exchange(session, sock)
 
-    async def _exchange(self, session: Session, limits: DialLimits) -> Reached:
+    async def _exchange(self, session: Session, sock: socket.socket) -> Reached:
+        brief = self.peer.brief or self.port != self.peer.ports[0]
         tried: list[int] = []
-        for size in SIZES[:_BRIEF] if self.peer.brief else SIZES:
+        for size in SIZES[:_BRIEF] if brief else SIZES:
             tried.append(size)
             try:
                 for _ in range(_PINGS if size == SIZES[0] else 1):
-                    async with asyncio.timeout(limits.message_s):
-                        await self._echo(session, size)
+                    async with self.large if size > SIZES[_BRIEF - 1] else contextlib.nullcontext():
+                        await _in_time(self._echo(session, size), sock, self.limits)
             except TimeoutError:
-                return self._ended(
-                    "stalled", f"{size:,} bytes did not come back within {limits.message_s:g} s", tried
-                )
+                return self._ended("stalled", f"{size:,} bytes did not come back", tried)
             except (OSError, EOFError, NotOurs) as error:
                 return self._ended("stalled", f"{size:,} bytes: {_said(error)}", tried)
             self.largest = size
@@ -224,6 +234,33 @@ class _Trial:
             source=self.source, target=self.peer.node_rank, address=self.peer.address, port=self.port, outcome=outcome,
             largest_bytes=self.largest, tried_bytes=list(tried), rtt_s=self.rtt_s, note=one_line(note, limit=200),
         )  # fmt: skip
+
+
+async def _in_time(work: Coroutine[Any, Any, Result], sock: socket.socket, limits: DialLimits) -> Result:
+    """What `work` gives on this connection.
+
+    Raises:
+        TimeoutError: if packets are lost, or it takes longer than anybody's patience.
+    """
+    task = asyncio.ensure_future(work)
+    ended = time.monotonic() + limits.patient_s
+    wait_s = limits.message_s
+    while not (await asyncio.wait({task}, timeout=wait_s))[0]:
+        wait_s = min(1.0, limits.message_s)
+        if _loses_packets(sock) or time.monotonic() >= ended:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OSError, EOFError, NotOurs):
+                await task
+            raise TimeoutError
+    return task.result()
+
+
+def _loses_packets(sock: socket.socket) -> bool:
+    """Whether the same packet has gone unanswered at least twice (tcpi_retransmits of tcp(7)); true where it cannot be told."""
+    try:
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[2] >= _LOST_AFTER
+    except (OSError, AttributeError):
+        return True
 
 
 async def _connect(address: str, port: int) -> socket.socket:
