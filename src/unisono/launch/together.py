@@ -1,14 +1,16 @@
 """The head with the other nodes, from their call to the last word: what happens between the meeting and the ranks."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from unisono.agree.agreement import Agreement
 from unisono.agree.prepared import PreparedFacts, compare_prepared
+from unisono.agree.report import NodeReport
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed
 from unisono.launch.asked import TrainRequest
@@ -25,7 +27,7 @@ from unisono.text import one_line
 
 if TYPE_CHECKING:
     from unisono.control.server import HeadServer
-    from unisono.launch.nodes.head import Meeting
+    from unisono.launch.nodes.meeting import Meeting
 
 _PREPARED_S = (
     24 * 3600.0
@@ -106,8 +108,11 @@ def together(
             request, here.topology, party.token, address, logs=logs, variables=here.environment.variables
         )
 
+    def keep(reports: Sequence[NodeReport], agreement: Agreement) -> None:
+        table.nodes, table.of_nodes = list(reports), agreement
+
     with hold_meeting(
-        party, report_maker(request, loaded, here), welcome=welcome, start_others=start if here.topology.hosts else None
+        party, report_maker(request, loaded, here), welcome=welcome, keep=keep,
+        start_others=start if here.topology.hosts else None,
     ) as meeting:  # fmt: skip
-        table.nodes, table.of_nodes = meeting.reports, meeting.agreement
         yield Together(meeting, table)

@@ -1,315 +1,24 @@
 """Node 0's side of the meeting: it waits for the others, compares, tries the network, and tells everybody what came of it."""
 
-import secrets
 import time
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_nodes
-from unisono.agree.joining import missing_nodes, wrong_token
-from unisono.agree.report import NodeReport
-from unisono.causes import Verdict
-from unisono.control.events import Event, Joined, Left, Rejected, Said
-from unisono.control.server import HeadServer
-from unisono.errors import Disagreed, UnisonoError
-from unisono.events import Message
-from unisono.launch.interrupts import Stopped
-from unisono.launch.nodes import words
-from unisono.launch.nodes.address import listening_address
+from unisono.agree.joining import missing_nodes
+from unisono.errors import Disagreed
 from unisono.launch.nodes.aside import Aside
 from unisono.launch.nodes.collective import collective_task, head_collective
+from unisono.launch.nodes.meeting import Keep, Meeting
 from unisono.launch.nodes.network import head_dials, listen
-from unisono.launch.nodes.party import MakeReport, Party, Show, Standing
+from unisono.launch.nodes.party import MakeReport, Party, Standing
 from unisono.launch.nodes.refusal import tell_refusal
-from unisono.launch.nodes.roll import Roll
 from unisono.launch.nodes.ssh import SshFronts
-from unisono.launch.nodes.words import disagreement, last_word
-
-Result = TypeVar("Result")
 
 _POLL_S = 0.2
 _BUSY_POLL_S = 0.02
 _FIRST_LINE_S = 2.0
 _NEXT_LINES_S = 10.0
-_LINGER_S = 3.0
-_ACKNOWLEDGE_S = 3.0
-
-
-class Meeting:
-    """The nodes of a job, as the head has them together. As a context manager it tells every node how it ended.
-
-    An error that leaves it is told to all nodes and becomes Disagreed (exit code 3) here, too, unless `end` has been said.
-
-    Attributes:
-        party: this node.
-        server: the connections; from the start of the ranks on they are the caller's to read (`server.receive`).
-        run_nonce: of this start.
-        roll: who is here, with all reports.
-        agreement: checks and verdicts so far, for agreement.json.
-    """
-
-    def __init__(
-        self, party: Party, *, welcome: dict[str, Any] | None = None, run_nonce: str = "", epoch: int = 0
-    ) -> None:
-        """Opens the port.
-
-        Args:
-            party: this node.
-            welcome: for everybody who comes in, beside `head_host`.
-            run_nonce: of this start; made where it is empty.
-            epoch: which attempt of the run this is.
-
-        Raises:
-            Disagreed: if the head's name or port cannot be used here.
-        """
-        self.party = party
-        self.run_nonce = run_nonce or secrets.token_hex(16)
-        self.agreement = Agreement()
-        self.roll = Roll(party.topology.nodes)
-        self.began = self._last_news = time.monotonic()
-        self._joining = True
-        self._settled = False
-        self._inbox: dict[str, dict[int, Message]] = {}
-        self._others: SshFronts | None = None
-        self.welcome = {"head_host": party.host, **(welcome or {})}
-        self.server = HeadServer(
-            host=listening_address(party), port=party.topology.head_port, token=party.token, nodes=party.topology.nodes,
-            welcome=self.welcome, run_nonce=self.run_nonce, epoch=epoch,
-        )  # fmt: skip
-        self.roll.joined(Joined(0, party.host, self.server.address[0]))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None or self._settled:
-            self.close()
-        else:
-            self.fail(error)
-
-    @property
-    def reports(self) -> list[NodeReport]:
-        """Of all nodes, by node rank."""
-        return [self.roll.reports[rank] for rank in sorted(self.roll.reports)]
-
-    def tell_all(self, message: Message) -> None:
-        """Sends a message to all other nodes."""
-        self.server.tell_all(message)
-
-    def note(self, text: str, *, everywhere: bool = False) -> None:
-        """A line for people, here or on all nodes."""
-        self.party.show({"kind": "note", "time": time.time(), "text": text})
-        if everywhere:
-            self.tell_all({"kind": "note", "text": text})
-
-    def aside(self, work: Callable[[Show], Result]) -> Result:
-        """Does something that takes long (a task, digests) and listens to the nodes meanwhile; gives what came of it.
-
-        Raises:
-            Disagreed: if a node refuses or is lost meanwhile.
-        """
-        aside = Aside(work)
-        while not aside.done:
-            self._listen(_BUSY_POLL_S)
-            self._pass_on(aside)
-        self._pass_on(aside)
-        return aside.result()
-
-    def gather(self, kind: str, *, timeout_s: float, what: str = "") -> dict[int, Message]:
-        """One message of a kind from every other node, by node rank.
-
-        Args:
-            kind: of message.
-            timeout_s: from now.
-            what: it is, for people.
-
-        Raises:
-            Disagreed: if a node refuses, is lost, or is silent for too long.
-        """
-        limit = time.monotonic() + timeout_s
-        wanted = set(range(1, self.roll.nodes))
-        while not wanted <= set(self._inbox.get(kind, {})):
-            if time.monotonic() > limit:
-                late = sorted(wanted - set(self._inbox.get(kind, {})))
-                why = f"nothing came within {timeout_s:.0f} s: {what or kind}"
-                self.refuse([words.node_left(rank, self.roll.hosts.get(rank, "?"), why) for rank in late])
-            self._listen(min(_POLL_S, max(0.0, limit - time.monotonic())))
-        return self._inbox.pop(kind)
-
-    def judge(self, agreement: Agreement) -> None:
-        """Adds what was found. Warnings are said on every node.
-
-        Raises:
-            Disagreed: if something of it forbids the start.
-        """
-        self.agreement = self.agreement.merged(agreement)
-        if agreement.fatal:
-            self.refuse(agreement.fatal)
-        for verdict in agreement.warnings:
-            self._warn(verdict)
-
-    def refuse(self, verdicts: Sequence[Verdict], *, exit_code: int = Disagreed.exit_code) -> NoReturn:
-        """Tells all nodes why nothing is started, those that come late included, and raises the same here.
-
-        Raises:
-            Disagreed: always.
-        """
-        after_s = time.monotonic() - self._last_news  # from the word that made it known
-        said = [
-            verdict if verdict.named_after_s is not None else verdict.model_copy(update={"named_after_s": round(after_s, 3)})
-            for verdict in verdicts
-        ]  # fmt: skip
-        known = {verdict.summary for verdict in self.agreement.verdicts}
-        new = [verdict for verdict in said if verdict.summary not in known]
-        self.agreement = self.agreement.merged(*(Agreement.found("joining", verdict) for verdict in new))
-        self.end(last_word(said, exit_code=exit_code))
-        raise disagreement(said)
-
-    def fail(self, error: BaseException) -> None:
-        """Tells all nodes of an error here, and ends the meeting.
-
-        Raises:
-            Disagreed: in place of an error with words of its own, so that all nodes end alike.
-        """
-        host = self.party.host
-        if isinstance(error, Stopped):
-            verdict = words.node_stopped(0, host, error.number.name)
-        else:
-            verdict = words.node_refused(0, host, words.refusal_of(error))
-        if isinstance(error, Disagreed) and error.verdict is not None:
-            verdict = error.verdict
-        self.end(last_word([verdict]))
-        if isinstance(error, UnisonoError) and not isinstance(error, Disagreed):
-            raise disagreement([verdict]) from error
-
-    def end(self, message: Message) -> None:
-        """Says the last word (`ended`), waits a bounded time until all who are here have it, and closes.
-
-        Nodes that never came get a few seconds to call and hear it.
-        """
-        self._settled = True
-        self.server.settle(message)
-        absent = set(self.roll.missing)
-        limit = time.monotonic() + _LINGER_S
-        while absent and time.monotonic() < limit:
-            for event in self.server.receive(_POLL_S):
-                if isinstance(event, Rejected) and event.claims is not None:
-                    absent.discard(event.claims)
-        self.close()
-
-    def close(self) -> None:
-        """Hangs up, once all who are here have had a bounded time to hear the last word; ends the fronts that it started."""
-        self.server.close(patience_s=_ACKNOWLEDGE_S if self._settled else 0.0)
-        if self._others is not None:
-            self._others.close()
-
-    def own(self, others: SshFronts) -> None:
-        """Takes over the fronts that this node has started: one that ends before it has called ends the meeting."""
-        self._others = others
-        hosts = ", ".join(f"node {front.node_rank} on {front.host}" for front in others.fronts)
-        self.note(f"started over ssh: {hosts}")
-
-    def assemble(self, make_report: MakeReport, probe_ports: list[int]) -> None:
-        """Waits until all nodes are here and have reported, this one included.
-
-        Args:
-            make_report: makes this node's.
-            probe_ports: at which this node answers the dial matrix.
-
-        Raises:
-            Disagreed: if some never come, one refuses, or one has another token.
-        """
-        standing = Standing(self.server.address[0], self.welcome, 0.0, probe_ports)
-        own = Aside(lambda show: make_report(standing, show))
-        taken = False
-        next_line = self.began + _FIRST_LINE_S
-        while not self.roll.complete:
-            self._listen(_POLL_S if taken else _BUSY_POLL_S)
-            self._pass_on(own)
-            if own.done and not taken:
-                taken = True
-                self.roll.reports[0] = own.result()
-            now = time.monotonic()
-            if now >= next_line and not self.roll.complete:
-                self.note(self.roll.waiting_line(now - self.began), everywhere=True)
-                next_line = now + _NEXT_LINES_S
-            self._see_who_is_lost(now - self.began)
-        self._joining = False
-
-    def _see_who_is_lost(self, waited_s: float) -> None:
-        """Ends the meeting where a node will not come any more, or has not come in time."""
-        missing = self.roll.missing
-        failures = self._others.failures() if self._others and missing else {}
-        lost = [failures[rank] for rank in missing if rank in failures]
-        if lost:
-            self.refuse(lost)
-        if missing and waited_s > self.party.join_timeout_s:
-            names = {front.node_rank: front.name for front in self._others.fronts} if self._others else None
-            verdict = missing_nodes(
-                self.roll.nodes, self.roll.hosts, self.roll.rejected, waited_s, hosts=names
-            )
-            self.refuse([verdict.model_copy(update={"named_after_s": round(waited_s, 1)})])
-
-    def _listen(self, timeout_s: float) -> None:
-        for event in self.server.receive(timeout_s):
-            self._take(event)
-
-    def _take(self, event: Event) -> None:
-        self._last_news = time.monotonic()
-        match event:
-            case Joined():
-                self.roll.joined(event)
-            case Left():
-                self._lost(event)
-            case Rejected():
-                self._turned_away(event)
-            case Said():
-                self._said(event.node_rank, event.message)
-
-    def _lost(self, event: Left) -> None:
-        line = self.roll.gone(event)
-        if not self._joining:
-            self.refuse([words.node_left(event.node_rank, event.host, event.why)])
-        self.note(line)
-
-    def _turned_away(self, event: Rejected) -> None:
-        line = self.roll.turned_away(event)
-        self.note(line)
-        if not self._joining:
-            return
-        if self.roll.wrong_token(event):
-            self.refuse([wrong_token(event)])
-        if event.kind == "misfit":
-            self.refuse([words.misfit(event.why)])
-
-    def _said(self, node_rank: int, message: Message) -> None:
-        host = self.roll.hosts.get(node_rank, "?")
-        match message.get("kind"):
-            case "report":
-                verdict = self.roll.reported(node_rank, message.get("report"))
-                if verdict is not None:
-                    self.refuse([verdict])
-            case "refused":
-                self.refuse([words.node_refused(node_rank, host, message)])
-            case "stop":
-                self.refuse([words.node_stopped(node_rank, host, str(message.get("signal")))])
-            case kind:
-                self._inbox.setdefault(str(kind), {})[node_rank] = message
-
-    def _warn(self, verdict: Verdict) -> None:
-        message = {
-            "kind": "warning", "code": verdict.cause, "text": verdict.summary, "fix": "; ".join(verdict.fix)
-        }  # fmt: skip
-        self.party.show({**message, "time": time.time()})
-        self.tell_all(message)
-
-    def _pass_on(self, aside: Aside[Any]) -> None:
-        for message in aside.shown():
-            self.party.show(message)
 
 
 def hold_meeting(
@@ -319,6 +28,7 @@ def hold_meeting(
     welcome: dict[str, Any] | None = None,
     run_nonce: str = "",
     epoch: int = 0,
+    keep: Keep | None = None,
     start_others: Callable[[tuple[str, int]], SshFronts] | None = None,
 ) -> Meeting:
     """Brings all nodes together, up to the point where each could prepare its data. Called by node 0's front.
@@ -331,22 +41,22 @@ def hold_meeting(
         welcome: for everybody who comes in; `nonce_file` is the name of the file that `facts.storage.leave_nonce` gave.
         run_nonce: of this start; made where it is empty.
         epoch: which attempt of the run this is.
+        keep: told what is known of the nodes after each judgement, also of the one that ends the meeting.
         start_others: with --hosts: starts the other fronts, which call the address that it is given (`ssh.start_others`).
 
     Raises:
         Disagreed: with the verdict that all nodes have been told.
     """
     try:
-        meeting = Meeting(party, welcome=welcome, run_nonce=run_nonce, epoch=epoch)
+        meeting = Meeting(party, welcome=welcome, run_nonce=run_nonce, epoch=epoch, keep=keep)
     except Disagreed as error:  # the others call an address that this machine could still answer on
         if error.verdict is not None and error.verdict.cause == "hostname_loopback":
             tell_refusal(party, error)
         raise
     try:
-        if start_others is not None:
-            meeting.own(start_others(meeting.server.address))
+        others = _start_others(meeting, start_others)
         with listen(meeting.server.address[0], party.token, meeting.run_nonce) as listener:
-            meeting.assemble(make_report, listener.ports)
+            _assemble(meeting, make_report, listener.ports, others)
             meeting.judge(compare_nodes(meeting.reports))
             with collective_task(meeting.reports[0], len(meeting.reports), party.programs) as task:
                 meeting.judge(head_dials(meeting))
@@ -356,3 +66,60 @@ def hold_meeting(
         meeting.__exit__(type(error), error, error.__traceback__)
         raise
     return meeting
+
+
+def _start_others(meeting: Meeting, start: Callable[[tuple[str, int]], SshFronts] | None) -> SshFronts | None:
+    """Starts the other fronts; they are ended with the meeting."""
+    if start is None:
+        return None
+    others = start(meeting.server.address)
+    meeting.afterwards.append(others.close)
+    meeting.note(
+        "started over ssh: " + ", ".join(f"node {one.node_rank} on {one.host}" for one in others.fronts)
+    )
+    return others
+
+
+def _assemble(
+    meeting: Meeting, make_report: MakeReport, probe_ports: list[int], others: SshFronts | None
+) -> None:
+    """Waits until all nodes are here and have reported, this one included.
+
+    Args:
+        meeting: that has just begun.
+        make_report: makes this node's report.
+        probe_ports: at which this node answers the dial matrix.
+        others: the fronts that this node has started.
+
+    Raises:
+        Disagreed: if some never come, one refuses, or one has another token.
+    """
+    standing = Standing(meeting.server.address[0], meeting.welcome, 0.0, probe_ports)
+    own = Aside(lambda show: make_report(standing, show))
+    roll = meeting.roll
+    next_line = meeting.began + _FIRST_LINE_S
+    while not roll.complete:
+        meeting.listen(_POLL_S if 0 in roll.reports else _BUSY_POLL_S)
+        meeting.pass_on(own)
+        if own.done and 0 not in roll.reports:
+            roll.reports[0] = own.result()
+        now = time.monotonic()
+        if now >= next_line and not roll.complete:
+            meeting.note(roll.waiting_line(now - meeting.began), everywhere=True)
+            next_line = now + _NEXT_LINES_S
+        _see_who_is_lost(meeting, now - meeting.began, others)
+    meeting.joined()
+
+
+def _see_who_is_lost(meeting: Meeting, waited_s: float, others: SshFronts | None) -> None:
+    """Ends the meeting where a node will not come any more, or has not come in time."""
+    roll = meeting.roll
+    missing = roll.missing
+    failures = others.failures() if others and missing else {}
+    lost = [failures[rank] for rank in missing if rank in failures]
+    if lost:
+        meeting.refuse(lost)
+    if missing and waited_s > meeting.party.join_timeout_s:
+        names = {front.node_rank: front.name for front in others.fronts} if others else None
+        verdict = missing_nodes(roll.nodes, roll.hosts, roll.rejected, waited_s, hosts=names)
+        meeting.refuse([verdict.model_copy(update={"named_after_s": round(waited_s, 1)})])
