@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from unisono.plan import RankPlace, RunPlan
-
 CLOSE_LIMIT_S = 15.0
 # The front judges who is stuck, and long before this; it is what ends ranks whose front is gone, too.
 _PATIENCE = timedelta(minutes=30)
@@ -95,29 +93,38 @@ class Ranks:
     """Several ranks, joined by torch's process group. The device is bound already."""
 
     def __init__(
-        self, plan: RunPlan, place: RankPlace, device: torch.device, *, store: tuple[str, int], listener: Listener | None
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        store: tuple[str, int],
+        listener: Listener | None,
+    ) -> None:
         """Joins the others. All ranks must.
 
         Args:
-            plan: of the run; a restart is another epoch, and nothing of the old can join it.
-            place: of this rank.
+            name: of the group. A restart has another, and nothing of the old one can join it.
+            rank: of this process.
+            world_size: all ranks.
             device: that is bound.
-            store: where rank 0's store is.
+            store: host and port of rank 0's store.
             listener: rank 0's.
         """
         assert not dist.is_initialized(), "the process group has one owner"
-        self.rank, self.world_size, self.device = place.rank, plan.world_size, device
+        self.rank, self.world_size, self.device = rank, world_size, device
         host, port = store
-        base = (
-            listener.store()
-            if listener
-            else dist.TCPStore(host, port, None, is_master=False, timeout=_JOIN_LIMIT, wait_for_workers=False)
-        )
+        if listener is not None:
+            base = listener.store()
+        else:
+            base = dist.TCPStore(
+                host, port, None, is_master=False, timeout=_JOIN_LIMIT, wait_for_workers=False
+            )
         extra: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group(
-            backend_of(device), store=dist.PrefixStore(f"unisono/{plan.run_id}/{plan.epoch}", base), rank=self.rank,
-            world_size=self.world_size, timeout=_PATIENCE, **extra,
+            backend_of(device), store=dist.PrefixStore(f"unisono/{name}", base), rank=rank, world_size=world_size,
+            timeout=_PATIENCE, **extra,
         )  # fmt: skip
 
     @property

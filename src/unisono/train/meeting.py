@@ -79,7 +79,10 @@ def meet(
     report.send("rank_report", report=mine.to_json())
     host, port = _wait_for_go()
     report.phase("join", "joining the other ranks")
-    return Ranks(plan, place, device, store=(host, port), listener=listener)
+    return Ranks(
+        f"{plan.run_id}/{plan.epoch}", rank=place.rank, world_size=plan.world_size, device=device, store=(host, port),
+        listener=listener,
+    )  # fmt: skip
 
 
 def _wait_for_go() -> tuple[str, int]:

@@ -1,0 +1,100 @@
+"""What training over two ranks costs: tokens per CPU second of one rank, two replicas and two shards, on this machine.
+
+    python bench/ranks.py [--steps 10] [--rounds 2]
+
+Runs `unisono train` as a user does, on the random 12 M model and the rows of bench/workload.py. CPU seconds are those of all processes of
+a job, as the kernel counts them; a short job is taken off a long one, so that starting up does not count. All ways take turns, so that a
+busy machine slows all alike; ratios to one rank are what to look at. Results go to bench/results/ranks.json.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from workload import make  # type: ignore[import-not-found]  # beside this script
+
+WAYS = {"one": ("auto", 1), "ddp": ("ddp", 2), "fsdp": ("fsdp", 2)}
+SHORT = 2
+
+
+def job(work: Path, adapter: str, way: str, steps: int) -> dict[str, Any]:
+    """One job: tokens it saw, CPU seconds of all its processes, seconds a step, seconds of waiting a step."""
+    strategy, nproc = WAYS[way]
+    run = work / f"{adapter}-{way}-{steps}"
+    config = work / "config.yaml"
+    section = "{rank: 8, alpha: 16}" if adapter == "lora" else "null"
+    config.write_text(
+        f"model: {{path: {work / 'm15'}, dtype: float32}}\nadapter: {section}\nparallel: {{strategy: {strategy}}}\ndevice: cpu\n"
+        f"data: {{train: {work / 'alpaca.jsonl'}, max_length: 512, too_long: cut, packing: false}}\nduration: {steps} steps\n"
+        f"batch: {{global: 8, micro: 4}}\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "unisono", "train", str(config), "--quiet", "--fresh"]
+    command += ["--nproc", str(nproc)] if nproc > 1 else []
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "tokens": lines[-1]["tokens"],
+        "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "step_time_s": statistics.median(line["step_time_s"] for line in lines[1:]),
+        "comm_time_s": statistics.median(line["comm_time_s"] for line in lines[1:]),
+        "losses": [line["loss"] for line in lines],
+    }
+
+
+def measure(work: Path, adapter: str, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """Medians over the rounds, for each way, and ratios to one rank; losses must be those of one rank."""
+    rates: dict[str, list[float]] = {way: [] for way in WAYS}
+    last: dict[str, dict[str, Any]] = {}
+    for _ in range(rounds):
+        for way in WAYS:
+            short, long = job(work, adapter, way, SHORT), job(work, adapter, way, steps)
+            rates[way].append((long["tokens"] - short["tokens"]) / (long["cpu_s"] - short["cpu_s"]))
+            last[way] = long
+    base = statistics.median(rates["one"])
+    return [
+        {
+            "adapter": adapter, "way": way, "ranks": WAYS[way][1], "tokens_per_cpu_second": round(statistics.median(rates[way]), 1),
+            "to_one_rank": round(statistics.median(rates[way]) / base, 3), "step_time_s": round(last[way]["step_time_s"], 3),
+            "comm_time_s": round(last[way]["comm_time_s"], 4),
+            "largest_loss_difference": max(abs(a - b) for a, b in zip(last[way]["losses"], last["one"]["losses"], strict=True)),
+        }
+        for way in WAYS
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """All ways, for an adapter and for all weights."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        make(work, rows=400)
+        found = [
+            line for adapter in ("lora", "full") for line in measure(work, adapter, args.steps, args.rounds)
+        ]
+    for line in found:
+        print(json.dumps(line))
+    target = Path(__file__).parent / "results" / "ranks.json"
+    command = f"python bench/ranks.py --steps {args.steps} --rounds {args.rounds}"
+    machine = {"cores": os.cpu_count(), "backend": "gloo", "threads": 1}
+    target.write_text(
+        json.dumps({"schema": 1, "command": command, "machine": machine, "found": found}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The process group, replicas and shards in one process, over gloo, and over NCCL where there is a CUDA device.
+
+Run: pytest tests/ranks/test_group.py. NCCL refuses two ranks on one device, so there is one rank here; tests/ranks has more, over gloo.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from unisono.model.forward import Rows, choose_forward
+from unisono.model.load import LoadedModel
+from unisono.model.shard import shard_model, whole
+from unisono.train.digests import checksum
+from unisono.train.exchange import Replicas
+from unisono.train.group import Listener, Ranks, close_group, world_mesh
+
+_CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+)
+_LENGTHS = [40, 7, 300]
+
+
+@pytest.fixture(params=["cpu", _CUDA])
+def group(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """A group of one rank."""
+    device = torch.device("cpu")
+    if request.param == "cuda":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+    listener = Listener("127.0.0.1")
+    store = ("127.0.0.1", listener.port)
+    yield Ranks("test", rank=0, world_size=1, device=device, store=store, listener=listener)
+    assert close_group(in_peace=True)
+    assert close_group(in_peace=True), "closing twice is once"
+
+
+def _model() -> LoadedModel:
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    base.config.use_cache = False
+    return LoadedModel(base, base, None, dict(base.named_parameters()), 0)
+
+
+def _rows(device: torch.device) -> Rows:
+    ids = torch.arange(sum(_LENGTHS), device=device) * 7 % 512
+    positions = torch.cat([torch.arange(n) for n in _LENGTHS]).to(device)
+    index = (positions[1:] > 0).nonzero()[:, 0]
+    return Rows(ids, positions, _LENGTHS, index, ids[index + 1])
+
+
+def test_sums_flags_and_barriers_go_over_the_group(group: Ranks) -> None:
+    tensor = torch.ones(3, device=group.device)
+    group.sum(tensor)
+    group.broadcast(tensor)
+    group.barrier()
+    assert tensor.tolist() == [1.0, 1.0, 1.0]
+    assert group.any(True)
+    assert not group.any(False)
+
+
+def test_gradients_in_buffers_are_those_of_one_device(group: Ranks) -> None:
+    plain, summed = _model(), _model()
+    for loaded in (plain, summed):
+        loaded.model.to(group.device)
+    replicas = Replicas(group, group.device, list(summed.trainable.values()), scalars=4)
+    replicas.begin()
+    replicas.last_comes()
+    rows = _rows(group.device)
+    for loaded in (plain, summed):
+        forward = choose_forward(loaded, dtype="bfloat16", quick_adapter=False, gradient_checkpointing=False)
+        forward.loss(rows, count=len(rows.labels)).backward()
+    assert replicas.finish(torch.ones(4, device=group.device)).tolist() == [1.0] * 4
+    assert replicas.settle() >= 0
+    for name, parameter in plain.trainable.items():
+        torch.testing.assert_close(summed.trainable[name].grad, parameter.grad, rtol=1e-2, atol=1e-4)
+
+
+def test_a_sharded_model_moves_to_its_device_and_gives_the_same_loss_and_gradient(group: Ranks) -> None:
+    plain, sharded = _model(), _model()
+    plain.model.to(group.device)
+    root = shard_model(sharded, world_mesh(group.device, 1))
+    assert {p.device.type for p in sharded.trainable.values()} == {group.device.type}
+    rows = _rows(group.device)
+    losses = []
+    for loaded, module in ((plain, None), (sharded, root.module)):
+        forward = choose_forward(
+            loaded, dtype="bfloat16", quick_adapter=False, gradient_checkpointing=False, root=module
+        )
+        assert (forward.layout, forward.head) == ("flat", "chunked"), forward.why
+        loss = forward.loss(rows, count=len(rows.labels))
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+    for name, parameter in plain.trainable.items():
+        mine = sharded.trainable[name].grad
+        assert mine is not None
+        torch.testing.assert_close(whole(mine), parameter.grad, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_checksum_is_the_same_on_the_device() -> None:
+    tensor = torch.randn(1000, 777)
+    assert checksum(tensor) == checksum(tensor.cuda())
