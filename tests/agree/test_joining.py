@@ -15,7 +15,6 @@ from unisono.control.events import Rejected
 
 TOKEN = Rejected("10.0.0.9:41000", "its proof does not fit", "token", 2)
 NOISE = Rejected("10.0.0.7:5", "not our protocol", "malformed")
-SECOND = Rejected("10.0.0.8:41001", "node 1 is taken", "duplicate", 1, "node 1 (b) at 10.0.0.1")
 
 
 def test_a_node_that_never_called_is_named_with_those_that_are_here() -> None:
@@ -46,12 +45,6 @@ def test_callers_that_were_not_let_in_are_evidence_and_the_likely_one_leads_the_
     assert "never started" in joining.missing_nodes(3, {0: "a", 1: "b"}, [NOISE], 60).fix[0]
 
 
-def test_while_one_waits_the_missing_are_counted_and_named() -> None:
-    assert (
-        joining.waiting_line(3, {0: "a", 1: "b"}, 12.4) == "2 of 3 here after 12 s; node 2 has never called"
-    )
-
-
 def test_a_wrong_token_names_the_address_and_blames_no_host() -> None:
     """What a caller without the secret says of itself is not proven."""
     verdict = joining.wrong_token(TOKEN)
@@ -60,17 +53,7 @@ def test_a_wrong_token_names_the_address_and_blames_no_host() -> None:
     assert "node 2" in verdict.summary
 
 
-def test_a_second_node_of_one_rank_is_told_who_holds_it() -> None:
-    verdict = joining.duplicate_node(SECOND)
-    assert verdict.cause == "node_duplicate"
-    assert (
-        verdict.summary
-        == "node 1 is held by node 1 (b) at 10.0.0.1, and was claimed again from 10.0.0.8:41001"
-    )
-
-
-def test_a_process_of_an_earlier_start_and_a_node_that_was_lost_have_their_causes() -> None:
-    assert joining.stale_process(SECOND).cause == "stale_process"
+def test_a_node_that_left_and_one_that_fell_silent_have_their_causes() -> None:
     gone = joining.lost_node(2, "c", "connection closed", silent=False)
     assert (gone.cause, gone.hosts) == ("node_missing", ("c",))
     assert gone.summary == "node 2 (c) was here, and left before the start: connection closed"
@@ -99,7 +82,7 @@ def test_a_node_that_refuses_gives_its_reason_or_its_verdict() -> None:
 def test_every_verdict_is_one_line_with_a_remedy_and_a_cause_that_fits_the_moment() -> None:
     nasty = Rejected("1.2.3.4:5\x1b[2J", "line\nbreak", "token", 1, "x\ny")
     for verdict in (
-        joining.missing_nodes(2, {}, [nasty], 1), joining.wrong_token(nasty), joining.duplicate_node(nasty), joining.stale_process(nasty),
+        joining.missing_nodes(2, {}, [nasty], 1), joining.wrong_token(nasty),
         joining.lost_node(1, "h\n", "w\n", silent=True), joining.refused_node(1, "h", []),
     ):  # fmt: skip
         assert "\n" not in verdict.summary

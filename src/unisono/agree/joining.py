@@ -1,4 +1,4 @@
-"""Verdicts on who is there and who is not: nodes that never called, call twice, or call with another secret."""
+"""Verdicts on who is there and who is not: nodes that never called, left, refuse, or have another secret."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
@@ -32,11 +32,6 @@ class Call(Protocol):
     @property
     def claims(self) -> int | None:
         """The node rank that it says it has."""
-        ...
-
-    @property
-    def holder(self) -> str:
-        """Who has that rank."""
         ...
 
 
@@ -98,15 +93,6 @@ def _call_evidence(calls: Iterable[Call]) -> list[Evidence]:
     ]
 
 
-def waiting_line(nodes: int, present: Mapping[int, str], waited_s: float) -> str:
-    """What is said while one waits: `2 of 3 here after 12 s; node 2 has never called`."""
-    absent = [rank for rank in range(nodes) if rank not in present]
-    return (
-        f"{len(present):,} of {nodes:,} here after {waited_s:.0f} s;"
-        f" {number_list('node', absent)} {'has' if len(absent) == 1 else 'have'} never called"
-    )
-
-
 def wrong_token(call: Call) -> Verdict:
     """Somebody called who has another secret. What it says of itself is unproven, so that nobody is named by host."""
     says = "" if call.claims is None else f" (says it is node {call.claims})"
@@ -116,28 +102,6 @@ def wrong_token(call: Call) -> Verdict:
         evidence=tuple(_call_evidence([call])),
         fix=("copy one token to all nodes: --token-file FILE, or UNISONO_TOKEN in the environment",
              "end processes of earlier starts on that machine"),
-    )  # fmt: skip
-
-
-def duplicate_node(call: Call) -> Verdict:
-    """A second process claims a node rank that is taken."""
-    rank = "?" if call.claims is None else call.claims
-    holder = one_line(call.holder, limit=80) or "another process"
-    return Verdict(
-        cause="node_duplicate", when="before", phase=_PHASE,
-        summary=f"node {rank} is held by {holder}, and was claimed again from {one_line(call.address, limit=60)}",
-        evidence=tuple(_call_evidence([call])),
-        fix=("give each node its own --node-rank (or NODE_RANK): 0, 1, 2 …", "end what an earlier start has left behind"),
-    )  # fmt: skip
-
-
-def stale_process(call: Call) -> Verdict:
-    """A process of an earlier start of this job calls."""
-    claims = "" if call.claims is None else f" as node {call.claims}"
-    return Verdict(
-        cause="stale_process", when="before", phase=_PHASE,
-        summary=f"a process of an earlier start calls{claims} from {one_line(call.address, limit=60)}",
-        evidence=tuple(_call_evidence([call])), fix=_remedy("stale_process"),
     )  # fmt: skip
 
 

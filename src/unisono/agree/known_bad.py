@@ -1,6 +1,6 @@
 """Versions that are known to be bad: what goes wrong, the least good version, the command, and where that is written."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from unisono.agree.agreement import Agreement
@@ -137,12 +137,6 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
 )  # fmt: skip
 """Only what has a source. torchrun's trouble with clocks that differ, in every version so far, is the cause clock_skew."""
-
-
-def known_faults(versions: Versions, *, concerns: Iterable[str] = ("train", "programs")) -> list[KnownBad]:
-    """The entries that these versions fall under, whatever their further conditions."""
-    wanted = set(concerns)
-    return [entry for entry in KNOWN_BAD if entry.concerns in wanted and entry.holds(versions)]
 
 
 def judge_known_bad(members: Members) -> Agreement:

@@ -31,7 +31,7 @@ class Rule:
     id: str
     subject: str
     need: Need
-    violated: Literal["fail", "warn", "pass"]
+    violated: Literal["fail", "warn"]
     cause: str
     remedy: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
