@@ -11,7 +11,7 @@ from typing import Any
 
 from unisono.causes import Verdict
 from unisono.config import LoadedConfig
-from unisono.errors import EndedByVerdict, UsageError
+from unisono.errors import Disagreed, EndedByVerdict, UsageError
 from unisono.events import Message
 from unisono.files import make_private_dir, read_object, write_json
 from unisono.launch.asked import TrainRequest
@@ -44,12 +44,17 @@ def take_part(
     """
     show = party.show
     seen = _Seen(report_maker(request, loaded, here))
-    with attend_meeting(party, seen.make) as attendance:
-        attendance.wait_for("prepare")
-        shared = seen.shares_output
-        with _own_directory(request, loaded, here, shared=shared, show=show) as run:
-            member = _Member(request, loaded, here, attendance, interrupts, show, run, shared)
-            last = member.run()
+    try:
+        with attend_meeting(party, seen.make) as attendance:
+            attendance.wait_for("prepare")
+            shared = seen.shares_output
+            with _own_directory(request, loaded, here, shared=shared, show=show) as run:
+                member = _Member(request, loaded, here, attendance, interrupts, show, run, shared)
+                last = member.run()
+    except Disagreed as error:
+        if seen.has_own_output:
+            _keep_refusal(RunDir(Path(loaded.config.output_dir)), error)
+        raise
     if isinstance(last, LostHead):
         if not shared:
             set_verdict(run, last.verdict)
@@ -67,10 +72,13 @@ class _Seen:
 
     maker: MakeReport
     shares_output: bool = False
+    has_own_output: bool = False
+    """The head's mark was looked for in it, and is not there."""
 
     def make(self, standing: Standing, show: Show) -> Any:
         report = self.maker(standing, show)
         self.shares_output = report.output.shared is True
+        self.has_own_output = report.output.shared is False
         return report
 
 
@@ -149,6 +157,22 @@ def _own_directory(
         yield run
     finally:
         lock.release()
+
+
+def _keep_refusal(run: RunDir, error: Disagreed) -> None:
+    """Copies of verdict.json and result.json for a node that does not see the head's; a run of this node's own stays as it is."""
+    if error.verdict is None or run.plan.exists():
+        return
+    with contextlib.suppress(OSError):  # a disk that is full or read-only may be what the verdict is about
+        make_private_dir(run.root)
+        set_verdict(run, error.verdict)
+        verdict = error.verdict.to_json()
+        write_result(
+            run,
+            RunResult(
+                outcome="disagreed", exit_code=error.exit_code, output_dir=str(run.root), verdict=verdict
+            ),
+        )
 
 
 def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
