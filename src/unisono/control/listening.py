@@ -12,6 +12,7 @@ from unisono.facts.listeners import who_listens
 from unisono.text import one_line
 
 _OTHER_FILES = 100
+_SEGMENT_BYTES = 1_160  # with headers below the smallest MTU that IPv6 allows, 1280
 _ANY = ("", "0.0.0.0", "::", "*")  # noqa: S104 - the addresses that are refused
 
 
@@ -31,6 +32,9 @@ def bind(host: str, port: int, *, backlog: int) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is nobody's
+        # Accepted connections have it from here, and callers are told: where large packets are lost, reports still come
+        # through, so that the dial matrix can name it.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
         sock.bind(address)
         sock.listen(backlog)
     except OSError as error:
