@@ -266,6 +266,21 @@ def test_a_head_that_is_stopped_is_silent_and_named_within_its_limit(job: Job) -
     head.process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
+def test_a_node_that_was_here_and_is_gone_is_not_said_to_have_never_called(job: Job) -> None:
+    head, first, second = (
+        job.start(0, join_timeout=5.0),
+        job.start(1),
+        job.start(2, reports_after=str(job.folder / "never")),
+    )
+    second.is_here()
+    second.process.kill()
+    verdict = disagree(job, [head, first], "node_missing")
+    assert "node 2 (c) was here" in verdict.summary
+    assert verdict.hosts == ("c",)
+    assert any("node 2 (c) was here and has left" in note for note in head.notes)
+
+
 def test_a_node_that_leaves_before_all_are_here_may_come_again(job: Job) -> None:
     head, first = job.start(0), job.start(1, reports_after=str(job.folder / "never"))
     first.is_here()

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 from unisono.agree.compare import compare_nodes
-from unisono.agree.joining import missing_nodes
 from unisono.errors import Disagreed
 from unisono.launch.nodes.aside import Aside
 from unisono.launch.nodes.collective import collective_task, head_collective
@@ -121,5 +120,4 @@ def _see_who_is_lost(meeting: Meeting, waited_s: float, others: SshFronts | None
         meeting.refuse(lost)
     if missing and waited_s > meeting.party.join_timeout_s:
         names = {front.node_rank: front.name for front in others.fronts} if others else None
-        verdict = missing_nodes(roll.nodes, roll.hosts, roll.rejected, waited_s, hosts=names)
-        meeting.refuse([verdict.model_copy(update={"named_after_s": round(waited_s, 1)})])
+        meeting.refuse(roll.absence(waited_s, names=names))

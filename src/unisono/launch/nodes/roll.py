@@ -1,9 +1,11 @@
 """Who of the nodes is here, who has reported, and who was turned away. No clock, no socket."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
+from unisono.agree.joining import missing_nodes
 from unisono.agree.naming import count, name_node, number_list
 from unisono.agree.report import NodeReport
 from unisono.causes import Verdict
@@ -24,7 +26,7 @@ class Roll:
         hosts: of those that are here, by node rank.
         addresses: from which they call.
         reports: of those that have reported.
-        left: why a node that was here is not any more.
+        left: for a node that was here and is not any more: its host, and why.
         rejected: who was turned away, the last ones.
     """
 
@@ -32,7 +34,7 @@ class Roll:
     hosts: dict[int, str] = field(default_factory=dict)
     addresses: dict[int, str] = field(default_factory=dict)
     reports: dict[int, NodeReport] = field(default_factory=dict)
-    left: dict[int, str] = field(default_factory=dict)
+    left: dict[int, tuple[str, str]] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)
 
     @property
@@ -61,8 +63,8 @@ class Roll:
         self.hosts.pop(event.node_rank, None)
         self.addresses.pop(event.node_rank, None)
         self.reports.pop(event.node_rank, None)
-        self.left[event.node_rank] = one_line(event.why, limit=200)
-        return f"{name_node(event.node_rank, event.host)} was here and has left: {self.left[event.node_rank]}"
+        self.left[event.node_rank] = event.host, one_line(event.why, limit=200)
+        return self._has_left(event.node_rank)
 
     def reported(self, node_rank: int, value: object) -> Verdict | None:
         """Takes a node's report; a verdict where it cannot be read, or is another node's."""
@@ -90,13 +92,31 @@ class Roll:
         if never:
             parts.append(f"{number_list('node', never)} {'has' if len(never) == 1 else 'have'} never called")
         lost = [rank for rank in self.missing if rank in self.left]
-        parts += [f"node {rank} was here and has left: {self.left[rank]}" for rank in lost[:_LISTED]]
+        parts += [self._has_left(rank) for rank in lost[:_LISTED]]
         busy = self.unreported
         if busy and not self.missing:
             names = ", ".join(name_node(rank, self.hosts[rank]) for rank in busy[:_LISTED])
             more = f" and {len(busy) - _LISTED} more" if len(busy) > _LISTED else ""
             parts.append(f"{names}{more} still looking at files and devices")
         return "; ".join(parts)
+
+    def absence(self, waited_s: float, *, names: Mapping[int, str] | None = None) -> list[Verdict]:
+        """Verdicts on the nodes that are not here, once one does not wait for them any more.
+
+        Args:
+            waited_s: for how long one has waited.
+            names: the hosts that nodes should be on, as by --hosts.
+        """
+        after = {"named_after_s": round(waited_s, 1)}
+        gone = [words.node_left(rank, *self.left[rank]) for rank in self.missing if rank in self.left]
+        known = self.hosts | {rank: host for rank, (host, _) in self.left.items()}
+        if len(known) < self.nodes:
+            gone.append(missing_nodes(self.nodes, known, self.rejected, waited_s, hosts=names))
+        return [verdict.model_copy(update=after) for verdict in gone]
+
+    def _has_left(self, node_rank: int) -> str:
+        host, why = self.left[node_rank]
+        return f"{name_node(node_rank, host)} was here and has left: {why}"
 
     def wrong_token(self, event: Rejected) -> bool:
         """Whether a caller with another token says that it is a node that is still missing."""
