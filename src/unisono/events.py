@@ -4,7 +4,7 @@ Kinds, and the fields that each carries beside `kind` and `time` (UTC, seconds):
 
     phase       phase, text; done, total (optional; units of work inside the phase)
     ready       facts: what only the worker knows before step 1 (parameters, attention, memory, resume)
-    step        one line of metrics.jsonl
+    step        one line of metrics.jsonl; of other ranks than 0 the step alone
     eval        step, eval_loss, and more figures
     sample      step, prompt, text
     checkpoint  step, path, bytes, seconds

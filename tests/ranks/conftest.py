@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {"data": {"eval": 0.1}, "eval": {"every": "10 steps", "exact_match": True, "samples": 1}},
     "dropout": {"adapter": {"dropout": 0.1}},
     "full": {"adapter": None, "optim": {"lr": 1e-3}, "memory": {"gradient_checkpointing": True}},
+    "dora": {"adapter": {"kind": "dora", "modules_to_save": ["norm"]}, "duration": "8 steps"},
     "mixed": {"model": {"dtype": "bfloat16"}},
     "narrow": {"adapter": {"rank": 2}, "batch": {"global": 2, "micro": 1}, "duration": "8 steps"},
     "nan": {"duration": "6 steps"},

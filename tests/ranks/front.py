@@ -16,7 +16,7 @@ from typing import Any
 from unisono.plan import RunPlan
 
 Messages = list[dict[str, Any]]
-LIMIT_S = 200.0
+LIMIT_S = 400.0
 WORKER = (sys.executable, "-m", "unisono.worker")
 SEVERAL = (sys.executable, str(Path(__file__).with_name("several.py")))
 

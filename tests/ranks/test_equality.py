@@ -20,7 +20,7 @@ def _losses_are_equal(run: Done, one: Done) -> None:
 
 
 @pytest.mark.parametrize("way", _WAYS)
-@pytest.mark.parametrize("kind", ["lora", "full", "narrow", "nan"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "full", "narrow", "nan"])
 def test_two_ranks_give_the_losses_of_one(alone: dict[str, Done], two: Runs, kind: str, way: str) -> None:
     assert two[kind, way, 2].plan.strategy == way
     _losses_are_equal(two[kind, way, 2], alone[kind])
@@ -43,7 +43,7 @@ def test_the_comparison_is_over_twenty_steps_with_a_short_last_batch(alone: dict
 
 @pytest.mark.parametrize("way", _WAYS)
 def test_final_weights_are_equal_and_gathered_whole(alone: dict[str, Done], two: Runs, way: str) -> None:
-    for kind in ("lora", "full"):
+    for kind in ("lora", "dora", "full"):
         mine, wanted = two[kind, way, 2].weights(), alone[kind].weights()
         assert mine.keys() == wanted.keys()
         for name, tensor in wanted.items():

@@ -119,3 +119,12 @@ def test_one_adapter_has_one_buffer() -> None:
     assert group.begun == [], "the scalars of the step travel with the gradients"
     replicas.finish(torch.zeros(2))
     assert len(group.begun) == 1
+
+
+def test_one_rank_opens_no_group(train_here: Callable[..., object]) -> None:
+    train_here(duration="1 steps", on_message=lambda message, stop: _no_group())
+    _no_group()
+
+
+def _no_group() -> None:
+    assert not torch.distributed.is_initialized()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 CLOSE_LIMIT_S = 15.0
 # The front judges who is stuck, and long before this; it is what ends ranks whose front is gone, too.
 _PATIENCE = timedelta(minutes=30)
-_JOIN_LIMIT = timedelta(seconds=60)
+_JOIN_LIMIT = timedelta(minutes=5)  # a slow resolver makes torch's store take seconds for each rank
 _BACKLOG = 4096
 
 

@@ -89,9 +89,9 @@ def _wait_for_go() -> tuple[str, int]:
     """Where rank 0's store is, from the one line on stdin."""
     line = sys.stdin.buffer.readline()
     if not line.strip():
-        sys.exit(
-            Disagreed.exit_code
-        )  # the front is gone, or the ranks differ: it has told, or nobody listens
+        # The ranks differ, and the front has said how; or there is no front, and only the log is left.
+        sys.stderr.write("no word to go on from the front on stdin: this rank leaves\n")
+        sys.exit(Disagreed.exit_code)
     try:
         message: dict[str, Any] = json.loads(line)
         assert message["kind"] == "go", message
