@@ -28,9 +28,14 @@ def plan(world_size: int, per_node: int = 2) -> RunPlan:
         NodePlace(node_rank=n, host="abcdef"[n], address="127.0.0.1", nproc=per_node, nproc_origin="--nproc")
         for n in range(-(-world_size // per_node))
     ]
-    return RunPlan.model_construct(
-        world_size=world_size, ranks=ranks, nodes=nodes, store_host="127.0.0.1", resume=None
-    )
+    looked_at: Any = {
+        "world_size": world_size,
+        "ranks": ranks,
+        "nodes": nodes,
+        "store_host": "127.0.0.1",
+        "resume": None,
+    }
+    return RunPlan.model_construct(**looked_at)
 
 
 def end(rank: int, returncode: int = 5, *, kind: str | None = None, **more: Any) -> RankEnd:

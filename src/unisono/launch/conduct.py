@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from unisono.agree.agreement import Agreement
+from unisono.agree.ranks import compare_ranks
 from unisono.agree.report import RankReport
 from unisono.launch.postmortem import NodeLoss, first_cause, is_victim
 from unisono.launch.ranks import RankEnd
@@ -54,8 +55,6 @@ class Conductor:
         self.reports[report.rank] = report
         if len(self.reports) < self.plan.world_size or self.agreement is not None:
             return None
-        from unisono.agree.ranks import compare_ranks
-
         ordered = [self.reports[rank] for rank in sorted(self.reports)]
         self.agreement = compare_ranks(ordered, world_size=self.plan.world_size)
         port = self.reports[0].store_port if 0 in self.reports else None

@@ -106,6 +106,8 @@ class Serving:
                     self._pass_on(news)
                 self._told_gone = True
                 self.link.send({"kind": "all_ended"})
+            case "verdict":
+                self._say_verdict(message)
             case "note":
                 self.show({"kind": "note", "time": time.time(), "text": str(message.get("text", ""))})
             case "ended" | "plan":
@@ -114,6 +116,13 @@ class Serving:
             case _:
                 pass  # a newer head or node says more; what it says beside is not for us
         return None
+
+    def _say_verdict(self, message: Message) -> None:
+        try:
+            verdict = Verdict.from_json({k: v for k, v in message.items() if k not in ("kind", "time")})
+        except ValueError:  # of a newer head; its last word follows
+            return
+        self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
 
     def _tell_gone(self) -> None:
         if self.local.all_ended and not self._told_gone:

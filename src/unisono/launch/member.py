@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.causes import Verdict
+from unisono.causes import Verdict, find_cause
 from unisono.config import LoadedConfig
-from unisono.errors import Disagreed, EndedByVerdict, UsageError
+from unisono.errors import Disagreed, UsageError
 from unisono.events import Message
 from unisono.files import make_private_dir, read_object, write_json
 from unisono.launch.asked import TrainRequest
@@ -21,6 +21,7 @@ from unisono.launch.gathering import interface_of, prepared_facts, report_maker
 from unisono.launch.interrupts import Interrupts
 from unisono.launch.nodes.agent import Attendance, attend_meeting
 from unisono.launch.nodes.party import MakeReport, Party, Standing
+from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import Here, prepare
 from unisono.launch.rank_environment import rank_environments
 from unisono.launch.ranks import LocalRanks
@@ -56,11 +57,7 @@ def take_part(
             _keep_refusal(RunDir(Path(loaded.config.output_dir)), error)
         raise
     if isinstance(last, LostHead):
-        if not shared:
-            set_verdict(run, last.verdict)
-        raise EndedByVerdict.of(
-            last.verdict.summary, where="the control channel", why=last.why, fix="; ".join(last.verdict.fix), verdict=last.verdict
-        )  # fmt: skip
+        return _cut_off(run, last, shared=shared, show=show)
     return _keep(
         run, last.message, head=str(attendance.welcome.get("head_host", "")), shared=shared, show=show
     )
@@ -191,14 +188,25 @@ def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
     )  # fmt: skip
 
 
+def _cut_off(run: RunDir, last: LostHead, *, shared: bool, show: Show) -> dict[str, Any]:
+    """Says that the head is lost, which this node alone can say, and gives the result of that."""
+    verdict = last.verdict
+    show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+    known = find_cause(verdict.cause)
+    ending = Ending(known.exit_code if known else 4, NOTHING_DONE, verdict)
+    result = result_of(ending, run_id="", output_dir=str(run.root), restarts=[], seconds=0.0)
+    if not shared:  # the head's own files are the head's to write
+        set_verdict(run, verdict)
+        write_result(run, RunResult.from_json(result))
+    return result
+
+
 def _keep(run: RunDir, message: Message, *, head: str, shared: bool, show: Show) -> dict[str, Any]:
-    """Shows and, where the head's directory is not seen here, keeps how the run ended."""
+    """Keeps how the run ended, where the head's directory is not seen here. A verdict on the ranks has been shown already."""
     result = {**dict(message.get("result") or {}), "exit_code": int(message.get("exit_code", 1))}
     for value in message.get("verdicts") or []:
-        verdict = Verdict.from_json(value)
         if not shared:
-            set_verdict(run, verdict)
-        show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+            set_verdict(run, Verdict.from_json(value))
     problems = message.get("problems") or []
     if problems:
         show({"kind": "refused", "time": time.time(), "problems": problems})

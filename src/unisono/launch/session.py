@@ -191,7 +191,7 @@ class _Start:
                 write_agreement(claimed.run, self.table)
             self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
             attempt = self._attempt(plan, here, claimed.run, recorder, others)
-            ending = self._told(claimed.run, plan, attempt, ending_of(attempt, plan))
+            ending = self._told(claimed.run, plan, attempt, ending_of(attempt, plan), others)
             verdict = ending.verdict
             if verdict is None or not self._goes_on(plan, attempt, verdict, deaths):
                 return self._finish(claimed, plan, attempt, ending, restarts, others)
@@ -251,10 +251,14 @@ class _Start:
             write_agreement(run, self.table)
         return attempt
 
-    def _told(self, run: RunDir, plan: RunPlan, attempt: Attempt, ending: Ending) -> Ending:
-        """Keeps the evidence of a verdict, and shows it."""
+    def _told(
+        self, run: RunDir, plan: RunPlan, attempt: Attempt, ending: Ending, others: Together | None
+    ) -> Ending:
+        """Keeps the evidence of a verdict, and says it on all nodes."""
         if ending.verdict is None:
             return ending
+        if others is not None:
+            others.tell_verdict(ending.verdict)
         end = attempt.decision.culprit if attempt.decision else None
         if end is not None and end.tail and ending.error is None:
             path = keep_tail(run, plan.ranks[end.rank], end.tail)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from unisono.agree.agreement import Agreement
 from unisono.agree.prepared import PreparedFacts, compare_prepared
 from unisono.agree.report import NodeReport
+from unisono.causes import Verdict
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed
 from unisono.launch.asked import TrainRequest
@@ -70,9 +71,13 @@ class Together:
         self.meeting.tell_all({"kind": "plan", "plan": plan.to_json()})
         return self.meeting.server
 
+    def tell_verdict(self, verdict: Verdict) -> None:
+        """Says on all nodes what has ended the ranks; whether the run goes on is said later."""
+        self.meeting.tell_all({"kind": "verdict", **verdict.to_json()})
+
     def end(self, result: dict[str, Any], ending: Ending) -> None:
         """Says the last word: how the run ended."""
-        verdicts = [ending.verdict.to_json()] if ending.verdict else []
+        verdicts = [ending.verdict.to_json()] if ending.verdict else []  # to be kept; it has been said
         problems = ending.error.to_json()["problems"] if ending.error else []
         self.meeting.end(
             {
