@@ -1,11 +1,11 @@
-"""The one device of a run is chosen from facts alone. Run: pytest tests/launch/test_device.py"""
+"""The devices of a run are chosen from facts alone; several: test_topology.py. Run: pytest tests/launch/test_device.py"""
 
 import pytest
 
 from unisono.errors import UsageError
 from unisono.facts import Machine
 from unisono.facts.machine import Gpu
-from unisono.launch.device import choose_device
+from unisono.launch.device import choose_devices, device_words
 from unisono.plan import DeviceChoice
 
 
@@ -27,7 +27,9 @@ def choose(
     visible: str | None = None,
     torch: str = "2.13.0",
 ) -> DeviceChoice:
-    return choose_device(here, wish=wish, named=named, visible=visible, torch_version=torch)[0]
+    words = device_words(named)
+    (chosen,), _ = choose_devices(here, wish=wish, named=words, visible=visible, nproc=1, torch_version=torch)
+    return chosen
 
 
 def test_without_an_accelerator_it_is_the_cpu() -> None:
@@ -35,7 +37,7 @@ def test_without_an_accelerator_it_is_the_cpu() -> None:
 
 
 def test_the_first_visible_one_is_taken_and_the_others_are_mentioned() -> None:
-    chosen, origin = choose_device(machine(gpu(0), gpu(1)), wish="auto", named=None, visible=None)
+    (chosen,), origin = choose_devices(machine(gpu(0), gpu(1)), wish="auto", named=(), visible=None, nproc=1)
     assert chosen.index == 0
     assert "--devices" in origin
 
@@ -53,8 +55,8 @@ def test_a_device_is_named_by_index_or_uuid(word: str) -> None:
     assert choose(machine(gpu(0), gpu(1)), named=word).uuid == "GPU-1111-aaaa"
 
 
-@pytest.mark.parametrize("word", ["7", "GPU-", "0,1", "nonsense"])
-def test_a_device_that_is_none_or_several_is_refused(word: str) -> None:
+@pytest.mark.parametrize("word", ["7", "GPU-", "0,0", "nonsense"])
+def test_a_device_that_is_none_or_named_twice_is_refused(word: str) -> None:
     with pytest.raises(UsageError):
         choose(machine(gpu(0), gpu(1)), named=word)
 

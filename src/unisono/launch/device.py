@@ -22,22 +22,6 @@ def usable_accelerators(
     return Accelerators(len(gpus), f"CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "")
 
 
-def choose_device(
-    machine: Machine, *, wish: str, named: str | None, visible: str | None, torch_version: str = ""
-) -> tuple[DeviceChoice, str]:
-    """The device of a run of one rank, and where the choice came from; `choose_devices` has the rules."""
-    words = device_words(named)
-    if len(words) > 1:
-        raise UsageError.of(
-            f"--devices {named} names several devices", where="command line", why="a run of one rank has one device",
-            fix="name one, by its index or its UUID",
-        )  # fmt: skip
-    chosen, origin = choose_devices(
-        machine, wish=wish, named=words, visible=visible, nproc=1, torch_version=torch_version
-    )
-    return chosen[0], origin
-
-
 def choose_devices(
     machine: Machine,
     *,
