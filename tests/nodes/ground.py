@@ -90,6 +90,8 @@ class Namespaces:
             _must("ip", "-n", name, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
             _must("ip", "-n", name, "link", "set", "eth0", "up")
             _must("ip", "-n", name, "link", "set", "lo", "up")
+            # Whole segments would travel as one packet between namespaces, and no rule on a packet's length would be real.
+            _run("ip", "-n", name, "link", "set", "eth0", "gso_max_segs", "1")
         # A resolver that refuses at once: a real one cannot be reached from here, and each look-up would wait for it.
         (self.folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
 
