@@ -245,7 +245,8 @@ def _judge_sizes(ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> Agreem
     rule = NETWORK_RULES["network.size"]
     stalled = [way for way in ways if way.stalled]
     if not stalled:
-        largest = [dial.largest_bytes for way in ways for dial in way.dials if dial.outcome == "ok"]
+        whole = [[dial.largest_bytes for dial in way.dials if dial.outcome == "ok"] for way in ways]
+        largest = [max(sizes) for sizes in whole if sizes]  # the largest goes to one port of a peer only
         return (
             Agreement.noted(rule.id, "pass", f"up to {show_bytes(min(largest))} came back whole")
             if largest

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +46,6 @@ class Attempt:
         asked_to_stop: the signal that some front got.
         seconds: from its start to its end.
         ends: of the ranks, by rank.
-        reports: of the ranks that were ready.
-        agreement: what came of comparing them.
         lost: nodes that are gone, or that did not say that their ranks are.
     """
 
@@ -64,8 +62,6 @@ class Attempt:
     seconds: float = 0.0
     evals: dict[str, Any] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)
-    reports: dict[int, RankReport] = field(default_factory=dict)
-    agreement: Agreement | None = None
     lost: list[NodeLoss] = field(default_factory=list)
 
     def note(self, message: Message) -> None:
@@ -88,7 +84,13 @@ class Attempt:
 
 
 def run_attempt(
-    plan: RunPlan, *, local: LocalRanks, server: "HeadServer | None", interrupts: Interrupts, show: Show
+    plan: RunPlan,
+    *,
+    local: LocalRanks,
+    server: "HeadServer | None",
+    interrupts: Interrupts,
+    show: Show,
+    on_agreement: Callable[[Mapping[int, RankReport], Agreement], None],
 ) -> Attempt:
     """Starts the ranks of this node, conducts those of all nodes, and waits for their end.
 
@@ -98,17 +100,16 @@ def run_attempt(
         server: the connections of the other nodes, which start theirs on the same plan; None where there are none.
         interrupts: signals that ask to stop.
         show: sees the messages.
+        on_agreement: is told what the ranks have brought and what came of comparing it, before they go on.
     """
     began = time.monotonic()
     with local:
         interrupts.collect()
-        conducting = _Conducting(plan, local, server, interrupts, show)
+        conducting = _Conducting(plan, local, server, interrupts, show, on_agreement)
         conducting.run()
     attempt = conducting.attempt
     attempt.seconds = time.monotonic() - began
     attempt.ends = conducting.conductor.ends
-    attempt.reports = conducting.conductor.reports
-    attempt.agreement = conducting.conductor.agreement
     attempt.lost = conducting.conductor.lost
     return attempt
 
@@ -121,8 +122,10 @@ class _Conducting:
         server: "HeadServer | None",
         interrupts: Interrupts,
         show: Show,
+        on_agreement: Callable[[Mapping[int, RankReport], Agreement], None],
     ) -> None:
         self.plan = plan
+        self._on_agreement = on_agreement
         self.conductor = Conductor(plan)
         step = plan.resume.step if plan.resume else 0
         self.attempt = Attempt(step, step, plan.resume.path if plan.resume else None)
@@ -189,6 +192,8 @@ class _Conducting:
 
     def _take_report(self, report: RankReport) -> None:
         store = self.conductor.rank_reported(report)
+        if self.conductor.agreement is not None:
+            self._on_agreement(self.conductor.reports, self.conductor.agreement)
         if store is None:
             return
         go = {"kind": "go", "store": list(store)}

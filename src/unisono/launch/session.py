@@ -2,12 +2,13 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unisono.agree.agreement import Agreement
+from unisono.agree.report import RankReport
 from unisono.causes import Verdict
 from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore
@@ -243,13 +244,16 @@ class _Start:
             from_step=plan.resume.step if plan.resume else 0, talks=plan.world_size > 1,
         )  # fmt: skip
         server = others.hand_over(plan) if others is not None else None
-        attempt = run_attempt(
-            plan, local=local, server=server, interrupts=self.interrupts, show=recorder.show
-        )
-        if plan.world_size > 1:
-            self.table.add_ranks(attempt.reports, attempt.agreement)
+
+        def keep(reports: Mapping[int, RankReport], agreement: Agreement) -> None:
+            self.table.add_ranks(reports, agreement)
             write_agreement(run, self.table)
-        return attempt
+            for verdict in agreement.warnings:
+                recorder.show(_as_warning(verdict))
+
+        return run_attempt(
+            plan, local=local, server=server, interrupts=self.interrupts, show=recorder.show, on_agreement=keep
+        )  # fmt: skip
 
     def _told(
         self, run: RunDir, plan: RunPlan, attempt: Attempt, ending: Ending, others: Together | None
@@ -325,15 +329,18 @@ def _judge(agreement: Agreement, show: Show) -> None:
     if agreement.fatal:
         raise Disagreed.of(agreement.fatal[0].summary, verdict=agreement.fatal[0])
     for verdict in agreement.warnings:
-        show(
-            {
-                "kind": "warning",
-                "time": time.time(),
-                "code": verdict.cause,
-                "text": verdict.summary,
-                "fix": "; ".join(verdict.fix),
-            }
-        )
+        show(_as_warning(verdict))
+
+
+def _as_warning(verdict: Verdict) -> Message:
+    fix = "; ".join(verdict.fix)
+    return {
+        "kind": "warning",
+        "time": time.time(),
+        "code": verdict.cause,
+        "text": verdict.summary,
+        "fix": fix,
+    }
 
 
 def _plan(
