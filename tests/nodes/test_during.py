@@ -49,6 +49,7 @@ def test_a_killed_rank_ends_all_nodes_and_is_named_on_each(pair: Job) -> None:
     pair.wait_gone()
 
 
+@pytest.mark.long
 @pytest.mark.fault("an exception in one rank, two nodes")
 def test_an_exception_in_one_rank_is_named_with_its_place_and_the_others_are_not_blamed(pair: Job) -> None:
     """Rank 0 loses its peer, and says so in its log; rank 1's own error is what every node prints."""
@@ -99,28 +100,28 @@ def test_without_the_head_the_others_end_and_say_so(pair: Job) -> None:
     pair.wait_gone()
 
 
-@pytest.mark.parametrize(
-    ("node", "number", "code", "outcome"),
-    [
-        (0, signal.SIGINT, 130, "interrupted"),
-        pytest.param(1, signal.SIGTERM, 75, "preempted", marks=pytest.mark.long),
-    ],
-)
-def test_a_signal_to_one_front_ends_all_after_the_same_step_with_a_checkpoint(
-    pair: Job, node: int, number: signal.Signals, code: int, outcome: str
-) -> None:
-    fronts = training(pair)
+def stopped(job: Job, node: int, number: signal.Signals, code: int, outcome: str) -> int:
+    """Trains, signals one front, and gives the step after which all nodes have ended."""
+    fronts = training(job)
     fronts[node].signal(number)
-    assert together(fronts, limit_s=90) == [code, code], pair.told()
-    result = pair.read("result.json")
+    assert together(fronts, limit_s=90) == [code] * job.nodes, job.told()
+    result = job.read("result.json")
     assert (result["outcome"], result["verdict"]) == (outcome, None)
-    step = result["step"]
+    step = int(result["step"])
     assert result["checkpoint"].endswith(f"step-{step:08d}")
-    assert pair.metrics()[-1]["step"] == step
-    pair.wait_gone()
-    more = step + 2
-    again = pair.start_all(f"duration={more} steps")
-    assert together(again) == [0, 0], pair.told()
+    assert job.metrics()[-1]["step"] == step
+    job.wait_gone()
+    return step
+
+
+def test_ctrl_c_on_the_head_ends_all_nodes_after_the_same_step_with_a_checkpoint(pair: Job) -> None:
+    stopped(pair, 0, signal.SIGINT, 130, "interrupted")
+
+
+@pytest.mark.long
+def test_sigterm_on_another_node_does_the_same_and_the_same_command_goes_on(pair: Job) -> None:
+    more = stopped(pair, 1, signal.SIGTERM, 75, "preempted") + 2
+    assert together(pair.start_all(f"duration={more} steps")) == [0, 0], pair.told()
     assert [line["step"] for line in pair.metrics()] == list(range(1, more + 1))
 
 

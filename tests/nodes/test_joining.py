@@ -41,6 +41,19 @@ print("called", flush=True)
 """
 
 
+_STALE = """
+import sys
+from unisono.control.link import NodeLink
+from unisono.errors import Disagreed
+try:
+    NodeLink.connect(host=sys.argv[1], port=int(sys.argv[2]), token=sys.argv[3].encode(), node_rank=1, node_host="bob",
+                     timeout_s=20, nodes=2, run_nonce="0" * 32, epoch=0)
+    print("it was let in", flush=True)
+except Disagreed as error:
+    print(error.verdict.cause, error.verdict.summary, flush=True)
+"""
+
+
 @pytest.fixture
 def stranger(ground: Ground) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     """Runs a foreign program on a node."""
@@ -75,6 +88,19 @@ def test_a_late_node_is_waited_for(pair: Job) -> None:
     pair.config(1, optim={"lr": 1e-5})  # a difference, so that nothing is trained
     head = pair.start(0, json=False)
     head.wait_for("node 1 has never called")
+    refused([head, pair.start(1, json=True)], "config_mismatch")
+
+
+def test_a_process_of_an_earlier_start_is_not_let_in(
+    pair: Job, stranger: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    """It knows the token, and says to which start it belongs; the head waits on for the right one."""
+    pair.config(1, optim={"lr": 1e-5})
+    head = pair.start(0, json=False)
+    head.wait_for("node 1 has never called")
+    process = stranger(1, _STALE, pair.ground.address(0), str(pair.port), pair.token)
+    assert first_line(process).startswith("stale_process"), first_line(process)
+    head.wait_for("refused a call from")
     refused([head, pair.start(1, json=True)], "config_mismatch")
 
 

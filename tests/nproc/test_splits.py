@@ -14,10 +14,10 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 @pytest.mark.parametrize(
     ("faults", "cause"),
     [
-        ({"one_row_more": [1]}, "split_mismatch"),
+        pytest.param({"one_row_more": [1]}, "split_mismatch", marks=pytest.mark.long),
         ({"unseeded_split": [0, 1]}, "split_mismatch"),
         ({"flip_weight_bit": [1]}, "weights_mismatch"),
-        ({"other_tokenizer": [1]}, "tokenizer_files_mismatch"),
+        pytest.param({"other_tokenizer": [1]}, "tokenizer_files_mismatch", marks=pytest.mark.long),
     ],
     ids=["one row more", "unseeded split", "flipped weight bit", "another tokenizer"],
 )

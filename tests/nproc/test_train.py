@@ -65,7 +65,9 @@ def test_batches_that_do_not_divide_train_what_one_rank_trains(
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize(("nproc", "strategy"), [(1, "single"), (2, "ddp")])
+@pytest.mark.parametrize(
+    ("nproc", "strategy"), [pytest.param(1, "single", marks=pytest.mark.long), (2, "ddp")]
+)
 def test_what_another_launcher_left_in_the_environment_is_ignored_and_named(
     solo: Job, nproc: int, strategy: str
 ) -> None:
