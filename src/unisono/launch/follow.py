@@ -14,7 +14,7 @@ from unisono.launch.postmortem import NodeLoss, name_lost_node
 from unisono.launch.ranks import LocalRanks, RankEnd, RankNews
 
 if TYPE_CHECKING:
-    from unisono.control.link import NodeLink
+    from unisono.launch.nodes.agent import Attendance
 
 _POLL_S = 0.2
 _PASSED_ON = ("warning", "ready")
@@ -53,14 +53,14 @@ class Serving:
     """Runs this node's ranks for the head, until it says the last word.
 
     Attributes:
-        link: to the head.
+        link: this node's place at the head.
         local: the ranks; started and ended here.
         interrupts: signals that ask to stop; they are told to the head.
         show: sees what is worth a line here.
         head: node 0's name, for a verdict on it.
     """
 
-    link: "NodeLink"
+    link: "Attendance"
     local: LocalRanks
     interrupts: Interrupts
     show: Show

@@ -128,7 +128,7 @@ class _Member:
             plan.on_node(node_rank), self.run_dir, plan_file, self.request.programs, environments,
             from_step=plan.resume.step if plan.resume else 0, talks=True,
         )  # fmt: skip
-        return Serving(self.attendance.link, local, self.interrupts, self.show, head=plan.nodes[0].host).run()
+        return Serving(self.attendance, local, self.interrupts, self.show, head=plan.nodes[0].host).run()
 
 
 @contextlib.contextmanager
