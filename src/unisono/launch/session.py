@@ -25,7 +25,7 @@ from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.launch.layout import Layout, lay_out, offer_of
 from unisono.launch.node_report import NONCE_FILE
 from unisono.launch.nodes.party import Party
-from unisono.launch.nodes.refusal import tell_refusal
+from unisono.launch.nodes.refusal import refusals_told
 from unisono.launch.outcome import NOTHING_DONE, Ending, ending_of, result_of
 from unisono.launch.planning import Here, look_around, make_plan, prepare
 from unisono.launch.rank_environment import rank_environments
@@ -140,16 +140,13 @@ class _Start:
     def run(self, loaded: LoadedConfig, here: Here) -> dict[str, Any]:
         """To its end; gives the object of result.json."""
         with contextlib.ExitStack() as stack:
-            taken = claim(
-                loaded.config, host=here.machine.host, resume=self.request.resume, fresh=self.request.fresh,
-                say=lambda text: say(self.show, text),
-            )  # fmt: skip
-            try:
-                claimed = stack.enter_context(taken)
-            except UnisonoError as error:
-                if self.party is not None:
-                    tell_refusal(self.party, error)
-                raise
+            with refusals_told(self.party) if self.party is not None else contextlib.nullcontext():
+                claimed = stack.enter_context(
+                    claim(
+                        loaded.config, host=here.machine.host, resume=self.request.resume, fresh=self.request.fresh,
+                        say=lambda text: say(self.show, text),
+                    )
+                )  # fmt: skip
             try:
                 with self._others(loaded, here, claimed.run) as others:
                     return self._train(loaded, here, claimed, others)

@@ -1,7 +1,6 @@
 """The job's shared secret: where it comes from, and what is refused. It never enters a command line, a log or a plan."""
 
 import os
-import secrets
 import signal
 import stat
 import sys
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from unisono.control.tokens import new_token
 from unisono.errors import UsageError
 from unisono.text import one_line
 
@@ -75,7 +75,7 @@ def read_token(
 
 def make_token() -> Token:
     """A new one, for a job whose nodes this front starts itself."""
-    return Token(secrets.token_urlsafe(32).encode(), "made for this start")
+    return Token(new_token().encode(), "made for this start")
 
 
 def watch_lifeline(on_close: Callable[[], None] | None = None, *, stdin: BinaryIO | None = None) -> None:
