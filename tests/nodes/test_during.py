@@ -65,15 +65,29 @@ def test_an_exception_in_one_rank_is_named_with_its_place_and_the_others_are_not
     pair.wait_gone()
 
 
-@pytest.mark.fault("a rank leaves or refuses, two nodes")
 @pytest.mark.long
-@pytest.mark.parametrize("number", [injected.LEAVE, injected.REFUSE], ids=["exit status 0", "a refusal"])
-def test_a_rank_that_leaves_or_refuses_ends_all_nodes(pair: Job, number: int) -> None:
+@pytest.mark.fault("a rank leaves with exit status 0, two nodes")
+def test_a_rank_that_leaves_early_ends_all_nodes(pair: Job) -> None:
     fronts = training(pair, env=INJECTED)
-    moment = struck(pair, 1, number)
-    codes = together(fronts, limit_s=60)
-    assert codes[0] == codes[1] != 0, pair.told()
-    assert f"rank 1, {fronts[1].label}" in named(fronts, since=moment).verdict.summary
+    moment = struck(pair, 1, injected.LEAVE)
+    assert together(fronts, limit_s=60) == [5, 5], pair.told()
+    verdict = named(fronts, since=moment).verdict
+    assert f"rank 1, {fronts[1].label}" in verdict.summary
+    assert verdict.ranks == (1,)
+    pair.wait_gone()
+
+
+@pytest.mark.long
+def test_a_rank_that_refuses_ends_all_nodes_with_its_own_words(pair: Job) -> None:
+    """A refusal is no verdict: what is wrong and how it is mended is what the rank said, and who said it stands beside."""
+    fronts = training(pair, env=INJECTED)
+    struck(pair, 1, injected.REFUSE)
+    assert together(fronts, limit_s=60) == [2, 2], pair.told()
+    (problem,) = fronts[0].result["problems"]
+    assert problem["what"] == "a row that nobody wants"
+    assert problem["where"] == f"rank 1, {fronts[1].label}: rows.jsonl:7"
+    assert f"where: rank 1, {fronts[1].label}: rows.jsonl:7" in fronts[1].text()
+    assert "fix:   take it out" in fronts[1].text()
     pair.wait_gone()
 
 

@@ -1,6 +1,6 @@
 """How a start ended, as result.json says it (DESIGN A3). Pure."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unisono.causes import Verdict, find_cause
@@ -11,7 +11,7 @@ from unisono.launch.interrupts import exit_code_of
 from unisono.launch.postmortem import name_death, name_lost_node, name_victims
 from unisono.launch.ranks import RankEnd
 from unisono.launch.tasks import refusal
-from unisono.plan import RunPlan
+from unisono.plan import RankPlace, RunPlan
 from unisono.rundir.result import RunResult
 
 _OUTCOMES = {
@@ -69,6 +69,8 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
     culprit = decision.culprit
     if culprit is not None and culprit.last is not None and culprit.last["kind"] == "refused":
         error = refusal(culprit.last)
+        if plan.world_size > 1:
+            error = _said_by(error, plan.ranks[culprit.rank])
         return Ending(error.exit_code, known, error.verdict, error)
     stopped = _stopped(attempt, culprit)
     if stopped and not (culprit is not None and culprit.last is not None):
@@ -76,6 +78,15 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
     verdict = _name(decision, attempt, plan)
     cause = find_cause(verdict.cause)
     return Ending(cause.exit_code if cause else 5, known, verdict)
+
+
+def _said_by(error: UnisonoError, place: RankPlace) -> UnisonoError:
+    """The same refusal, with the rank that spoke it: on other nodes nobody could tell."""
+    problems = [
+        replace(problem, where=f"{place.label}: {problem.where}" if problem.where else place.label)
+        for problem in error.problems
+    ]
+    return type(error)(*problems, verdict=error.verdict)
 
 
 def _name(decision: Decision, attempt: Attempt, plan: RunPlan) -> Verdict:
