@@ -32,6 +32,7 @@ def test_nodes_have_names_addresses_and_mounts_of_their_own(networks: Namespaces
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_a_front_on_a_node_trains_and_nothing_of_it_stays(pair: Job) -> None:
     front = pair.start(1, topology=False)
     assert front.wait() == 0, front.text()

@@ -53,6 +53,7 @@ def test_the_rank_that_ended_is_named_and_the_other_does_not_outlive_it(
         assert "a row that nobody wants" in front.text()
 
 
+@pytest.mark.long
 def test_rank_zero_is_named_like_any_other(solo: Job) -> None:
     front = training(solo)
     solo.ranks()[0].kill()
