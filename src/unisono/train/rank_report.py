@@ -38,6 +38,7 @@ def report_rank(
         pid=os.getpid(),
         device_kind="cuda" if device.type == "cuda" else "cpu",
         device_uuid=bound_uuid(device),
+        rows=table.rows,
         sequences=table.sequences,
         rows_digest=rows_digest(table),
         order_digest=digest_of(steps),
