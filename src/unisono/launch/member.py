@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -128,7 +127,17 @@ class _Member:
             plan.on_node(node_rank), self.run_dir, plan_file, self.request.programs, environments,
             from_step=plan.resume.step if plan.resume else 0, talks=True,
         )  # fmt: skip
-        return Serving(self.attendance, local, self.interrupts, self.show, head=plan.nodes[0].host).run()
+        try:
+            return Serving(self.attendance, local, self.interrupts, self.show, head=plan.nodes[0].host).run()
+        finally:
+            _remove_plan(plan_file)
+
+
+def _remove_plan(path: Path) -> None:
+    """A copy for this node's ranks; plan.json on the head is the one that stays."""
+    with contextlib.suppress(OSError):  # another node's copy is beside it, or the disk is gone: no matter now
+        path.unlink()
+        path.parent.rmdir()
 
 
 @contextlib.contextmanager
@@ -212,5 +221,4 @@ def _keep(run: RunDir, message: Message, *, head: str, shared: bool, show: Show)
         show({"kind": "refused", "time": time.time(), "problems": problems})
     if not shared:
         write_result(run, RunResult.from_json(result))
-        shutil.rmtree(run.node_plan(0).parent, ignore_errors=True)  # a copy for the ranks, of no use now
     return result if shared else {**result, "held_by": f"node 0 ({plain(head)})"}
