@@ -27,7 +27,7 @@ from tests.nodes.fronts import Named  # noqa: E402 - the tests are found through
 from tests.nodes.harness import Job  # noqa: E402
 
 
-@dataclass
+@dataclass(eq=False)  # pytest keeps its plugins by identity
 class Table:
     """A plugin of pytest that turns tests into rows."""
 
@@ -53,7 +53,7 @@ class Table:
         row = self.rows.setdefault(
             fault,
             {
-                "fault": fault, "fronts": nodes, "cause": verdict.cause, "severity": verdict.severity, "who": ", ".join(who) or "nobody: both are shown",
+                "fault": fault, "fronts": nodes, "cause": verdict.cause, "severity": verdict.severity, "who": ", ".join(who) or "nobody is blamed",
                 "summary": verdict.summary, "seconds": [], "ended_s": [], "named_after_s": [],
             },
         )  # fmt: skip
