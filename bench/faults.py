@@ -54,7 +54,7 @@ class Table:
             fault,
             {
                 "fault": fault, "fronts": nodes, "cause": verdict.cause, "severity": verdict.severity, "who": ", ".join(who) or "nobody is blamed",
-                "summary": verdict.summary, "seconds": [], "ended_s": [], "named_after_s": [],
+                "summary": verdict.summary.replace(sys.executable, "python"), "seconds": [], "ended_s": [], "named_after_s": [],
             },
         )  # fmt: skip
         row["seconds"].append(round(found.seconds, 2))
