@@ -81,9 +81,14 @@ class ModelError(UsageError):
 
 
 class Disagreed(UnisonoError):  # noqa: N818 - named for what happened
-    """Ranks or nodes disagree, one is missing, or one refused after the call: nothing was trained."""
+    """Ranks or nodes disagree, one is missing, or one refused after the call: nothing was trained.
+
+    Attributes:
+        said: whether its verdict has been shown already, by who had to say it before waiting for others to hear it.
+    """
 
     exit_code = 3
+    said: bool = False
 
 
 class UnfitError(UnisonoError):

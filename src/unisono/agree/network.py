@@ -241,6 +241,10 @@ def _has_other_address(report: NodeReport) -> bool:
     )
 
 
+def _passes(n_bytes: int) -> str:
+    return "1 byte passes" if n_bytes == 1 else f"{n_bytes:,} bytes pass"
+
+
 def _judge_sizes(ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> Agreement:
     rule = NETWORK_RULES["network.size"]
     stalled = [way for way in ways if way.stalled]
@@ -256,7 +260,7 @@ def _judge_sizes(ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> Agreem
     lost = min((size for size in first.tried_bytes if size > first.largest_bytes), default=0)
     people = _people(_always_there(stalled, ways), nodes)
     summary = (
-        f"{first.largest_bytes:,} bytes pass from {_name(first.source, nodes)} to {_name(first.target, nodes)}, {lost:,} do not:"
+        f"{_passes(first.largest_bytes)} from {_name(first.source, nodes)} to {_name(first.target, nodes)}, {lost:,} do not:"
         " a packet on the way is too large, and nobody says so"
     )
     if len(stalled) > 1:

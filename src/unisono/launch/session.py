@@ -24,6 +24,7 @@ from unisono.launch.gathering import interface_of, look_alone, party_of, tell_ea
 from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.launch.layout import Layout, lay_out, offer_of
 from unisono.launch.node_report import NONCE_FILE
+from unisono.launch.nodes import words
 from unisono.launch.nodes.party import Party
 from unisono.launch.nodes.refusal import refusals_told
 from unisono.launch.outcome import NOTHING_DONE, Ending, ending_of, result_of
@@ -116,9 +117,8 @@ def _start(
 def _disagreed(error: Disagreed, show: Show, began: float) -> dict[str, Any]:
     """Says what nodes or ranks disagree about, in the same words on all of them, and gives the result."""
     assert error.verdict is not None
-    show({"kind": "verdict", "time": time.time(), **error.verdict.to_json()})
-    for problem in error.problems[1:]:
-        say(show, f"also: {problem.what}")
+    if not error.said:
+        words.say(show, error.verdict, [problem.what for problem in error.problems[1:]])
     return result_of(
         Ending(error.exit_code, NOTHING_DONE, error.verdict), run_id="", output_dir="", restarts=[],
         seconds=time.monotonic() - began,

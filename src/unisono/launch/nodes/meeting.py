@@ -165,7 +165,7 @@ class Meeting:
         Raises:
             Disagreed: always.
         """
-        after_s = time.monotonic() - self._last_news  # from the word that made it known
+        after_s = time.monotonic() - self._last_news  # from the last arrival, or from what ended it
         said = [
             verdict if verdict.named_after_s is not None else verdict.model_copy(update={"named_after_s": round(after_s, 3)})
             for verdict in verdicts
@@ -174,8 +174,11 @@ class Meeting:
         new = [verdict for verdict in said if verdict.summary not in known]
         self.agreement = self.agreement.merged(*(Agreement.found("joining", verdict) for verdict in new))
         self._tell_keeper()
+        words.say(self.party.show, said[0], [verdict.summary for verdict in said[1:]])
         self.end(last_word(said, exit_code=exit_code))
-        raise disagreement(said)
+        error = disagreement(said)
+        error.said = True
+        raise error
 
     def fail(self, error: BaseException) -> None:
         """Tells all nodes of an error here, and ends the meeting.
@@ -234,7 +237,10 @@ class Meeting:
             self._keep(self.reports, self.agreement)
 
     def _take(self, event: Event) -> None:
-        self._last_news = time.monotonic()
+        if not isinstance(event, Said) or event.message.get("kind") in ("refused", "stop"):
+            self._last_news = (
+                time.monotonic()
+            )  # the last arrival counts, not the last report: files may be large
         match event:
             case Joined():
                 self.roll.joined(event)

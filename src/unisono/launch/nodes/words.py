@@ -1,13 +1,15 @@
 """The words for what ends a meeting: the same on every node."""
 
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono.agree.joining import lost_node, refused_node
 from unisono.agree.naming import name_node
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.errors import Disagreed, Problem, UnisonoError
+from unisono.events import Message
 from unisono.text import one_line
 
 _MOST_PROBLEMS = 8
@@ -16,6 +18,13 @@ _MOST_PROBLEMS = 8
 def disagreement(verdicts: Sequence[Verdict]) -> Disagreed:
     """The error that a front ends with: exit code 3, the first verdict, and a problem for each."""
     return Disagreed(*(_as_problem(verdict) for verdict in verdicts), verdict=verdicts[0])
+
+
+def say(show: Callable[[Message], None], verdict: Verdict, others: Sequence[str]) -> None:
+    """Shows why nothing is started: the decisive verdict whole, of the others a line each."""
+    show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+    for summary in others:
+        show({"kind": "note", "time": time.time(), "text": f"also: {summary}"})
 
 
 def last_word(verdicts: Sequence[Verdict], *, exit_code: int = Disagreed.exit_code) -> dict[str, Any]:
