@@ -104,6 +104,12 @@ def test_who_was_stopped_itself_does_not_blame_the_others() -> None:
         def abort(self, why: str) -> None:
             raise AssertionError(why)
 
+        def arrived(self, frame: tuple[bytes, bytes]) -> None:
+            raise AssertionError(frame)
+
+        def over(self, why: str) -> None:
+            raise AssertionError(why)
+
     async def wake() -> None:
         pulse, other = Pulse(), Other(FrameParser())
         pulse._last = time.monotonic() - 60

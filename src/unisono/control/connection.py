@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import cast
 
@@ -22,7 +23,7 @@ PING = encode({"t": "ping"})
 BYE = encode({"t": "bye"})
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol, ABC):
     """One end of a connection. A subclass says what frames mean (`arrived`) and what an end means (`over`)."""
 
     def __init__(self, parser: FrameParser) -> None:
@@ -34,13 +35,13 @@ class Connection(asyncio.Protocol):
         self._why = ""
         self._ending = False
 
+    @abstractmethod
     def arrived(self, frame: tuple[bytes, bytes]) -> None:
         """A whole frame is here."""
-        raise NotImplementedError
 
+    @abstractmethod
     def over(self, why: str) -> None:
         """The connection is over, for this reason; empty: the other side closed it."""
-        raise NotImplementedError
 
     def malformed(self, error: Malformed) -> None:
         """What came is not our protocol."""

@@ -92,14 +92,6 @@ def look_alone(request: TrainRequest, loaded: LoadedConfig, here: Here) -> tuple
     return report, compare_nodes([report])
 
 
-def interface_of(here: Here, request: TrainRequest, address: str) -> str | None:
-    """The name of the interface that has the address; None where it cannot be said, and the libraries choose."""
-    for interface in request.probes.network.interfaces():
-        if address in interface.addresses:
-            return interface.name
-    return "lo" if address.startswith("127.") else None
-
-
 def prepared_facts(prepared: dict[str, Any]) -> PreparedFacts:
     """What nodes compare of what the task `prepare` gave."""
     return PreparedFacts.of(

@@ -16,13 +16,13 @@ from unisono.files import make_private_dir, read_object, write_json
 from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Show
 from unisono.launch.follow import LastWord, LostHead, Serving
-from unisono.launch.gathering import interface_of, prepared_facts, report_maker
+from unisono.launch.gathering import prepared_facts, report_maker
 from unisono.launch.interrupts import Interrupts
 from unisono.launch.nodes.agent import Attendance, attend_meeting
 from unisono.launch.nodes.party import MakeReport, Party, Standing
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import Here, prepare
-from unisono.launch.rank_environment import rank_environments
+from unisono.launch.rank_environment import interface_name, rank_environments
 from unisono.launch.ranks import LocalRanks
 from unisono.launch.received import accept_plan
 from unisono.plan import RunPlan
@@ -119,7 +119,7 @@ class _Member:
         own = ", ".join(str(place.rank) for place in plan.on_node(node_rank))
         text = f"node {node_rank} ({self.here.machine.host}): starting rank {own} of {plan.world_size}; steps are shown by node 0"
         self.show({"kind": "note", "time": time.time(), "text": text})
-        interface = interface_of(self.here, self.request, plan.nodes[node_rank].address)
+        interface = interface_name(self.request.probes.network.interfaces(), plan.nodes[node_rank].address)
         environments = rank_environments(
             plan, node_rank, variables=self.here.leftovers, interface=interface, debug_comm=self.request.debug_comm
         )  # fmt: skip

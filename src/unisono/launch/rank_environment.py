@@ -1,7 +1,9 @@
 """The environment of each rank: who it is among the others, and through which interface it talks to them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
+from unisono.facts.network import is_loopback
 from unisono.launch.command import child_environment
 from unisono.plan import RunPlan
 
@@ -20,6 +22,34 @@ def misleading(leftovers: Iterable[str], *, world_size: int) -> list[str]:
     if world_size == 1:
         return list(leftovers)
     return [name for name in leftovers if not name.startswith(_ABOUT_COMMUNICATION)]
+
+
+class HasAddresses(Protocol):
+    """A network interface, as `facts.network` finds it or a report has it."""
+
+    @property
+    def name(self) -> str:
+        """As the system calls it."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Without their prefix lengths."""
+
+    @property
+    def loopback(self) -> bool:
+        """Whether it leads back to this machine."""
+
+
+def interface_name(interfaces: Iterable[HasAddresses], address: str) -> str | None:
+    """The interface that has the address; None where it cannot be said, and the libraries choose.
+
+    127.0.0.2 and its like are in no list, and are the loopback's.
+    """
+    known = list(interfaces)
+    found = next((one.name for one in known if address in one.addresses), None)
+    if found is None and is_loopback(address):
+        return next((one.name for one in known if one.loopback), None)
+    return found
 
 
 def rank_environments(

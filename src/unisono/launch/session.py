@@ -20,7 +20,7 @@ from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.launch.asked import TrainRequest, load_asked, refuse_live_launcher
 from unisono.launch.attempt import Attempt, Show, run_attempt
 from unisono.launch.claim import Claim, claim
-from unisono.launch.gathering import interface_of, look_alone, party_of, tell_early_refusal
+from unisono.launch.gathering import look_alone, party_of, tell_early_refusal
 from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.launch.layout import Layout, lay_out, offer_of
 from unisono.launch.node_report import NONCE_FILE
@@ -29,7 +29,7 @@ from unisono.launch.nodes.party import Party
 from unisono.launch.nodes.refusal import refusals_told
 from unisono.launch.outcome import NOTHING_DONE, Ending, ending_of, result_of
 from unisono.launch.planning import Here, look_around, make_plan, prepare
-from unisono.launch.rank_environment import rank_environments
+from unisono.launch.rank_environment import interface_name, rank_environments
 from unisono.launch.ranks import LocalRanks
 from unisono.launch.record import Table, draw, keep_refusal, keep_tail, write_agreement, write_decision
 from unisono.launch.restart import Death, may_restart
@@ -232,7 +232,7 @@ class _Start:
     def _attempt(
         self, plan: RunPlan, here: Here, run: RunDir, recorder: "_Recorder", others: Together | None
     ) -> Attempt:
-        interface = interface_of(here, self.request, plan.nodes[0].address)
+        interface = interface_name(self.request.probes.network.interfaces(), plan.nodes[0].address)
         environments = rank_environments(
             plan, 0, variables=here.leftovers, interface=interface, debug_comm=self.request.debug_comm
         )

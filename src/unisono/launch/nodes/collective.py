@@ -13,7 +13,7 @@ from unisono.events import Message
 from unisono.facts import read_environment
 from unisono.launch.command import Programs, child_environment
 from unisono.launch.nodes.sides import HeadSide, NodeSide
-from unisono.launch.rank_environment import INTERFACE_VARIABLES, misleading
+from unisono.launch.rank_environment import INTERFACE_VARIABLES, interface_name, misleading
 from unisono.launch.tasks import TaskProcess
 from unisono.text import one_line
 
@@ -81,15 +81,10 @@ def _environment(report: NodeReport) -> dict[str, str]:
     leftovers = misleading(read_environment().leftovers, world_size=2)
     device = report.places[0] if report.places else None
     environment = child_environment(threads=1, without=leftovers, device=device)
-    interface = interface_of(report)
+    interface = interface_name(report.interfaces, report.address)
     for name in INTERFACE_VARIABLES if interface else ():
         environment.setdefault(name, str(interface))
     return environment
-
-
-def interface_of(report: NodeReport) -> str | None:
-    """The interface that has the address by which the other nodes reach this one; None where it is not known."""
-    return next((one.name for one in report.interfaces if report.address in one.addresses), None)
 
 
 def _until_ready(messages: Iterator[Message]) -> dict[str, Any]:
