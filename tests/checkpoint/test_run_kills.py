@@ -30,6 +30,7 @@ def test_five_random_kills_change_no_bit(model_dir: Path, rows_file: Path, tmp_p
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2400)  # six and a half minutes on a quiet machine
 def test_fifty_random_kills_change_no_bit(model_dir: Path, rows_file: Path, tmp_path: Path) -> None:
     result = _kill(model_dir, rows_file, tmp_path, kills=50, steps=60)
     assert (result["kills"], result["unequal"], result["refused"]) == (50, 0, [])
