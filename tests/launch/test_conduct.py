@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.launch.conduct import Conductor
+from unisono.launch.nodes.words import node_refused
 from unisono.launch.postmortem import NodeLoss, first_cause, name_death, name_lost_node, name_victims
 from unisono.launch.ranks import RankEnd
 from unisono.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
@@ -150,3 +151,15 @@ def test_an_end_that_cannot_be_read_is_refused(value: Any) -> None:
 def test_an_end_survives_the_way_to_the_head() -> None:
     for one in (victim(1), end(0, KILLED)):
         assert RankEnd.from_json(one.to_json()) == one
+
+
+def test_a_node_that_refuses_the_plan_ends_the_start_with_its_own_words() -> None:
+    conductor = Conductor(plan(4))
+    refused = {"problems": [{"what": "this node's copy of the plan cannot be written"}], "verdict": None}
+    conductor.node_refused(node_refused(1, "b", refused))
+    decision = conductor.decide(now=1.0)
+    assert decision is not None
+    assert decision.agreement is not None
+    [verdict] = decision.agreement.fatal
+    assert (verdict.cause, verdict.hosts) == ("node_refused", ("b",))
+    assert "cannot be written" in verdict.summary

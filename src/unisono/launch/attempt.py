@@ -14,6 +14,7 @@ from unisono.control.events import Event, Left, Said
 from unisono.events import Message
 from unisono.launch.conduct import Conductor, Decision
 from unisono.launch.interrupts import Interrupts
+from unisono.launch.nodes.words import node_refused
 from unisono.launch.postmortem import NodeLoss
 from unisono.launch.ranks import LAST_WORDS, LocalRanks, RankEnd, RankNews
 from unisono.launch.stopping import Stopping
@@ -228,6 +229,10 @@ class _Conducting:
                 self.conductor.rank_ended(RankEnd.from_json(message["end"]), now=time.monotonic())
             case "all_ended":
                 self._away.discard(node_rank)
+            case "refused":  # it has not started its ranks, so there are none to wait for
+                self._away.discard(node_rank)
+                host = self.plan.nodes[node_rank].host
+                self.conductor.node_refused(node_refused(node_rank, host, message))
             case "stop":
                 self._interrupts.ask(signal.Signals[str(message["signal"])])
             case _:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from unisono.agree.agreement import Agreement
 from unisono.agree.ranks import compare_ranks
 from unisono.agree.report import RankReport
+from unisono.causes import Verdict
 from unisono.launch.postmortem import NodeLoss, first_cause, is_victim
 from unisono.launch.ranks import RankEnd
 from unisono.plan import RunPlan
@@ -41,6 +42,7 @@ class Conductor:
         agreement: what came of comparing them, once all have reported.
         ends: of the ranks, in the order in which they were heard of.
         lost: nodes that are gone.
+        refusal: of a node that does not carry out the plan.
     """
 
     plan: RunPlan
@@ -48,6 +50,7 @@ class Conductor:
     agreement: Agreement | None = None
     ends: dict[int, RankEnd] = field(default_factory=dict)
     lost: list[NodeLoss] = field(default_factory=list)
+    refusal: Agreement | None = None
     _first_trouble: float | None = None
 
     def rank_reported(self, report: RankReport) -> tuple[str, int] | None:
@@ -76,6 +79,10 @@ class Conductor:
         if self._first_trouble is None:
             self._first_trouble = now
 
+    def node_refused(self, verdict: Verdict) -> None:
+        """Takes the news that a node does not start its ranks on the plan."""
+        self.refusal = Agreement.found("plan", verdict)
+
     @property
     def is_over(self) -> bool:
         """Whether every rank has ended well."""
@@ -89,8 +96,9 @@ class Conductor:
 
     def decide(self, *, now: float) -> Decision | None:
         """Why all ranks must be ended now; None while they may go on, or while more news may come."""
-        if self.agreement is not None and not self.agreement.agreed:
-            return Decision(agreement=self.agreement)
+        for found in (self.refusal, self.agreement):
+            if found is not None and not found.agreed:
+                return Decision(agreement=found)
         if self._first_trouble is None:
             return None
         since = now - self._first_trouble

@@ -103,9 +103,8 @@ class Serving:
             case "end":
                 self.local.end(str(message.get("why", "")))
                 for news in self.local.poll(0):
-                    self._pass_on(news)
-                self._told_gone = True
-                self.link.send({"kind": "all_ended"})
+                    self._pass_on(news)  # the last of them says, once, that all are gone
+                self._tell_gone()
             case "verdict":
                 self._say_verdict(message)
             case "note":
@@ -125,6 +124,7 @@ class Serving:
         self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
 
     def _tell_gone(self) -> None:
+        """Once: a second word of it would reach the head in the next start of the ranks, and be taken for theirs."""
         if self.local.all_ended and not self._told_gone:
             self._told_gone = True
             self.link.send({"kind": "all_ended"})

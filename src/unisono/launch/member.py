@@ -10,7 +10,7 @@ from typing import Any
 
 from unisono.causes import Verdict, find_cause
 from unisono.config import LoadedConfig
-from unisono.errors import Disagreed, UsageError
+from unisono.errors import Disagreed, UnfitError, UsageError
 from unisono.events import Message
 from unisono.files import make_private_dir, read_object, write_json
 from unisono.launch.asked import TrainRequest
@@ -112,9 +112,15 @@ class _Member:
     def _serve(self, plan: RunPlan) -> LastWord | LostHead:
         node_rank = self.here.topology.node_rank
         plan_file = self.run_dir.node_plan(node_rank)
-        for folder in (plan_file.parent, self.run_dir.events(0).parent, self.run_dir.log("", 0).parent):
-            make_private_dir(folder)
-        write_json(plan_file, plan.to_json(), mode=0o600)
+        try:
+            for folder in (plan_file.parent, self.run_dir.events(0).parent, self.run_dir.log("", 0).parent):
+                make_private_dir(folder)
+            write_json(plan_file, plan.to_json(), mode=0o600)
+        except OSError as error:
+            raise UnfitError.of(
+                f"this node's copy of the plan cannot be written: {error.strerror or error}", where=str(error.filename or plan_file),
+                fix="make room there or give it back to its owner, or set another output_dir",
+            ) from error  # fmt: skip
         self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
         own = ", ".join(str(place.rank) for place in plan.on_node(node_rank))
         text = f"node {node_rank} ({self.here.machine.host}): starting rank {own} of {plan.world_size}; steps are shown by node 0"
