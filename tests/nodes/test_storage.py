@@ -58,6 +58,19 @@ def test_a_place_that_one_node_cannot_write_is_named(networks: Namespaces, pair:
     assert str(readonly) in fronts[1].text()
 
 
+def test_a_node_that_cannot_keep_the_plan_ends_all_with_its_own_words(ground: Ground, pair: Job) -> None:
+    """It agreed, and fails after the plan was made, while the head's own ranks start: nobody may wait for it."""
+    del ground
+    own = pair.home(1) / "out"
+    own.mkdir()
+    (own / "nodes").write_text("a file where the folder of the plan's copy would be")
+    pair.config(1, output_dir=str(own))
+    fronts = pair.start_all()
+    verdict = refused(fronts, "node_refused", hosts=[fronts[1].host])
+    assert "copy of the plan cannot be written" in verdict.summary
+    assert fronts[1].label in verdict.summary
+
+
 def test_a_small_shared_memory_is_told(networks: Namespaces, pair: Job) -> None:
     """A container's 64 MB of /dev/shm; NCCL needs more. On a CPU it is worth a warning at most."""
     del networks
