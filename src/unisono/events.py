@@ -7,7 +7,8 @@ Kinds, and the fields that each carries beside `kind` and `time` (UTC, seconds):
     step        one line of metrics.jsonl; of other ranks than 0 the step alone
     eval        step, eval_loss, and more figures
     sample      step, prompt, text
-    checkpoint  step, path, bytes, seconds
+    checkpoint  step, path, bytes, seconds, blocking_s (of which training stood still)
+    shard_written  step, temporary, files, error: this rank's part of a checkpoint is on its disk, or why not
     warning     code, text, fix
     token       text: a piece of an answer, as it comes          (generate, chat)
     answer      text, tokens, ended: an answer, whole             (chat)
@@ -20,6 +21,7 @@ Kinds, and the fields that each carries beside `kind` and `time` (UTC, seconds):
 
 import json
 import os
+import threading
 import time
 from typing import Any, TextIO
 
@@ -38,6 +40,7 @@ class Reporter:
         self, fd: int | None, *, fallback: TextIO | None = None, log_path: str | None = None
     ) -> None:
         self._fd = fd
+        self._lock = threading.Lock()  # a save reports from a thread of its own
         self._fallback = fallback
         self._log = open(log_path, "a", encoding="utf-8") if log_path else None  # noqa: SIM115, PTH123 - held for the run
 
@@ -45,6 +48,10 @@ class Reporter:
         """Sends one message. A front that is gone, or a full disk, is not the sender's death."""
         message = {"kind": kind, "time": time.time(), **fields}
         line = json.dumps(message, ensure_ascii=False) + "\n"
+        with self._lock:
+            self._put(kind, message, line)
+
+    def _put(self, kind: str, message: Message, line: str) -> None:
         if self._log is not None and kind != "step":
             try:
                 self._log.write(line)

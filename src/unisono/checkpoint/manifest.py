@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import json
 import re
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -28,6 +28,14 @@ class FileEntry(BaseModel):
 
     bytes: int = Field(ge=0)
     xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
+    host: str = ""
+    """Who wrote it, where that was not the manifest's holder."""
+    tensors: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]] = {}
+    """The XXH3-64 digest of each tensor's bytes, so that damage can be named by its tensor."""
+
+    def describes(self, other: "FileEntry") -> bool:
+        """Whether both are of the same content, whoever wrote it."""
+        return (self.bytes, self.xxh3_128) == (other.bytes, other.xxh3_128)
 
 
 class Manifest(BaseModel):

@@ -116,7 +116,7 @@ def _inspect_file(path: Path, name: str, entry: FileEntry, *, contents: bool) ->
 def _explain(path: Path, name: str, wanted: FileEntry, found: FileEntry) -> Damage:
     """What a wrong file is: the one of another step, or a damaged one."""
     for other in _other_manifests(path):
-        if other.files.get(name) == found:
+        if (entry_there := other.files.get(name)) is not None and entry_there.describes(found):
             return Damage(name, f"it is the file of step {other.step}", "step")
     if found.bytes < wanted.bytes:
         return Damage(name, f"it is cut short: {found.bytes} bytes of {wanted.bytes}", "size")

@@ -12,6 +12,7 @@ from unisono.agree.agreement import Agreement
 from unisono.agree.report import RankReport
 from unisono.control.events import Event, Left, Said
 from unisono.events import Message
+from unisono.launch.companion import Companion
 from unisono.launch.conduct import Conductor, Decision
 from unisono.launch.interrupts import Interrupts
 from unisono.launch.nodes.words import node_refused
@@ -92,6 +93,7 @@ def run_attempt(
     interrupts: Interrupts,
     show: Show,
     on_agreement: Callable[[Mapping[int, RankReport], Agreement], None],
+    companions: Sequence[Companion] = (),
 ) -> Attempt:
     """Starts the ranks of this node, conducts those of all nodes, and waits for their end.
 
@@ -102,12 +104,17 @@ def run_attempt(
         interrupts: signals that ask to stop.
         show: sees the messages.
         on_agreement: is told what the ranks have brought and what came of comparing it, before they go on.
+        companions: hear what the ranks say, and may end them.
     """
     began = time.monotonic()
     with local:
         interrupts.collect()
-        conducting = _Conducting(plan, local, server, interrupts, show, on_agreement)
-        conducting.run()
+        conducting = _Conducting(plan, local, server, interrupts, show, on_agreement, companions)
+        try:
+            conducting.run()
+        finally:
+            for companion in companions:
+                companion.finish()
     attempt = conducting.attempt
     attempt.seconds = time.monotonic() - began
     attempt.ends = conducting.conductor.ends
@@ -124,8 +131,10 @@ class _Conducting:
         interrupts: Interrupts,
         show: Show,
         on_agreement: Callable[[Mapping[int, RankReport], Agreement], None],
+        companions: Sequence[Companion],
     ) -> None:
         self.plan = plan
+        self._companions = companions
         self._on_agreement = on_agreement
         self.conductor = Conductor(plan)
         step = plan.resume.step if plan.resume else 0
@@ -146,6 +155,7 @@ class _Conducting:
             if self._local_result() and time.monotonic() - self._since_result() > _TEARDOWN_S:
                 self._end_all("teardown took too long")
                 return
+            self._ask_companions()
             decision = self.conductor.decide(now=time.monotonic())
             if decision is not None and not self.conductor.has_result:
                 self.attempt.decision = decision
@@ -184,12 +194,24 @@ class _Conducting:
         if message["kind"] == "rank_report":
             self._take_report(RankReport.model_validate(message["report"]))
             return
+        for companion in self._companions:
+            companion.heard(rank, message)
+        if message["kind"] == "shard_written":
+            self._local.tell({**message, "rank": rank}, rank=0)
+            return
         if rank == 0:
             self.attempt.note(message)
         elif message["kind"] in _ONLY_OF_RANK_0:
             return
         if message["kind"] not in LAST_WORDS:
             self._show(message if rank == 0 else {**message, "rank": rank})
+
+    def _ask_companions(self) -> None:
+        """One may have found what the run cannot live with."""
+        for companion in self._companions:
+            error = companion.look()
+            if error is not None:
+                self.conductor.refused_by_us(error)
 
     def _take_report(self, report: RankReport) -> None:
         store = self.conductor.rank_reported(report)

@@ -7,6 +7,7 @@ from unisono.agree.agreement import Agreement
 from unisono.agree.ranks import compare_ranks
 from unisono.agree.report import RankReport
 from unisono.causes import Verdict
+from unisono.errors import UnisonoError
 from unisono.launch.postmortem import NodeLoss, first_cause, is_victim
 from unisono.launch.ranks import RankEnd
 from unisono.plan import RunPlan
@@ -23,12 +24,14 @@ class Decision:
         culprit: the rank whose end came first in the order of causes; None if it is none of them.
         loss: the node that was lost, if that is the cause.
         agreement: what the ranks disagree about, if that is it.
+        error: what a companion has found that the run cannot live with.
         after_s: seconds from the first news of it to the decision.
     """
 
     culprit: RankEnd | None = None
     loss: NodeLoss | None = None
     agreement: Agreement | None = None
+    error: UnisonoError | None = None
     after_s: float = 0.0
 
 
@@ -43,6 +46,7 @@ class Conductor:
         ends: of the ranks, in the order in which they were heard of.
         lost: nodes that are gone.
         refusal: of a node that does not carry out the plan.
+        error: what a companion has found.
     """
 
     plan: RunPlan
@@ -51,6 +55,7 @@ class Conductor:
     ends: dict[int, RankEnd] = field(default_factory=dict)
     lost: list[NodeLoss] = field(default_factory=list)
     refusal: Agreement | None = None
+    error: UnisonoError | None = None
     _first_trouble: float | None = None
 
     def rank_reported(self, report: RankReport) -> tuple[str, int] | None:
@@ -83,6 +88,10 @@ class Conductor:
         """Takes the news that a node does not start its ranks on the plan."""
         self.refusal = Agreement.found("plan", verdict)
 
+    def refused_by_us(self, error: UnisonoError) -> None:
+        """Takes what the head itself has found that the run cannot live with; the first word counts."""
+        self.error = self.error or error
+
     @property
     def is_over(self) -> bool:
         """Whether every rank has ended well."""
@@ -99,6 +108,8 @@ class Conductor:
         for found in (self.refusal, self.agreement):
             if found is not None and not found.agreed:
                 return Decision(agreement=found)
+        if self.error is not None and self._first_trouble is None:
+            return Decision(error=self.error)
         if self._first_trouble is None:
             return None
         since = now - self._first_trouble

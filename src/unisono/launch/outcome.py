@@ -66,6 +66,8 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
     decision = attempt.decision or Decision()
     if decision.agreement is not None:
         return Ending(3, known, decision.agreement.fatal[0])
+    if decision.error is not None:
+        return Ending(decision.error.exit_code, known, decision.error.verdict, decision.error)
     culprit = decision.culprit
     if culprit is not None and culprit.last is not None and culprit.last["kind"] == "refused":
         error = refusal(culprit.last)

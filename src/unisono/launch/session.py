@@ -249,7 +249,8 @@ class _Start:
                 recorder.show(_as_warning(verdict))
 
         return run_attempt(
-            plan, local=local, server=server, interrupts=self.interrupts, show=recorder.show, on_agreement=keep
+            plan, local=local, server=server, interrupts=self.interrupts, show=recorder.show, on_agreement=keep,
+            companions=[],
         )  # fmt: skip
 
     def _told(

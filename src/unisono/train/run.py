@@ -1,6 +1,6 @@
 """The parts of a run that is ready to train, put together once from its plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,9 @@ class Run:
     watch: GlobalStateWatch
     saved_step: int | None = None
     """The step of the newest checkpoint that this start has written or begun from."""
+
+    places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    """Of sharded tensors, by name: the whole shape, and the offsets of this rank's part."""
 
     agreed_stop: Outcome | None = None
     """Of several ranks: the wish that all of them have heard of, in the last sum of a step or an evaluation."""
