@@ -1,88 +1,75 @@
-"""Tensors and plain values of a checkpoint: safetensors and JSON, nothing else, and back to the same bits.
+"""Tensors and optimizers into the files of a checkpoint, and back to the same bits.
 
 A group of tensors is a file `GROUP.safetensors`; everything that is no tensor is in `state.json`. Nothing is pickled:
 reading a checkpoint runs no code.
 """
 
 import json
-import math
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from unisono.checkpoint.trouble import StorageFull, free_bytes, is_full
+from unisono.checkpoint.manifest import FileEntry
+from unisono.checkpoint.reader import DTYPES, CheckpointReader, Tensors
+from unisono.checkpoint.tensor_file import ALIASES, TensorPart, group_file
+from unisono.checkpoint.values import STATE, state_text
+from unisono.checkpoint.writing import TensorFile, write_files
 from unisono.errors import IntegrityError
 
-Tensors = dict[str, torch.Tensor]
-
-STATE = "state.json"
-_GROUP = re.compile(r"[a-z0-9_-]+")
-_ALIASES = "unisono.aliases"
-_SLACK_BYTES = 1 << 16  # headers, the manifest, and what a file system rounds up
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def save_state(directory: Path, *, tensors: dict[str, Tensors], state: dict[str, Any]) -> None:
-    """Writes groups of tensors, and a state of plain values, into an empty directory.
+def save_state(
+    directory: Path, *, tensors: dict[str, Tensors], state: dict[str, Any]
+) -> dict[str, FileEntry]:
+    """Writes groups of tensors, and a state of plain values, into an empty directory; gives the files.
 
     Tensors that are one in memory (tied weights) are written once, and are one again after reading.
 
     Args:
         directory: where; usually what CheckpointStore.writing gives.
         tensors: by group and name; of any device, shape (also 0-dim) and dtype. A group may be empty.
-        state: dicts with string keys, lists, tuples, str, int, float, bool, None. Tuples stay tuples, floats keep their bits.
+        state: see `values.state_text`.
 
     Raises:
         StorageFull: if there is not enough room.
         TypeError: if the state holds something else.
     """
-    document = {"schema": 1, "groups": sorted(tensors), "state": encode_values(state, "state")}
-    text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1).encode(
-        "utf-8", "surrogatepass"
-    )
-    unique = {group: _once(members) for group, members in tensors.items()}
-    needed = len(text) + _SLACK_BYTES + sum(_bytes(members) for members, _ in unique.values())
-    free = free_bytes(directory)
-    if needed > free:
-        raise StorageFull(directory, needed_bytes=needed, free_bytes=free)
-    try:
-        for group, (members, aliases) in unique.items():
-            assert _GROUP.fullmatch(group), f"{group!r} cannot name a file"
-            ready = {name: tensor.detach().cpu().contiguous() for name, tensor in members.items()}
-            save_file(ready, str(_file(directory, group)), metadata={_ALIASES: json.dumps(aliases)})
-        (directory / STATE).write_bytes(text)
-    except Exception as error:
-        # safetensors raises one of its own for a full disk; what is none is raised again
-        if is_full(error):  # somebody else took the room meanwhile
-            written = sum(file.stat().st_size for file in directory.iterdir())
-            available = written + free_bytes(directory)
-            raise StorageFull(
-                directory, needed_bytes=max(needed, available + 1), free_bytes=available
-            ) from error
-        raise
+    text = state_text(sorted(tensors), state)
+    files = []
+    for group, members in tensors.items():
+        kept, aliases = _once(members)
+        parts = [part_of(name, tensor.detach().cpu().contiguous()) for name, tensor in kept.items()]
+        files.append(TensorFile(group_file(group, 0, 1), parts, {ALIASES: json.dumps(aliases)}))
+    return write_files(directory, files, {STATE: text})
+
+
+def part_of(name: str, tensor: torch.Tensor) -> TensorPart:
+    """A contiguous tensor in host memory, as it goes into a file."""
+    return TensorPart(name, dtype_name(tensor.dtype), tuple(tensor.shape), lambda: bytes_of(tensor))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """safetensors' name of a dtype."""
+    return _NAMES[dtype]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory; not a copy."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 def load_state(directory: Path) -> tuple[dict[str, Tensors], dict[str, Any]]:
-    """What save_state was given; the tensors are on the CPU.
+    """All that a checkpoint holds; the tensors are whole, and on the CPU.
 
     It does not look for damage: have CheckpointStore read the directory through first.
 
     Raises:
         IntegrityError: if a file cannot be read.
     """
-    try:
-        document = json.loads((directory / STATE).read_bytes().decode("utf-8", "surrogatepass"))
-        tensors = {group: _load_group(_file(directory, group)) for group in document["groups"]}
-        return tensors, decode_values(document["state"])
-    except Exception as error:
-        # whatever a reader says of files that are not ours, it is damage; the cause is chained
-        raise IntegrityError.of(
-            f"checkpoint {directory.name} cannot be read: {error}", where=str(directory),
-            why="its files do not hold what unisono writes", fix="`unisono checkpoint verify RUN` says what is damaged",
-        ) from error  # fmt: skip
+    reader = CheckpointReader(directory)
+    return {group: reader.group(group) for group in reader.groups}, reader.values
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> tuple[Tensors, dict[str, Any]]:
@@ -184,49 +171,3 @@ def _once(members: Tensors) -> tuple[Tensors, dict[str, str]]:
         kept[name] = tensor.detach().clone() if tensor.numel() and place in storages else tensor
         storages.add(place)
     return kept, aliases
-
-
-def _bytes(members: Tensors) -> int:
-    return sum(tensor.numel() * tensor.element_size() + 128 for tensor in members.values())
-
-
-def _file(directory: Path, group: str) -> Path:
-    return directory / f"{group}.safetensors"
-
-
-def _load_group(path: Path) -> Tensors:
-    with safe_open(str(path), framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-        aliases = json.loads((file.metadata() or {}).get(_ALIASES, "{}"))
-    return tensors | {name: tensors[original] for name, original in aliases.items()}
-
-
-def encode_values(value: Any, place: str) -> Any:
-    """`value` as JSON that reads back to the same: tuples and floats that are no number get a tag."""
-    if value is None or isinstance(value, bool | str) or type(value) is int:
-        return value
-    if type(value) is float:
-        return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, list):
-        return [encode_values(item, f"{place}[{i}]") for i, item in enumerate(value)]
-    if type(value) is tuple:
-        return {"$tuple": [encode_values(item, f"{place}[{i}]") for i, item in enumerate(value)]}
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str) or key in ("$float", "$tuple"):
-                raise TypeError(f"{place} has a key {key!r}, which JSON would not give back")
-        return {key: encode_values(item, f"{place}.{key}") for key, item in value.items()}
-    raise TypeError(f"{place} is a {type(value).__name__}, which JSON would not give back")
-
-
-def decode_values(value: Any) -> Any:
-    """What encode_values was given."""
-    if isinstance(value, list):
-        return [decode_values(item) for item in value]
-    if isinstance(value, dict):
-        if "$float" in value:
-            return float(value["$float"])
-        if "$tuple" in value:
-            return tuple(decode_values(item) for item in value["$tuple"])
-        return {key: decode_values(item) for key, item in value.items()}
-    return value

@@ -17,6 +17,8 @@ from unisono.checkpoint.manifest import FileEntry
 
 PARTS = "unisono.parts"
 """In the header's metadata: for each part its tensor's whole shape and the part's offsets, as JSON."""
+ALIASES = "unisono.aliases"
+"""In the header's metadata: second names of tensors that were one in memory, as JSON."""
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "F8_E4M3": 1, "F8_E5M2": 1,
@@ -135,3 +137,13 @@ class _Out:
             if self._on_bytes is not None:
                 self._on_bytes(self.size)
         return own.hexdigest()
+
+
+def group_file(group: str, shard: int, shards: int) -> str:
+    """The name of a group's file, or of one shard's where there are several."""
+    return f"{group}.safetensors" if shards == 1 else f"{group}.shard-{shard:05d}-of-{shards:05d}.safetensors"
+
+
+def group_files(group: str, shards: int) -> list[str]:
+    """The names of all files of a group."""
+    return [group_file(group, shard, shards) for shard in range(shards)]

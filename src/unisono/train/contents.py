@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from unisono.checkpoint.state import Tensors, optimizer_tensors
+from unisono.checkpoint.reader import Tensors
+from unisono.checkpoint.state import optimizer_tensors
 from unisono.train.run import Run
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]

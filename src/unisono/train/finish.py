@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.state import Tensors
+from unisono.checkpoint.reader import Tensors
 from unisono.files import fsync_dir, read_json, write_json
 from unisono.model.inspect import read_safetensors_header, weight_files
 from unisono.model.load import DTYPES, LoadedModel

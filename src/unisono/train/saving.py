@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.state import Tensors, load_optimizer, load_state, optimizer_tensors, save_state
+from unisono.checkpoint.reader import Tensors
+from unisono.checkpoint.state import load_optimizer, load_state, optimizer_tensors, save_state
 from unisono.checkpoint.store import CheckpointStore, StorageFailed
 from unisono.errors import IntegrityError
 from unisono.model.shard import like, whole

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.state import Tensors, decode_values, encode_values
+from unisono.checkpoint.reader import Tensors
+from unisono.checkpoint.values import decode_values, encode_values
 from unisono.train.group import Group
 
 
