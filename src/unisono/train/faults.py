@@ -8,18 +8,23 @@ one_row_more      [rank, …]        these ranks have a row more than the others
 unseeded_split    [rank, …]        these ranks have split their rows with a generator that nobody seeded
 flip_weight_bit   [rank, …]        these ranks hold a weight with one bit turned
 other_tokenizer   [rank, …]        these ranks have another tokenizer
+write_rows        directory        no fault: every rank writes down which rows went into each of its forwards
 """
 
 import dataclasses
+import json
 import math
 import os
 import random
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
+from unisono.data.batch import Batch
 from unisono.data.table import TokenTable
 from unisono.errors import UnfitError
 from unisono.model.load import LoadedModel
@@ -62,6 +67,22 @@ def die(plan: RunPlan, rank: int, step: int) -> None:
             raise UnfitError.of(f"rank {rank} refuses at step {step}, as the fault wants it")
         case _:
             raise ValueError(f"rank {rank} dies at step {step}, as the fault wants it")
+
+
+def write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
+    """write_rows: a line for a forward whose loss counts, with each row's id and the digest of the tokens that went in.
+
+    A line is on its way to the disk before the forward begins, so that a kill hides nothing that was trained on.
+    """
+    directory = plan.faults.get("write_rows")
+    if directory is None:
+        return
+    ends = np.cumsum(batch.lengths)
+    tokens = [ids.tobytes() for ids in np.split(batch.input_ids, ends[:-1])]
+    rows = [[name, xxhash.xxh3_64_hexdigest(ids)] for name, ids in zip(batch.row_ids, tokens, strict=True)]
+    line = {"pid": os.getpid(), "world_size": plan.world_size, "rank": rank, "step": step, "rows": rows}
+    with (Path(directory) / f"rank-{rank:05d}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def spoil_gradient(plan: RunPlan, step: int, parameter: torch.Tensor) -> None:

@@ -100,8 +100,10 @@ def _add_up(run: Run, batches: StepBatches) -> tuple[torch.Tensor, float]:
     for number, turn in enumerate(turns, start=1):
         sequences, position = turn or (run.data.shortest(), 0)
         before = time.perf_counter()
-        rows, _ = load_rows(run.data.table, sequences, run.device)
+        rows, batch = load_rows(run.data.table, sequences, run.device)
         data_time += time.perf_counter() - before
+        if turn is not None:
+            faults.write_rows(run.plan, run.group.rank, batches.step, batch)
         seed_torch(run.plan.config.seed, "dropout", position)
         run.watch.torch_was_seeded()
         if number == len(turns):
