@@ -17,6 +17,8 @@ from unisono.control.frames import (
     FrameParser,
     Malformed,
     OtherProtocol,
+    Piece,
+    decode_any,
     encode,
     preamble,
 )
@@ -57,6 +59,9 @@ class Door(Protocol):
 
     def said(self, node_rank: int, message: dict[str, Any]) -> None:
         """A node has said something."""
+
+    def transfers(self, caller: "Caller", item: Body | Piece) -> None:
+        """A node sends a file: an offer, a piece, the end of it."""
 
     def dismiss(self, caller: "Caller") -> None:
         """A node has the last word."""
@@ -117,7 +122,7 @@ class Caller(Connection):
             self._prove(frame)
         else:
             assert self.seal is not None
-            self._hear(self.seal.open(frame))
+            self._hear(decode_any(self.seal.unseal(frame)))
 
     def malformed(self, error: Malformed) -> None:
         """What came is not our protocol."""
@@ -186,9 +191,11 @@ class Caller(Connection):
         self.parser.limit = PROVEN_BYTES
         self._head.admit(self, hello)
 
-    def _hear(self, body: Body) -> None:
+    def _hear(self, body: Body | Piece) -> None:
         assert self.hello is not None
         match body:
+            case Piece() | {"t": "offer" | "sent" | "withdraw", "id": int()}:
+                self._head.transfers(self, body)
             case {"t": "ping"}:
                 pass
             case {"t": "say", "m": dict() as message}:

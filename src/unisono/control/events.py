@@ -1,6 +1,7 @@
 """What a front hears on the control channel."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 RejectedKind = Literal["token", "duplicate", "stale", "malformed", "late", "misfit"]
@@ -54,4 +55,27 @@ class Rejected:
     holder: str = ""
 
 
-Event = Joined | Said | Left | Rejected
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A file that a node sent is whole and on disk at the head, or it is not.
+
+    Attributes:
+        node_rank: who sent it.
+        label: what it is, as the sender said.
+        path: where it is; None if it did not arrive.
+        bytes: its size.
+        xxh3_128: its digest in hex, computed here over what arrived.
+        seconds: from the offer to the end.
+        error: why it did not arrive, for people; empty if it did.
+    """
+
+    node_rank: int
+    label: dict[str, Any]
+    path: Path | None
+    bytes: int
+    xxh3_128: str
+    seconds: float
+    error: str = ""
+
+
+Event = Joined | Said | Left | Rejected | Arrived

@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from unisono.control.connection import BYE, Pulse
 from unisono.control.events import Event, Joined, Left, Rejected, RejectedKind, Said
-from unisono.control.frames import encode
+from unisono.control.frames import Body, Piece, encode
 from unisono.control.handshake import Hello, Refusal, judge
 from unisono.control.inbox import Inbox
 
@@ -17,6 +17,16 @@ SPARE_CONNECTIONS = 64
 """How many more connections than nodes there may be; the oldest unproven one gives way."""
 _SAME_REJECTION_S = 10.0
 _MOST_REJECTIONS = 256
+
+
+class Taker(Protocol):
+    """Takes the files that nodes send. Called in the channel's thread, so it must not block."""
+
+    def heard(self, caller: "Caller", item: Body | Piece) -> None:
+        """An offer, a piece, or the end of a file. Raises Malformed for what no node of ours would send."""
+
+    def gone(self, caller: "Caller") -> None:
+        """The connection is over."""
 
 
 class Head:
@@ -37,6 +47,7 @@ class Head:
         self.open: set[Caller] = set()  # all of these, and those whose last bytes are on their way
         self.last_word: bytes | None = None
         self.words = 0  # how many last words there have been: an acknowledgement says which one it means
+        self.taker: Taker | None = None
         self.closing = False
         self.empty = asyncio.Event()
         self._own_name = f"the head itself ({host})"
@@ -97,6 +108,8 @@ class Head:
         self.open.discard(caller)
         self.unproven.pop(caller, None)
         self.late.discard(caller)
+        if self.taker is not None:
+            self.taker.gone(caller)
         hello = caller.hello
         if hello is not None and self.members.get(hello.node_rank) is caller:
             del self.members[hello.node_rank]
@@ -124,6 +137,13 @@ class Head:
     def said(self, node_rank: int, message: dict[str, Any]) -> None:
         """A node has said something."""
         self.inbox.put(Said(node_rank, message))
+
+    def transfers(self, caller: "Caller", item: Body | Piece) -> None:
+        """A node sends a file, or a part of one."""
+        if self.taker is not None:
+            self.taker.heard(caller, item)
+        elif isinstance(item, dict) and item["t"] == "offer":
+            caller.write(encode({"t": "done", "id": item["id"], "why": "the head does not take files now"}))
 
     def send(self, node_rank: int, body: bytes) -> None:
         """Sends to one node, if it is here."""

@@ -8,7 +8,7 @@ from typing import Any, Self
 from unisono.control.connection import BYE, Connection, Pulse
 from unisono.control.dial import Called, Caller, call
 from unisono.control.events import Left, Said
-from unisono.control.frames import PROVEN_BYTES, Body, Malformed, encode
+from unisono.control.frames import PROVEN_BYTES, Body, Malformed, Piece, encode, encode_piece
 from unisono.control.handshake import is_host_name
 from unisono.control.inbox import Inbox
 from unisono.control.loop import SHARED
@@ -25,6 +25,7 @@ class NodeLink:
         welcome: what the head tells every node; with run_nonce, epoch and wall (its clock).
         local_address: the address of this node on which it reached the head.
         clock_offset_s: this node's wall clock minus the head's; None: not measured.
+        next_transfer: the number of the next file that is sent over it.
     """
 
     @classmethod
@@ -64,6 +65,7 @@ class NodeLink:
         self.welcome = called.welcome
         self.local_address: str = called.sock.getsockname()[0]
         self.clock_offset_s = called.clock_offset_s
+        self.next_transfer = 0
         self._inbox: Inbox[Said | Left] = Inbox()
         self._closed = False
         SHARED.enter()
@@ -84,6 +86,14 @@ class NodeLink:
             ValueError: if the message is larger than 8 MiB, or no JSON.
         """
         SHARED.post(self._line.write, encode({"t": "say", "m": message}))
+
+    def send_of_file(self, part: Body | Piece) -> None:
+        """Sends a piece of a file, or what is to be said of one. For control.transfer, which bounds how much is on its way."""
+        SHARED.post(self._line.write, encode_piece(part) if isinstance(part, Piece) else encode(part))
+
+    def hear_of_files(self, heard: Callable[[Body], None]) -> None:
+        """What the head says of files goes there, in the channel's thread; when the head is gone, {"t": "gone", "why"}."""
+        SHARED.run(self._line.hear_of_files(heard))
 
     def close(self) -> None:
         """Says goodbye, and waits a moment until the head has heard it and all that was sent."""
@@ -106,6 +116,7 @@ class _Line(Connection):
         self.parser.limit = PROVEN_BYTES
         self.gone = threading.Event()
         self._early = called.early
+        self._of_files: Callable[[Body], None] | None = None
         self._head_host = head_host
         self._inbox = inbox
         self._clean = False
@@ -136,6 +147,8 @@ class _Line(Connection):
     def over(self, why: str) -> None:
         """The head is gone, or we are."""
         self._pulse.stop()
+        if self._of_files is not None:
+            self._of_files({"t": "gone", "why": why or "it is gone"})
         if not self._leaving:
             why = why or ("it said goodbye" if self._clean else "it is gone without a word")
             self._inbox.put(Left(HEAD_RANK, self._head_host, why, self._clean))
@@ -152,10 +165,19 @@ class _Line(Connection):
         self.abort("closed")
         await self._over.wait()
 
+    async def hear_of_files(self, heard: Callable[[Body], None]) -> None:
+        """Takes who is told of files from now on."""
+        self._of_files = heard
+        if self._over.is_set():
+            heard({"t": "gone", "why": "it is gone"})
+
     def _hear(self, body: Body) -> None:
         match body:
             case {"t": "ping"} | {"t": "clock"}:
                 pass
+            case {"t": "more", "id": int(), "pieces": int()} | {"t": "done", "id": int(), "why": str()}:
+                if self._of_files is not None:
+                    self._of_files(body)
             case {"t": "say", "m": dict() as message}:
                 self._inbox.put(Said(HEAD_RANK, message))
             case {"t": "last", "n": int() as number, "m": dict() as message}:

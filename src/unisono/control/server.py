@@ -10,7 +10,7 @@ from unisono.control.caller import Caller
 from unisono.control.connection import SUSPECT_S
 from unisono.control.events import Event
 from unisono.control.frames import encode
-from unisono.control.head import Head
+from unisono.control.head import Head, Taker
 from unisono.control.inbox import Inbox
 from unisono.control.listening import allow_open_files, bind
 from unisono.control.loop import SHARED
@@ -91,6 +91,18 @@ class HeadServer:
         encode({"t": "last", "n": 0, "m": message})
         SHARED.post(self._head.settle, message)
 
+    def take_files(self, taker: Taker | None) -> None:
+        """Says who takes the files that nodes send from now on; None: nobody does. See control.transfer."""
+        SHARED.run(self._take_files(taker))
+
+    def reply(self, caller: Caller, body: dict[str, Any]) -> None:
+        """Answers the sender of a file, from any thread."""
+        SHARED.post(caller.write, encode(body))
+
+    def tell(self, event: Event) -> None:
+        """Adds to what `receive` gives."""
+        self._inbox.put(event)
+
     def silences(self) -> dict[int, float]:
         """Nodes that have said nothing for more than 3 s, and for how long. After 10 s they have Left."""
         now = time.monotonic()
@@ -112,6 +124,9 @@ class HeadServer:
         server = await loop.create_server(lambda: Caller(head), sock=self._socket, backlog=_BACKLOG)
         head.start()
         return head, server
+
+    async def _take_files(self, taker: Taker | None) -> None:
+        self._head.taker = taker
 
     async def _stop(self, patience_s: float) -> None:
         self._head.close()

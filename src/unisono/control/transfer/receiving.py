@@ -1,0 +1,280 @@
+"""The head's side: takes offered files where a rule says that they may go, writes them, and compares their digests."""
+
+import contextlib
+import os
+import queue
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Self
+
+import xxhash
+
+from unisono.control.caller import Caller
+from unisono.control.events import Arrived
+from unisono.control.frames import Body, Malformed, Piece
+from unisono.control.server import HeadServer
+from unisono.control.transfer.content import Content, Offer, Refused
+from unisono.text import one_line
+from unisono.units import show_bytes
+
+WINDOW = 8
+"""So many pieces of a file may be on their way."""
+AT_ONCE = 8
+"""So many files are taken at the same time, over all nodes; others wait. Bounds memory, with WINDOW, to 32 MiB."""
+_MOST_WAITING = 4096
+_CLOSING_S = 2.0
+
+Place = Callable[[Offer], Path]
+"""Where an offered file goes: a path in a directory that exists and that is not a link. Called in a thread of the transfer.
+Raises Refused where it may not go anywhere."""
+
+
+class _Stop(str):
+    """Why a transfer ends before it is whole."""
+
+    __slots__ = ()
+
+
+class _Incoming:
+    """One file on its way. `granted` is how many pieces its sender may still send."""
+
+    def __init__(self, caller: Caller, offer: Offer) -> None:
+        self.caller = caller
+        self.offer = offer
+        self.items: queue.SimpleQueue[Piece | _Stop | None] = queue.SimpleQueue()
+        self.granted = 0
+        self.lock = threading.Lock()
+        self.began = time.monotonic()
+
+    def grant(self, pieces: int) -> None:
+        """Allows more."""
+        with self.lock:
+            self.granted += pieces
+
+    def take(self, piece: Piece) -> None:
+        """In the channel's thread.
+
+        Raises:
+            Malformed: if more comes than was asked for.
+        """
+        with self.lock:
+            if not self.granted:
+                raise Malformed("sent more of a file than it was asked for")
+            self.granted -= 1
+        self.items.put(piece)
+
+
+class Receiving:
+    """Takes files from now until `close`; as a context manager, to its end. There is one of it for a server at a time."""
+
+    def __init__(self, server: HeadServer, places: Mapping[str, Place]) -> None:
+        """Begins.
+
+        Args:
+            server: the head's end of the channel. Each end of a file is an Arrived among its events.
+            places: by the label's `kind`.
+        """
+        self._server = server
+        self._places = dict(places)
+        self._lock = threading.Lock()
+        self._known: dict[tuple[Caller, int], _Incoming] = {}
+        self._waiting: deque[_Incoming] = deque()
+        self._threads: set[threading.Thread] = set()
+        server.take_files(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self, why: str = "the head has ended this start of the ranks") -> None:
+        """Ends what is under way. No part of a file is left."""
+        self._server.take_files(None)
+        with self._lock:
+            threads, known = list(self._threads), list(self._known.values())
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        for incoming in known:
+            incoming.items.put(_Stop(why))
+        for incoming in waiting:
+            self._end(incoming, None, why)
+        limit = time.monotonic() + _CLOSING_S
+        for thread in threads:
+            thread.join(max(0.0, limit - time.monotonic()))  # one whose disk does not answer is left behind
+
+    def heard(self, caller: Caller, item: Body | Piece) -> None:
+        """In the channel's thread: what a node says of a file."""
+        if isinstance(item, Piece):
+            incoming = self._known.get((caller, item.transfer))
+            if incoming is not None:
+                incoming.take(item)
+            return
+        if item["t"] == "offer":
+            self._offered(caller, item)
+            return
+        incoming = self._known.get((caller, item["id"]))
+        if incoming is not None:
+            why = one_line(str(item.get("why", "")), limit=500)
+            incoming.items.put(None if item["t"] == "sent" else _Stop(why))
+
+    def gone(self, caller: Caller) -> None:
+        """In the channel's thread: the connection is over."""
+        with self._lock:
+            found = [incoming for (of, _), incoming in self._known.items() if of is caller]
+        for incoming in found:
+            incoming.items.put(_Stop("its node is gone"))
+
+    def _offered(self, caller: Caller, body: Body) -> None:
+        assert caller.hello is not None
+        offer = Offer.from_body(body, node_rank=caller.hello.node_rank, host=caller.hello.host)
+        incoming = _Incoming(caller, offer)
+        with self._lock:
+            if (caller, offer.transfer) in self._known:
+                raise Malformed("offered a file twice under one number")
+            if len(self._waiting) >= _MOST_WAITING:
+                raise Malformed(f"offered a file while {_MOST_WAITING} wait")
+            self._known[caller, offer.transfer] = incoming
+            if len(self._threads) >= AT_ONCE:
+                self._waiting.append(incoming)
+            else:
+                self._start(incoming)
+
+    def _start(self, incoming: _Incoming) -> None:
+        thread = threading.Thread(target=self._work, args=(incoming,), name="unisono.receive", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _work(self, incoming: _Incoming) -> None:
+        """A thread's life: this file, and then those that wait."""
+        following: _Incoming | None = incoming
+        while following is not None:
+            self._take(following)
+            with self._lock:
+                following = self._waiting.popleft() if self._waiting else None
+                if following is None:
+                    self._threads.discard(threading.current_thread())
+
+    def _take(self, incoming: _Incoming) -> None:
+        try:
+            path = self._keep(incoming)
+        except Refused as error:
+            self._end(incoming, None, str(error))
+        except OSError as error:
+            self._end(
+                incoming, None,
+                f"{error.filename or 'it'} cannot be written on the head's node: {error.strerror or error}",
+            )  # fmt: skip
+        else:
+            self._end(incoming, path, "")
+
+    def _keep(self, incoming: _Incoming) -> Path:
+        """Writes what comes; gives where it is once it is whole."""
+        offer = incoming.offer
+        place = self._places.get(offer.label["kind"])
+        if place is None:
+            raise Refused(f"the head knows no file of kind {offer.label['kind']!r:.40}")
+        try:
+            path = place(offer)
+        except (KeyError, TypeError, ValueError) as error:
+            raise Refused("the head cannot read what kind of file it is") from error
+        with _part_of(path, offer.content.bytes) as (fd, finish):
+            self._more(incoming, WINDOW)
+            try:
+                found = self._write(incoming, fd)
+            except OSError as error:
+                error.filename = str(path)
+                raise
+            if found != offer.content:
+                raise Refused(_difference(offer, found))
+            os.fsync(fd)
+            finish()
+        return path
+
+    def _write(self, incoming: _Incoming, fd: int) -> Content:
+        digest, size, most = xxhash.xxh3_128(), 0, incoming.offer.content.bytes
+        while (item := incoming.items.get()) is not None:
+            if isinstance(item, _Stop):
+                raise Refused(item)
+            if item.offset != size or size + len(item.data) > most:
+                raise Refused("its pieces do not follow each other, or are more than was offered")
+            _write_all(fd, item.data)
+            digest.update(item.data)
+            size += len(item.data)
+            self._more(incoming, 1)
+        return Content(size, digest.hexdigest())
+
+    def _more(self, incoming: _Incoming, pieces: int) -> None:
+        incoming.grant(pieces)
+        self._server.reply(incoming.caller, {"t": "more", "id": incoming.offer.transfer, "pieces": pieces})
+
+    def _end(self, incoming: _Incoming, path: Path | None, why: str) -> None:
+        """Tells both sides; the front first, since the sender speaks next."""
+        offer = incoming.offer
+        with self._lock:
+            self._known.pop((incoming.caller, offer.transfer), None)
+        seconds = time.monotonic() - incoming.began
+        size, digest = offer.content.bytes, offer.content.xxh3_128
+        self._server.tell(Arrived(offer.node_rank, offer.label, path, size, digest, seconds, why))
+        self._server.reply(incoming.caller, {"t": "done", "id": offer.transfer, "why": why})
+
+
+@contextlib.contextmanager
+def _part_of(path: Path, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
+    """A new file `.NAME.part` beside `path`, and what gives it its name. It is removed unless it got it.
+
+    Raises:
+        Refused: if the directory is not there, or is a link; if the name is taken, or there is no room.
+        OSError: if it cannot be made.
+    """
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        raise Refused(f"the head does not wait for it any more: {path.parent} is not there") from None
+    part = f".{path.name}.part"
+    try:
+        if _is_in(folder, path.name):
+            raise Refused(f"{path} is there already")
+        free = shutil.disk_usage(folder).free
+        if free < size:
+            raise Refused(_no_room(path, size, free))
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)  # fmt: skip
+        try:
+            yield fd, lambda: os.rename(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        finally:
+            os.close(fd)
+            with contextlib.suppress(FileNotFoundError):  # it has got its name
+                os.unlink(part, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _is_in(folder: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _write_all(fd: int, data: bytes | memoryview) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def _no_room(path: Path, size: int, free: int) -> str:
+    return f"no room on the head's node: {show_bytes(size)} are needed in {path.parent}, and {show_bytes(free)} are free"
+
+
+def _difference(offer: Offer, found: Content) -> str:
+    if found.bytes != offer.content.bytes:
+        return f"{found.bytes} bytes of {offer.content.bytes} arrived"
+    return (
+        f"it has changed after node {offer.node_rank} ({offer.host}) wrote it: digest {found.xxh3_128} arrived,"
+        f" {offer.content.xxh3_128} was written; that node's disk or memory is not to be trusted"
+    )
