@@ -106,6 +106,18 @@ def parse_seconds(text: str) -> float:
     return amount * factor
 
 
+def parse_bytes(text: str) -> int:
+    """Bytes of `1 GB`, `50 MB` or `800 kB`; units are decimal.
+
+    Raises:
+        ValueError: if there is no such unit, or it is less than a byte.
+    """
+    amount, word = _split(text)
+    if word != "B" or amount < 1:
+        raise ValueError(f"{text!r} is no size; write for example `1 GB` or `50 MB`")
+    return int(amount)
+
+
 _FOUR_DIGITS = 999.5  # rounds to 1000
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.units import Duration, Warmup, parse_seconds, show_bytes, show_count, show_seconds
+from unisono.units import Duration, Warmup, parse_bytes, parse_seconds, show_bytes, show_count, show_seconds
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,19 @@ def test_what_is_no_warm_up_is_refused(text: str) -> None:
 )
 def test_times_are_read_in_seconds(text: str, seconds: float) -> None:
     assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"), [("1 GB", 10**9), ("50 MB", 50_000_000), ("1.5kB", 1500), ("2TB", 2 * 10**12)]
+)
+def test_sizes_are_read_in_bytes(text: str, n_bytes: int) -> None:
+    assert parse_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "1", "1 G", "0 MB", "-1 GB", "5 steps", "500 B"])
+def test_sizes_without_a_unit_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"number with a unit|no size"):
+        parse_bytes(text)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from unisono.config.describe import Says
-from unisono.units import Duration, Warmup, parse_seconds
+from unisono.units import Duration, Warmup, parse_bytes, parse_seconds
 
 
 class Section(BaseModel):
@@ -30,6 +30,11 @@ def _check_warmup(text: str) -> str:
 
 def _check_seconds(text: str) -> str:
     parse_seconds(text)
+    return text
+
+
+def _check_bytes(text: str) -> str:
+    parse_bytes(text)
     return text
 
 
@@ -60,6 +65,7 @@ WarmupText = Annotated[
     str, AfterValidator(_check_warmup), Says("a share or a number of steps, as `3%` or `100 steps`")
 ]
 SecondsText = Annotated[str, AfterValidator(_check_seconds), Says("a time, as `25 seconds` or `2 minutes`")]
+BytesText = Annotated[str, AfterValidator(_check_bytes), Says("a size, as `1 GB` or `50 MB`")]
 Pattern = Annotated[str, AfterValidator(_check_pattern), Says("a regular expression")]
 Share = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, BeforeValidator(_float_of_yaml), Field(gt=0.0)]
@@ -227,6 +233,12 @@ class CheckpointSection(Section):
     keep: int = Field(default=3, ge=1, description="how many of the newest stay")
     best: Literal["eval_loss"] | None = Field(
         default=None, description="eval_loss: the best one stays too, and is the result"
+    )
+    keep_every: DurationText | None = Field(
+        default=None, description="a period, as `1000 steps`: those at its multiples stay for ever"
+    )
+    max_shard_size: BytesText = Field(
+        default="1 GB", description="of a file of the final weights; a larger model becomes several files"
     )
 
 

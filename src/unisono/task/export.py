@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.trouble import is_full
+from unisono.config.schema import CheckpointSection
 from unisono.errors import ModelError, UnfitError, UsageError
 from unisono.events import Reporter
 from unisono.files import fsync_dir, read_json, write_json
@@ -29,7 +30,8 @@ from unisono.task.opening import (
     trusts_code,
 )
 from unisono.task.target import Target, find_target
-from unisono.train.finish import write_weights
+from unisono.train.weights import write_model, write_weights
+from unisono.units import parse_bytes
 
 _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
@@ -103,7 +105,7 @@ def write_merged(target: Target, directory: Path, report: Reporter) -> dict[str,
         GenerationConfig()
     )  # ours is written below; an odd one would be refused by transformers
     merged.config.use_cache = True
-    merged.save_pretrained(str(directory))
+    write_model(merged, directory, dtype=dtype, max_file_bytes=_largest_file(target))
     del loaded, merged
     report.phase("verify", "reading the merged model again")
     again = load_base(directory, dtype=getattr(torch, dtype), trust_remote_code=trusts_code(target)).eval()
@@ -162,6 +164,12 @@ def _free_place(asked: str) -> Path:
             f"{asked} is taken", where=str(out), why="an export never overwrites", fix="name a directory that does not exist or is empty"
         )  # fmt: skip
     return out
+
+
+def _largest_file(target: Target) -> int:
+    """Bytes of a file of weights: as the run's config says, else as a config that says nothing."""
+    section = target.plan.config.checkpoint if target.plan else CheckpointSection()
+    return parse_bytes(section.max_shard_size)
 
 
 def _has_adapter(target: Target) -> bool:

@@ -1,0 +1,198 @@
+"""Final weights in the Hugging Face layout, gathered and written tensor by tensor.
+
+A tensor is whole only while it is written, and only on the ranks that have just gathered it; so rank 0 never holds more than its own part of
+the model and one tensor.
+"""
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.checkpoint.state import bytes_of, dtype_name
+from unisono.checkpoint.tensor_file import TensorPart, file_order, write_tensor_file
+from unisono.files import read_json, write_json
+from unisono.model.inspect import read_safetensors_header, weight_files
+from unisono.model.layout import MODEL_INDEX, Layout, Stored, Tensors, adapter_layout, model_layout, untied
+from unisono.model.load import DTYPES, LoadedModel
+from unisono.model.shard import whole
+from unisono.plan import RunPlan
+from unisono.units import parse_bytes
+
+_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_METADATA = {"format": "pt"}  # without it transformers refuses the file
+
+
+def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes: bool = True) -> None:
+    """The adapter in peft's layout, or the whole model in transformers', with all that chat and generation need.
+
+    All ranks whose weights are sharded must call it.
+
+    Args:
+        loaded: the model.
+        plan: of the run.
+        directory: which does not exist yet.
+        writes: whether this rank writes; the others only give their parts.
+
+    Raises:
+        OSError: if the storage fails.
+    """
+    if writes:
+        directory.mkdir(parents=True)
+    target = directory if writes else None
+    if plan.config.adapter is not None:
+        write_adapter(loaded.model, target, base_name=_base_name(plan))
+    else:
+        limit = parse_bytes(plan.config.checkpoint.max_shard_size)
+        loaded.base.config.use_cache = True
+        write_model(loaded.base, target, dtype=stored_dtype(plan), max_file_bytes=limit)
+        loaded.base.config.use_cache = False
+    if target is not None:
+        _give_template(loaded.tokenizer, plan)
+        loaded.tokenizer.save_pretrained(str(target))
+        if loaded.base.generation_config is not None and plan.config.adapter is not None:
+            loaded.base.generation_config.save_pretrained(str(target))
+
+
+def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes: int) -> None:
+    """Weights, config and generation_config of a model of transformers, as its `save_pretrained` would write them.
+
+    All ranks whose weights are sharded must call it.
+
+    Args:
+        base: the model.
+        directory: where; None on ranks that only give their parts.
+        dtype: of the files.
+        max_file_bytes: a larger model becomes several files.
+
+    Raises:
+        OSError: if the storage fails.
+    """
+    tensors = untied(base)
+    layout = model_layout(base, dtype=DTYPES[dtype], max_file_bytes=max_file_bytes)
+    # Where tensors are made of several of the model's (a fused one of three), transformers must see all of them: then, and only
+    # then, rank 0 holds the whole model.
+    state = {} if layout else _all_whole(tensors, DTYPES[dtype], keep=directory is not None)
+    if directory is not None:
+        base.save_pretrained(str(directory), state_dict=state, max_shard_size=max_file_bytes)
+        _say_dtype(directory / "config.json", dtype)
+    if layout is not None:
+        _write_files(layout, tensors, directory)
+        if directory is not None and layout.index is not None:
+            write_json(directory / MODEL_INDEX, layout.index)
+
+
+def write_adapter(model: Any, directory: Path | None, *, base_name: str) -> None:
+    """Weights, settings and card of a peft model's adapter, as its `save_pretrained` would write them.
+
+    All ranks whose weights are sharded must call it.
+
+    Args:
+        model: the model.
+        directory: which exists; None on ranks that only give their parts.
+        base_name: what peft will load the model beneath it from.
+
+    Raises:
+        OSError: if the storage fails.
+    """
+    _write_files(adapter_layout(model), dict(model.state_dict()), directory)
+    if directory is None:
+        return
+    model.peft_config["default"].base_model_name_or_path = base_name
+    model.create_or_update_model_card(str(directory))
+    settings = copy.copy(model.peft_config["default"])
+    settings.inference_mode = True
+    settings.save_pretrained(str(directory))
+
+
+def stored_dtype(plan: RunPlan) -> str:
+    """The dtype in which trained weights are stored: that of the files they came from, else the computation's."""
+    if plan.config.model.weights == "random":
+        return plan.dtype
+    headers = [
+        header
+        for file in weight_files(Path(plan.model.directory))
+        for header in read_safetensors_header(file)
+    ]
+    largest = max(headers, key=lambda header: torch.Size(header.shape).numel())
+    return _NAMES.get(largest.dtype, plan.dtype)
+
+
+def _write_files(layout: Layout, tensors: Tensors, directory: Path | None) -> None:
+    """Writes the files of a layout, or takes part in gathering what stands in them, in the same order."""
+    made = _Made(layout, tensors)
+    for name, stored in layout.files.items():
+        parts = made.parts(stored)
+        if directory is not None:
+            write_tensor_file(directory / name, parts, metadata=_METADATA)
+        else:
+            for part in file_order(parts):
+                part.read()
+        made.forget()
+
+
+class _Made:
+    """The tensors of the files, made when they are asked for; those of one source are asked for one after the other."""
+
+    def __init__(self, layout: Layout, tensors: Tensors) -> None:
+        self._layout = layout
+        self._tensors = tensors
+        self._source = ""
+        self._now: Tensors = {}
+
+    def parts(self, stored: list[Stored]) -> list[TensorPart]:
+        """What goes into one file."""
+        return [
+            TensorPart(tensor.name, dtype_name(tensor.dtype), tensor.shape, partial(self._bytes, tensor))
+            for tensor in stored
+        ]
+
+    def forget(self) -> None:
+        """Lets go of what was made last."""
+        self._source, self._now = "", {}
+
+    def _bytes(self, stored: Stored) -> memoryview:
+        if self._source != stored.source:
+            self.forget()  # before the next is whole
+            self._now = self._layout.convert(
+                stored.source, _whole(self._tensors[stored.source], stored.dtype)
+            )
+            self._source = stored.source
+        return bytes_of(self._now[stored.name].contiguous())
+
+
+def _whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast before it is gathered, so that what travels and what is whole is no larger than what is written. All ranks must call it."""
+    return whole(tensor.detach().to(dtype)).cpu()
+
+
+def _all_whole(tensors: Tensors, dtype: torch.dtype, *, keep: bool) -> Tensors:
+    """All tensors at once, where `keep` says so. All ranks must call it."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        full = _whole(tensor, dtype if tensor.is_floating_point() else tensor.dtype)
+        if keep:
+            found[name] = full.contiguous()
+    return found
+
+
+def _say_dtype(file: Path, dtype: str) -> None:
+    """transformers writes the dtype that the model has in memory; the files may have another."""
+    config = read_json(file)
+    config.pop("torch_dtype", None)
+    write_json(file, config | {"dtype": dtype})
+
+
+def _give_template(tokenizer: Any, plan: RunPlan) -> None:
+    """The result talks in the template that it was trained with, also where that was a file or the stand-in."""
+    used = Path(plan.data.cache_dir) / "template.jinja"
+    if used.is_file() and (plan.config.data.template is not None or tokenizer.chat_template is None):
+        tokenizer.chat_template = used.read_text(encoding="utf-8")
+
+
+def _base_name(plan: RunPlan) -> str:
+    """What peft will load the base from: the hub id as it was given, or the directory."""
+    asked = plan.config.model.path
+    return plan.model.directory if asked.startswith("builtin:") or Path(asked).exists() else asked
