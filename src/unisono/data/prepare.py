@@ -137,6 +137,9 @@ def _summary(config: RunConfig, found: Lookup, meta: dict[str, Any], ingredients
     tokenizer_parts = sorted(
         f"{name} {value}" for name, value in ingredients.items() if name.startswith("the tokenizer's")
     )
+    contents = [
+        str(value) for name, value in ingredients.items() if name.startswith("the file ") or name == "data.template"
+    ]  # fmt: skip
     return DataSummary(
         cache_dir=str(found.directory),
         cache_hit=found.hit,
@@ -147,9 +150,16 @@ def _summary(config: RunConfig, found: Lookup, meta: dict[str, Any], ingredients
         formats=meta["formats"],
         template=meta["template"],
         total_steps=_total_steps(config, splits["train"], found.directory),
-        digest=xxhash.xxh3_128("\n".join([meta["digest"], *tokenizer_parts]).encode()).hexdigest(),
+        digest=_digest(meta["digest"], *tokenizer_parts),
+        rows_digest=meta["digest"],
+        files_digest=_digest(*contents),
+        tokenizer_digest=_digest(*tokenizer_parts),
         warnings=meta["warnings"],
     )
+
+
+def _digest(*parts: str) -> str:
+    return xxhash.xxh3_128("\n".join(parts).encode()).hexdigest()
 
 
 def _total_steps(config: RunConfig, train: SplitSummary, directory: Path) -> int:

@@ -66,6 +66,12 @@ class DataSummary(Part):
     """Optimizer steps of the whole duration."""
     digest: str
     """Of the rows as the model sees them, their order, and the tokenizer."""
+    rows_digest: str = ""
+    """Of the rows as the model sees them and their order alone; empty in plans of earlier versions, as the next two."""
+    files_digest: str = ""
+    """Of the contents of the data files and of the template, whatever they are called."""
+    tokenizer_digest: str = ""
+    """Of the tokenizer's files."""
     warnings: list[str] = []
 
 
@@ -127,6 +133,8 @@ class ResumePoint(Part):
 
     step: int
     path: str
+    trust: bool = False
+    """It is not signed by this user, and is gone on from all the same: `--trust`."""
 
 
 Strategy = Literal["single", "ddp", "fsdp"]
@@ -165,16 +173,22 @@ class RunPlan(Part):
     total_steps: int
     total_sequences: int
     """Sequences of the whole run; the last step may be short."""
+    last_step: int | None = None
+    """Where steps are only run again to compare their losses: nothing is evaluated, saved or written after this one."""
     steps_per_epoch: float
     warmup_steps: int
     eval_every: int | None
     """Steps."""
     checkpoint_every: int
     """Steps."""
+    keep_every: int | None = None
+    """Steps; checkpoints at its multiples stay for ever."""
     memory: MemoryEstimate
     resume: ResumePoint | None
     resume_reason: str
     """One line for the first screen: fresh, resumed from where and why, extended."""
+    allowed: list[dict[str, Any]] = []
+    """What has changed the run's meaning on its way, and was allowed: key, before, after, from_step; of all starts, in order."""
     ignored_variables: list[str] = []
     origins: dict[str, str] = {}
     """Where each value that was not simply written in the config came from."""

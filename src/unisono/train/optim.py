@@ -1,6 +1,7 @@
 """Optimizers over named parameters."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,11 +15,25 @@ class Optimizers:
     Attributes:
         parts: the optimizers by name, with the names of their parameters in order.
         lrs: the full learning rate of each.
+        settings: what the config says of each group of parameters: weight decay, betas, whatever is no state.
     """
 
     parts: dict[str, torch.optim.Optimizer]
     names: dict[str, list[str]]
     lrs: dict[str, float]
+    settings: dict[str, list[dict[str, Any]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.settings = {
+            name: [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
+            for name, part in self.parts.items()
+        }  # fmt: skip
+
+    def take_settings(self) -> None:
+        """Puts the config's settings back: a checkpoint brings those that it was saved with, and another may be allowed since."""
+        for name, part in self.parts.items():
+            for group, settings in zip(part.param_groups, self.settings[name], strict=True):
+                group.update(settings)
 
     def set_factor(self, factor: float) -> None:
         """Scales every learning rate."""

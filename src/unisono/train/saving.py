@@ -1,67 +1,92 @@
 """A run's state into a checkpoint, and back.
 
-There is one form, whoever writes it: whole tensors, written by rank 0. So one rank, replicas and shards go on from each other's. What is
-random in a run is a function of (seed, place in the endless stream of sequences) and is set anew before each use, so no rank has a
-generator whose state would have to be kept; `streams.GlobalStateWatch` tells of code that draws from one all the same.
+One rank, or rank 0 of replicas, writes whole tensors. Sharded ranks write their parts, each its own file in the same directory, and report
+what they wrote; rank 0 makes the manifest of all of it and gives the directory its name. Reading knows both forms and gives whole tensors, so
+one rank, replicas and shards go on from each other's.
 """
 
+import os
+import secrets
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from unisono.checkpoint.reader import Tensors
-from unisono.checkpoint.state import load_optimizer, load_state, optimizer_tensors, save_state
-from unisono.checkpoint.store import CheckpointStore, StorageFailed
-from unisono.errors import IntegrityError
-from unisono.model.shard import like, whole
+from unisono.checkpoint.manifest import FileEntry
+from unisono.checkpoint.reader import CheckpointReader
+from unisono.checkpoint.state import load_optimizer
+from unisono.checkpoint.store import StorageFailed, temporary_name
+from unisono.checkpoint.tensor_file import group_file
+from unisono.checkpoint.trouble import storage_trouble
+from unisono.checkpoint.values import STATE, state_text
+from unisono.checkpoint.writing import TensorFile, write_files
+from unisono.errors import IntegrityError, Problem
+from unisono.files import make_private_dir
+from unisono.model.shard import like
+from unisono.train.contents import contents_of
 from unisono.train.run import Run
+from unisono.train.saver import Save
 from unisono.train.sharing import SharedState
+from unisono.train.staging import Files
 from unisono.train.state import TrainState
 
-Contents = tuple[dict[str, Tensors], dict[str, Any]]
+_SHARDS_EVERY_S = 1.0
 
 
 def save_checkpoint(run: Run) -> None:
-    """Saves the state after the current step, whole or not at all. All ranks must call it; rank 0 writes.
+    """Begins to save the state after the current step; training may go on. All ranks must call it.
 
-    A full disk costs the new checkpoint, never an older one and never the training: it is said, and tried again next time.
+    What comes of it is said when it is known. A full disk costs the new checkpoint, never an older one and never the training: it is tried
+    again next time.
     """
-    if run.saved_step == run.state.step:
+    if run.begun_step == run.state.step or not (run.group.is_main or run.sharded is not None):
         return
-    began = time.perf_counter()
-    contents = _contents(run)
-    path = None if run.store is None else _publish(run, run.store, contents)
-    if not run.group.any(path is not None):
+    if not _is_free(run):
         return
-    run.saved_step = run.state.step
-    if run.store is None or path is None:
+    job = _job_of(run)
+    if job is None:
         return
-    n_bytes = sum(file.stat().st_size for file in path.iterdir())
-    run.report.send(
-        "checkpoint",
-        step=run.state.step,
-        path=str(path),
-        bytes=n_bytes,
-        seconds=time.perf_counter() - began,
-    )
-    run.store.prune(run.plan.config.checkpoint.keep, protect=_protected(run))
+    run.begun_step = run.state.step
+    contents = contents_of(run)
+    groups = sorted(contents.groups)
+    text = state_text(groups, contents.values, shards=job.shards) if run.group.is_main else None
+    run.saver.begin(run.state.step, contents.groups, partial(_write, run, job, text))
 
 
-def restore(run: Run, path: Path) -> None:
+def finish_saving(run: Run) -> None:
+    """Waits for the save in flight; one that the storage has failed is tried once more. All ranks must call it."""
+    for again in (True, False):
+        is_free = run.saver.wait()
+        lost = run.begun_step is not None and run.group.is_main and run.saved_step != run.begun_step
+        if run.sharded is not None:
+            lost, is_free = run.group.any(lost), not run.group.any(not is_free)
+        if not lost or not is_free or not again or run.begun_step != run.state.step:
+            return
+        run.begun_step = None
+        save_checkpoint(run)
+
+
+def restore(run: Run, path: Path, *, trust: bool = False) -> None:
     """Puts weights, optimizer and state back to what a checkpoint holds, after reading it through.
 
-    All ranks must call it; rank 0 reads, and gives the others what it has read.
+    All ranks must call it; rank 0 reads, and gives the others what it has read, tensor by tensor.
+
+    Args:
+        run: which goes on.
+        path: of the checkpoint.
+        trust: whether one that is not signed by this user may be read.
 
     Raises:
         IntegrityError: if it is damaged, or does not hold the tensors of this run.
     """
-    held = None
+    reader = None
     if run.store is not None:
-        run.store.require(path, run_id=run.plan.run_id)
-        held = load_state(path)
-    shared = SharedState(run.group, held, device=run.device)
+        run.store.require(path, run_id=run.plan.run_id, trust=trust)
+        reader = CheckpointReader(path)
+    shared = SharedState(run.group, reader, device=run.device)
     trainable = run.forward.loaded.trainable
     if shared.shapes["trainable"] != {name: parameter.shape for name, parameter in trainable.items()}:
         odd = sorted(set(shared.shapes["trainable"]) ^ set(trainable)) or ["shapes differ"]
@@ -79,55 +104,159 @@ def restore(run: Run, path: Path) -> None:
         }
         load_optimizer(part, run.optimizers.names[name], tensors, shared.values["optimizer"][name])
     run.state = TrainState.from_json(shared.values["train"])
-    run.saved_step = run.state.step
+    run.saved_step = run.begun_step = run.state.step
 
 
-def _contents(run: Run) -> Contents:
-    """All that is saved. Sharded tensors are gathered one by one, and only rank 0 keeps them."""
-    tensors: dict[str, Tensors] = {"trainable": dict(run.forward.loaded.trainable)}
-    numbers: dict[str, Any] = {}
-    for name, part in run.optimizers.parts.items():
-        tensors[f"optimizer-{name}"], numbers[name] = optimizer_tensors(part, run.optimizers.names[name])
+@dataclass(frozen=True)
+class _Job:
+    """What is known of a save when it begins.
+
+    Attributes:
+        step: optimizer steps done.
+        temporary: the name of the directory that is written.
+        shards: ranks that write into it.
+        protect: steps whose checkpoints must stay.
+    """
+
+    step: int
+    temporary: str
+    shards: int
+    protect: set[int]
+
+
+def _is_free(run: Run) -> bool:
+    """Whether no save is in flight on any rank; one that moves is waited for, one that hangs is not."""
+    began = time.perf_counter()
+    stuck = not run.saver.wait()
     if run.sharded is not None:
-        tensors = {group: gather(members, keep=run.group.is_main) for group, members in tensors.items()}
-    return tensors, {"train": run.state.to_json(), "optimizer": numbers}
+        stuck = run.group.any(stuck)
+    if not stuck:
+        return True
+    save = run.saver.last
+    if save is not None and not save.done.is_set():
+        run.report.warning(
+            "checkpoint_skipped", f"step {run.state.step} is not saved: the save of step {save.step} has made no progress for"
+            f" {save.idle_s:.0f} s ({save.doing}); training goes on ({time.perf_counter() - began:.0f} s were waited)",
+            fix="look at the storage of output_dir; the older checkpoints are as they were",
+        )  # fmt: skip
+    return False
 
 
-def gather(tensors: Tensors, *, keep: bool) -> Tensors:
-    """The whole tensors in host memory, where `keep` says so. All ranks must call it."""
-    found: Tensors = {}
-    for name, tensor in tensors.items():
-        full = whole(tensor.detach())
-        if keep:
-            found[name] = full.cpu()
+def _job_of(run: Run) -> _Job | None:
+    """Agrees on the directory's name where several ranks write into it; None if rank 0 has this step already."""
+    step = run.state.step
+    protect = {run.state.best_step} if run.plan.config.checkpoint.best and run.state.best_step else set()
+    if run.sharded is None:
+        return _Job(step, temporary_name(step, secrets.token_hex(4)), 1, protect)
+    number = torch.zeros((), dtype=torch.int64, device=run.device)
+    if run.store is not None:
+        number.fill_(0 if run.store.is_saved(step, run.plan.run_id) else 1 + secrets.randbits(32))
+    run.group.broadcast(number)
+    if int(number) == 0:
+        run.begun_step = run.saved_step = step
+        return None
+    return _Job(step, temporary_name(step, f"{int(number):09x}"), run.group.world_size, protect)
+
+
+def _write(run: Run, job: _Job, text: bytes | None, save: Save, files: Files) -> Path | None:
+    """Writes this rank's files; rank 0 also publishes. In the saver's thread. Gives the path if there is a checkpoint."""
+    if run.store is None:
+        _write_shard(run, job, save, files)
+        return None
+    assert run.metrics is not None
+    assert text is not None
+    plan = run.plan
+    try:
+        run.metrics.sync()  # its lines up to this step belong to the checkpoint
+
+        def write(directory: Path) -> Mapping[str, FileEntry]:
+            own = _write_files(run, job, save, files, directory, {STATE: text})
+            return own | _shards_of_others(run, job, save)
+
+        path = run.store.save(
+            job.step, write, run_id=plan.run_id, config_digest=plan.config_digest, world_size=plan.world_size,
+            threads=plan.threads, holder=plan.host, temporary=job.temporary,
+        )  # fmt: skip
+    except StorageFailed as error:
+        _tell_failure(run, job, error)
+        return None
+    save.advance("pruning")
+    run.saved_step = job.step
+    _tell(run, job, path, save)
+    run.store.prune(run.plan.config.checkpoint.keep, protect=job.protect, every=run.plan.keep_every)
+    return path
+
+
+def _write_files(
+    run: Run, job: _Job, save: Save, files: Files, directory: Path, texts: dict[str, bytes]
+) -> dict[str, FileEntry]:
+    shard = run.group.rank if job.shards > 1 else 0
+    named = [TensorFile(group_file(group, shard, job.shards), parts) for group, parts in files.items()]
+
+    def progress(_: int) -> None:
+        save.advance()
+
+    save.advance(f"writing {directory}")
+    return write_files(directory, named, texts, on_bytes=progress)
+
+
+def _write_shard(run: Run, job: _Job, save: Save, files: Files) -> None:
+    """Writes this rank's part beside the others', or on its own node's disk, and reports it."""
+    directory = run.files.checkpoints / job.temporary
+    host = run.place.host
+    entries: dict[str, FileEntry] = {}
+    error = ""
+    try:
+        make_private_dir(directory)
+        entries = _write_files(run, job, save, files, directory, {})
+    except (OSError, StorageFailed) as failure:
+        trouble = storage_trouble(failure, directory, directory)
+        error = "; ".join(str(problem.what) for problem in trouble.problems) if trouble else str(failure)
+    told = {name: entry.model_copy(update={"host": host}).model_dump() for name, entry in entries.items()}
+    run.report.send("shard_written", step=job.step, temporary=job.temporary, files=told, error=error)
+
+
+def _shards_of_others(run: Run, job: _Job, save: Save) -> dict[str, FileEntry]:
+    """What the other ranks have written, once all have reported and it is on this disk.
+
+    Raises:
+        StorageFailed: if one could not write its part.
+    """
+    missing = set(range(1, job.shards))
+    found: dict[str, FileEntry] = {}
+    while missing:
+        save.doing = "waiting for the part of " + ", ".join(
+            run.plan.ranks[rank].label for rank in sorted(missing)
+        )
+        assert run.front_line is not None
+        message = run.front_line.shard(_SHARDS_EVERY_S)
+        if message is None or message.get("temporary") != job.temporary:
+            continue
+        save.advance()
+        rank = int(message["rank"])
+        if message["error"]:
+            label = run.plan.ranks[rank].label
+            path = run.files.checkpoints / job.temporary
+            raise StorageFailed(
+                Problem(f"the part of {label} could not be written: {message['error']}", str(path), "", "see there; the older checkpoints are as they were"),
+                path=path,
+            )  # fmt: skip
+        missing.discard(rank)
+        found |= {name: FileEntry.model_validate(entry) for name, entry in message["files"].items()}
     return found
 
 
-def _publish(run: Run, store: CheckpointStore, contents: Contents) -> Path | None:
-    """Writes a checkpoint and gives its path, or None if the storage fails."""
-    assert run.metrics is not None
-    plan, step = run.plan, run.state.step
-    tensors, state = contents
-    try:
-        run.metrics.sync()  # its lines up to this step belong to the checkpoint
-        return store.save(
-            step, lambda directory: save_state(directory, tensors=tensors, state=state), run_id=plan.run_id,
-            config_digest=plan.config_digest, world_size=plan.world_size, threads=plan.threads, holder=plan.host,
+def _tell(run: Run, job: _Job, path: Path, save: Save) -> None:
+    n_bytes = sum(file.stat().st_size for file in os.scandir(path))
+    run.report.send(
+        "checkpoint", step=job.step, path=str(path), bytes=n_bytes, seconds=time.monotonic() - save.began,
+        blocking_s=save.blocking_s,
+    )  # fmt: skip
+
+
+def _tell_failure(run: Run, job: _Job, error: StorageFailed) -> None:
+    for problem in error.problems:
+        what = "; ".join(part for part in (problem.what, problem.why) if part)
+        run.report.send(
+            "warning", code="checkpoint_failed", step=job.step, text=what, where=problem.where, fix=problem.fix
         )  # fmt: skip
-    except StorageFailed as error:
-        for problem in error.problems:
-            what = "; ".join(part for part in (problem.what, problem.why) if part)
-            run.report.send(
-                "warning",
-                code="checkpoint_failed",
-                step=step,
-                text=what,
-                where=problem.where,
-                fix=problem.fix,
-            )
-        return None
-
-
-def _protected(run: Run) -> set[int]:
-    best = run.state.best_step
-    return {best} if run.plan.config.checkpoint.best and best is not None else set()

@@ -21,11 +21,14 @@ from unisono.track.tensorboard import TensorboardWriter
 from unisono.train import faults
 from unisono.train.batches import TrainingData
 from unisono.train.exchange import Exchange, NoExchange, Replicas, Shards
+from unisono.train.front_line import FrontLine
 from unisono.train.group import Alone, Group, world_mesh
 from unisono.train.meeting import check_device, meet
 from unisono.train.optim import build_optimizers
 from unisono.train.run import Run
+from unisono.train.saver import Saver
 from unisono.train.saving import restore
+from unisono.train.staging import Staging
 from unisono.train.state import TrainState
 from unisono.train.step import scalars_of_a_step
 from unisono.train.stop import StopRequest
@@ -74,10 +77,12 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest)
         board=_open_board(plan, files) if group.is_main else None,
         stop=stop,
         watch=GlobalStateWatch(torch_is_used=_uses_dropout(loaded)),
+        saver=Saver(Staging(device)),
+        front_line=FrontLine() if sharded is not None and group.is_main else None,
     )
     if plan.resume is not None:
         report.phase("resume", f"reading checkpoint {plan.resume.step}")
-        restore(run, Path(plan.resume.path))
+        restore(run, Path(plan.resume.path), trust=plan.resume.trust)
     return run
 
 

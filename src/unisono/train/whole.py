@@ -72,9 +72,16 @@ def _take_best(run: Run) -> None:
     best = run.state.best_step
     if run.plan.config.checkpoint.best is None or best is None or best == run.state.step:
         return
+    path = run.files.checkpoint(best)
+    if not run.group.any(run.store is not None and path.exists()):
+        # It was allowed in the middle of the run to set `checkpoint.best`; until then nothing protected the best.
+        if run.group.is_main:
+            text = f"the checkpoint of the best step, {best}, is gone; the result is that of step {run.state.step}"
+            run.report.warning("best_is_gone", text)
+        return
     run.report.phase("finish", f"taking the best checkpoint, step {best}")
     state, eval_figures = run.state, run.state.eval
-    restore(run, run.files.checkpoint(best))
+    restore(run, path, trust=True)  # also a stranger's weights may be the result; the rest goes unused
     run.state = state
     if state.best_loss is not None:
         eval_figures["loss"] = state.best_loss
