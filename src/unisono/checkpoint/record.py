@@ -1,12 +1,20 @@
-"""verified.json: when each checkpoint was last read through, and what came of it. For `checkpoint ls`; nothing trusts it."""
+"""verified.json: when each checkpoint was last read through, and what came of it.
+
+For `checkpoint ls`, for who looks for the one that nobody has read for longest, and for deciding what may go: there a record counts only
+as long as the checkpoint looks as it did when it was read. Nobody loads a checkpoint on the strength of a record.
+"""
 
 import contextlib
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.verify import Reading, stamp_of
 from unisono.files import read_json, write_json
 
 VERIFIED = "verified.json"
@@ -14,36 +22,65 @@ VERIFIED = "verified.json"
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A checkpoint was read through: when (UTC, ISO 8601), and whether it was intact."""
+    """A checkpoint was read through: when (UTC, ISO 8601), and whether it was intact.
+
+    Attributes:
+        read_again: whether anybody has read it since it was written; otherwise the time is that of its writing.
+    """
 
     at: str
     intact: bool
+    read_again: bool = True
 
 
-def note_verified(root: Path, manifests: dict[str, Manifest | None], *, intact: dict[str, bool]) -> None:
-    """Writes down that the checkpoints were read through now.
+def note_verified(root: Path, readings: Iterable[Reading]) -> None:
+    """Writes down that checkpoints were read through now. What cannot be written down was not asked for by anybody.
 
     Args:
         root: the directory of checkpoints.
-        manifests: by the checkpoint's name; None where it cannot be read.
-        intact: by the checkpoint's name.
+        readings: what came of it.
     """
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    entries = _entries(root) | {
-        name: {"checksum": manifest.checksum if manifest else None, "at": now, "intact": intact[name]}
-        for name, manifest in manifests.items()
-    }
-    there = {name: entry for name, entry in entries.items() if (root / name).is_dir()}
-    with contextlib.suppress(OSError):  # somebody else's run, or a full disk: the finding itself was told
+    new = {
+        reading.path.name: {
+            "checksum": reading.manifest.checksum if reading.manifest else None, "at": now, "intact": reading.intact,
+            "looks": reading.stamp.digest if reading.stamp else None,
+        }
+        for reading in readings
+    }  # fmt: skip
+    with (
+        contextlib.suppress(OSError),
+        _alone(root),
+    ):  # somebody else's run, or a full disk: the finding itself was told
+        entries = _entries(root) | new
+        there = {name: entry for name, entry in entries.items() if (root / name).is_dir()}
         write_json(root / VERIFIED, {"schema": 1, "verified": there}, mode=0o600)
 
 
 def last_verified(root: Path, name: str, manifest: Manifest | None) -> Verified | None:
     """When the checkpoint was last read through, after it was written if never since; None if nobody knows."""
+    entry = _entry(root, name, manifest)
+    if entry is not None:
+        return Verified(str(entry.get("at")), entry.get("intact") is True)
+    return Verified(manifest.created, intact=True, read_again=False) if manifest else None
+
+
+def recorded_state(path: Path, manifest: Manifest) -> bool | None:
+    """Whether the checkpoint was intact when it was last read; None if nobody has read it as it looks now."""
+    entry = _entry(path.parent, path.name, manifest)
+    if entry is None or not isinstance(entry.get("intact"), bool):
+        return None
+    stamp = stamp_of(path, manifest)
+    if entry.get("looks") != (stamp.digest if stamp else None):
+        return None
+    return bool(entry["intact"])
+
+
+def _entry(root: Path, name: str, manifest: Manifest | None) -> dict[str, Any] | None:
+    """What is written down about a checkpoint with this manifest."""
     entry = _entries(root).get(name)
-    if isinstance(entry, dict) and entry.get("checksum") == (manifest.checksum if manifest else None):
-        return Verified(str(entry.get("at")), bool(entry.get("intact")))
-    return Verified(manifest.created, intact=True) if manifest else None
+    of_this = isinstance(entry, dict) and entry.get("checksum") == (manifest.checksum if manifest else None)
+    return entry if of_this else None
 
 
 def _entries(root: Path) -> dict[str, Any]:
@@ -53,3 +90,15 @@ def _entries(root: Path) -> dict[str, Any]:
         return {}
     entries = value.get("verified") if isinstance(value, dict) and value.get("schema") == 1 else None
     return entries if isinstance(entries, dict) else {}
+
+
+@contextlib.contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Keeps others from writing the file between our reading and our writing it: a verifier beside a command."""
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: at worst one of two records is lost
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,9 @@ from unisono.checkpoint.trouble import Damage
 
 _CHUNK = 1 << 22
 
+Pace = Callable[[int], None]
+"""Is told the bytes that were read just now. It may take its time, and may raise to end the reading."""
+
 
 @dataclass(frozen=True)
 class Stamp:
@@ -22,6 +25,38 @@ class Stamp:
 
     manifest: Manifest
     files: tuple[tuple[int, int, int], ...]
+
+    @property
+    def digest(self) -> str:
+        """The same in a few characters, to be written down."""
+        return xxhash.xxh3_128_hexdigest(repr(self.files).encode())
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What came of reading a checkpoint through.
+
+    Attributes:
+        path: the checkpoint.
+        manifest: None if it cannot be read.
+        findings: all that is wrong with it, and more.
+        stamp: how it looked just before; None if a file is not there.
+    """
+
+    path: Path
+    manifest: Manifest | None
+    findings: list[Damage]
+    stamp: Stamp | None
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing is damaged; a foreign one may be intact."""
+        return not any(finding.is_fatal for finding in self.findings)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it has no valid mac of this user."""
+        return any(finding.kind == "foreign" for finding in self.findings)
 
 
 def stamp_of(path: Path, manifest: Manifest) -> Stamp | None:
@@ -33,17 +68,35 @@ def stamp_of(path: Path, manifest: Manifest) -> Stamp | None:
     return Stamp(manifest, tuple((entry.st_size, entry.st_mtime_ns, entry.st_ino) for entry in stats))
 
 
-def digest_file(fd: int) -> tuple[int, str]:
+def digest_file(fd: int, pace: Pace | None = None) -> tuple[int, str]:
     """The size of an open file in bytes, and the XXH3-128 digest of what it holds."""
     digest, size = xxhash.xxh3_128(), 0
     while chunk := os.read(fd, _CHUNK):
         digest.update(chunk)
         size += len(chunk)
+        if pace is not None:
+            pace(len(chunk))
     return size, digest.hexdigest()
 
 
+def read_through(path: Path, *, key: bytes, run_id: str | None = None, pace: Pace | None = None) -> Reading:
+    """Reads a published checkpoint through.
+
+    Args:
+        path: the checkpoint.
+        key: the user's key.
+        run_id: the run that it must belong to, if that matters.
+        pace: slows the reading down; without it, it is as fast as it goes, and from memory where that has the files.
+    """
+    with contextlib.suppress(OSError, ManifestError):  # told as a finding below
+        manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
+        stamp = stamp_of(path, manifest)  # before reading: what changes meanwhile looks different afterwards
+        return Reading(path, *inspect(path, key=key, run_id=run_id, pace=pace), stamp)
+    return Reading(path, *inspect(path, key=key, run_id=run_id, pace=pace), None)
+
+
 def inspect(
-    path: Path, *, key: bytes, run_id: str | None = None, contents: bool = True
+    path: Path, *, key: bytes, run_id: str | None = None, contents: bool = True, pace: Pace | None = None
 ) -> tuple[Manifest | None, list[Damage]]:
     """The manifest, or None if it cannot be read, and all findings.
 
@@ -52,6 +105,7 @@ def inspect(
         key: the user's key.
         run_id: the run that it must belong to, if that matters.
         contents: read the files through; otherwise only their presence and sizes are looked at.
+        pace: slows the reading down.
     """
     try:
         manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
@@ -63,7 +117,7 @@ def inspect(
         return None, [Damage(MANIFEST, f"it is damaged: {error}", "manifest")]
     findings = _misplaced(path, manifest, run_id)
     for name, entry in manifest.files.items():
-        finding = _inspect_file(path, name, entry, contents=contents)
+        finding = _inspect_file(path, name, entry, contents=contents, pace=pace)
         if finding is not None:
             findings.append(finding)
     findings += [
@@ -89,7 +143,9 @@ def _misplaced(path: Path, manifest: Manifest, run_id: str | None) -> list[Damag
     return findings
 
 
-def _inspect_file(path: Path, name: str, entry: FileEntry, *, contents: bool) -> Damage | None:
+def _inspect_file(
+    path: Path, name: str, entry: FileEntry, *, contents: bool, pace: Pace | None
+) -> Damage | None:
     try:
         fd = os.open(path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -103,7 +159,7 @@ def _inspect_file(path: Path, name: str, entry: FileEntry, *, contents: bool) ->
             return Damage(name, "it is no plain file", "content")
         if not contents and found.st_size == entry.bytes:
             return None
-        size, digest = digest_file(fd)
+        size, digest = digest_file(fd) if pace is None else _digest_from_disk(fd, pace)
     except OSError as error:
         return Damage(name, f"it cannot be read: {error.strerror}", "content")
     finally:
@@ -111,6 +167,17 @@ def _inspect_file(path: Path, name: str, entry: FileEntry, *, contents: bool) ->
     if (size, digest) == (entry.bytes, entry.xxh3_128):
         return None
     return _explain(path, name, entry, FileEntry(bytes=size, xxh3_128=digest))
+
+
+def _digest_from_disk(fd: int, pace: Pace) -> tuple[int, str]:
+    """As digest_file; but what memory still has of the file says nothing about the disk, and keeps no room there."""
+    for_all = (0, 0, os.POSIX_FADV_DONTNEED)
+    with contextlib.suppress(OSError):  # a file system that knows no such advice
+        os.posix_fadvise(fd, *for_all)
+    found = digest_file(fd, pace)
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, *for_all)
+    return found
 
 
 def _explain(path: Path, name: str, wanted: FileEntry, found: FileEntry) -> Damage:

@@ -56,7 +56,7 @@ def verify(
 ) -> None:
     """Reads the checkpoints of a run through, and says what is damaged. Ends with 7 if anything is."""
     from unisono.checkpoint.record import note_verified
-    from unisono.checkpoint.verify import inspect
+    from unisono.checkpoint.verify import read_through
     from unisono.errors import UsageError
 
     store, key = _open(run)
@@ -66,16 +66,15 @@ def verify(
             "there is no checkpoint to verify" if step is None else f"there is no checkpoint of step {step}",
             where=str(store.root), fix=f"`unisono checkpoint ls {run}` lists those that are there",
         )  # fmt: skip
-    seen = {path: inspect(path, key=key) for path in paths}
-    seen = {
-        path: found for path, found in seen.items() if path.exists()
-    }  # its run may have pruned one meanwhile
-    intact = {path: not any(finding.is_fatal for finding in findings) for path, (_, findings) in seen.items()}
-    note_verified(
-        store.root, {path.name: manifest for path, (manifest, _) in seen.items()},
-        intact={path.name: is_so for path, is_so in intact.items()},
-    )  # fmt: skip
-    _tell_verified({path: findings for path, (_, findings) in seen.items()}, intact)
+    readings = [read_through(path, key=key) for path in paths]
+    readings = [
+        reading for reading in readings if reading.path.exists()
+    ]  # its run may have pruned one meanwhile
+    note_verified(store.root, readings)
+    _tell_verified(
+        {reading.path: reading.findings for reading in readings},
+        {reading.path: reading.intact for reading in readings},
+    )
 
 
 def _tell_verified(findings: "dict[Path, list[Damage]]", intact: dict[Path, bool]) -> None:

@@ -102,12 +102,16 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         warmup_steps=Warmup.parse(config.optim.warmup).steps(total_steps),
         eval_every=_period(config.eval.every, config, data) if data.eval else None,
         checkpoint_every=_period(config.checkpoint.every, config, data) or total_steps,
+        keep_every=_period(config.checkpoint.keep_every, config, data),
         memory=memory,
         resume=given.resume,
         resume_reason=given.resume_reason,
         ignored_variables=given.ignored_variables,
         origins=origins,
-        warnings=_without_effect(config, data, strategy) + _silent(given, strategy) + _uneven(given.nodes),
+        warnings=_without_effect(config, data, strategy)
+        + _silent(given, strategy)
+        + _uneven(given.nodes)
+        + _seldom_kept(config, data),
         faults=given.faults,
     )
 
@@ -256,6 +260,18 @@ def _need(
         micro_tokens=min(micro, share) * train.longest_sequence, longest_row=train.longest_row,
         gradient_checkpointing=checkpointing, shards=given.world_size if strategy == "fsdp" else 1,
     )  # fmt: skip
+
+
+def _seldom_kept(config: RunConfig, data: DataSummary) -> list[str]:
+    """A line where few of the steps that are to stay for ever have a checkpoint at all."""
+    every = _period(config.checkpoint.every, config, data)
+    wanted = _period(config.checkpoint.keep_every, config, data)
+    if every is None or wanted is None or wanted % every == 0:
+        return []
+    return [
+        f"checkpoint.keep_every is {wanted} steps and checkpoint.every {every}: only at every {math.lcm(every, wanted)} steps"
+        " is there a checkpoint that stays for ever"
+    ]
 
 
 def _uneven(nodes: list[NodePlace]) -> list[str]:
