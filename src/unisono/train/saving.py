@@ -103,6 +103,7 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
             for label, tensor in shared.tensors(f"optimizer-{name}")
         }
         load_optimizer(part, run.optimizers.names[name], tensors, shared.values["optimizer"][name])
+    run.optimizers.take_settings()
     run.state = TrainState.from_json(shared.values["train"])
     run.saved_step = run.begun_step = run.state.step
 
