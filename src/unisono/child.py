@@ -36,6 +36,13 @@ def parse_child_arguments(argv: list[str], *, named: bool) -> argparse.Namespace
     parser.add_argument(
         "--report-fd", type=int, default=None, help="where messages for the front go; else lines on stderr"
     )
+    if not named:
+        parser.add_argument(
+            "--snapshot-fd",
+            type=int,
+            default=None,
+            help="memory of the front, in which this rank keeps its newest step",
+        )
     parser.add_argument("--events", default=None, help="a file that keeps the messages, too")
     parser.add_argument("--front-pid", type=int, default=None, help="the front, with which this process ends")
     return parser.parse_args(argv)

@@ -17,9 +17,12 @@ class Programs:
     task: tuple[str, ...] = (sys.executable, "-m", "unisono.task")
 
 
-def worker_command(programs: Programs, *, plan: Path, events: Path, report_fd: int) -> list[str]:
+def worker_command(
+    programs: Programs, *, plan: Path, events: Path, report_fd: int, snapshot_fd: int | None = None
+) -> list[str]:
     """The command line of one rank."""
-    return [*programs.worker, str(plan), "--events", str(events), *_ties(report_fd)]
+    kept = ["--snapshot-fd", str(snapshot_fd)] if snapshot_fd is not None else []
+    return [*programs.worker, str(plan), "--events", str(events), *kept, *_ties(report_fd)]
 
 
 def task_command(programs: Programs, name: str, *, request: Path, report_fd: int) -> list[str]:

@@ -8,7 +8,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, Any, Self
 
 from unisono.events import Message, read_message
@@ -38,6 +38,7 @@ class ChildProcess:
         environment: dict[str, str],
         output: int | IO[Any],
         talks: bool = False,
+        inherits: Sequence[int] = (),
     ) -> None:
         """Starts it.
 
@@ -46,13 +47,14 @@ class ChildProcess:
             environment: all of it.
             output: a file for what it prints; never a pipe, which could fill and block it.
             talks: whether `send` will be used; otherwise it reads from nowhere.
+            inherits: file descriptors that it gets under the same numbers.
         """
         read_end, write_end = os.pipe()
         with contextlib.suppress(OSError, AttributeError):  # a smaller pipe works, too
             fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         try:
             self._process = subprocess.Popen(
-                command(write_end), env=environment, pass_fds=(write_end,), start_new_session=True,
+                command(write_end), env=environment, pass_fds=(write_end, *inherits), start_new_session=True,
                 stdin=subprocess.PIPE if talks else subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         except BaseException:  # no process, no pipe; raised again

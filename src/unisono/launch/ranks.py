@@ -13,6 +13,7 @@ from typing import IO, Any, Self
 from unisono.events import Message
 from unisono.facts.memory_events import oom_kills
 from unisono.launch.command import Programs, worker_command
+from unisono.launch.kept import KeptMemory
 from unisono.launch.process import ChildProcess
 from unisono.launch.tasks import tail_of
 from unisono.plan import RankPlace
@@ -111,6 +112,7 @@ class LocalRanks:
         environments: of each rank, in the order of `places`.
         from_step: where they go on from.
         talks: whether they wait for a word on stdin, as several ranks do before their first collective.
+        kept: memory in which some ranks keep their newest step; it outlives them.
     """
 
     places: Sequence[RankPlace]
@@ -120,6 +122,7 @@ class LocalRanks:
     environments: Sequence[dict[str, str]]
     from_step: int = 0
     talks: bool = False
+    kept: KeptMemory | None = None
     _ranks: dict[int, _Rank] = field(default_factory=dict, init=False)
     _kills_before: int = field(default=0, init=False)
 
@@ -189,12 +192,13 @@ class LocalRanks:
     def _start(self, place: RankPlace, environment: dict[str, str]) -> _Rank:
         path = self.run.log(place.host, place.rank)
         log = open_log(path)
+        kept = self.kept.fd(place.rank) if self.kept is not None else None
         try:
             child = ChildProcess(
                 lambda fd: worker_command(
-                    self.programs, plan=self.plan_file, events=self.run.events(place.rank), report_fd=fd
+                    self.programs, plan=self.plan_file, events=self.run.events(place.rank), report_fd=fd, snapshot_fd=kept,
                 ),
-                environment=environment, output=log, talks=self.talks,
+                environment=environment, output=log, talks=self.talks, inherits=() if kept is None else (kept,),
             )  # fmt: skip
         except BaseException:  # raised again
             log.close()

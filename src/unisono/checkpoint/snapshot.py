@@ -1,0 +1,292 @@
+"""The newest steps of a rank in memory that outlives it: how that memory is laid out, written and read. Torch-free.
+
+Two slots are written in turn, so that at any moment of a death at least one of them is whole.
+
+    slot = head, layout, tensors, text          each from a multiple of 64 bytes on
+    head     sequence, step, the sizes of the rest, their XXH3-128 digest, and a check of the head itself
+    layout   JSON: which tensors are where; written once, when the slots are made
+    tensors  as they stand in a file of a checkpoint
+    text     JSON: the plain values of the step, and its lines in metrics.jsonl
+
+The head is taken away before a slot is written and put back last. So a slot that was being written has none; one with a head whose
+digest does not fit has been damaged, and is refused.
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import xxhash
+
+from unisono.checkpoint.tensor_file import ITEM_BYTES, TensorPart
+from unisono.checkpoint.values import decode_values, encode_values
+
+SLOTS = 2
+ALIGNMENT = 64
+_PAGE_BYTES = 4096
+_SPARE_TEXT_BYTES = 1 << 16  # values grow: the list of skipped steps, the figures of evaluations
+_MAGIC = b"unisono1"
+_HEAD = struct.Struct("<8sQQQQQ16s")
+_CHECK = struct.Struct("<Q")
+_HEAD_BYTES = ALIGNMENT * 2
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor, or this rank's part of one.
+
+    Attributes:
+        group: the group of the checkpoint that it belongs to.
+        name: of the tensor.
+        dtype: safetensors' name for it.
+        shape: of this part.
+        whole: the shape of the whole tensor.
+        offsets: where in it the part begins.
+    """
+
+    group: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks hold the rest."""
+        return self.whole != self.shape
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tensors are where in a slot.
+
+    Attributes:
+        groups: all groups, also those without a tensor.
+        entries: the tensors, in the order in which they stand.
+        starts: where each begins, in bytes from the first.
+        tensor_bytes: from the first to the end of the last.
+    """
+
+    groups: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    starts: tuple[int, ...] = field(init=False)
+    tensor_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        starts, end = [], 0
+        for entry in self.entries:
+            starts.append(end)
+            end = _aligned(end + entry.bytes)
+        object.__setattr__(self, "starts", tuple(starts))
+        object.__setattr__(self, "tensor_bytes", end)
+
+    def to_bytes(self) -> bytes:
+        """As it stands in a slot."""
+        rows = [[e.group, e.name, e.dtype, e.shape, e.whole, e.offsets] for e in self.entries]
+        text = json.dumps({"groups": self.groups, "entries": rows}, separators=(",", ":")).encode()
+        return text + b" " * (-len(text) % ALIGNMENT)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Layout":
+        """Reads what to_bytes gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: if it is no such thing.
+        """
+        value = json.loads(data)
+        entries = tuple(
+            Entry(group, name, dtype, tuple(shape), tuple(whole), tuple(offsets))
+            for group, name, dtype, shape, whole, offsets in value["entries"]
+        )
+        return cls(tuple(value["groups"]), entries)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A whole step, as a slot holds it.
+
+    Attributes:
+        sequence: how many steps were kept before; equal on all ranks for the same state.
+        step: optimizer steps done.
+        layout: which tensors there are.
+        tensors: all of them; not a copy.
+        values: what is no tensor, for state.json.
+        lines: those of the step in metrics.jsonl.
+    """
+
+    sequence: int
+    step: int
+    layout: Layout
+    tensors: memoryview = field(repr=False)
+    values: dict[str, Any] = field(repr=False)
+    lines: list[dict[str, Any]]
+
+    def parts(self, group: str) -> list[TensorPart]:
+        """The tensors of a group, as they go into a file."""
+        placed = zip(self.layout.entries, self.layout.starts, strict=True)
+        return [self._part(entry, start) for entry, start in placed if entry.group == group]
+
+    def _part(self, entry: Entry, start: int) -> TensorPart:
+        content = self.tensors[start : start + entry.bytes]
+        place = {"whole": entry.whole, "offsets": entry.offsets} if entry.is_part else {}
+        return TensorPart(entry.name, entry.dtype, entry.shape, lambda: content, **place)
+
+
+class Slots:
+    """The writing side.
+
+    Attributes:
+        layout: what is written each time.
+        tensors: for each slot, the memory that the tensors belong into.
+    """
+
+    def __init__(self, memory: memoryview, layout: Layout) -> None:
+        """Takes both slots; what they held is gone.
+
+        Args:
+            memory: as many bytes as `needed_bytes` says.
+            layout: of the tensors.
+        """
+        text = layout.to_bytes()
+        self.layout = layout
+        self._begin_of_text = _HEAD_BYTES + len(text) + layout.tensor_bytes
+        half = len(memory) // SLOTS
+        self._slots = [memory[i * half : (i + 1) * half] for i in range(SLOTS)]
+        self._primed = xxhash.xxh3_128(text)
+        self._layout_bytes = len(text)
+        self.tensors: list[memoryview] = []
+        for slot in self._slots:
+            _take_head(slot)
+            slot[_HEAD_BYTES : _HEAD_BYTES + len(text)] = text
+            self.tensors.append(slot[_HEAD_BYTES + len(text) : self._begin_of_text])
+
+    def begin(self, sequence: int) -> "Writing":
+        """Takes the head of the slot whose turn it is; the other one keeps the state before."""
+        number = sequence % SLOTS
+        _take_head(self._slots[number])
+        return Writing(number, sequence, self.tensors[number], self._primed.copy())
+
+    def fits(self, text: bytes) -> bool:
+        """Whether there is room for such a text."""
+        return self._begin_of_text + len(text) <= len(self._slots[0])
+
+    def commit(self, writing: "Writing", *, step: int, text: bytes) -> None:
+        """Puts the text and, last, the head. All tensors have been noted.
+
+        Args:
+            writing: what `begin` gave.
+            step: optimizer steps done.
+            text: what `text_of` gave; it must fit.
+        """
+        assert writing.noted_bytes == self.layout.tensor_bytes, "a slot is whole or not at all"
+        slot = self._slots[writing.number]
+        slot[self._begin_of_text : self._begin_of_text + len(text)] = text
+        writing.digest.update(text)
+        sizes = (self._layout_bytes, self.layout.tensor_bytes, len(text))
+        head = _HEAD.pack(_MAGIC, writing.sequence, step, *sizes, writing.digest.digest())
+        slot[: _HEAD.size + _CHECK.size] = head + _CHECK.pack(xxhash.xxh3_64_intdigest(head))
+
+    def wipe(self) -> None:
+        """Takes both heads: there is no step any more."""
+        for slot in self._slots:
+            _take_head(slot)
+
+
+@dataclass
+class Writing:
+    """A slot that is being written.
+
+    Attributes:
+        number: of the slot.
+        sequence: of the state that goes into it.
+        tensors: the memory of its tensors.
+        digest: of what was written so far.
+        noted_bytes: how many bytes of the tensors that is.
+    """
+
+    number: int
+    sequence: int
+    tensors: memoryview
+    digest: xxhash.xxh3_128
+    noted_bytes: int = 0
+
+    def note(self, end: int) -> None:
+        """Digests what was written up to `end`, best while it is still in the cache."""
+        self.digest.update(self.tensors[self.noted_bytes : end])
+        self.noted_bytes = end
+
+
+def needed_bytes(layout: Layout, *, text_bytes: int) -> int:
+    """The size of the memory for both slots, with room for a text that grows."""
+    slot = _HEAD_BYTES + len(layout.to_bytes()) + layout.tensor_bytes + 2 * text_bytes + _SPARE_TEXT_BYTES
+    return SLOTS * (slot + -slot % _PAGE_BYTES)
+
+
+def text_of(values: dict[str, Any], lines: Sequence[dict[str, Any]]) -> bytes:
+    """The text of a slot.
+
+    Args:
+        values: as `values.state_text` takes them.
+        lines: of metrics.jsonl, without what is not a number.
+
+    Raises:
+        TypeError: if the values hold what JSON would not give back.
+    """
+    body = {"values": encode_values(values, "state"), "lines": list(lines)}
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+
+
+def read_slots(memory: memoryview) -> tuple[list[Kept], list[str]]:
+    """The whole steps in a rank's memory, newest first; and what is wrong with slots that were written to their end.
+
+    Memory that was never written to, and a slot that was being written, are no findings.
+    """
+    half = len(memory) // SLOTS
+    found: list[Kept] = []
+    damage: list[str] = []
+    for number in range(SLOTS):
+        slot = memory[number * half : (number + 1) * half]
+        try:
+            kept = _read_slot(slot)
+        except (KeyError, TypeError, ValueError) as error:
+            damage.append(str(error))
+        else:
+            found += [kept] if kept is not None else []
+    return sorted(found, key=lambda kept: -kept.sequence), damage
+
+
+def _read_slot(slot: memoryview) -> Kept | None:
+    if len(slot) < _HEAD_BYTES or not any(slot[:_HEAD_BYTES]):
+        return None
+    head = bytes(slot[: _HEAD.size])
+    (check,) = _CHECK.unpack_from(slot, _HEAD.size)
+    if check != xxhash.xxh3_64_intdigest(head):
+        raise ValueError("the head of a slot does not fit its check")
+    magic, sequence, step, *sizes, digest = _HEAD.unpack(head)
+    if magic != _MAGIC or _HEAD_BYTES + sum(sizes) > len(slot):
+        raise ValueError("the head of a slot is of something else")
+    body = slot[_HEAD_BYTES : _HEAD_BYTES + sum(sizes)]
+    if xxhash.xxh3_128_digest(body) != digest:
+        raise ValueError(f"what was kept of step {step} does not fit its digest")
+    layout = Layout.from_bytes(bytes(body[: sizes[0]]))
+    text = json.loads(bytes(body[sizes[0] + sizes[1] :]))
+    return Kept(
+        sequence, step, layout, body[sizes[0] : sizes[0] + sizes[1]], decode_values(text["values"]), text["lines"]
+    )  # fmt: skip
+
+
+def _take_head(slot: memoryview) -> None:
+    slot[:_HEAD_BYTES] = bytes(_HEAD_BYTES)
+
+
+def _aligned(n_bytes: int) -> int:
+    return n_bytes + -n_bytes % ALIGNMENT

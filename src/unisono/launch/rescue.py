@@ -1,0 +1,159 @@
+"""After a death: makes a checkpoint of the newest step that the ranks have kept in memory, where it is newer than what is on disk."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint.manifest import FileEntry
+from unisono.checkpoint.snapshot import Kept
+from unisono.checkpoint.store import CheckpointStore, StorageFailed
+from unisono.checkpoint.tensor_file import group_file
+from unisono.checkpoint.values import STATE, state_text
+from unisono.checkpoint.writing import TensorFile, write_files
+from unisono.launch.attempt import Attempt, Show
+from unisono.launch.kept import KeptMemory
+from unisono.plan import RunPlan
+from unisono.rundir import RunDir
+from unisono.rundir.metrics import MetricsWriter, cut_after
+
+
+@dataclass
+class Found:
+    """What the ranks have left in memory.
+
+    Attributes:
+        steps: of each rank, the whole ones, newest first.
+        damage: of each rank, what is wrong with the rest.
+    """
+
+    steps: dict[int, list[Kept]] = field(default_factory=dict)
+    damage: dict[int, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def here(cls, memory: KeptMemory) -> "Found":
+        """What the ranks of this node, which have ended, have left."""
+        found = cls()
+        for rank in memory.ranks:
+            found.steps[rank], found.damage[rank] = memory.read(rank)
+        return found
+
+
+def choose(steps: Mapping[int, Sequence[Kept]], *, holders: Sequence[int]) -> list[Kept]:
+    """The newest state that is whole: one piece for each holder. Empty where there is none.
+
+    Args:
+        steps: of each rank, what it has kept.
+        holders: the ranks that hold a part each; none where every rank holds everything.
+    """
+    if not holders:
+        everything = [kept for rank in sorted(steps) for kept in steps[rank]]
+        return [max(everything, key=lambda kept: kept.sequence)] if everything else []
+    of_each = [{kept.sequence: kept for kept in steps.get(rank, ())} for rank in holders]
+    common = set.intersection(*map(set, of_each))
+    return [kept[max(common)] for kept in of_each] if common else []
+
+
+def rescue(
+    run: RunDir, plan: RunPlan, attempt: Attempt, found: Found, *, store: CheckpointStore, show: Show
+) -> bool:
+    """Makes the checkpoint where the ranks died, and says so. Gives whether there is a new one; `attempt` then knows of it.
+
+    Args:
+        run: the run's directory.
+        plan: that the ranks had.
+        attempt: how they ended; all of them are gone.
+        found: what they have left.
+        store: of the run.
+        show: sees what is said.
+    """
+    if attempt.last is not None and attempt.last["kind"] == "result" and attempt.decision is None:
+        return False  # it has saved what there was
+    holders = [place.rank for place in plan.ranks] if plan.strategy == "fsdp" else []
+    pieces = choose(found.steps, holders=holders)
+    newest = store.newest_intact(run_id=plan.run_id) if pieces or any(found.damage.values()) else None
+    on_disk = newest.step if newest is not None else 0
+    for rank, damage in found.damage.items():
+        for what in damage:
+            _warn(show, "snapshot_refused", f"what rank {rank} kept in memory is not used: {what}")
+    if not pieces or pieces[0].step <= on_disk:
+        if any(found.damage.values()):
+            _say(show, f"nothing newer than checkpoint {on_disk} is left in memory")
+        return False
+    began = time.monotonic()
+    try:
+        _complete_metrics(run, pieces[0])
+        path = _save(plan, pieces, store=store)
+    except (StorageFailed, OSError) as error:
+        problems = error.problems if isinstance(error, StorageFailed) else ()
+        why = "; ".join(problem.what for problem in problems) or str(error)
+        _warn(show, "checkpoint_failed", f"step {pieces[0].step}, kept in memory, cannot be saved: {why}")
+        return False
+    _tell(plan, attempt, pieces[0], path, seconds=time.monotonic() - began, show=show)
+    return True
+
+
+def _complete_metrics(run: RunDir, kept: Kept) -> None:
+    """Puts the lines of the step in place of those that are there: some, one that is torn, or none."""
+    cut_after(run.metrics, kept.step - 1)
+    writer = MetricsWriter(run.metrics)
+    try:
+        for line in kept.lines:
+            writer.append(line)
+        writer.sync()
+    finally:
+        writer.close()
+
+
+def _save(plan: RunPlan, pieces: Sequence[Kept], *, store: CheckpointStore) -> Path:
+    groups, shards = list(pieces[0].layout.groups), len(pieces)
+    files = [
+        TensorFile(group_file(group, number, shards), piece.parts(group))
+        for group in groups
+        for number, piece in enumerate(pieces)
+    ]
+    texts = {STATE: state_text(groups, pieces[0].values, shards=shards)}
+
+    def write(directory: Path) -> dict[str, FileEntry]:
+        return write_files(directory, files, texts)
+
+    return store.save(
+        pieces[0].step, write, run_id=plan.run_id, config_digest=plan.config_digest, world_size=plan.world_size,
+        threads=plan.threads, holder=plan.host,
+    )  # fmt: skip
+
+
+def _tell(plan: RunPlan, attempt: Attempt, kept: Kept, path: Path, *, seconds: float, show: Show) -> None:
+    """Says what came of it, to people and to those who count steps and checkpoints."""
+    lost = attempt.step - kept.step
+    messages: list[dict[str, Any]] = []
+    if lost < 0:  # it was done, but its message did not come through
+        messages += [{"kind": "step", **line} for line in kept.lines if "eval_loss" not in line]
+    size = sum(file.stat().st_size for file in path.iterdir())
+    messages.append(
+        {"kind": "checkpoint", "step": kept.step, "path": str(path), "bytes": size, "seconds": seconds, "blocking_s": 0.0}
+    )  # fmt: skip
+    for message in messages:
+        attempt.note(message)
+        show({**message, "time": time.time()})
+    rest = "nothing is lost" if lost <= 0 else f"the {lost} after it are lost"
+    who = _who(plan, attempt)
+    _say(show, f"{who}: step {kept.step} was kept in memory and is now checkpoint {path.name}; {rest}")
+
+
+def _who(plan: RunPlan, attempt: Attempt) -> str:
+    decision = attempt.decision
+    if decision is not None and decision.culprit is not None:
+        return f"{plan.ranks[decision.culprit.rank].label} died"
+    if decision is not None and decision.loss is not None:
+        return f"node {decision.loss.node_rank} ({decision.loss.host}) is lost"
+    return "the ranks are gone"
+
+
+def _warn(show: Show, code: str, text: str) -> None:
+    show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": ""})
+
+
+def _say(show: Show, text: str) -> None:
+    show({"kind": "note", "time": time.time(), "text": text})
