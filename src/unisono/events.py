@@ -9,6 +9,7 @@ Kinds, and the fields that each carries beside `kind` and `time` (UTC, seconds):
     sample      step, prompt, text
     checkpoint  step, path, bytes, seconds, blocking_s (of which training stood still)
     shard_written  step, temporary, files, error: this rank's part of a checkpoint is on its disk, or why not
+    asked       signal: its name; somebody sent it to the rank itself, or its front did
     warning     code, text, fix
     token       text: a piece of an answer, as it comes          (generate, chat)
     answer      text, tokens, ended: an answer, whole             (chat)

@@ -1,7 +1,9 @@
 """Signals to the front: finish the step, save, go; a second Ctrl-C goes at once. Run: pytest tests/launch/test_signals.py"""
 
+import contextlib
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,25 +55,48 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_same_command_goes_on(
     assert front.steps() == list(range(1, 11))
 
 
-def test_a_second_ctrl_c_leaves_at_once_and_the_last_checkpoint_stays(
-    front: Any, started: Started, until: Until
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 75),
+        pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.long),
+    ],
+)
+def test_a_second_signal_leaves_at_once_and_the_last_checkpoint_stays(
+    front: Any, started: Started, until: Until, number: signal.Signals, code: int
 ) -> None:
     process = started(faults={"wait": 5, "deaf": True})
     until(front.waits_before(5))
     rank = worker_of(process)
-    process.send_signal(signal.SIGINT)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "Ctrl-C again leaves at once" in line:
-            break
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
+    first = time.monotonic()
+    while process.poll() is None:  # only the one that comes a second after the first is another wish
+        process.send_signal(number)
+        assert time.monotonic() - first < 20
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+    assert 1.0 <= time.monotonic() - first < 10
+    _, stderr = process.communicate()
+    assert process.returncode == code
     assert is_gone(rank)
-    assert front.read("result.json")["checkpoint"].endswith("step-00000003")
+    newest = str(front.out / "checkpoints" / "step-00000003")
+    assert f"a second signal: ending the ranks; the newest checkpoint is {newest}" in stderr
+    assert "1 step after it is lost" in stderr
+    assert front.read("result.json")["checkpoint"] == newest
 
 
-def test_a_rank_that_does_not_finish_in_the_grace_time_is_ended(
+def test_what_reaches_front_and_rank_at_once_is_one_wish(front: Any, started: Started, until: Until) -> None:
+    """A scheduler signals the whole group; the front passes on what it got, so the rank gets it twice."""
+    process = started(faults={"wait": 5})
+    until(front.waits_before(5))
+    for target in (worker_of(process), process, worker_of(process), process):
+        target.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert front.read("result.json")["checkpoint"].endswith("step-00000005")
+
+
+def test_a_rank_that_does_not_finish_in_the_grace_time_is_ended_and_what_is_lost_is_said(
     front: Any, started: Started, until: Until
 ) -> None:
     front.config(train="rows", grace="1 seconds")
@@ -79,10 +104,27 @@ def test_a_rank_that_does_not_finish_in_the_grace_time_is_ended(
     until(front.waits_before(5))
     rank = worker_of(process)
     process.send_signal(signal.SIGTERM)
+    sent = time.monotonic()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert time.monotonic() - sent < 5
+    assert is_gone(rank)
+    assert "of the 1.0 s that grace allows: ending the ranks" in stderr
+    assert "1 step after it is lost" in stderr
+    assert front.read("result.json")["checkpoint"].endswith("step-00000003")
+
+
+def test_a_rank_that_gets_the_signal_while_python_starts_is_preempted_not_dead(
+    front: Any, started: Started, until: Until
+) -> None:
+    """Nobody listens yet, and the signal kills it."""
+    process = started(faults={"wait": 5, "unready": True})
+    until(front.waits_before(5))
+    worker_of(process).send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 75
-    assert is_gone(rank)
-    assert front.read("result.json")["checkpoint"].endswith("step-00000003")
+    result = front.read("result.json")
+    assert (result["outcome"], result["verdict"], result["restarts"]) == ("preempted", None, [])
 
 
 def test_while_the_rank_starts_a_signal_ends_both_at_once(front: Any, started: Started, until: Until) -> None:

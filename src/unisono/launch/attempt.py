@@ -18,7 +18,7 @@ from unisono.launch.interrupts import Interrupts
 from unisono.launch.nodes.words import node_refused
 from unisono.launch.postmortem import NodeLoss
 from unisono.launch.ranks import LAST_WORDS, LocalRanks, RankEnd, RankNews
-from unisono.launch.stopping import Stopping
+from unisono.launch.stopping import Newest, Stopping
 from unisono.plan import RunPlan
 from unisono.text import one_line
 
@@ -42,6 +42,7 @@ class Attempt:
         from_step: the step it went on from.
         step: the last step that rank 0 finished.
         checkpoint: the newest checkpoint, or None.
+        saved_step: the step of it.
         ready: whether rank 0 has loaded everything and trains; before that there is nothing of its own to save.
         last: rank 0's last word: `result`, `refused` or `crashed`; None if it died without one.
         decision: why the ranks were ended, if they were.
@@ -54,6 +55,7 @@ class Attempt:
     from_step: int
     step: int
     checkpoint: str | None
+    saved_step: int = 0
     tokens: int = 0
     loss: float | None = None
     tokens_per_second: float | None = None
@@ -77,7 +79,7 @@ class Attempt:
             case "ready":
                 self.ready = True
             case "checkpoint":
-                self.checkpoint = str(message.get("path"))
+                self.checkpoint, self.saved_step = str(message.get("path")), int(message["step"])
             case "eval":
                 if message.get("eval_loss") is not None:
                     self.evals["loss"] = message["eval_loss"]
@@ -138,12 +140,12 @@ class _Conducting:
         self._on_agreement = on_agreement
         self.conductor = Conductor(plan)
         step = plan.resume.step if plan.resume else 0
-        self.attempt = Attempt(step, step, plan.resume.path if plan.resume else None)
+        self.attempt = Attempt(step, step, plan.resume.path if plan.resume else None, saved_step=step)
         self._local = local
         self._server = server
         self._show = show
         self._interrupts = interrupts
-        self._stopping = Stopping(interrupts, grace=plan.config.grace, show=show)
+        self._stopping = Stopping(interrupts, grace=plan.config.grace, show=self._show_everywhere)
         self._away = {node.node_rank for node in plan.nodes if node.node_rank != 0}
         self._final_since: float | None = None
         self._told = time.monotonic()
@@ -152,6 +154,7 @@ class _Conducting:
         """Until all have ended, well or by a decision."""
         while not self._is_over():
             self._hear(_POLL_S)
+            self.attempt.asked_to_stop = self._interrupts.first
             if self._local_result() and time.monotonic() - self._since_result() > _TEARDOWN_S:
                 self._end_all("teardown took too long")
                 return
@@ -198,6 +201,9 @@ class _Conducting:
             companion.heard(rank, message)
         if message["kind"] == "shard_written":
             self._local.tell({**message, "rank": rank}, rank=0)
+            return
+        if message["kind"] == "asked":  # of the rank itself, or the echo of what was passed on
+            self._interrupts.ask(signal.Signals[str(message["signal"])], where=self.plan.ranks[rank].label)
             return
         if rank == 0:
             self.attempt.note(message)
@@ -256,7 +262,10 @@ class _Conducting:
                 host = self.plan.nodes[node_rank].host
                 self.conductor.node_refused(node_refused(node_rank, host, message))
             case "stop":
-                self._interrupts.ask(signal.Signals[str(message["signal"])])
+                node = self.plan.nodes[node_rank]
+                where = f"node {node_rank} ({node.host})"
+                number = signal.Signals[str(message["signal"])]
+                self._interrupts.ask(number, where=where, again=message.get("again") is True)
             case _:
                 pass  # a newer head or node says more; what it says beside is not for us
 
@@ -275,8 +284,9 @@ class _Conducting:
             self.conductor.lost.append(NodeLoss(node_rank, self.plan.nodes[node_rank].host, why))
 
     def _pass_on_stop(self) -> None:
-        self.attempt.asked_to_stop = self._interrupts.first
-        word = self._stopping.due(ready=self.attempt.ready, checkpoint=self.attempt.checkpoint)
+        attempt = self.attempt
+        newest = Newest(attempt.checkpoint, step=attempt.saved_step, reached=attempt.step)
+        word = self._stopping.due(ready=attempt.ready, newest=newest, finished=self._local_result())
         if word == "signal":
             assert self._interrupts.first is not None
             number = signal.SIGINT if self._interrupts.first is signal.SIGINT else signal.SIGTERM
@@ -298,6 +308,12 @@ class _Conducting:
 
     def _say(self, text: str) -> None:
         self._show({"kind": "note", "time": time.time(), "text": text})
+
+    def _show_everywhere(self, message: Message) -> None:
+        """Shows a line here, and on the other nodes."""
+        self._show(message)
+        if self._server is not None:
+            self._server.tell_all({"kind": "note", "text": message["text"]})
 
 
 def _names(places: Sequence[Any]) -> str:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from unisono.launch.nodes.agent import Attendance
 
 _POLL_S = 0.2
-_PASSED_ON = ("warning", "ready")
+_HEAD_ANSWERS_S = 3.0
+_PASSED_ON = ("warning", "ready", "shard_written", "asked")
 """What the head hears of a rank's messages, beside its report and its end."""
 
 
@@ -66,6 +67,7 @@ class Serving:
     show: Show
     head: str
     _told_stop: bool = field(default=False, init=False)
+    _told_again_at: float | None = field(default=None, init=False)
     _told_gone: bool = field(default=False, init=False)
 
     def run(self) -> LastWord | LostHead:
@@ -84,6 +86,11 @@ class Serving:
                     if last is not None:
                         return last
                 self._tell_stop()
+                if self._head_is_late():
+                    self.local.end("a second signal")
+                    return LostHead(
+                        self.head, f"it did not answer a second signal within {_HEAD_ANSWERS_S:g} s"
+                    )
 
     def _pass_on(self, news: RankNews) -> None:
         if isinstance(news, RankEnd):
@@ -99,7 +106,10 @@ class Serving:
             case "go":
                 self.local.tell(message)
             case "stop":
-                self.local.signal(signal.Signals[str(message["signal"])])
+                number = signal.Signals[str(message["signal"])]
+                self.interrupts.ask(number, where=f"node 0 ({self.head})")
+                self._told_stop = True
+                self.local.signal(number)
             case "end":
                 self.local.end(str(message.get("why", "")))
                 for news in self.local.poll(0):
@@ -131,6 +141,17 @@ class Serving:
 
     def _tell_stop(self) -> None:
         """A signal here is a wish of the whole job: the head tells everybody, and the ranks agree on the step."""
-        if self.interrupts.first is not None and not self._told_stop:
+        first = self.interrupts.first
+        if first is None:
+            return
+        if not self._told_stop:
             self._told_stop = True
-            self.link.send({"kind": "stop", "signal": self.interrupts.first.name})
+            self.link.send({"kind": "stop", "signal": first.name})
+        if self.interrupts.twice and self._told_again_at is None:
+            self._told_again_at = time.monotonic()
+            self.link.send({"kind": "stop", "signal": first.name, "again": True})
+
+    def _head_is_late(self) -> bool:
+        """Whether a second signal was told and nothing came of it."""
+        at = self._told_again_at
+        return at is not None and time.monotonic() - at > _HEAD_ANSWERS_S

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Show
 from unisono.launch.follow import LastWord, LostHead, Serving
 from unisono.launch.gathering import prepared_facts, report_maker
-from unisono.launch.interrupts import Interrupts
+from unisono.launch.interrupts import Interrupts, exit_code_of
 from unisono.launch.nodes.agent import Attendance, attend_meeting
 from unisono.launch.nodes.party import MakeReport, Party, Standing
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
@@ -56,7 +57,7 @@ def take_part(
             _keep_refusal(RunDir(Path(loaded.config.output_dir)), error)
         raise
     if isinstance(last, LostHead):
-        return _cut_off(run, last, shared=shared, show=show)
+        return _cut_off(run, last, asked=interrupts.first, shared=shared, show=show)
     return _keep(
         run, last.message, head=str(attendance.welcome.get("head_host", "")), shared=shared, show=show
     )
@@ -203,15 +204,31 @@ def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
     )  # fmt: skip
 
 
-def _cut_off(run: RunDir, last: LostHead, *, shared: bool, show: Show) -> dict[str, Any]:
-    """Says that the head is lost, which this node alone can say, and gives the result of that."""
+def _cut_off(
+    run: RunDir, last: LostHead, *, asked: signal.Signals | None, shared: bool, show: Show
+) -> dict[str, Any]:
+    """Says that the head is lost, which this node alone can say, and gives the result of that.
+
+    Args:
+        run: this node's directory.
+        last: what is known of it.
+        asked: the signal by which the job was asked to stop. Then a head that goes first is how it ends, and no fault.
+        shared: whether the directory is the head's.
+        show: sees what is said.
+    """
     verdict = last.verdict
-    show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
     known = find_cause(verdict.cause)
-    ending = Ending(known.exit_code if known else 4, NOTHING_DONE, verdict)
+    if asked is None:
+        show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+        ending = Ending(known.exit_code if known else 4, NOTHING_DONE, verdict)
+    else:
+        text = f"{verdict.summary}; it was asked to stop, and what it has saved is in its output_dir"
+        show({"kind": "note", "time": time.time(), "text": text})
+        ending = Ending(exit_code_of(asked), NOTHING_DONE)
     result = result_of(ending, run_id="", output_dir=str(run.root), restarts=[], seconds=0.0)
     if not shared:  # the head's own files are the head's to write
-        set_verdict(run, verdict)
+        if ending.verdict is not None:
+            set_verdict(run, ending.verdict)
         write_result(run, RunResult.from_json(result))
     return result
 

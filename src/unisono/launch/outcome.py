@@ -1,5 +1,6 @@
 """How a start ended, as result.json says it (DESIGN A3). Pure."""
 
+import signal
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ _OUTCOMES = {
     0: "completed", 1: "failed", 2: "refused", 3: "disagreed", 4: "stalled", 5: "died", 6: "unfit", 7: "corrupt",
     75: "preempted", 130: "interrupted",
 }  # fmt: skip
+
+_WISHES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 NOTHING_DONE: dict[str, Any] = {
     "step": 0, "tokens": 0, "loss": None, "eval": {}, "tokens_per_second": None, "checkpoint": None, "weights": None,
@@ -105,6 +108,8 @@ def _stopped(attempt: Attempt, culprit: RankEnd | None) -> int:
     if attempt.asked_to_stop is not None:
         return exit_code_of(attempt.asked_to_stop)
     code = culprit.returncode if culprit is not None else 0
+    if -code in _WISHES:  # it came before the rank could hear it
+        return exit_code_of(signal.Signals(-code))
     return code if code in (75, 130) else 0  # the signal went to a rank itself
 
 

@@ -54,7 +54,8 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
         try:
             result = _start(request, show, interrupts, began, token)
         except Stopped as stopped:
-            say(show, f"{stopped.number.name} before anything was started: nothing has changed")
+            who = stopped.number.name + (f" to {stopped.where}" if stopped.where else "")
+            say(show, f"{who} before anything was started: nothing has changed")
             result = result_of(
                 Ending(exit_code_of(stopped.number), NOTHING_DONE), run_id="", output_dir="", restarts=[],
                 seconds=time.monotonic() - began,
@@ -197,7 +198,11 @@ class _Start:
             set_verdict(claimed.run, None)
             try:
                 decision = StartDecision("resume", plan.run_id, "restarted")
-                resume, _ = find_resume_point(claimed.run, decision, here.environment, self.show)
+                with self.interrupts.raising():  # reading a large checkpoint through may take minutes
+                    resume, _ = find_resume_point(claimed.run, decision, here.environment, self.show)
+            except Stopped as stopped:
+                ending = Ending(exit_code_of(stopped.number), ending.fields)
+                return self._finish(claimed, plan, attempt, ending, restarts, others)
             except (
                 IntegrityError
             ) as error:  # the disk that killed the rank may have taken the checkpoints, too

@@ -39,6 +39,7 @@ def generate(
     on_token: OnToken | None = None,
     is_done: IsDone | None = None,
     on_answers: Callable[[int], None] | None = None,
+    is_over: Callable[[], bool] | None = None,
 ) -> list[list[int]]:
     """The answer to each prompt, as tokens, without the stop token that ended it.
 
@@ -58,6 +59,7 @@ def generate(
         on_token: called with each token of the answer as it comes; for a single prompt only.
         is_done: called with a prompt's place and its answer so far; True ends that answer.
         on_answers: called with the number of prompts that are answered, after each batch.
+        is_over: called after each token; True ends all answers where they are, and those that have not begun stay empty.
     """
     assert all(prompts), "a prompt without tokens has nothing to go on from"
     assert on_token is None or len(prompts) == 1, "only one answer can be streamed"
@@ -67,7 +69,9 @@ def generate(
     done = 0
     with torch.no_grad(), _undisturbed(model):
         for batch in _batches([len(prompt) for prompt in prompts], max_new_tokens):
-            listener = _Listener(batch, stop_ids=stop_ids, on_token=on_token, is_done=is_done)
+            listener = _Listener(
+                batch, stop_ids=stop_ids, on_token=on_token, is_done=is_done, is_over=is_over
+            )
             draws = _Draws(batch, length=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
             _run(
                 model,
@@ -79,6 +83,8 @@ def generate(
             )
             for index, answer in zip(batch, listener.answers, strict=True):
                 answers[index] = answer
+            if listener.is_over:
+                break
             done += len(batch)
             if on_answers is not None:
                 on_answers(done)
@@ -133,8 +139,11 @@ class _Listener(StoppingCriteria):
     """
 
     def __init__(
-        self, batch: list[int], *, stop_ids: set[int], on_token: OnToken | None, is_done: IsDone | None
-    ) -> None:
+        self, batch: list[int], *, stop_ids: set[int], on_token: OnToken | None, is_done: IsDone | None,
+        is_over: Callable[[], bool] | None,
+    ) -> None:  # fmt: skip
+        self.is_over = False
+        self._asks = is_over
         self.answers: list[list[int]] = [[] for _ in batch]
         self._places = batch
         self._ended = [False] * len(batch)
@@ -147,6 +156,9 @@ class _Listener(StoppingCriteria):
         for row, token in enumerate(input_ids[:, -1].tolist()):  # the host must wait here: it decides
             if not self._ended[row]:
                 self._hear(row, token)
+        self.is_over = self._asks is not None and self._asks()
+        if self.is_over:
+            self._ended = [True] * len(self._ended)
         return torch.tensor(self._ended, device=input_ids.device)
 
     def _hear(self, row: int, token: int) -> None:

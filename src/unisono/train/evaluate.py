@@ -13,6 +13,7 @@ from unisono.train.batches import load_rows
 from unisono.train.run import Run
 from unisono.train.stop import flags_of, outcome_of
 
+_ASK_EVERY_TOKENS = 8
 _TELL_EVERY_S = 2.0  # a short evaluation is told by its outcome alone
 
 
@@ -116,12 +117,17 @@ def show_samples(run: Run, *, step: int) -> None:
         )
 
 
+def asks_for_exact_match(run: Run) -> bool:
+    """Whether the share of exactly right answers is to be measured."""
+    return run.eval_table is not None and run.plan.config.eval.exact_match and run.plan.answers
+
+
 def exact_match_share(run: Run) -> float | None:
-    """The share of all evaluation rows whose generated answer is the written one; None if not asked for.
+    """The share of all evaluation rows whose generated answer is the written one; None if not asked for, or a stop came.
 
     All ranks must call it. Replicas take questions in turn; with sharded weights all answer all, in step.
     """
-    if run.eval_table is None or not run.plan.config.eval.exact_match or not run.plan.answers:
+    if run.eval_table is None or not asks_for_exact_match(run):
         return None
     asked = _questions(run, range(run.eval_table.rows))
     if not asked:
@@ -130,9 +136,12 @@ def exact_match_share(run: Run) -> float | None:
     answers = _answers(run, mine, among=asked, limit=None)
     pairs = [(answer, _text(run, question.answer)) for question, answer in answers]
     right = round(exact_match(pairs) * len(pairs)) if pairs else 0
-    summed = torch.tensor([right, len(pairs)], dtype=torch.float64, device=run.device)
+    counts = [right, len(pairs), *flags_of(run.stop.outcome)]
+    summed = torch.tensor(counts, dtype=torch.float64, device=run.device)
     run.group.sum(summed)
-    return float(summed[0] / summed[1])
+    right_of_all, of_all, *flags = summed.tolist()
+    run.agreed_stop = outcome_of(flags)
+    return right_of_all / of_all if run.stopping is None and of_all else None
 
 
 def _questions(run: Run, rows: range) -> list[Question]:
@@ -145,19 +154,43 @@ def _answers(
 ) -> list[tuple[Question, str]]:
     """Greedy answers to some questions among those of all ranks.
 
-    Without a limit they may be as long as the longest written answer of all and a little more.
+    Without a limit they may be as long as the longest written answer of all and a little more. None are given if a stop came.
     """
     if not questions:
         return []
+    stop = _Stop(run)
     longest = max(len(q.answer) for q in among) + 8
     tokenizer = run.tokenizer
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with torch.no_grad(), evaluating(run), run.forward.ready_to_generate() as model:
         answers = run.forward.within(lambda: generate(
             model, [q.prompt for q in questions], max_new_tokens=min(limit or longest, longest), stop_ids=_stop_ids(run, among),
-            pad_id=pad or 0,
+            pad_id=pad or 0, is_over=stop,
         ))  # fmt: skip
+    if stop.came:
+        return []
     return [(question, _text(run, answer)) for question, answer in zip(questions, answers, strict=True)]
+
+
+class _Stop:
+    """Asks after each token whether generation must end, because a stop came.
+
+    With sharded weights each token needs all ranks, so they ask each other, at the same tokens.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.came = False
+        self._run = run
+        self._tokens = 0
+
+    def __call__(self) -> bool:
+        own = self._run.stop.outcome is not None
+        self._tokens += 1
+        if self._run.sharded is None:
+            self.came = own
+        elif self._tokens % _ASK_EVERY_TOKENS == 0:
+            self.came = self._run.group.any(own)
+        return self.came
 
 
 def _stop_ids(run: Run, questions: list[Question]) -> set[int]:

@@ -30,7 +30,7 @@ def train(run: Run) -> dict[str, Any]:
             return {"outcome": "stalled", "exit_code": 4, "verdict": verdict.to_json()}
         if run.state.evaluation_due:
             _evaluate(run)
-        if run.stopping is not None:
+        if run.stopping is not None and _goes_on(run):  # after the last step the result comes first
             save_checkpoint(run)
             return {"outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping], "verdict": None}
         if _is_due(run.plan.checkpoint_every, run.state.step) or not _goes_on(run):

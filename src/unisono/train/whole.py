@@ -6,7 +6,7 @@ from typing import Any
 from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.plan import RunPlan
-from unisono.train.evaluate import exact_match_share
+from unisono.train.evaluate import asks_for_exact_match, exact_match_share
 from unisono.train.finish import write_result
 from unisono.train.longest import try_longest
 from unisono.train.loop import train
@@ -15,7 +15,7 @@ from unisono.train.other_rank import OtherRankReporter
 from unisono.train.run import Run
 from unisono.train.saving import restore
 from unisono.train.setup import ready_facts, set_up
-from unisono.train.stop import StopRequest
+from unisono.train.stop import EXIT_CODES, StopRequest
 
 
 def run_plan(plan: RunPlan, report: Reporter, stop: StopRequest) -> dict[str, Any]:
@@ -50,6 +50,9 @@ def _to_the_end(run: Run) -> dict[str, Any]:
         share = exact_match_share(run)
         if share is not None:
             run.state.eval["exact_match"] = share
+        elif asks_for_exact_match(run) and run.stopping is not None:  # what is left may take too long
+            ending = {**ending, "outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping]}
+    if ending["outcome"] == "completed":
         report.phase("finish", "writing the result")
         weights = write_result(run)
     if not run.group.is_main:

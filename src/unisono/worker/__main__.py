@@ -26,7 +26,8 @@ def main(argv: list[str]) -> int:
         )  # with torch, seconds; a signal until then simply ends the process
 
         stop = StopRequest()
-        stop.install()
+        has_front = arguments.report_fd is not None
+        stop.install((lambda name: report.send("asked", signal=name)) if has_front else None)
         try:
             plan = RunPlan.model_validate(json.loads(arguments.file.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:

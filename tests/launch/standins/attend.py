@@ -48,7 +48,7 @@ def main(script: dict[str, Any]) -> int:
             say("error", exit_code=error.exit_code, verdict=verdict, lines=error.lines())
             return error.exit_code
         except Stopped as stopped:
-            say("stopped", signal=stopped.number.name)
+            say("stopped", signal=stopped.number.name, where=stopped.where)
             return 130
     say("done")
     return 0

@@ -2,7 +2,7 @@
 
 kill, raise, exit, segfault, oom: at this step, in the first start only unless `always`
 wait: before this step it waits for a signal, and says so with a phase
-deaf: ignores signals; refuse: refuses before step 1; flood: prints this many kilobytes a step
+deaf: ignores signals; unready: does not listen to them yet; refuse: refuses before step 1; flood: prints this many kilobytes a step
 """
 
 import json
@@ -40,7 +40,7 @@ class Rank:
 
     def train(self) -> dict[str, Any]:
         faults = self.plan.faults
-        for number in STOPS:
+        for number in STOPS if "unready" not in faults else ():
             signal.signal(number, self.note)
         print("loading", flush=True)
         if "refuse" in faults:

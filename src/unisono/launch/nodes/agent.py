@@ -161,6 +161,9 @@ class Attendance:
 
     def _ended(self, message: Message) -> NoReturn:
         self._over = True
+        stopped = words.stop_in(message)
+        if stopped is not None:
+            raise stopped
         verdicts = words.verdicts_in(message)
         if not verdicts:
             verdicts = [

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.joining import wrong_token
+from unisono.agree.naming import name_node
 from unisono.agree.report import NodeReport
 from unisono.causes import Verdict
 from unisono.control.events import Event, Joined, Left, Rejected, Said
@@ -36,6 +37,7 @@ class Meeting:
     """The nodes of a job, as the head has them together. As a context manager it tells every node how it ended.
 
     An error that leaves it is told to all nodes and becomes Disagreed (exit code 3) here, too, unless `end` has been said.
+    A signal that stops one node stops all of them: Stopped leaves it everywhere.
     Until `joined` is called, nodes may leave and come again.
 
     Attributes:
@@ -188,9 +190,10 @@ class Meeting:
         """
         host = self.party.host
         if isinstance(error, Stopped):
-            verdict = words.node_stopped(0, host, error.number.name)
-        else:
-            verdict = words.node_refused(0, host, words.refusal_of(error))
+            where = error.where or name_node(0, host)
+            self.end(words.stop_word(Stopped(error.number, where)))
+            return
+        verdict = words.node_refused(0, host, words.refusal_of(error))
         if isinstance(error, Disagreed) and error.verdict is not None:
             verdict = error.verdict
         self.end(last_word([verdict]))
@@ -277,7 +280,7 @@ class Meeting:
             case "refused":
                 self.refuse([words.node_refused(node_rank, host, message)])
             case "stop":
-                self.refuse([words.node_stopped(node_rank, host, str(message.get("signal")))])
+                raise words.stop_of(message.get("signal"), name_node(node_rank, host))
             case kind:
                 self._inbox.setdefault(str(kind), {})[node_rank] = message
 

@@ -10,6 +10,7 @@ from unisono.agree.naming import name_node
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.errors import Disagreed, Problem, UnisonoError
 from unisono.events import Message
+from unisono.launch.interrupts import Stopped, exit_code_of
 from unisono.text import one_line
 
 _MOST_PROBLEMS = 8
@@ -53,14 +54,24 @@ def node_refused(node_rank: int, host: str, error: dict[str, Any]) -> Verdict:
     return refused_node(node_rank, host, problems, verdict=own[0] if own else None)
 
 
-def node_stopped(node_rank: int, host: str, name: str) -> Verdict:
-    """Somebody stopped a node's front before there were ranks. `name`: of the signal."""
-    who = name_node(node_rank, host)
-    how = name if name in signal.Signals.__members__ else "a signal"
-    return Verdict(
-        cause="node_refused", when="before", hosts=(host,), phase="agree.call",
-        summary=f"{who} was stopped by {how} before anything was started", fix=("start the command again on every node",),
-    )  # fmt: skip
+def stop_word(stopped: Stopped) -> dict[str, Any]:
+    """The message `ended` for a job that somebody stopped before there were ranks: no verdict, for nothing is wrong."""
+    return {
+        "kind": "ended", "exit_code": exit_code_of(stopped.number), "verdicts": [], "result": None,
+        "stopped": {"signal": stopped.number.name, "where": stopped.where},
+    }  # fmt: skip
+
+
+def stop_in(message: dict[str, Any]) -> Stopped | None:
+    """The signal that an `ended` message tells of, if that is what ended the job."""
+    told = message.get("stopped")
+    return stop_of(told.get("signal"), str(told.get("where", ""))) if isinstance(told, dict) else None
+
+
+def stop_of(name: Any, where: str) -> Stopped:
+    """A signal by its name, as another node tells it; one that is not known here is taken for SIGTERM."""
+    known = signal.Signals.__members__.get(str(name), signal.SIGTERM)
+    return Stopped(known, one_line(where, limit=200))
 
 
 def node_left(node_rank: int, host: str, why: str) -> Verdict:
