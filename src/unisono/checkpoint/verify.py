@@ -88,11 +88,18 @@ def read_through(path: Path, *, key: bytes, run_id: str | None = None, pace: Pac
         run_id: the run that it must belong to, if that matters.
         pace: slows the reading down; without it, it is as fast as it goes, and from memory where that has the files.
     """
-    with contextlib.suppress(OSError, ManifestError):  # told as a finding below
-        manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
-        stamp = stamp_of(path, manifest)  # before reading: what changes meanwhile looks different afterwards
-        return Reading(path, *inspect(path, key=key, run_id=run_id, pace=pace), stamp)
-    return Reading(path, *inspect(path, key=key, run_id=run_id, pace=pace), None)
+    manifest = read_manifest(path)
+    # Before reading: what changes meanwhile looks different afterwards.
+    stamp = stamp_of(path, manifest) if manifest is not None else None
+    return Reading(path, *inspect(path, key=key, run_id=run_id, pace=pace), stamp)
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None if it cannot be read."""
+    try:
+        return Manifest.from_bytes((path / MANIFEST).read_bytes())
+    except (OSError, ManifestError):
+        return None
 
 
 def inspect(

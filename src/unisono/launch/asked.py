@@ -13,6 +13,7 @@ from unisono.launch.command import Programs
 from unisono.launch.device import device_words
 from unisono.launch.resolved import with_absolute_paths
 from unisono.launch.topology import TopologyAsked
+from unisono.launch.verifier import Rhythm
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class TrainRequest:
         ssh: the program that starts `--hosts`, with options; tests have a port and keys of their own.
         probes: what this machine is asked through.
         faults: written into the plan; only tests and drills do.
+        rhythm: how checkpoints are read again while the run goes on; tests are in a hurry.
     """
 
     config_path: Path
@@ -60,6 +62,7 @@ class TrainRequest:
     ssh: tuple[str, ...] = ("ssh",)
     probes: Probes = field(default_factory=Probes)
     faults: dict[str, Any] = field(default_factory=dict)
+    rhythm: Rhythm = field(default_factory=Rhythm)
 
     @property
     def command(self) -> str:

@@ -1,4 +1,7 @@
-"""The front with other programs behind it: `python front.py FAULTS-JSON train CONFIG …`, as tests start it."""
+"""The front with other programs behind it: `python front.py FAULTS-JSON train CONFIG …`, as tests start it.
+
+Two entries are no faults: `rhythm` hurries the reading of old checkpoints, `real` leaves worker and tasks as they are.
+"""
 
 import dataclasses
 import json
@@ -8,6 +11,7 @@ from pathlib import Path
 import unisono.launch.asked
 from unisono.cli.app import main
 from unisono.launch.command import Programs
+from unisono.launch.verifier import Rhythm
 
 HERE = Path(__file__).parent
 PROGRAMS = Programs(
@@ -20,8 +24,11 @@ class Request(unisono.launch.asked.TrainRequest):
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
-        object.__setattr__(self, "programs", PROGRAMS)
-        object.__setattr__(self, "faults", json.loads(sys.argv[1]))
+        faults = json.loads(sys.argv[1])
+        object.__setattr__(self, "rhythm", Rhythm(**faults.pop("rhythm", {})))
+        if not faults.pop("real", False):
+            object.__setattr__(self, "programs", PROGRAMS)
+        object.__setattr__(self, "faults", faults)
 
 
 assert dataclasses.is_dataclass(Request)
