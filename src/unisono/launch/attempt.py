@@ -1,5 +1,6 @@
 """One start of the ranks, from their first process to their last word, as the head conducts it."""
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.report import RankReport
-from unisono.control.events import Event, Left, Said
+from unisono.control.events import Arrived, Event, Left, Said
 from unisono.events import Message
 from unisono.launch.companion import Companion
 from unisono.launch.conduct import Conductor, Decision
@@ -24,6 +25,7 @@ from unisono.text import one_line
 
 if TYPE_CHECKING:
     from unisono.control.server import HeadServer
+    from unisono.launch.shards import ShardArrivals
 
 Show = Callable[[Message], None]
 
@@ -109,9 +111,14 @@ def run_attempt(
         companions: hear what the ranks say, and may end them.
     """
     began = time.monotonic()
-    with local:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(local)
         interrupts.collect()
         conducting = _Conducting(plan, local, server, interrupts, show, on_agreement, companions)
+        if server is not None:
+            from unisono.launch.shards import taking_shards  # one node alone needs no channel
+
+            conducting.shards = stack.enter_context(taking_shards(plan, server, local.run.checkpoints))
         try:
             conducting.run()
         finally:
@@ -141,6 +148,7 @@ class _Conducting:
         self.conductor = Conductor(plan)
         step = plan.resume.step if plan.resume else 0
         self.attempt = Attempt(step, step, plan.resume.path if plan.resume else None, saved_step=step)
+        self.shards: ShardArrivals | None = None
         self._local = local
         self._server = server
         self._show = show
@@ -200,7 +208,8 @@ class _Conducting:
         for companion in self._companions:
             companion.heard(rank, message)
         if message["kind"] == "shard_written":
-            self._local.tell({**message, "rank": rank}, rank=0)
+            told = self.shards.confirmed(rank, message) if self.shards else {**message, "rank": rank}
+            self._local.tell(told, rank=0)
             return
         if message["kind"] == "asked":  # of the rank itself, or the echo of what was passed on
             self._interrupts.ask(signal.Signals[str(message["signal"])], where=self.plan.ranks[rank].label)
@@ -236,6 +245,8 @@ class _Conducting:
         if isinstance(event, Left):
             if event.node_rank in self._away:
                 self.conductor.node_lost(NodeLoss(event.node_rank, event.host, event.why), now=now)
+        elif isinstance(event, Arrived) and self.shards is not None:
+            self.shards.arrived(event)
         elif isinstance(event, Said):
             try:
                 self._take_said(event.node_rank, event.message)

@@ -3,22 +3,25 @@
 import signal
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.causes import Verdict
 from unisono.control.events import Left
+from unisono.control.transfer import Transfers
 from unisono.events import Message
 from unisono.launch.attempt import Show
 from unisono.launch.interrupts import Interrupts
 from unisono.launch.postmortem import NodeLoss, name_lost_node
 from unisono.launch.ranks import LocalRanks, RankEnd, RankNews
+from unisono.launch.shards import ShardSender
 
 if TYPE_CHECKING:
     from unisono.launch.nodes.agent import Attendance
 
 _POLL_S = 0.2
 _HEAD_ANSWERS_S = 3.0
-_PASSED_ON = ("warning", "ready", "shard_written", "asked")
+_PASSED_ON = ("warning", "ready", "shard_written", "shard_written", "asked")
 """What the head hears of a rank's messages, beside its report and its end."""
 
 
@@ -59,6 +62,7 @@ class Serving:
         interrupts: signals that ask to stop; they are told to the head.
         show: sees what is worth a line here.
         head: node 0's name, for a verdict on it.
+        checkpoints: where the ranks write their parts of checkpoints, which are then sent to the head; None: the head sees them.
     """
 
     link: "Attendance"
@@ -66,18 +70,25 @@ class Serving:
     interrupts: Interrupts
     show: Show
     head: str
+    checkpoints: Path | None = None
+    _shards: ShardSender | None = field(default=None, init=False)
     _told_stop: bool = field(default=False, init=False)
     _told_again_at: float | None = field(default=None, init=False)
     _told_gone: bool = field(default=False, init=False)
 
     def run(self) -> LastWord | LostHead:
         """Until the end; the ranks are gone then."""
-        with self.local:
+        with self.local, Transfers(self.link.link) as transfers:
+            if self.checkpoints is not None:
+                self._shards = ShardSender(transfers, self.checkpoints, self._tell)
             self.interrupts.collect()
             self.link.send({"kind": "ranks_started"})
             while True:
-                for news in self.local.poll(_POLL_S, also=[self.link.fileno()]):
+                for news in self.local.poll(_POLL_S, also=[self.link.fileno(), transfers.fileno()]):
                     self._pass_on(news)
+                for outcome in transfers.outcomes():
+                    if self._shards is not None:
+                        self._shards.ended(outcome)
                 for event in self.link.receive(0):
                     if isinstance(event, Left):
                         self.local.end("the head is gone")
@@ -97,9 +108,15 @@ class Serving:
             self.link.send({"kind": "rank_ended", "end": news.to_json()})
         elif news.message["kind"] == "rank_report":
             self.link.send(news.message)
+        elif news.message["kind"] == "shard_written" and self._shards is not None:
+            self._shards.written(news.rank, news.message)
         elif news.message["kind"] in _PASSED_ON:
-            self.link.send({"kind": "rank_said", "rank": news.rank, "message": news.message})
+            self._tell(news.rank, news.message)
         self._tell_gone()
+
+    def _tell(self, rank: int, message: Message) -> None:
+        """Tells the head what a rank has said."""
+        self.link.send({"kind": "rank_said", "rank": rank, "message": message})
 
     def _obey(self, message: Message) -> LastWord | None:
         match message["kind"]:

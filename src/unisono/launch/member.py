@@ -26,6 +26,7 @@ from unisono.launch.planning import Here, prepare
 from unisono.launch.rank_environment import interface_name, rank_environments
 from unisono.launch.ranks import LocalRanks
 from unisono.launch.received import accept_plan
+from unisono.launch.shards import clear_parts
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
@@ -134,10 +135,17 @@ class _Member:
             plan.on_node(node_rank), self.run_dir, plan_file, self.request.programs, environments,
             from_step=plan.resume.step if plan.resume else 0, talks=True,
         )  # fmt: skip
+        parts = None if plan.nodes[node_rank].shares_output else self.run_dir.checkpoints
         try:
-            return Serving(self.attendance, local, self.interrupts, self.show, head=plan.nodes[0].host).run()
+            if parts is not None:
+                clear_parts(parts)  # of a front that was killed
+            return Serving(
+                self.attendance, local, self.interrupts, self.show, head=plan.nodes[0].host, checkpoints=parts
+            ).run()
         finally:
             _remove_plan(plan_file)
+            if parts is not None:
+                clear_parts(parts)
 
 
 def _remove_plan(path: Path) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import xxhash
 
@@ -64,6 +64,12 @@ class Transfers:
         link.hear_of_files(self._heard)
         self._thread = threading.Thread(target=self._work, name="unisono.transfers", daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def send(self, source: Source, label: dict[str, Any], content: Content | None = None) -> int:
         """Sends it after those that wait; returns at once with its number. Its end is one Outcome.

@@ -11,7 +11,7 @@ from unisono.agree.joining import wrong_token
 from unisono.agree.naming import name_node
 from unisono.agree.report import NodeReport
 from unisono.causes import Verdict
-from unisono.control.events import Event, Joined, Left, Rejected, Said
+from unisono.control.events import Arrived, Event, Joined, Left, Rejected, Said
 from unisono.control.server import HeadServer
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message
@@ -253,6 +253,8 @@ class Meeting:
                 self._turned_away(event)
             case Said():
                 self._said(event.node_rank, event.message)
+            case Arrived():
+                pass  # before there are ranks nothing is sent
 
     def _lost(self, event: Left) -> None:
         line = self.roll.gone(event)
