@@ -17,6 +17,7 @@ import math
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,10 @@ def write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
     ends = np.cumsum(batch.lengths)
     tokens = [ids.tobytes() for ids in np.split(batch.input_ids, ends[:-1])]
     rows = [[name, xxhash.xxh3_64_hexdigest(ids)] for name, ids in zip(batch.row_ids, tokens, strict=True)]
-    line = {"pid": os.getpid(), "world_size": plan.world_size, "rank": rank, "step": step, "rows": rows}
+    line = {
+        "time": time.time(), "front": os.getppid(), "epoch": plan.epoch, "world_size": plan.world_size, "rank": rank, "step": step,
+        "rows": rows,
+    }  # fmt: skip
     with (Path(directory) / f"rank-{rank:05d}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
