@@ -195,11 +195,6 @@ class Slots:
         head = _HEAD.pack(_MAGIC, writing.sequence, step, *sizes, writing.digest.digest())
         slot[: _HEAD.size + _CHECK.size] = head + _CHECK.pack(xxhash.xxh3_64_intdigest(head))
 
-    def wipe(self) -> None:
-        """Takes both heads: there is no step any more."""
-        for slot in self._slots:
-            _take_head(slot)
-
 
 @dataclass
 class Writing:

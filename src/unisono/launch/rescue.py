@@ -70,25 +70,23 @@ def rescue(
     """
     if attempt.last is not None and attempt.last["kind"] == "result" and attempt.decision is None:
         return False  # it has saved what there was
-    holders = [place.rank for place in plan.ranks] if plan.strategy == "fsdp" else []
-    pieces = choose(found.steps, holders=holders)
-    newest = store.newest_intact(run_id=plan.run_id) if pieces or any(found.damage.values()) else None
-    on_disk = newest.step if newest is not None else 0
     for rank, damage in found.damage.items():
         for what in damage:
             _warn(show, "snapshot_refused", f"what rank {rank} kept in memory is not used: {what}")
-    if not pieces or pieces[0].step <= on_disk:
-        if any(found.damage.values()):
-            _say(show, f"nothing newer than checkpoint {on_disk} is left in memory")
+    holders = [place.rank for place in plan.ranks] if plan.strategy == "fsdp" else []
+    pieces = choose(found.steps, holders=holders)
+    if not pieces:
         return False
-    began = time.monotonic()
+    step, began = pieces[0].step, time.monotonic()
     try:
+        on_disk = store.newest_intact(run_id=plan.run_id)
+        if on_disk is not None and on_disk.step >= step:
+            return False
         _complete_metrics(run, pieces[0])
         path = _save(plan, pieces, store=store)
     except (StorageFailed, OSError) as error:
-        problems = error.problems if isinstance(error, StorageFailed) else ()
-        why = "; ".join(problem.what for problem in problems) or str(error)
-        _warn(show, "checkpoint_failed", f"step {pieces[0].step}, kept in memory, cannot be saved: {why}")
+        why = "; ".join(p.what for p in error.problems) if isinstance(error, StorageFailed) else str(error)
+        _warn(show, "checkpoint_failed", f"step {step}, kept in memory, cannot be saved: {why}")
         return False
     _tell(plan, attempt, pieces[0], path, seconds=time.monotonic() - began, show=show)
     return True
