@@ -25,11 +25,13 @@ class Damage:
         file: its name in the checkpoint's directory.
         what: what is off, in plain words.
         kind: what sort of finding it is.
+        tensors: those of the file that are hit, where that can be said.
     """
 
     file: str
     what: str
     kind: Kind
+    tensors: tuple[str, ...] = ()
 
     @property
     def is_fatal(self) -> bool:
@@ -89,3 +91,30 @@ def is_full(error: BaseException) -> bool:
 def free_bytes(directory: Path) -> int:
     """Free bytes where `directory` is."""
     return shutil.disk_usage(directory).free
+
+
+def storage_trouble(error: BaseException, target: Path, temporary: Path) -> StorageFailed | None:
+    """What an exception of a write means for the user; None if it is not the storage's doing."""
+    if isinstance(error, StorageFailed):
+        error.path = target
+        return None
+    if is_full(error):
+        written = sum(file.stat().st_size for file in temporary.glob("*")) if temporary.exists() else 0
+        shutil.rmtree(temporary, ignore_errors=True)
+        free = free_bytes(_existing(target.parent))
+        return StorageFull(target, needed_bytes=max(written, free) + 1, free_bytes=free)
+    if isinstance(error, OSError):
+        return StorageFailed(
+            Problem(
+                f"checkpoint {target.name} cannot be written: {error.strerror or error}", str(error.filename or target),
+                "the storage failed", "mend it, or set output_dir to another one; the older checkpoints are as they were",
+            ),
+            path=target,
+        )  # fmt: skip
+    return None
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path

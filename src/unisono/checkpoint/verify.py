@@ -10,6 +10,7 @@ from pathlib import Path
 
 import xxhash
 
+from unisono.checkpoint.hit import hit_tensors, show_hit
 from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, ManifestError
 from unisono.checkpoint.trouble import Damage
 
@@ -192,11 +193,29 @@ def _explain(path: Path, name: str, wanted: FileEntry, found: FileEntry) -> Dama
     for other in _other_manifests(path):
         if (entry_there := other.files.get(name)) is not None and entry_there.describes(found):
             return Damage(name, f"it is the file of step {other.step}", "step")
+    hit = tuple(_hit_tensors(path / name, wanted))
+    where = f" in {show_hit(hit)}" if hit else ""
     if found.bytes < wanted.bytes:
-        return Damage(name, f"it is cut short: {found.bytes} bytes of {wanted.bytes}", "size")
+        return Damage(name, f"it is cut short{where}: {found.bytes} bytes of {wanted.bytes}", "size", hit)
     if found.bytes > wanted.bytes:
-        return Damage(name, f"it is too long: {found.bytes} bytes instead of {wanted.bytes}", "size")
-    return Damage(name, f"its content has changed: digest {found.xxh3_128}, not {wanted.xxh3_128}", "content")
+        return Damage(name, f"it is too long: {found.bytes} bytes instead of {wanted.bytes}", "size", hit)
+    if len(hit) == len(wanted.tensors) > 1:
+        where = " in every tensor, as if it were of another step or run"
+    what = f"its content has changed{where}: digest {found.xxh3_128}, not {wanted.xxh3_128}"
+    return Damage(name, what, "content", hit)
+
+
+def _hit_tensors(path: Path, entry: FileEntry) -> list[str]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return []
+    try:
+        return hit_tensors(fd, entry)
+    except OSError:
+        return []  # it was read a moment ago; that it is damaged is known all the same
+    finally:
+        os.close(fd)
 
 
 def _other_manifests(path: Path) -> Iterator[Manifest]:
