@@ -28,8 +28,12 @@ EVENTS = (
 
 
 def save(store: CheckpointStore, step: int) -> None:
+    def fill(directory: Path) -> None:
+        for n in range(2):
+            (directory / f"file-{n}").write_bytes(b"%d" % step * 100)
+
     store.save(
-        step, lambda directory: [(directory / f"file-{n}").write_bytes(b"%d" % step * 100) for n in range(2)],
+        step, fill,
         run_id="r", config_digest="c", world_size=1, threads=1, holder="h",
     )  # fmt: skip
 

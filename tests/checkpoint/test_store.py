@@ -43,6 +43,13 @@ def test_directories_are_private(store: CheckpointStore, save: Save) -> None:
     assert store.root.stat().st_mode & 0o777 == 0o700
 
 
+def fill(size: int) -> Callable[[Path], None]:
+    def write(directory: Path) -> None:
+        (directory / "weights").write_bytes(b"\1" * size)
+
+    return write
+
+
 def test_an_error_while_writing_leaves_nothing_and_passes_through(store: CheckpointStore, save: Save) -> None:
     save(1)
 
@@ -307,9 +314,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(small_disk: Path) -> None:
     store = CheckpointStore(small_disk / "checkpoints", key=b"k" * 32)
 
-    def fill(size: int) -> Callable[[Path], object]:
-        return lambda directory: (directory / "weights").write_bytes(b"\1" * size)
-
     store.save(1, fill(100_000), **WRITING)  # type: ignore[arg-type]
     with pytest.raises(StorageFull) as caught:
         store.save(2, fill(200_000), **WRITING)  # type: ignore[arg-type]
@@ -327,7 +331,7 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(small_disk: Path)
 
 def test_no_room_for_the_manifest_is_a_full_disk_too(small_disk: Path) -> None:
     store = CheckpointStore(small_disk / "checkpoints", key=b"k" * 32)
-    store.save(1, lambda directory: (directory / "a").write_bytes(b"1"), **WRITING)  # type: ignore[arg-type]
+    store.save(1, fill(1), **WRITING)  # type: ignore[arg-type]
 
     def fill_up(directory: Path) -> None:
         with (directory / "a").open("wb", buffering=0) as file:

@@ -143,6 +143,8 @@ class Front:
             self._on_message(number, message, self.ranks)
         if message["kind"] == "rank_report":
             self._consider(len(rank.runs))
+        if message["kind"] == "shard_written":
+            self.ranks[0].tell({**message, "rank": number})
         if message["kind"] in ("result", "refused", "crashed") and len(rank.runs) < self._runs:
             rank.runs.append([])
 

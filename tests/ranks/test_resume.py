@@ -1,12 +1,12 @@
 """A run goes on from the checkpoint of any number of ranks. Run: pytest tests/ranks/test_resume.py"""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ranks.conftest import Resumed
+from unisono.checkpoint.reader import CheckpointReader
 
 pytestmark = pytest.mark.ranks
 
@@ -43,14 +43,27 @@ def test_another_number_of_ranks_and_another_strategy_go_on_to_rounding(
 
 
 @pytest.mark.parametrize("key", [("full", "fsdp", "one"), ("lora", "ddp", "one")])
-def test_a_checkpoint_has_the_same_form_whoever_wrote_it(resumed: Pairs, key: tuple[str, str, str]) -> None:
+def test_a_checkpoint_holds_the_same_whoever_wrote_it(resumed: Pairs, key: tuple[str, str, str]) -> None:
+    """Shards write parts and one rank writes whole tensors; what is read is whole either way."""
     pair = resumed[key]
-    first, second = (_files(run.directory) for run in (pair.straight, pair.resumed))
-    assert first == second
+    first, second = (_last(run.directory) for run in (pair.straight, pair.resumed))
+    assert first.groups == second.groups
+    assert first.values["train"].keys() == second.values["train"].keys()
 
 
-def _files(directory: Path) -> dict[str, int]:
-    """Names and sizes of the last checkpoint's files but state.json, in which a loss may have another digit."""
-    last = max((directory / "checkpoints").glob("step-*"))
-    manifest = json.loads((last / "manifest.json").read_text())
-    return {name: entry["bytes"] for name, entry in manifest["files"].items() if name != "state.json"}
+def test_each_shard_writes_a_file_of_its_own(resumed: Pairs) -> None:
+    names = {path.name for path in _newest(resumed["full", "fsdp", "one"].straight.directory).iterdir()}
+    shards = {
+        f"{group}.shard-{rank:05d}-of-00002.safetensors"
+        for group in ("trainable", "optimizer-adamw")
+        for rank in (0, 1)
+    }
+    assert names == {"manifest.json", "state.json", *shards}
+
+
+def _last(directory: Path) -> CheckpointReader:
+    return CheckpointReader(_newest(directory))
+
+
+def _newest(directory: Path) -> Path:
+    return max((directory / "checkpoints").glob("step-*"))

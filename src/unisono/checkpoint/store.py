@@ -7,18 +7,21 @@ step-00000100.aside-NONCE/   found damaged, or a stranger's, when the same step 
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, is_file_name
-from unisono.checkpoint.trouble import Damage, StorageFailed, StorageFull, free_bytes, is_full
+from unisono.checkpoint.keeping import Candidate, Rules, decide
+from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, ManifestError, is_file_name
+from unisono.checkpoint.record import recorded_state
+from unisono.checkpoint.trouble import Damage, StorageFailed, StorageFull, storage_trouble
 from unisono.checkpoint.verify import Stamp, digest_file, inspect, stamp_of
 from unisono.errors import IntegrityError, Problem
 from unisono.files import fsync_dir, make_private_dir
@@ -77,57 +80,80 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        write: Callable[[Path], object],
+        write: Callable[[Path], Mapping[str, FileEntry] | None],
         *,
         run_id: str,
         config_digest: str,
         world_size: int,
         threads: int,
         holder: str,
+        temporary: str | None = None,
     ) -> Path:
         """Has `write` fill a directory and publishes it; gives its path.
 
-        An intact checkpoint of this step and run stays as it is: it is never overwritten.
+        An intact checkpoint of this step and run stays as it is: it is never overwritten. What `write` gives is taken for the digests of
+        those files, which then are not read again.
 
         Raises:
             StorageFull: if there is not enough room; what was there before is untouched.
             StorageFailed: if the storage fails otherwise.
         """
-        if not self._is_saved(step, run_id):
+        if not self.is_saved(step, run_id):
+            known: dict[str, FileEntry] = {}
             with self.writing(
                 step, run_id=run_id, config_digest=config_digest, world_size=world_size, threads=threads, holder=holder,
+                temporary=temporary, known=known,
             ) as directory:  # fmt: skip
-                write(directory)
+                known.update(write(directory) or {})
         return self.path(step)
 
     @contextlib.contextmanager
     def writing(
-        self, step: int, *, run_id: str, config_digest: str, world_size: int, threads: int, holder: str
+        self,
+        step: int,
+        *,
+        run_id: str,
+        config_digest: str,
+        world_size: int,
+        threads: int,
+        holder: str,
+        temporary: str | None = None,
+        known: Mapping[str, FileEntry] | None = None,
     ) -> Iterator[Path]:
         """Gives an empty directory; at the end it is digested, synced, signed and published, on an error removed.
+
+        Args:
+            step: optimizer steps done.
+            run_id: of the run.
+            config_digest: of its config.
+            world_size: ranks.
+            threads: of each rank.
+            holder: the host that keeps it.
+            temporary: the directory's name until then, where others write into it, too; see `temporary_name`.
+            known: files that are synced already, and their digests; looked at at the end.
 
         Raises:
             StorageFull: if there is not enough room; what was there before is untouched.
             StorageFailed: if the storage fails otherwise.
         """
         target = self.path(step)
-        temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+        directory = self.root / (temporary or temporary_name(step, secrets.token_hex(4)))
         lock: int | None = None
         try:
             make_private_dir(self.root)
-            temporary.mkdir(mode=0o700)
-            lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+            directory.mkdir(mode=0o700, exist_ok=temporary is not None)
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             with contextlib.suppress(OSError):  # a file system without locks: the run's lock stands alone
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield temporary
+            yield directory
             manifest = Manifest(
                 run_id=run_id, step=step, created=_now(), config_digest=config_digest, world_size=world_size,
-                threads=threads, holder=holder, files=_digest_and_sync(temporary),
+                threads=threads, holder=holder, files=_digest_and_sync(directory, known or {}),
             )  # fmt: skip
-            self._publish(temporary, target, manifest.signed(self._key))
+            self._publish(directory, target, manifest.signed(self._key))
         except BaseException as error:  # also Ctrl-C leaves no half directory; raised again
-            trouble = _storage_trouble(error, target, temporary)
-            shutil.rmtree(temporary, ignore_errors=True)
+            trouble = storage_trouble(error, target, directory)
+            shutil.rmtree(directory, ignore_errors=True)
             if trouble is not None:
                 raise trouble from error
             raise
@@ -185,25 +211,23 @@ class CheckpointStore:
             )
         )
 
-    def prune(self, keep: int, protect: Collection[int] = ()) -> Paths:
-        """Deletes old checkpoints; gives those that it deleted.
+    def prune(self, keep: int, protect: Collection[int] = (), *, every: int | None = None) -> Paths:
+        """Deletes old checkpoints; gives those that it deleted, oldest first. What is not ours stays.
 
-        The newest `keep` intact ones stay, the protected steps stay, and what is not ours stays. A damaged one does not
-        count as kept; it goes once it is older than all that stay.
+        Args:
+            keep: how many of the newest intact ones stay.
+            protect: steps that stay, as that of the best.
+            every: those at its multiples stay for ever, in steps.
         """
-        assert keep >= 1
-        kept: Paths = []
-        deleted: Paths = []
-        for path in reversed(self.list()):
-            if _step_of(path.name) in protect or self._is_foreign(path):
-                continue
-            if len(kept) >= keep:
-                self._delete(path)
-                deleted.append(path)
-            elif self._is_intact(path):
-                kept.append(path)
-        if len(kept) >= keep:
-            self._delete_aside(before=_step_of(kept[-1].name))
+        candidates = {step: Candidate(step) for step in map(_step_of, (path.name for path in self.list()))}
+        rules = Rules(keep, every, protect)
+        while (decision := decide(candidates.values(), rules)).ask is not None:
+            candidates[decision.ask] = self._look_at(self.path(decision.ask))
+        deleted = [path for path in map(self.path, decision.go) if not self._is_foreign(path)]
+        for path in deleted:
+            self._delete(path)
+        if decision.oldest_kept is not None:
+            self._delete_aside(before=decision.oldest_kept)
         return deleted
 
     def sweep(self) -> Paths:
@@ -218,6 +242,13 @@ class CheckpointStore:
         for path in dead:
             shutil.rmtree(path, ignore_errors=True)
         return dead
+
+    def is_saved(self, step: int, run_id: str) -> bool:
+        """Whether the step is there already, intact, of this run and signed by this user."""
+        path = self.path(step)
+        return path.exists() and not any(
+            finding.kind != "extra" for finding in inspect(path, key=self._key, run_id=run_id)[1]
+        )
 
     def _found(
         self, path: Path, on_damage: OnDamage | None, *, run_id: str | None, trust: bool
@@ -242,7 +273,7 @@ class CheckpointStore:
             os.fsync(file.fileno())
         fsync_dir(temporary)
         if target.exists():
-            if self._is_saved(manifest.step, manifest.run_id):
+            if self.is_saved(manifest.step, manifest.run_id):
                 shutil.rmtree(temporary)
                 return
             target.rename(target.with_name(f"{target.name}.aside-{secrets.token_hex(4)}"))
@@ -250,19 +281,22 @@ class CheckpointStore:
         fsync_dir(self.root)
         self._verified[target.name] = stamp_of(target, manifest)
 
-    def _is_saved(self, step: int, run_id: str) -> bool:
-        """Whether the step is there already, intact, of this run and signed by this user."""
-        path = self.path(step)
-        return path.exists() and not any(
-            finding.kind != "extra" for finding in inspect(path, key=self._key, run_id=run_id)[1]
-        )
-
-    def _is_intact(self, path: Path) -> bool:
-        """Whether it is intact; it is read through unless this process has done so and it looks the same since."""
+    def _look_at(self, path: Path) -> Candidate:
+        """What keeping must know. It is read through unless it looks as it did when this process, or one that kept a record, read it."""
+        step = _step_of(path.name)
         known = self._verified.get(path.name)
-        if known is not None and known == stamp_of(path, known.manifest):
-            return True
-        return not any(finding.is_fatal for finding in self.verify(path))
+        try:
+            manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
+        except (OSError, ManifestError):
+            return Candidate(step, intact=False)
+        if not manifest.is_signed_by(self._key):
+            return Candidate(step, foreign=True)
+        recorded = recorded_state(path, manifest)  # first: a disk that rots changes neither time nor size
+        if recorded is None and known is not None and known == stamp_of(path, known.manifest):
+            recorded = True
+        if recorded is None:
+            recorded = not any(finding.is_fatal for finding in self.verify(path))
+        return Candidate(step, intact=recorded)
 
     def _is_foreign(self, path: Path) -> bool:
         try:
@@ -296,11 +330,29 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _digest_and_sync(directory: Path) -> dict[str, FileEntry]:
-    entries = {}
+def temporary_name(step: int, nonce: str) -> str:
+    """The name of a checkpoint's directory while it is written.
+
+    Args:
+        step: optimizer steps done.
+        nonce: hexadecimal digits that nobody else has.
+    """
+    return f"step-{step:08d}.tmp-{nonce}"
+
+
+def _digest_and_sync(directory: Path, known: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
+    entries = dict(known)
+    for name, entry in known.items():
+        size = (directory / name).stat().st_size
+        if size != entry.bytes:
+            raise OSError(
+                errno.EIO, f"{name} has {size} bytes, and {entry.bytes} were written", str(directory / name)
+            )
     for path in sorted(directory.iterdir()):
         assert is_file_name(path.name), f"{path.name!r} cannot be a file of a checkpoint"
         assert path.is_file(), f"{path} is no plain file"
+        if path.name in known:
+            continue
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             size, digest = digest_file(fd)
@@ -309,33 +361,6 @@ def _digest_and_sync(directory: Path) -> dict[str, FileEntry]:
             os.close(fd)
         entries[path.name] = FileEntry(bytes=size, xxh3_128=digest)
     return entries
-
-
-def _storage_trouble(error: BaseException, target: Path, temporary: Path) -> StorageFailed | None:
-    """What an exception of a write means for the user; None if it is not the storage's doing."""
-    if isinstance(error, StorageFailed):
-        error.path = target
-        return None
-    if is_full(error):
-        written = sum(file.stat().st_size for file in temporary.glob("*")) if temporary.exists() else 0
-        shutil.rmtree(temporary, ignore_errors=True)
-        free = free_bytes(_existing(target.parent))
-        return StorageFull(target, needed_bytes=max(written, free) + 1, free_bytes=free)
-    if isinstance(error, OSError):
-        return StorageFailed(
-            Problem(
-                f"checkpoint {target.name} cannot be written: {error.strerror or error}", str(error.filename or target),
-                "the storage failed", "mend it, or set output_dir to another one; the older checkpoints are as they were",
-            ),
-            path=target,
-        )  # fmt: skip
-    return None
-
-
-def _existing(path: Path) -> Path:
-    while not path.exists():
-        path = path.parent
-    return path
 
 
 def _writer_is_dead(path: Path) -> bool:

@@ -183,6 +183,8 @@ class RunPlan(Part):
     """Steps."""
     keep_every: int | None = None
     """Steps; checkpoints at its multiples stay for ever."""
+    rehearse: bool = False
+    """Whether a checkpoint is made after this start's first step, and read back."""
     memory: MemoryEstimate
     resume: ResumePoint | None
     resume_reason: str
@@ -205,6 +207,11 @@ class RunPlan(Part):
     def answers(self) -> bool:
         """Whether the ranks can generate. Sharded ones do so in step, which other arithmetic on one of them would break."""
         return self.strategy != "fsdp" or len({place.device.name for place in self.ranks}) == 1
+
+    @property
+    def rehearsed_step(self) -> int | None:
+        """The step after which a checkpoint is made only to see that it can be; None without."""
+        return (self.resume.step if self.resume else 0) + 1 if self.rehearse else None
 
     def on_node(self, node_rank: int) -> list[RankPlace]:
         """The ranks of one node, by local rank."""

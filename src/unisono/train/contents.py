@@ -7,37 +7,15 @@ generator whose state would have to be kept; `streams.GlobalStateWatch` tells of
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from unisono.checkpoint.reader import Tensors
 from unisono.checkpoint.state import optimizer_tensors
+from unisono.train.part import Part
 from unisono.train.run import Run
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 """A tensor's whole shape, and the offsets of this rank's part in it."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A tensor of the run, or this rank's part of it.
-
-    Attributes:
-        name: of the tensor.
-        tensor: this rank's, on its device. It is the live one, and changes with the next update.
-        shape: of the whole.
-        offsets: where in the whole it begins; all zero where it is the whole.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether there are no other parts of it."""
-        return tuple(self.tensor.shape) == self.shape
 
 
 @dataclass(frozen=True)

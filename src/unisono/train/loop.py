@@ -7,7 +7,7 @@ from unisono.train import faults
 from unisono.train.evaluate import evaluation_loss, exact_match_share, show_samples
 from unisono.train.longest import is_out_of_memory, out_of_memory, peak_bytes
 from unisono.train.run import Run
-from unisono.train.saving import save_checkpoint
+from unisono.train.saving import finish_saving, save_checkpoint
 from unisono.train.step import StepOutcome, optimizer_step
 from unisono.train.stop import EXIT_CODES
 from unisono.train.trouble import note_skipped_step, too_many_skipped
@@ -32,12 +32,28 @@ def train(run: Run) -> dict[str, Any]:
             _evaluate(run)
         if run.stopping is not None and _goes_on(run):  # after the last step the result comes first
             save_checkpoint(run)
+            finish_saving(run)
             return {"outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping], "verdict": None}
-        if _is_due(run.plan.checkpoint_every, run.state.step) or not _goes_on(run):
+        if _is_due(run.plan.checkpoint_every, run.state.step) or _is_rehearsed(run) or not _goes_on(run):
             save_checkpoint(run)
+    finish_saving(run)
     if _has_enough(run):
         _tell_early_stop(run)
     return {"outcome": "completed", "exit_code": 0, "verdict": None}
+
+
+def train_again(run: Run) -> dict[str, Any]:
+    """Does the steps up to the plan's `last_step` once more, and nothing beside, so that their losses can be compared. All ranks must call it.
+
+    Returns:
+        outcome, exit_code and verdict for the `result` message.
+    """
+    assert run.plan.last_step is not None
+    while run.state.step < run.plan.last_step and run.stopping is None:
+        _advance(run)
+    if run.stopping is not None:
+        return {"outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping], "verdict": None}
+    return {"outcome": "replayed", "exit_code": 0, "verdict": None}
 
 
 def _goes_on(run: Run) -> bool:
@@ -69,16 +85,20 @@ def _advance(run: Run) -> Verdict | None:
     run.state.evaluation_due = run.eval_table is not None and (
         last or _is_due(run.plan.eval_every, run.state.step)
     )
+    if not outcome.is_sound:
+        note_skipped_step(run, batches, outcome)
     _log_step(run, outcome, tokens=batches.tokens)
     _tell_moved_generators(run)
-    if outcome.is_sound:
-        return None
-    note_skipped_step(run, batches, outcome)
-    return too_many_skipped(run, batches, outcome)
+    return None if outcome.is_sound else too_many_skipped(run, batches, outcome)
 
 
 def _is_due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
+
+
+def _is_rehearsed(run: Run) -> bool:
+    """Whether the front has the checkpoint after this step read back: what cannot be saved is not trained for hours."""
+    return run.state.step == run.plan.rehearsed_step
 
 
 def _measure_before(run: Run) -> None:
@@ -106,8 +126,11 @@ def _evaluate(run: Run) -> None:
         state.best_loss, state.best_step, state.evals_since_best = loss, state.step, 0
     else:
         state.evals_since_best += 1
+    line = {"step": state.step, "eval_loss": loss}
+    if run.snapshots is not None:
+        run.snapshots.publish(run, line)
     if run.metrics is not None:
-        run.metrics.append({"step": state.step, "eval_loss": loss})
+        run.metrics.append(line)
     run.report.send("eval", step=state.step, eval_loss=loss, best=state.best_step == state.step)
     if run.board is not None:
         run.board.scalars(state.step, {"eval/loss": loss})
@@ -143,6 +166,8 @@ def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
         "cpu_time_s": outcome.cpu_time_s,
         "memory_bytes": peak_bytes(run.device),
     }
+    if run.snapshots is not None:  # first: a step that is seen is never lost
+        run.snapshots.publish(run, line, step_time_s=outcome.step_time_s)
     if run.metrics is not None:
         run.metrics.append(line)
     run.report.send("step", **line)

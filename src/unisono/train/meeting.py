@@ -1,8 +1,6 @@
 """How a rank finds its place and meets the others: it says what it holds, waits for the word, and only then joins the group."""
 
-import json
 import sys
-from typing import Any
 
 import torch
 
@@ -13,6 +11,7 @@ from unisono.facts import Environment
 from unisono.model.load import LoadedModel
 from unisono.plan import RankPlace, RunPlan
 from unisono.train.batches import TrainingData
+from unisono.train.front_line import front_line
 from unisono.train.group import Group, Listener, Ranks
 from unisono.train.rank_report import bound_uuid, report_rank
 
@@ -87,18 +86,16 @@ def meet(
 
 def _wait_for_go() -> tuple[str, int]:
     """Where rank 0's store is, from the one line on stdin."""
-    line = sys.stdin.buffer.readline()
-    if not line.strip():
+    message = front_line().wait_for("go")
+    if message is None:
         # The ranks differ, and the front has said how; or there is no front, and only the log is left.
         sys.stderr.write("no word to go on from the front on stdin: this rank leaves\n")
         sys.exit(Disagreed.exit_code)
     try:
-        message: dict[str, Any] = json.loads(line)
-        assert message["kind"] == "go", message
         host, port = message["store"]
         return str(host), int(port)
     except (ValueError, KeyError, TypeError) as error:
-        raise AssertionError(f"the front's word cannot be read: {line!r}") from error
+        raise AssertionError(f"the front's word cannot be read: {message!r}") from error
 
 
 def _another_plan(place: RankPlace | None, what: str, fix: str) -> Disagreed:

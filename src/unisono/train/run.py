@@ -1,7 +1,7 @@
 """The parts of a run that is ready to train, put together once from its plan."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,11 +16,20 @@ from unisono.rundir.metrics import MetricsWriter
 from unisono.track.tensorboard import TensorboardWriter
 from unisono.train.batches import EvaluationBatches, TrainingData
 from unisono.train.exchange import Exchange
+from unisono.train.front_line import FrontLine
 from unisono.train.group import Group
 from unisono.train.optim import Optimizers
+from unisono.train.saver import Saver
 from unisono.train.state import TrainState
 from unisono.train.stop import Outcome, StopRequest
 from unisono.train.streams import GlobalStateWatch
+
+
+class KeepsSteps(Protocol):
+    """Keeps each step in memory; see train.snapshot."""
+
+    def publish(self, run: "Run", line: dict[str, Any], *, step_time_s: float | None = None) -> None:
+        """Keeps the state as it is now, with a line that is about to be written to metrics.jsonl. All ranks must call it."""
 
 
 @dataclass
@@ -47,8 +56,16 @@ class Run:
     board: TensorboardWriter | None
     stop: StopRequest
     watch: GlobalStateWatch
+    saver: Saver
+    """Where saves go on while training does."""
+    front_line: FrontLine | None = None
+    """Rank 0's, of sharded ranks: what the others have written."""
     saved_step: int | None = None
-    """The step of the newest checkpoint that this start has written or begun from."""
+    """The step of the newest checkpoint that this start has written or begun from. Known to rank 0."""
+    begun_step: int | None = None
+    """The step of the newest save that was begun; the same on all ranks that write."""
+    snapshots: "KeepsSteps | None" = None
+    """Of an adapter's run."""
 
     places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     """Of sharded tensors, by name: the whole shape, and the offsets of this rank's part."""

@@ -230,7 +230,7 @@ def _shards_of_others(run: Run, job: _Job, save: Save) -> dict[str, FileEntry]:
             run.plan.ranks[rank].label for rank in sorted(missing)
         )
         assert run.front_line is not None
-        message = run.front_line.shard(_SHARDS_EVERY_S)
+        message = run.front_line.next("shard_written", timeout_s=_SHARDS_EVERY_S)
         if message is None or message.get("temporary") != job.temporary:
             continue
         save.advance()

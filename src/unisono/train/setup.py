@@ -21,7 +21,7 @@ from unisono.track.tensorboard import TensorboardWriter
 from unisono.train import faults
 from unisono.train.batches import TrainingData
 from unisono.train.exchange import Exchange, NoExchange, Replicas, Shards
-from unisono.train.front_line import FrontLine
+from unisono.train.front_line import front_line
 from unisono.train.group import Alone, Group, world_mesh
 from unisono.train.meeting import check_device, meet
 from unisono.train.optim import build_optimizers
@@ -78,7 +78,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest)
         stop=stop,
         watch=GlobalStateWatch(torch_is_used=_uses_dropout(loaded)),
         saver=Saver(Staging(device)),
-        front_line=FrontLine() if sharded is not None and group.is_main else None,
+        front_line=front_line() if sharded is not None and group.is_main else None,
     )
     if plan.resume is not None:
         report.phase("resume", f"reading checkpoint {plan.resume.step}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.reader import Tensors
+from unisono.checkpoint.reader import CheckpointReader, Outline
 from unisono.checkpoint.values import decode_values, encode_values
 from unisono.train.group import Group
 
@@ -27,23 +27,23 @@ def share_json(group: Group, value: Any, *, device: torch.device) -> Any:
 
 
 class SharedState:
-    """What rank 0 has read of a checkpoint, for all ranks: values at once, tensors one after the other.
+    """What rank 0 reads of a checkpoint, for all ranks: values at once, tensors one after the other.
 
     Attributes:
         values: everything that is no tensor.
         shapes: of the tensors, by group and name.
     """
 
-    def __init__(
-        self, group: Group, held: tuple[dict[str, Tensors], dict[str, Any]] | None, *, device: torch.device
-    ) -> None:
-        """All ranks must call it; rank 0 with what it holds."""
+    def __init__(self, group: Group, reader: CheckpointReader | None, *, device: torch.device) -> None:
+        """All ranks must call it; rank 0 with what it reads from."""
         self._group, self._device = group, device
-        self._held: dict[str, Tensors] = {}
+        self._reader = reader
         message: dict[str, Any] | None = None
-        if held is not None:
-            self._held, values = held
-            message = {"values": values, "tensors": {name: _outline(of) for name, of in self._held.items()}}
+        if reader is not None:
+            message = {
+                "values": reader.values,
+                "tensors": {name: _outline(of) for name, of in reader.groups.items()},
+            }
         message = share_json(group, message, device=device)
         assert message is not None
         self.values: dict[str, Any] = message["values"]
@@ -56,16 +56,15 @@ class SharedState:
     def tensors(self, group: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of one group, in order. All ranks must take them all."""
         for name, shape, dtype in self._outlines[group]:
-            if self._group.world_size == 1:
-                yield name, self._held[group][name]
-                continue
-            if self._group.is_main:
-                tensor = self._held[group].pop(name).to(self._device).contiguous()
+            if self._reader is not None:
+                tensor = self._reader.tensor(group, name)
+                if self._group.world_size > 1:
+                    tensor = tensor.to(self._device).contiguous()
             else:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
             self._group.broadcast(tensor)
             yield name, tensor
 
 
-def _outline(tensors: Tensors) -> list[list[Any]]:
+def _outline(tensors: dict[str, Outline]) -> list[list[Any]]:
     return [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]

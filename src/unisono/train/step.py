@@ -74,6 +74,7 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     flags, odd = wishes[:2], wishes[2:]
     run.agreed_stop = outcome_of(flags)
     if math.isfinite(loss) and math.isfinite(norm_value):
+        run.saver.before_update()
         run.optimizers.step()
     run.optimizers.zero_grad()
     return StepOutcome(

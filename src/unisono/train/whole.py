@@ -9,16 +9,19 @@ from unisono.plan import RunPlan
 from unisono.train.evaluate import asks_for_exact_match, exact_match_share
 from unisono.train.finish import write_result
 from unisono.train.longest import try_longest
-from unisono.train.loop import train
+from unisono.train.loop import train, train_again
 from unisono.train.meeting import find_place
 from unisono.train.other_rank import OtherRankReporter
 from unisono.train.run import Run
 from unisono.train.saving import restore
 from unisono.train.setup import ready_facts, set_up
+from unisono.train.snapshot import Snapshots
 from unisono.train.stop import EXIT_CODES, StopRequest
 
 
-def run_plan(plan: RunPlan, report: Reporter, stop: StopRequest) -> dict[str, Any]:
+def run_plan(
+    plan: RunPlan, report: Reporter, stop: StopRequest, *, snapshot_fd: int | None = None
+) -> dict[str, Any]:
     """Sets up, tries the longest batch, trains, and writes the result; gives the fields of the `result` message.
 
     Of several ranks each calls it. The process group stays open: `close_group` ends it when the result has been told.
@@ -27,6 +30,8 @@ def run_plan(plan: RunPlan, report: Reporter, stop: StopRequest) -> dict[str, An
     if place.rank > 0:
         report = OtherRankReporter(report)
     run = set_up(plan.of_rank(place.rank), place, report, stop)
+    if plan.config.adapter is not None:
+        run.snapshots = Snapshots(snapshot_fd)
     try:
         return _to_the_end(run)
     finally:
@@ -42,7 +47,7 @@ def _to_the_end(run: Run) -> dict[str, Any]:
     report.send("ready", facts=ready_facts(run, peak=peak))
     stop.training_begins()
     began, tokens_before = time.perf_counter(), run.state.tokens
-    ending = train(run)
+    ending = train(run) if run.plan.last_step is None else train_again(run)
     seconds = time.perf_counter() - began
     weights = None
     if ending["outcome"] == "completed":

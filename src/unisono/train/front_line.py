@@ -1,0 +1,54 @@
+"""What the front tells a rank: lines on stdin, read in a thread of their own, since saves wait for some of them."""
+
+import functools
+import json
+import queue
+import sys
+import threading
+from typing import Any
+
+Message = dict[str, Any]
+
+
+class FrontLine:
+    """Messages of the front, each kept by its kind until somebody asks for it."""
+
+    def __init__(self) -> None:
+        self._of_kind: dict[str, queue.SimpleQueue[Message]] = {
+            "go": queue.SimpleQueue(),
+            "shard_written": queue.SimpleQueue(),
+        }
+        self._over = threading.Event()
+        threading.Thread(target=self._read, name="front-line", daemon=True).start()
+
+    def next(self, kind: str, *, timeout_s: float) -> Message | None:
+        """The next message of a kind; None if there is none in time."""
+        try:
+            return self._of_kind[kind].get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def wait_for(self, kind: str) -> Message | None:
+        """The next message of a kind; None if the front ends the line before it."""
+        while not self._over.is_set():
+            message = self.next(kind, timeout_s=0.1)
+            if message is not None:
+                return message
+        return self.next(kind, timeout_s=0.0)
+
+    def _read(self) -> None:
+        for line in iter(sys.stdin.buffer.readline, b""):
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue  # torn by the front's death
+            known = self._of_kind.get(str(message.get("kind"))) if isinstance(message, dict) else None
+            if known is not None:
+                known.put(message)
+        self._over.set()
+
+
+@functools.cache
+def front_line() -> FrontLine:
+    """The one reader of this process's stdin."""
+    return FrontLine()

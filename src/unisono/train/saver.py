@@ -1,0 +1,132 @@
+"""Saves in the background, one at a time.
+
+What is trained changes in one place only, the optimizer's update. So a thread copies it while the next forward and backward run, and the
+update waits for the copies: as a rule not at all. Then the thread writes, and training has gone on long since.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unisono.train.staging import Files, Groups, Staging, in_place
+
+Write = Callable[["Save", Files], Path | None]
+
+STUCK_S = 10.0
+"""A save that has made no progress for so long is not waited for by the next one."""
+
+
+@dataclass
+class Save:
+    """One save, from its beginning to its end.
+
+    Attributes:
+        step: optimizer steps done.
+        path: where it was published, if it was.
+        blocking_s: seconds for which training stood still.
+        began: monotonic seconds.
+        moved: when it last made progress, in monotonic seconds.
+        doing: what the thread does, for people; as "writing /out/checkpoints/…".
+        thread_id: the kernel's number of the thread that writes.
+    """
+
+    step: int
+    path: Path | None = None
+    blocking_s: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+    moved: float = field(default_factory=time.monotonic)
+    doing: str = "copying"
+    thread_id: int = 0
+    copied: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    def advance(self, doing: str | None = None) -> None:
+        """Notes progress."""
+        self.moved = time.monotonic()
+        if doing is not None:
+            self.doing = doing
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without progress."""
+        return time.monotonic() - self.moved
+
+
+class Saver:
+    """The saves of one rank. All methods are for the thread that trains.
+
+    Attributes:
+        last: the save in flight, or the last one.
+    """
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._leaving = False
+        self.last: Save | None = None
+
+    def begin(self, step: int, groups: Groups, write: Write) -> Save:
+        """Begins a save; the one before must have ended.
+
+        Args:
+            step: optimizer steps done.
+            groups: live tensors.
+            write: writes the parts, and gives the path if it published a checkpoint. Called in a thread of its own.
+        """
+        assert self.last is None or self.last.done.is_set(), "one save in flight"
+        began = time.perf_counter()
+        save = self.last = Save(step)
+        self._staging.follow()
+        thread = threading.Thread(target=self._run, args=(save, groups, write), name="save", daemon=True)
+        thread.start()
+        save.blocking_s += time.perf_counter() - began
+        return save
+
+    def before_update(self) -> None:
+        """Waits until what is being saved has been copied. To be called before anything trained is changed."""
+        save = self.last
+        if save is None:
+            return
+        if not save.copied.is_set():
+            began = time.perf_counter()
+            save.copied.wait()
+            save.blocking_s += time.perf_counter() - began
+        self._staging.hold_back()
+
+    def wait(self) -> bool:
+        """Waits for the end of the save in flight for as long as it makes progress; whether there is none now.
+
+        Raises:
+            Exception: what the writing has raised, if it was not the storage's fault.
+        """
+        save = self.last
+        if save is None:
+            return True
+        began = time.perf_counter()
+        while not save.done.wait(0.2) and save.idle_s < STUCK_S:
+            pass
+        save.blocking_s += time.perf_counter() - began
+        if not save.done.is_set():
+            return False
+        if save.error is not None:
+            raise save.error
+        return True
+
+    def _run(self, save: Save, groups: Groups, write: Write) -> None:
+        save.thread_id = threading.get_native_id()
+        try:
+            if self._staging.has_room(groups):
+                files = self._staging.copy(groups, abandoned=lambda: self._leaving)
+                save.copied.set()
+            else:
+                files = in_place(groups)
+            save.advance("writing")
+            save.path = write(save, files)
+        except BaseException as error:  # noqa: BLE001 - raised again by `wait`, in the thread that trains
+            save.error = error
+        finally:
+            save.copied.set()
+            save.advance("done")
+            save.done.set()

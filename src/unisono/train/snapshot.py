@@ -1,0 +1,259 @@
+"""Keeps each finished step of an adapter in memory that the front owns, so that this process's death costs no step.
+
+It is for adapters alone: what is trained is small, and one pass over it costs little beside a step. Whether it does is measured.
+"""
+
+import mmap
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unisono.checkpoint.reader import DTYPES
+from unisono.checkpoint.snapshot import SLOTS, Entry, Layout, Slots, needed_bytes, text_of
+from unisono.checkpoint.state import dtype_name
+from unisono.facts.limits import available_memory
+from unisono.rundir.metrics import without_nan
+from unisono.train.contents import Contents, contents_of
+from unisono.train.part import Part
+from unisono.train.run import Run
+from unisono.units import show_bytes
+
+LIMIT = 0.01
+"""The most that keeping a step may cost, of a step's time."""
+MEASURED = 10
+_LEFT_OUT = 1  # the first step warms up, and its keeping makes the slots
+_BLOCK_BYTES = 1 << 19  # copied, and digested while it is still in the cache
+_MOST_OF_FREE = 0.1
+_OFF = "; after a death the run goes on from its last checkpoint"
+
+
+class Snapshots:
+    """This rank's newest steps in memory. Every rank of an adapter's run has one; not every rank has memory for it."""
+
+    def __init__(self, fd: int | None, *, limit: float = LIMIT) -> None:
+        """Nothing is kept yet.
+
+        Args:
+            fd: memory that this process has inherited from its front; None: this rank keeps nothing, and only agrees with the others.
+            limit: the most that keeping a step may cost, of a step's time.
+        """
+        self._fd = fd
+        self._limit = limit
+        self._slots: _TensorSlots | None = None
+        self._lines: list[dict[str, Any]] = []
+        self._sequence = 0
+        self._is_off = False
+        self._costs: list[float] = []
+        self._steps: list[float] = []
+
+    def publish(self, run: Run, line: dict[str, Any], *, step_time_s: float | None = None) -> None:
+        """Keeps the state as it is now, with a line that is about to be written to metrics.jsonl. All ranks must call it.
+
+        Args:
+            run: after a step, or after its evaluation.
+            line: of metrics.jsonl, of this step.
+            step_time_s: of the step; None after an evaluation, which is not measured.
+        """
+        if self._is_off:
+            return
+        began = time.perf_counter()
+        if self._sequence == 0 and self._turned_off_at_once(run):
+            return
+        if self._fd is not None:
+            self._keep(run, self._fd, without_nan(line))
+        self._sequence += 1
+        if run.sharded is not None:
+            run.group.barrier()  # no rank has the whole of it, so the step counts once all have kept it
+        if step_time_s is not None and len(self._costs) < _LEFT_OUT + MEASURED:
+            self._costs.append(time.perf_counter() - began)
+            self._steps.append(step_time_s)
+            if len(self._costs) == _LEFT_OUT + MEASURED:
+                self._judge(run)
+
+    def _turned_off_at_once(self, run: Run) -> bool:
+        """Whether a rank has nowhere to keep its part, or too little memory. All ranks must call it."""
+        needed = SLOTS * sum(
+            part.tensor.nbytes for parts in contents_of(run).groups.values() for part in parts
+        )
+        free = available_memory() if self._fd is not None else 0
+        too_much = self._fd is not None and needed > _MOST_OF_FREE * free
+        if run.group.any(too_much):
+            size = f"{show_bytes(needed)} of the {show_bytes(free)} that are free"
+            self._turn_off(run, f"keeping each step in memory would take {size}: it is off{_OFF}")
+        elif run.group.any(self._fd is None and (run.sharded is not None or run.group.is_main)):
+            self._is_off = True  # the ranks were started by hand, or by another program: nobody would look
+        return self._is_off
+
+    def _keep(self, run: Run, fd: int, line: dict[str, Any]) -> None:
+        same_step = bool(self._lines) and self._lines[0]["step"] == line["step"]
+        self._lines = [*self._lines, line] if same_step else [line]
+        slots = self._slots
+        if slots is None or not slots.is_of(_state_tensors(run)):
+            slots = self._new_slots(run, fd)
+        text = self._text(run, slots.contents)
+        if not slots.has_room(text):
+            slots = self._new_slots(run, fd)
+        slots.write(self._sequence, step=run.state.step, text=text)
+
+    def _new_slots(self, run: Run, fd: int) -> "_TensorSlots":
+        self._slots = None  # the old memory goes before the new comes
+        contents = contents_of(run)
+        self._slots = _TensorSlots(
+            fd, contents, _state_tensors(run), text_bytes=len(self._text(run, contents))
+        )
+        return self._slots
+
+    def _text(self, run: Run, contents: Contents) -> bytes:
+        values = {"train": run.state.to_json(), "optimizer": _optimizer_values(run, contents)}
+        return text_of(values, self._lines)
+
+    def _judge(self, run: Run) -> None:
+        """Once, after the same step on all ranks: turns itself off where it costs too much on any. All ranks must call it."""
+        cost, step = (statistics.median(times[_LEFT_OUT:]) for times in (self._costs, self._steps))
+        if not run.group.any(cost > self._limit * step):
+            return
+        figures = f"{cost / step:.1%} of a step here ({1e3 * cost:.3g} of {1e3 * step:.3g} ms), and more than {self._limit:.0%} of it is too much"
+        self._turn_off(run, f"keeping each step in memory costs {figures}: it is off{_OFF}")
+
+    def _turn_off(self, run: Run, text: str) -> None:
+        self._is_off = True
+        self._slots = None
+        if self._fd is not None:
+            os.ftruncate(self._fd, 0)  # what was kept would soon be old
+        if run.group.is_main:
+            run.report.send("note", text=text)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Tensors that stand side by side: where they are, and for each slot where they go."""
+
+    sources: list[torch.Tensor]
+    targets: list[list[torch.Tensor]]
+    end: int
+
+
+class _TensorSlots:
+    """The slots, with the run's tensors tied to their places in them."""
+
+    def __init__(self, fd: int, contents: Contents, state: list[torch.Tensor], *, text_bytes: int) -> None:
+        self.contents = contents
+        self._state = state
+        parts = [(group, part) for group, members in contents.groups.items() for part in members]
+        self._layout = Layout(tuple(contents.groups), tuple(_entry(group, part) for group, part in parts))
+        size = needed_bytes(self._layout, text_bytes=text_bytes)
+        os.ftruncate(fd, 0)
+        os.posix_fallocate(fd, 0, size)  # all pages now, not in the steps that are measured
+        self._slots = Slots(memoryview(mmap.mmap(fd, size)), self._layout)
+        sources = [part.tensor for _, part in parts]
+        self._stage = None
+        if any(source.is_cuda for source in sources):
+            self._stage = _Stage(sources, self._layout)
+            sources = self._stage.staged
+        self._blocks = self._make_blocks(sources)
+
+    def is_of(self, state: list[torch.Tensor]) -> bool:
+        """Whether the optimizers' tensors are still those that were tied to the slots."""
+        return len(state) == len(self._state) and all(
+            ours is theirs for ours, theirs in zip(state, self._state, strict=True)
+        )
+
+    def has_room(self, text: bytes) -> bool:
+        """Whether a text fits."""
+        return self._slots.fits(text)
+
+    def write(self, sequence: int, *, step: int, text: bytes) -> None:
+        """Writes the slot whose turn it is."""
+        if self._stage is not None:
+            self._stage.fill()
+        writing = self._slots.begin(sequence)
+        for block in self._blocks:
+            torch._foreach_copy_(block.targets[writing.number], block.sources)
+            writing.note(block.end)
+        self._slots.commit(writing, step=step, text=text)
+
+    def _make_blocks(self, sources: list[torch.Tensor]) -> list[_Block]:
+        targets = [_views(memory, self._layout) for memory in self._slots.tensors]
+        ends = [*self._layout.starts[1:], self._layout.tensor_bytes]
+        blocks: list[_Block] = []
+        first = begin = 0
+        for number, end in enumerate(ends, start=1):
+            if end - begin >= _BLOCK_BYTES or number == len(ends):
+                members = [i for i in range(first, number) if sources[i].numel()]
+                blocks.append(
+                    _Block(
+                        [sources[i] for i in members], [[slot[i] for i in members] for slot in targets], end
+                    )
+                )
+                first, begin = number, end
+        return blocks
+
+
+class _Stage:
+    """Brings tensors from a GPU into pinned host memory, in one transfer."""
+
+    def __init__(self, sources: list[torch.Tensor], layout: Layout) -> None:
+        device = next(source.device for source in sources if source.is_cuda)
+        self._flat = torch.empty(layout.tensor_bytes, dtype=torch.uint8, device=device)
+        self._pinned = torch.empty(layout.tensor_bytes, dtype=torch.uint8, pin_memory=True)
+        self.staged = _views(self._pinned, layout)
+        on_device = [i for i, source in enumerate(sources) if source.is_cuda]
+        flat = _views(self._flat, layout)
+        self._moved = [flat[i] for i in on_device], [sources[i] for i in on_device]
+        rest = [i for i, source in enumerate(sources) if not source.is_cuda]
+        self._copied = [self.staged[i] for i in rest], [sources[i] for i in rest]
+
+    def fill(self) -> None:
+        """Waits for the device: the step is not kept before it is here."""
+        torch._foreach_copy_(*self._moved)
+        self._pinned.copy_(self._flat, non_blocking=True)
+        torch.cuda.current_stream(self._flat.device).synchronize()
+        if self._copied[0]:
+            torch._foreach_copy_(*self._copied)
+
+
+def _entry(group: str, part: Part) -> Entry:
+    return Entry(
+        group, part.name, dtype_name(part.tensor.dtype), tuple(part.tensor.shape), part.shape, part.offsets
+    )
+
+
+def _views(memory: Any, layout: Layout) -> list[torch.Tensor]:
+    """The tensors of a layout in a piece of memory: a buffer, or a tensor of bytes."""
+    flat = memory if isinstance(memory, torch.Tensor) else torch.frombuffer(memory, dtype=torch.uint8)
+    return [
+        flat[start : start + entry.bytes].view(DTYPES[entry.dtype]).view(entry.shape)
+        for entry, start in zip(layout.entries, layout.starts, strict=True)
+    ]
+
+
+def _state_tensors(run: Run) -> list[torch.Tensor]:
+    """The optimizers' tensors as they hold them; another list where one was made anew, as after the first update."""
+    return [
+        value
+        for part in run.optimizers.parts.values()
+        for entries in part.state.values()
+        for value in entries.values()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def _optimizer_values(run: Run, contents: Contents) -> dict[str, Any]:
+    """What `contents_of` gives of the optimizers beside tensors, as it is now. Hyperparameters change; names do not."""
+    known = contents.values["optimizer"]
+    if any(values["values"] for values in known.values()):
+        return dict(contents_of(run).values["optimizer"])
+    return {
+        name: {
+            "groups": [
+                {**{key: value for key, value in group.items() if key != "params"}, "names": saved["names"]}
+                for group, saved in zip(part.param_groups, known[name]["groups"], strict=True)
+            ],
+            "values": {},
+        }
+        for name, part in run.optimizers.parts.items()
+    }
