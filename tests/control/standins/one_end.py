@@ -2,16 +2,20 @@
 
 one_end.py head NODES             listens; says `PORT`, then every event
 one_end.py node PORT RANK [HOST]  joins; says `here`, then every event
+one_end.py sender PORT RANK MIB    joins, and sends a file of so many MiB that is called `large`
 one_end.py nodes PORT FIRST LAST  joins as many nodes; says `here`; acknowledges and ends with the head's last word
 """
 
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from unisono.control.events import Left
 from unisono.control.link import NodeLink
 from unisono.control.server import HeadServer
+from unisono.control.transfer import Content, Transfers
 
 TOKEN = b"the secret of this job, 32 bytes"
 
@@ -42,6 +46,15 @@ def node(port: str, rank: str) -> None:
             say(event)
 
 
+def sender(port: str, rank: str, mib: str) -> None:
+    link = join(int(port), int(rank))
+    with Transfers(link) as transfers, tempfile.NamedTemporaryFile() as file:
+        file.truncate(int(mib) << 20)
+        transfers.send(Path(file.name), {"kind": "test", "name": "large"}, Content(int(mib) << 20, "0" * 32))
+        while not transfers.outcomes():
+            link.receive(0.1)
+
+
 def nodes(port: str, first: str, last: str) -> None:
     with ThreadPoolExecutor(16) as pool:
         links = list(pool.map(lambda rank: join(int(port), rank), range(int(first), int(last) + 1)))
@@ -60,5 +73,5 @@ def nodes(port: str, first: str, last: str) -> None:
 
 
 if __name__ == "__main__":
-    ends: dict[str, Callable[..., None]] = {"head": head, "node": node, "nodes": nodes}
+    ends: dict[str, Callable[..., None]] = {"head": head, "node": node, "sender": sender, "nodes": nodes}
     ends[sys.argv[1]](*sys.argv[2:])

@@ -136,6 +136,8 @@ class Transfers:
         content = job.content or held.content()
         if size != content.bytes:
             raise Refused(f"it has {size} bytes, {content.bytes} were written")
+        with self._changed:
+            self._raise_if_over()
         offer = Offer(0, "", job.number, content, job.label)
         self._link.send_of_file(offer.to_body())
         for offset in range(0, size, PIECE_BYTES):
