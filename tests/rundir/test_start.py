@@ -40,11 +40,18 @@ def _write_run(
     return run
 
 
-def _decide(root: Path, *, resume: bool = False, fresh: bool = False, **changes: Any) -> StartDecision:
+def _decide(
+    root: Path,
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    allow: frozenset[str] = frozenset(),
+    **changes: Any,
+) -> StartDecision:
     """The decision; and a check that nothing was touched by it."""
     before = _snapshot(root)
     try:
-        return decide_start(RunDir(root), _config(root, **changes), resume=resume, fresh=fresh)
+        return decide_start(RunDir(root), _config(root, **changes), resume=resume, fresh=fresh, allow=allow)
     finally:
         assert _snapshot(root) == before
 
@@ -105,44 +112,74 @@ def test_what_does_not_decide_what_is_learnt_may_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("outcome", [None, "completed"])
 @pytest.mark.parametrize("resume", [False, True])
-def test_another_config_is_refused_naming_the_keys(
+def test_settings_that_make_another_run_are_refused_a_line_each_with_what_to_type(
     outcome: str | None, tmp_path: Path, *, resume: bool
 ) -> None:
     root = tmp_path / "out"
     _write_run(root, outcome=outcome)
     with pytest.raises(UsageError) as caught:
-        _decide(root, resume=resume, optim={"lr": 1e-3}, seed=5)
-    problem = caught.value.problems[0]
+        _decide(root, resume=resume, optim={"lr": 1e-3}, seed=5, checkpoint={"keep": 9})
+    first, *rest = caught.value.problems
     assert caught.value.exit_code == 2
-    assert "another config" in problem.what
-    assert "optim.lr: 0.0002 there, 0.001 here" in problem.why
-    assert "seed: 0 there, 5 here" in problem.why
-    assert "batch" not in problem.why
-    assert "out.old-1" in problem.fix
+    assert "would become another one: 2 changes" in first.what
+    assert "--allow optim.lr --allow seed" in first.fix
+    assert all(way in first.fix for way in ("put them back", "another output_dir", "out.old-1"))
+    assert [problem.what.partition(":")[0] for problem in rest] == [
+        "optim.lr is 0.001, and was 0.0002",
+        "seed is 5, and was 0",
+    ]
+    assert all(problem.what.partition(": ")[2] for problem in rest), "each says what it means"
+
+
+def test_what_is_allowed_goes_on_and_the_rest_is_still_refused(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    _write_run(root)
+    asked: dict[str, Any] = {"optim": {"lr": 1e-3}, "seed": 5}
+    assert _decide(root, allow=frozenset({"optim.lr", "seed"}), **asked).kind == "resume"
+    with pytest.raises(UsageError) as caught:
+        _decide(root, allow=frozenset({"seed"}), **asked)
+    assert "pass --allow optim.lr to go on" in caught.value.problems[0].fix
+    assert len(caught.value.problems) == 2
+
+
+def test_what_the_checkpoint_cannot_follow_cannot_be_allowed(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    _write_run(root)
+    with pytest.raises(UsageError) as caught:
+        _decide(root, batch={"global": 8}, seed=5, allow=frozenset({"batch.global"}))
+    first, *rest = caught.value.problems
+    assert "put back batch.global, which cannot be allowed, and pass --allow seed for the rest" in first.fix
+    assert "rows would come twice or never" in rest[0].what
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"checkpoint": {"every": "7 steps"}}, {"eval": {"every": None}}, {"batch": {"micro": 1}}, {"device": "cpu"},
+        {"memory": {"gradient_checkpointing": True}}, {"parallel": {"strategy": "ddp"}}, {"grace": "1 minute"}, {"restarts": 0},
+        {"data": {"train": "moved.jsonl"}}, {"model": "moved"}, {"track": ["tensorboard"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_alters_no_meaning_by_itself_goes_on(change: dict[str, Any], tmp_path: Path) -> None:
+    _write_run(tmp_path / "out")
+    assert _decide(tmp_path / "out", **change).kind == "resume"
 
 
 def test_another_config_may_be_tried_where_no_step_was_made(tmp_path: Path) -> None:
     run = _write_run(tmp_path / "out", outcome="died")
     run.checkpoint(40).rmdir()
-    decision = _decide(run.root, batch={"micro": 1})
+    decision = _decide(run.root, seed=1)
     assert decision.kind == "fresh"
     assert decision.run_id != "the-run"
     assert "before its first step" in decision.reason
     run.metrics.write_text('{"step": 1, "loss": 2.0}\n')
-    with pytest.raises(UsageError, match="another config"):
-        _decide(run.root, batch={"micro": 1})
-
-
-def test_of_many_differences_the_rest_is_counted(tmp_path: Path) -> None:
-    _write_run(tmp_path / "out")
-    with pytest.raises(UsageError) as caught:
-        _decide(tmp_path / "out", adapter=None, optim={"lr": 1e-3, "weight_decay": 0.1, "schedule": "linear", "min_lr": 0.1}, seed=5,
-                batch={"global": 8, "micro": 2}, eval={"every": None}, device="cpu", deterministic=True)  # fmt: skip
-    assert "more" in caught.value.problems[0].why
+    with pytest.raises(UsageError, match="another one"):
+        _decide(run.root, seed=1)
 
 
 @pytest.mark.parametrize("flags", [{}, {"resume": True}])
-def test_a_finished_run_is_not_written_over(flags: dict[str, bool], tmp_path: Path) -> None:
+def test_a_finished_run_is_not_written_over(flags: dict[str, Any], tmp_path: Path) -> None:
     root = tmp_path / "out"
     _write_run(root, step=100, total=100, outcome="completed")
     with pytest.raises(UsageError, match="is finished: 100 steps, 3 epochs") as caught:
@@ -235,7 +272,7 @@ FOREIGN: dict[str, str] = {
 @pytest.mark.parametrize("flags", [{}, {"resume": True}, {"fresh": True}], ids=str)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_directory_that_is_no_run_is_refused_and_never_renamed(
-    name: str, flags: dict[str, bool], tmp_path: Path
+    name: str, flags: dict[str, Any], tmp_path: Path
 ) -> None:
     root = tmp_path / "out"
     root.mkdir()

@@ -42,20 +42,31 @@ def require_intact(
 
 
 def resume_point(
-    store: CheckpointStore, decision: StartDecision, on_damage: OnDamage | None = None
+    store: CheckpointStore,
+    decision: StartDecision,
+    on_damage: OnDamage | None = None,
+    *,
+    trust: bool = False,
 ) -> tuple[ResumePoint | None, str]:
     """The checkpoint that a start goes on from, or None; and the reason of the decision, completed.
+
+    Args:
+        store: of the run.
+        decision: what the start is.
+        on_damage: is told of every finding in a newer checkpoint, with its path.
+        trust: take one that is not signed by this user, too.
 
     Raises:
         IntegrityError: if there are checkpoints and none can be read, or none to extend a finished run from.
     """
     if decision.kind == "fresh":
         return None, decision.reason
-    found = require_intact(store, on_damage, run_id=decision.run_id)
+    found = require_intact(store, on_damage, run_id=decision.run_id, trust=trust)
     if found is not None:
-        return ResumePoint(
-            step=found.step, path=str(found.path)
-        ), f"{decision.reason}; from step {found.step}"
+        reason = f"{decision.reason}; from step {found.step}"
+        if found.is_foreign:
+            reason += ", which is not signed with your key and is trusted all the same (--trust)"
+        return ResumePoint(step=found.step, path=str(found.path), trust=found.is_foreign), reason
     if decision.kind == "extend":
         raise IntegrityError.of(
             "the finished run has no checkpoint that it could be extended from", where=str(store.root),
@@ -66,11 +77,18 @@ def resume_point(
 
 def _none_intact(root: Path, findings: dict[Path, list[Damage]]) -> IntegrityError:
     why = "; ".join(_told(path, of_path) for path, of_path in findings.items())
-    if not any(finding.is_fatal for of_path in findings.values() for finding in of_path):
+    foreign = [path for path, of_path in findings.items() if not any(f.is_fatal for f in of_path)]
+    if foreign:
+        which = (
+            "the run's checkpoints are"
+            if len(foreign) == len(findings)
+            else f"{foreign[0].name} is intact, and is"
+        )
         return IntegrityError.of(
-            "the run's checkpoints are not signed with your key", where=str(root), why=why,
-            fix=f"copy {KEY_FILE} of the user who made them into your folder of settings (~/.config/unisono), if you trust them, or"
-            " start anew with --fresh, which keeps this run under another name",
+            f"{which} not signed with your key", where=str(root), why=why,
+            fix="if you trust who made them: pass --trust to go on all the same (nothing of them is run as code), or copy "
+            f"{KEY_FILE} of that user into your folder of settings (~/.config/unisono); else start anew with --fresh, which keeps "
+            "this run under another name",
         )  # fmt: skip
     many = len(findings) > 1
     return IntegrityError.of(

@@ -25,6 +25,15 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Rename what is in output_dir to OUT.old-N, and begin.")
     ] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY", help="Go on though this has changed, as optim.lr or data.", show_default=False
+        ),
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Go on from a checkpoint that is not signed with your key.")
+    ] = False,
     nproc: Annotated[
         int | None,
         typer.Option(
@@ -70,7 +79,8 @@ def train(
     from unisono.launch.asked import TrainRequest
 
     request = TrainRequest(
-        config, tuple(overrides or ()), resume=resume, fresh=fresh, devices=devices, restarts=restarts, nproc=nproc,
+        config, tuple(overrides or ()), resume=resume, fresh=fresh, allow=tuple(allow or ()), trust=trust,
+        devices=devices, restarts=restarts, nproc=nproc,
         nodes=nodes, node_rank=node_rank, head=head, hosts=hosts, token_file=token_file, join_timeout_s=join_timeout,
         debug_comm=debug_comm,
     )  # fmt: skip

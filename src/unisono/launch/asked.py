@@ -14,6 +14,7 @@ from unisono.launch.device import device_words
 from unisono.launch.resolved import with_absolute_paths
 from unisono.launch.topology import TopologyAsked
 from unisono.launch.verifier import Rhythm
+from unisono.rundir.changes import read_allowed
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class TrainRequest:
         overrides: `key.sub=value`, laid over it.
         resume: also start where nothing exists, and extend a finished run.
         fresh: rename what is there, and begin.
+        allow: `--allow` as it was typed: what may make another run of one that goes on. Node 0 decides.
+        trust: go on from a checkpoint that is not signed with this user's key, too. Node 0 decides.
         devices: `--devices` as it was typed: indices or UUIDs between commas.
         restarts: in place of the config's.
         nproc: ranks on this node.
@@ -47,6 +50,8 @@ class TrainRequest:
     overrides: tuple[str, ...] = ()
     resume: bool = False
     fresh: bool = False
+    allow: tuple[str, ...] = ()
+    trust: bool = False
     devices: str | None = None
     restarts: int | None = None
     nproc: int | None = None
@@ -70,6 +75,15 @@ class TrainRequest:
         options = (("--nproc", self.nproc), ("--devices", self.devices))
         given = [f"{name} {value}" for name, value in options if value is not None]
         return " ".join(["unisono train", str(self.config_path), *map(shlex.quote, self.overrides), *given])
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """What `--allow` names.
+
+        Raises:
+            UsageError: with each word that names nothing.
+        """
+        return read_allowed(self.allow)
 
     @property
     def topology(self) -> TopologyAsked:
@@ -96,6 +110,7 @@ def load_asked(request: TrainRequest) -> LoadedConfig:
             "--resume and --fresh contradict each other", where="command line",
             fix="--resume goes on with the run, --fresh renames it and begins anew",
         )  # fmt: skip
+    _ = request.allowed  # a misspelt key is refused before anything else is looked at
     overrides = request.overrides
     if request.restarts is not None:
         overrides = (*overrides, f"restarts={request.restarts}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from unisono.config import RunConfig
 from unisono.errors import UsageError
 from unisono.files import make_private_dir
+from unisono.launch.resuming import Earlier
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 from unisono.rundir.start import StartDecision, decide_start, set_aside
@@ -24,17 +25,25 @@ class Claim:
         decision: what this start is: fresh, resume or extend.
         made: whether this start made the directory.
         worth_keeping: whether something came of it; otherwise a directory that was made is removed again.
+        trained: whether ranks were ready to train; otherwise the plan of the start before is put back.
     """
 
     run: RunDir
     decision: StartDecision
     made: bool
     worth_keeping: bool = False
+    trained: bool = False
 
 
 @contextlib.contextmanager
 def claim(
-    config: RunConfig, *, host: str, resume: bool, fresh: bool, say: Callable[[str], None]
+    config: RunConfig,
+    *,
+    host: str,
+    resume: bool,
+    fresh: bool,
+    say: Callable[[str], None],
+    allow: frozenset[str] = frozenset(),
 ) -> Iterator[Claim]:
     """Decides, makes the directory, locks it, and decides again under the lock.
 
@@ -42,7 +51,7 @@ def claim(
         UsageError: if the directory is taken, finished, another run's, or cannot be written.
     """
     run = RunDir(Path(config.output_dir))
-    decide_start(run, config, resume=resume, fresh=fresh)  # refuses before anything is touched
+    decide_start(run, config, resume=resume, fresh=fresh, allow=allow)  # refuses before anything is touched
     if fresh and run.root.exists() and any(run.root.iterdir()):
         with _locked(run, host, say):  # nobody renames a run under the feet of one that lives
             moved = set_aside(run)
@@ -51,12 +60,15 @@ def claim(
     _make(run)
     try:
         with _locked(run, host, say):
-            decision = decide_start(run, config, resume=resume, fresh=False)
+            decision = decide_start(run, config, resume=resume, fresh=False, allow=allow)
             claimed = Claim(run, decision, made)
+            earlier = Earlier.of(run)
             try:
                 yield claimed
             finally:
                 made = claimed.made and not claimed.worth_keeping
+                if decision.kind != "fresh" and not claimed.trained:
+                    earlier.put_back()
     finally:
         if made:
             shutil.rmtree(run.root, ignore_errors=True)

@@ -33,11 +33,10 @@ from unisono.launch.rank_environment import interface_name, rank_environments
 from unisono.launch.ranks import LocalRanks
 from unisono.launch.record import Table, draw, keep_refusal, keep_tail, write_agreement, write_decision
 from unisono.launch.restart import Death, may_restart
-from unisono.launch.resuming import find_resume_point
+from unisono.launch.resuming import find_resume_point, with_changes
 from unisono.launch.together import Together, together
 from unisono.plan import ResumePoint, RunPlan
 from unisono.rundir import RunDir
-from unisono.rundir.continuing import check_same_run
 from unisono.rundir.result import RunResult, set_verdict, write_result
 from unisono.rundir.start import StartDecision, decide_start, refuse_if_shrunk
 
@@ -76,7 +75,9 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
     """
     loaded, here = _look(request, read_environment())
     run = RunDir(Path(loaded.config.output_dir))
-    decision = decide_start(run, loaded.config, resume=request.resume, fresh=request.fresh)
+    decision = decide_start(
+        run, loaded.config, resume=request.resume, fresh=request.fresh, allow=request.allowed
+    )
     prepared = prepare(request, loaded, here.environment, ledger=False, show=show)
     layout = lay_out([here.offer_as(node_rank) for node_rank in range(here.topology.nodes)])
     return _plan(
@@ -145,7 +146,7 @@ class _Start:
                 claimed = stack.enter_context(
                     claim(
                         loaded.config, host=here.machine.host, resume=self.request.resume, fresh=self.request.fresh,
-                        say=lambda text: say(self.show, text),
+                        say=lambda text: say(self.show, text), allow=self.request.allowed,
                     )
                 )  # fmt: skip
             try:
@@ -199,7 +200,9 @@ class _Start:
             try:
                 decision = StartDecision("resume", plan.run_id, "restarted")
                 with self.interrupts.raising():  # reading a large checkpoint through may take minutes
-                    resume, _ = find_resume_point(claimed.run, decision, here.environment, self.show)
+                    resume, _ = find_resume_point(
+                        claimed.run, decision, here.environment, self.show, trust=self.request.trust
+                    )
             except Stopped as stopped:
                 ending = Ending(exit_code_of(stopped.number), ending.fields)
                 return self._finish(claimed, plan, attempt, ending, restarts, others)
@@ -297,6 +300,7 @@ class _Start:
         stopped_before_training = ending.exit_code in (75, 130) and not attempt.ready
         if not (stopped_before_training and claimed.run.result.exists()):  # leave what was
             write_result(claimed.run, RunResult.from_json(result))
+        claimed.trained = attempt.ready or bool(restarts)
         claimed.worth_keeping = attempt.ready or ending.exit_code not in (2, 75, 130) or bool(restarts)
         draw(claimed.run, title=_title(plan))
         if others is not None:
@@ -358,15 +362,13 @@ def _plan(
     layout: Layout,
 ) -> RunPlan:
     """Finds the checkpoint to go on from, and decides the rest."""
-    resume, reason = find_resume_point(run, decision, here.environment, show)
+    resume, reason = find_resume_point(run, decision, here.environment, show, trust=request.trust)
     plan = make_plan(
         request, loaded, here, layout=layout, prepared=prepared, run_id=decision.run_id, resume=resume, resume_reason=reason
     )  # fmt: skip
+    plan = with_changes(plan, run, decision, request)
     refuse_if_shrunk(decision, done_steps=resume.step if resume else 0, total_steps=plan.total_steps)
-    if resume is None:
-        return plan
-    changes = check_same_run(run, plan.to_json(), request.probes.packages())
-    return plan.model_copy(update={"warnings": [*plan.warnings, *changes]})
+    return plan
 
 
 def _again(cause: str, resume: ResumePoint | None) -> str:

@@ -1,97 +1,260 @@
-"""Whether a run that goes on is still the same: its data, its model, and what its exactness rests on.
+"""Whether a run that goes on is still the same: its settings, its data, its model, and what its exactness rests on.
 
-The config's digest is equal by then (see start). But files behind the same names may have changed meanwhile, and then a
-run that went on would learn from other rows, or go on with weights that were never its own.
+What a setting means is in `changes`. Here the new plan is compared with that of the start before: files behind the same
+names may have changed, `auto` may have come out otherwise, and ranks, threads or packages may be others.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.errors import Problem, UsageError
+from unisono.config import RunConfig
 from unisono.files import read_object
+from unisono.rundir.changes import Change, Finding, changes_between, judge_key, not_allowed, refusal, shown
 from unisono.rundir.layout import RunDir
-from unisono.text import one_line
+from unisono.rundir.start import next_old
 
-_MUST_STAY = {
-    "data.digest": (
-        "the rows, their order or the tokenizer are not those that the run began with",
-        "data.train",
-    ),
-    "model.digest": ("the model's files are not those that the run began with", "model.path"),
-}
-_EXACT = {
-    "threads": "set OMP_NUM_THREADS={0} to have the same again",
-    "dtype": "set model.dtype to {0} to have the same again",
-    "device.kind": "set device to {0} to have the same again",
-    "device.name": "",
-    "micro_batch": "set batch.micro to {0} to have the same again",
-    "gradient_checkpointing": "",
-    "world_size": "",
-}
+_ROUNDING = "losses agree to rounding, not to the bit"
+_SAME_ROWS = f"the same rows in the same order; {_ROUNDING}"
+_SHAPES_ROWS = ("data.max_length", "data.packing", "data.loss_on", "objective", "seed")
 _PACKAGES = ("python", "torch", "transformers", "peft", "tokenizers", "numpy", "unisono")
+_ENCODE = ("unisono", "tokenizers", "transformers", "jinja2", "pyarrow")
 
 
-def check_same_run(run: RunDir, plan: dict[str, Any], versions: dict[str, str]) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """A value that the plan has decided, and what it means that it came out otherwise.
+
+    Attributes:
+        place: in plan.json, dotted.
+        says: what it means.
+        remedy: how to have the same again, with the old value as {0}.
+        key: of `--allow`, where it is refused without.
+    """
+
+    place: str
+    says: str
+    remedy: str = ""
+    key: str = ""
+
+
+_DECIDED = (
+    _Decided("dtype", "what is frozen is rounded otherwise, and so is what is computed", "set model.dtype to {0}", "model.dtype"),
+    _Decided("world_size", f"{_SAME_ROWS}: sums over the ranks are taken in another order"),
+    _Decided("strategy", f"{_SAME_ROWS}: gradients and norms are summed in other parts", "set parallel.strategy to {0}"),
+    _Decided("device.kind", f"{_ROUNDING}: it sums in another order", "set device to {0}"),
+    _Decided("device.name", f"{_ROUNDING}: it may sum in another order"),
+    _Decided("threads", f"{_ROUNDING}: sums are cut up among the threads of a rank", "set OMP_NUM_THREADS={0}"),
+    _Decided("micro_batch", f"{_SAME_ROWS}: sums are taken over other groups of sequences", "set batch.micro to {0}"),
+    _Decided("gradient_checkpointing", f"{_ROUNDING}: activations are computed at other times", "set memory.gradient_checkpointing to {0}"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Continuing:
+    """What goes on differently.
+
+    Attributes:
+        lines: for people, one a change.
+        allowed: what was allowed over all starts: key, before, after, from_step.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    allowed: list[dict[str, Any]] = field(default_factory=list)
+
+
+def check_same_run(
+    run: RunDir, plan: dict[str, Any], versions: dict[str, str], *, allow: frozenset[str] = frozenset()
+) -> Continuing:
     """Compares a new plan with the one in the run's directory, before that is written over.
 
     Args:
         run: whose last start left plan.json and environment.json.
         plan: the object of the new plan.json.
         versions: of the packages that are installed now.
-
-    Returns:
-        A line for each change that costs bit-equality.
+        allow: what `read_allowed` gave.
 
     Raises:
-        UsageError: if the data or the model are others.
+        UsageError: with everything that makes it another run and was not allowed.
     """
-    lines = refuse_changed_plan(read_object(run.plan), plan)
+    before = read_object(run.plan)
     packages = read_object(run.environment).get("packages")
-    return lines + (changed_packages(packages, versions) if isinstance(packages, dict) else [])
+    now = versions if isinstance(packages, dict) else {}
+    found = find_changes(before, plan, packages if isinstance(packages, dict) else {}, now)
+    refused = not_allowed(found, allow)
+    if refused:
+        raise refusal(refused, root=str(run.root), aside=next_old(run.root).name)
+    step = _at(plan, "resume.step") or 0
+    taken = [finding for finding in found if finding.verdict == "refused"]
+    earlier = before.get("allowed")
+    return Continuing(
+        [f"{'allowed: ' if finding.verdict == 'refused' else ''}{finding.text}" for finding in found]
+        + unneeded(allow - {finding.name for finding in taken}),
+        [*(earlier if isinstance(earlier, list) else []), *({**f.record, "from_step": step} for f in taken)],
+    )
 
 
-def refuse_changed_plan(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Refuses to go on with other data or another model; gives a line for each change that costs bit-equality.
+def unneeded(names: frozenset[str]) -> list[str]:
+    """A line for each `--allow` that changed nothing."""
+    return [f"--allow {name} was not needed: no change here takes it" for name in sorted(names)]  # fmt: skip
+
+
+def find_changes(
+    before: dict[str, Any],
+    after: dict[str, Any],
+    packages_before: Mapping[str, str],
+    packages_after: Mapping[str, str],
+) -> list[Finding]:
+    """All that differs and has a meaning or a cost; what makes another run of it comes first. Pure.
 
     Args:
         before: the object of plan.json of the start that the run goes on from.
         after: that of the new one.
-
-    Raises:
-        UsageError: with everything that must stay and has changed.
+        packages_before: versions by package, as in environment.json of the earlier start.
+        packages_after: those of this one.
     """
-    problems = [
-        Problem(
-            why, key, f"digest {_shown(old)} then, {_shown(new)} now",
-            "put the files back, or set another output_dir, or pass --fresh: it sets this run aside",
+    changed = changes_between(*(RunConfig.model_validate(plan["config"]) for plan in (before, after)))
+    found = [finding for change in changed if (finding := judge_key(change)) is not None]
+    found += _model(before, after, changed)
+    found += _rows(before, after, changed, _versions(packages_before, packages_after, _ENCODE))
+    found += _decided(before, after)
+    found += [
+        Finding("", f"{text}: losses may not agree to the bit")
+        for text in _versions(packages_before, packages_after, _PACKAGES)
+    ]
+    return sorted(found, key=lambda finding: ("fixed", "refused", "line").index(finding.verdict))
+
+
+def _model(before: dict[str, Any], after: dict[str, Any], changed: list[Change]) -> list[Finding]:
+    keys = _named(changed, "model")
+    old, new = _at(before, "model.digest"), _at(after, "model.digest")
+    if old == new:
+        return [Finding("", f"{change.values}: its files hold the same") for change in keys]
+    means = (
+        "the adapter goes on upon weights that it was not trained on"
+        if _at(after, "config.adapter") is not None
+        else "what is trained comes from the checkpoint, what is frozen and config.json are others"
+    )
+    why = "; ".join([*(change.values for change in keys), f"digest {_plain(new)}, and was {_plain(old)}"])
+    return [Finding("model", f"the model's files hold something else: {means} ({why})", old, new, "refused")]
+
+
+def _rows(
+    before: dict[str, Any], after: dict[str, Any], changed: list[Change], encoders: list[str]
+) -> list[Finding]:
+    """Rows as the model sees them, and what made them others: the tokenizer, files or their reading, settings, packages."""
+    keys, of_tokenizer = _named(changed, "data"), _named(changed, "tokenizer")
+    files, tokenizer = (_pair(before, after, f"data.{name}_digest") for name in ("files", "tokenizer"))
+    old, new = _made(before, after), _made(after, before)
+    if old == new:
+        return _same_rows(keys, of_tokenizer, files=_differ(files), tokenizer=_differ(tokenizer))
+    found = []
+    if _differ(tokenizer):
+        text = "the tokenizer's files hold something else: the same text becomes other tokens than those that were learnt"
+        names = "".join(f" ({change.values})" for change in of_tokenizer)
+        found.append(Finding("tokenizer", text + names, *tokenizer, verdict="refused"))
+    explained = bool(found) or any(change.key in _SHAPES_ROWS for change in changed)
+    means = _means_of_rows(before, after)
+    if keys or _differ(files) or not (_known(files) and _known(tokenizer)):
+        what = "the rows, their order or the tokenizer" if not _known(tokenizer) else "the rows"
+        why = "; ".join([*(change.values for change in keys), *(["files changed"] if _differ(files) else [])])
+        text = f"{what} are not those that the run began with{f' ({why})' if why else ''}: {means}"
+        found.append(Finding("data", text, _digest_of(before), _digest_of(after), "refused"))
+    elif not explained:
+        why = f" ({'; '.join(encoders)})" if encoders else ""
+        text = f"the same files, tokenizer and settings give other rows, which is the packages' doing{why}: {means}"
+        found.append(Finding("versions", text, _digest_of(before), _digest_of(after), "refused"))
+    return found
+
+
+def _same_rows(
+    keys: list[Change], of_tokenizer: list[Change], *, files: bool, tokenizer: bool
+) -> list[Finding]:
+    texts = [f"{change.values}: the rows are the same" for change in [*keys, *of_tokenizer]]
+    if files and not keys:
+        texts.append("the data files have changed, and give the same rows")
+    if tokenizer:
+        texts.append(
+            "the tokenizer's files have changed, and give the same tokens; results are saved with them as they are now"
         )
-        for dotted, (why, key) in _MUST_STAY.items()
-        if (old := _at(before, dotted)) != (new := _at(after, dotted))
-    ]  # fmt: skip
-    if problems:
-        raise UsageError(*problems)
-    lines = []
-    for dotted, remedy in _EXACT.items():
-        old, new = _at(before, dotted), _at(after, dotted)
-        if old != new:
-            fix = f"; {remedy.format(_shown(old))}" if remedy else ""
-            lines.append(
-                f"{dotted} is {_shown(new)}, and was {_shown(old)}: losses agree to rounding, not to the bit{fix}"
-            )
-    return lines
+    return [Finding("", text) for text in texts]
 
 
-def changed_packages(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """A line for each package that numbers depend on and whose version is another one.
+def _means_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """What other rows mean from the place on that the run has come to."""
+    done = (_at(after, "resume.step") or 0) * (_at(after, "global_batch") or 0)
+    old, new = _at(before, "data.train.sequences"), _at(after, "data.train.sequences")
+    text = "rows seen and rows to come no longer make whole epochs: some may come twice and some never"
+    if isinstance(old, int) and isinstance(new, int) and new:
+        epoch, place = divmod(done, new)
+        how = (
+            f"drawn anew for {new} sequences (they were {old})"
+            if old != new
+            else f"the same for {new} sequences"
+        )
+        text = f"{done} sequences are seen; the order of an epoch is {how}, and the run goes on at place {place + 1} of epoch {epoch + 1}; {text}"
+    if isinstance(_at(after, "config.data.eval"), float):
+        text += "; rows that are evaluated may have been learnt"
+    return text
 
-    Args:
-        before: versions by package, as in environment.json of the earlier start.
-        after: those of this one.
-    """
+
+def _decided(before: dict[str, Any], after: dict[str, Any]) -> list[Finding]:
+    found = []
+    differ = {d.place for d in _DECIDED if _at(before, d.place) not in (None, _at(after, d.place))}
+    strategies = {_at(plan, "strategy") for plan in (before, after)}
+    if "world_size" in differ and "fsdp" not in strategies:
+        differ.discard("strategy")  # one rank is single and several are ddp: that is said by their number
+    dropout = _at(after, "config.adapter.dropout")
+    for decided in _DECIDED:
+        if decided.place not in differ:
+            continue
+        old, new = _at(before, decided.place), _at(after, decided.place)
+        text = f"{decided.place} is {_plain(new)}, and was {_plain(old)}: {decided.says}"
+        if dropout and decided.place in ("world_size", "micro_batch"):
+            text += f"; adapter.dropout is {dropout}, and other sequences share a forward: losses agree in the mean only"
+        if decided.remedy:
+            text += f"; {decided.remedy.format(_plain(old))} to have the same again"
+        found.append(Finding(decided.key, text, old, new, "refused" if decided.key else "line"))
+    if _at(after, "device.kind") == "cuda" and not _at(after, "config.deterministic") and not differ:
+        text = f"deterministic is false: on a GPU {_ROUNDING}, since its kernels sum in any order"
+        found.append(Finding("", text))
+    return found
+
+
+def _versions(before: Mapping[str, str], after: Mapping[str, str], names: tuple[str, ...]) -> list[str]:
     return [
-        f"{name} is {_shown(after.get(name))}, and was {_shown(before.get(name))}: losses may not agree to the bit"
-        for name in _PACKAGES
+        f"{name} is {_plain(after.get(name))}, and was {_plain(before.get(name))}"
+        for name in names
         if before.get(name) != after.get(name)
     ]
+
+
+def _named(changed: list[Change], name: str) -> list[Change]:
+    """Changed keys that point at contents of this name."""
+    return [change for change in changed if change.rule.kind == "contents" and change.rule.name == name]
+
+
+def _made(plan: dict[str, Any], other: dict[str, Any]) -> tuple[Any, ...]:
+    """What the preparation made; the digest of the rows leaves out where sequences and evaluation begin, their figures tell."""
+    place = "data.rows_digest" if _at(plan, "data.rows_digest") and _at(other, "data.rows_digest") else "data.digest"  # fmt: skip
+    return _at(plan, place), _at(plan, "data.train"), _at(plan, "data.eval")
+
+
+def _digest_of(plan: dict[str, Any]) -> Any:
+    return _at(plan, "data.rows_digest") or _at(plan, "data.digest")
+
+
+def _pair(before: dict[str, Any], after: dict[str, Any], place: str) -> tuple[Any, Any]:
+    return _at(before, place), _at(after, place)
+
+
+def _known(pair: tuple[Any, Any]) -> bool:
+    """Whether both plans say it; those of earlier versions do not."""
+    return bool(pair[0] and pair[1])
+
+
+def _differ(pair: tuple[Any, Any]) -> bool:
+    return _known(pair) and pair[0] != pair[1]
 
 
 def _at(value: Any, dotted: str) -> Any:
@@ -100,5 +263,5 @@ def _at(value: Any, dotted: str) -> Any:
     return value
 
 
-def _shown(value: object) -> str:
-    return "none" if value is None else one_line(str(value), limit=60)
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else "none" if value is None else shown(value)

@@ -3,11 +3,9 @@
 The decision reads files and changes nothing. set_aside is the one thing that is done about it, when it is asked for.
 """
 
-import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,9 +14,10 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from unisono.config import RunConfig
-from unisono.config.digest import config_digest, what_decides
+from unisono.config.digest import config_digest
 from unisono.errors import UsageError
 from unisono.files import fsync_dir, read_object
+from unisono.rundir.changes import changes_between, judge_key, not_allowed, refusal
 from unisono.rundir.layout import RunDir
 from unisono.rundir.metrics import iterate_metrics
 from unisono.text import one_line
@@ -27,7 +26,6 @@ from unisono.units import Duration
 CONFIG_HEADER = "# Written by unisono"
 """How a config.yaml of ours begins; a config that somebody wrote by hand is not ours to overwrite."""
 
-_MOST_DIFFERENCES = 8
 _TEMPORARY = re.compile(r"\..+\.tmp-[0-9]+-[0-9a-f]+")  # of files.whole_file
 
 
@@ -48,7 +46,9 @@ class StartDecision:
     done_steps: int = 0
 
 
-def decide_start(run: RunDir, config: RunConfig, *, resume: bool, fresh: bool) -> StartDecision:
+def decide_start(
+    run: RunDir, config: RunConfig, *, resume: bool, fresh: bool, allow: frozenset[str] = frozenset()
+) -> StartDecision:
     """Decides from what is in the directory; touches nothing.
 
     Args:
@@ -56,6 +56,7 @@ def decide_start(run: RunDir, config: RunConfig, *, resume: bool, fresh: bool) -
         config: what was asked, its paths as they will be kept in config.yaml.
         resume: `--resume`: also start where nothing exists, and extend a finished run.
         fresh: `--fresh`: a run that is there will be set aside.
+        allow: changes that may make another run of it: what `changes.read_allowed` gave.
 
     Raises:
         UsageError: if the directory is finished, another run's, no run at all, or cannot be used.
@@ -70,7 +71,7 @@ def decide_start(run: RunDir, config: RunConfig, *, resume: bool, fresh: bool) -
         _refuse_what_is_no_run(run)
     if fresh or plan is None:
         return StartDecision("fresh", _new_run_id(), _why_fresh(run, fresh=fresh and plan is not None))
-    return _decide_again(run, plan, config, resume=resume)
+    return _decide_again(run, plan, config, resume=resume, allow=allow)
 
 
 def set_aside(run: RunDir) -> Path:
@@ -197,7 +198,9 @@ def _why_fresh(run: RunDir, *, fresh: bool) -> str:
     return "fresh"
 
 
-def _decide_again(run: RunDir, plan: dict[str, Any], config: RunConfig, *, resume: bool) -> StartDecision:
+def _decide_again(
+    run: RunDir, plan: dict[str, Any], config: RunConfig, *, resume: bool, allow: frozenset[str]
+) -> StartDecision:
     before = _config_of(run, plan)
     if config_digest(before) != config_digest(config):
         if not _has_trained(
@@ -206,7 +209,7 @@ def _decide_again(run: RunDir, plan: dict[str, Any], config: RunConfig, *, resum
             return StartDecision(
                 "fresh", _new_run_id(), "fresh: a start with another config ended before its first step"
             )
-        raise _other_config(run, before, config)
+        _refuse_another_run(run, before, config, allow)
     result = read_object(run.result)
     if result.get("outcome") == "completed":
         return _decide_finished(run, plan, before, config, result, resume=resume)
@@ -215,7 +218,7 @@ def _decide_again(run: RunDir, plan: dict[str, Any], config: RunConfig, *, resum
     if isinstance(ended, str):
         reason += f" ({one_line(ended, limit=40)})"
     if before.duration != config.duration:
-        reason += f"; its duration is now {config.duration}, it was {before.duration}"
+        reason += f"; its duration is now {config.duration}, it was {before.duration}: the learning rate from here on is that of the new length"
     return StartDecision("resume", str(plan["run_id"]), reason)
 
 
@@ -249,36 +252,12 @@ def _decide_finished(
     )  # fmt: skip
 
 
-def _other_config(run: RunDir, before: RunConfig, config: RunConfig) -> UsageError:
-    differences = list(_differences(what_decides(before), what_decides(config)))
-    shown = "; ".join(
-        f"{key}: {_shown(a)} there, {_shown(b)} here" for key, a, b in differences[:_MOST_DIFFERENCES]
-    )
-    more = len(differences) - _MOST_DIFFERENCES
-    if more > 0:
-        shown += f"; and {more} more"
-    return UsageError.of(
-        f"{run.root} holds a run with another config", where=f"output_dir; compare with {run.config}", why=shown,
-        fix="set another output_dir, or change the config back, or pass --fresh: it renames the run there to "
-        f"{next_old(run.root).name}",
-    )  # fmt: skip
-
-
-_ABSENT = object()
-
-
-def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted keys whose values differ, with both values."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in dict.fromkeys([*before, *now]):
-            dotted = f"{key}.{name}" if key else name
-            yield from _differences(before.get(name, _ABSENT), now.get(name, _ABSENT), dotted)
-    elif before != now:
-        yield key, before, now
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is _ABSENT else one_line(json.dumps(value, ensure_ascii=False), limit=80)
+def _refuse_another_run(run: RunDir, before: RunConfig, config: RunConfig, allow: frozenset[str]) -> None:
+    """Refuses settings that make another run of it and are not allowed; what files hold is compared when it is known."""
+    found = [judge_key(change) for change in changes_between(before, config)]
+    refused = not_allowed([finding for finding in found if finding is not None], allow)
+    if refused:
+        raise refusal(refused, root=str(run.root), aside=next_old(run.root).name)
 
 
 def _plan_of(run: RunDir) -> dict[str, Any] | None:

@@ -1,0 +1,270 @@
+"""What a changed config key means for a run that goes on: one table, and the reading of `--allow`. Pure.
+
+A key that is not in the table is looked up under its section; one that is in neither means another run, so that a new
+key is refused until somebody has thought about it.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from unisono.config import RunConfig
+from unisono.config.describe import all_keys
+from unisono.errors import Problem, UsageError
+from unisono.text import nearest, one_line
+
+Kind = Literal["silent", "line", "decided", "contents", "meaning", "fixed"]
+
+NAMES = {
+    "data": "what the data files and the template hold",
+    "model": "what the model's files hold",
+    "tokenizer": "what the tokenizer's files hold",
+    "versions": "packages that make other rows of the same files",
+}
+"""What `--allow` takes beside keys: that which a key only points at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a change of a key is judged.
+
+    Attributes:
+        kind: silent: it is nobody's matter. line: no result changes, and what it costs is said. decided: what the plan made of
+            it counts (`auto` may be what was written out), see `continuing`. contents: it names files or says how to read them,
+            and what comes of that counts. meaning: the run becomes another one; refused unless allowed. fixed: cannot be allowed.
+        says: what it means, as the end of a sentence.
+        name: of `--allow`, for contents.
+    """
+
+    kind: Kind
+    says: str = ""
+    name: str = ""
+
+
+_OTHER_TENSORS = "the checkpoint has tensors of other names or shapes"
+_WHAT_IS_MEASURED = "what is measured changes, not what is learnt"
+_ROWS = Rule("contents", name="data")
+
+RULES: dict[str, Rule] = {
+    "output_dir": Rule("silent"),
+    "restarts": Rule("silent"),
+    "grace": Rule("silent"),
+    "watch": Rule("silent"),
+    "track": Rule("line", "what is tracked begins or ends here"),
+    "duration": Rule("silent"),  # the reason of the start says it
+    "eval": Rule("line", _WHAT_IS_MEASURED),
+    "eval.every": Rule("line", f"{_WHAT_IS_MEASURED}; eval.stop_after counts evaluations, not steps"),
+    "eval.stop_after": Rule("line", "the run may end at another step"),
+    "eval.exact_match": Rule("line", "there is no figure from before step 1 to compare with"),
+    "checkpoint": Rule("line", "from here on; what is learnt does not change"),
+    "checkpoint.best": Rule("meaning", "another step's weights become the result"),
+    "parallel.strategy": Rule("decided"),
+    "device": Rule("decided"),
+    "model.dtype": Rule("decided"),
+    "batch.micro": Rule("decided"),
+    "memory.gradient_checkpointing": Rule("decided"),
+    "deterministic": Rule("line", "on a GPU bit-equality begins or ends here"),
+    "model.path": Rule("contents", name="model"),
+    "model.revision": Rule("contents", name="model"),
+    "model.tokenizer": Rule("contents", name="tokenizer"),
+    "model.weights": Rule("meaning", "weights that are not trained are others"),
+    "model.resize_vocabulary": Rule("fixed", _OTHER_TENSORS),
+    "model.trust_remote_code": Rule("meaning", "other code may compute the model"),
+    "adapter": Rule("fixed", _OTHER_TENSORS),
+    "adapter.kind": Rule("meaning", "the adapter's update is computed otherwise; dora has tensors that the others lack"),
+    "adapter.rank": Rule("fixed", _OTHER_TENSORS),
+    "adapter.alpha": Rule("meaning", "what the adapter has learnt weighs more or less at once"),
+    "adapter.dropout": Rule("meaning", "other inputs are dropped from here on"),
+    "adapter.targets": Rule("meaning", "other modules may be adapted, whose tensors the checkpoint lacks"),
+    "adapter.modules_to_save": Rule("meaning", "other modules may be trained, whose tensors the checkpoint lacks"),
+    "freeze": Rule("meaning", "other parameters may be trained, whose state the checkpoint lacks"),
+    "data.train": _ROWS,
+    "data.eval": _ROWS,
+    "data.format": _ROWS,
+    "data.template": _ROWS,
+    "data.too_long": _ROWS,
+    "data.on_bad_row": _ROWS,
+    "data.check_template": _ROWS,
+    "data.max_length": Rule("meaning", "rows are cut and packed otherwise"),
+    "data.packing": Rule("meaning", "sequences are other rows together, and a step has other rows"),
+    "data.loss_on": Rule("meaning", "other tokens are learnt"),
+    "objective": Rule("meaning", "something else is learnt"),
+    "optim.kind": Rule("fixed", "the checkpoint has another optimizer's state"),
+    "optim.lr": Rule("meaning", "updates are larger or smaller from here on"),
+    "optim.muon_lr": Rule("meaning", "updates are larger or smaller from here on"),
+    "optim.schedule": Rule("meaning", "the learning rate is another one from here on"),
+    "optim.warmup": Rule("meaning", "the learning rate is another one from here on"),
+    "optim.min_lr": Rule("meaning", "the learning rate is another one from here on"),
+    "optim.weight_decay": Rule("meaning", "weights are decayed more or less from here on"),
+    "optim.betas": Rule("meaning", "the moments forget faster or more slowly from here on"),
+    "optim.max_grad_norm": Rule("meaning", "gradients are clipped otherwise from here on"),
+    "batch.global": Rule("fixed", "the place in the data is counted in steps of the old size: rows would come twice or never"),
+    "seed": Rule("meaning", "order, dropout and a split-off evaluation are drawn anew: rows of this epoch come twice or not at all,"
+                 " and rows that are evaluated may have been learnt"),
+}  # fmt: skip
+
+
+def rule_of(key: str) -> Rule:
+    """The rule of a key: its own, else that of the section that it is in."""
+    place = key
+    while place not in RULES and "." in place:
+        place = place.rpartition(".")[0]
+    return RULES.get(place, Rule("meaning", "the run becomes another one"))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A config key that differs between two starts."""
+
+    key: str
+    before: Any
+    after: Any
+
+    @property
+    def rule(self) -> Rule:
+        """How it is judged."""
+        return rule_of(self.key)
+
+    @property
+    def values(self) -> str:
+        """`optim.lr is 0.0001, and was 0.0002`."""
+        return f"{self.key} is {shown(self.after)}, and was {shown(self.before)}"
+
+    @property
+    def text(self) -> str:
+        """One line: the values, and what it means."""
+        return f"{self.values}: {self.rule.says}" if self.rule.says else self.values
+
+
+def changes_between(before: RunConfig, after: RunConfig) -> list[Change]:
+    """Every key whose value differs, in the order of the schema."""
+    old, new = (config.model_dump(mode="json", by_alias=True) for config in (before, after))
+    return list(_differences(old, new, ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that differs from the start that a run goes on from.
+
+    Attributes:
+        name: of `--allow`; empty where nothing of the kind is needed.
+        text: one line: the values, and what it means.
+        before: the value then.
+        after: the value now.
+        verdict: line: it goes on, and the line is shown. refused: only if allowed. fixed: never.
+    """
+
+    name: str
+    text: str
+    before: Any = None
+    after: Any = None
+    verdict: Literal["line", "refused", "fixed"] = "line"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the plan keeps of it once it was allowed."""
+        return {"key": self.name, "before": self.before, "after": self.after}
+
+
+def judge_key(change: Change) -> Finding | None:
+    """What a changed key comes to by itself; None where nothing is to be said, or where something else decides."""
+    verdicts: dict[Kind, Literal["line", "refused", "fixed"]] = {
+        "line": "line", "meaning": "refused", "fixed": "fixed",
+    }  # fmt: skip
+    verdict = verdicts.get(change.rule.kind)
+    if verdict is None:
+        return None
+    name = "" if verdict == "line" else change.key
+    return Finding(name, change.text, change.before, change.after, verdict)
+
+
+def not_allowed(found: Iterable[Finding], allow: frozenset[str]) -> list[Finding]:
+    """Those that stand against going on."""
+    return [f for f in found if f.verdict == "fixed" or (f.verdict == "refused" and f.name not in allow)]
+
+
+def refusal(found: Sequence[Finding], *, root: str, aside: str) -> UsageError:
+    """Why a run does not go on: a headline with the ways out, and a line for each change.
+
+    Args:
+        found: what stands against it; at least one.
+        root: the run's directory.
+        aside: the name that `--fresh` would give it.
+    """
+    fixed = [finding.name for finding in found if finding.verdict == "fixed"]
+    flags = " ".join(f"--allow {finding.name}" for finding in found if finding.verdict != "fixed")
+    if fixed:
+        way = f"put back {', '.join(fixed)}, which cannot be allowed" + (
+            f", and pass {flags} for the rest" if flags else ""
+        )
+    else:
+        way = f"put {'it' if len(found) == 1 else 'them'} back, or pass {flags} to go on all the same"
+    headline = Problem(
+        f"the run in {root} would become another one: {len(found)} change{'s' if len(found) > 1 else ''}", "output_dir",
+        "what goes on means the same from its first step to its last",
+        f"{way}, or set another output_dir, or pass --fresh: it renames the run there to {aside}",
+    )  # fmt: skip
+    return UsageError(headline, *(Problem(finding.text) for finding in found))
+
+
+def read_allowed(words: Iterable[str]) -> frozenset[str]:
+    """What the words of `--allow` name: keys, and for keys that point at files the name of what is in them.
+
+    Raises:
+        UsageError: with every word that names nothing.
+    """
+    known = all_keys(RunConfig)
+    found, problems = set(), []
+    for word in words:
+        if word in NAMES or (word in known and not _is_section(word, known)):
+            found.add(name_of(word))
+        else:
+            problems.append(_unknown(word, known))
+    if problems:
+        raise UsageError(*problems)
+    return frozenset(found)
+
+
+def name_of(key: str) -> str:
+    """What `--allow` calls a key, or one of NAMES."""
+    return key if key in NAMES else rule_of(key).name or key
+
+
+def shown(value: Any) -> str:
+    """A value for people, on one line."""
+    return "nothing" if value is ABSENT else one_line(json.dumps(value, ensure_ascii=False), limit=80)
+
+
+ABSENT = object()
+
+
+def _differences(before: Any, now: Any, key: str) -> Iterator[Change]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in dict.fromkeys([*before, *now]):
+            dotted = f"{key}.{name}" if key else name
+            yield from _differences(before.get(name, ABSENT), now.get(name, ABSENT), dotted)
+    elif before != now:
+        yield Change(key, before, now)
+
+
+def _is_section(word: str, known: list[str]) -> bool:
+    """Whether it only holds other keys. `adapter` and `data.train` are values as well."""
+    return word not in RULES and any(key.startswith(f"{word}.") for key in known)
+
+
+def _unknown(word: str, known: list[str]) -> Problem:
+    what = f"--allow {one_line(word, limit=60)}: there is no such key"
+    if word in known:
+        members = [key for key in known if key.startswith(f"{word}.")]
+        return Problem(
+            f"--allow {word}: that is a section", "command line", "", f"name its key: {', '.join(members)}"
+        )
+    leaves = [key for key in known if not _is_section(key, known)]
+    near = nearest(word, [*NAMES, *leaves])
+    same = [key for key in leaves if key.rpartition(".")[2] == word]
+    if near is None and same:
+        near = same[0]
+    names = ", ".join(NAMES)
+    fix = f"did you mean `{near}`?" if near else f"give a key of the config as optim.lr, or one of {names}"
+    return Problem(what, "command line", "", fix)
