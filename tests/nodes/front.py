@@ -1,7 +1,8 @@
 """`unisono …` on a machine that it has not got: `python front.py ANSWERS.json train CONFIG …`, as tests start it.
 
 The answers, each of them optional: `gpus` (fields of facts.machine.Gpu), `packages` (name to version, laid over the installed
-ones), `clock_offset_s` (of the wall clock), `names` (host name to addresses), `faults` (of the plan).
+ones), `clock_offset_s` (of the wall clock), `names` (host name to addresses), `faults` (of the plan), `task` (the program that is started
+for tasks).
 """
 
 import json
@@ -17,6 +18,7 @@ from unisono.facts import package_versions
 from unisono.facts.machine import DeviceProbe, Gpu
 from unisono.facts.network import NetworkInterface, SystemNetwork
 from unisono.facts.probes import Probes
+from unisono.launch.command import Programs
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Request(unisono.launch.asked.TrainRequest):
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         object.__setattr__(self, "probes", probes(ANSWERS))
         object.__setattr__(self, "faults", ANSWERS.get("faults", {}))
+        if "task" in ANSWERS:
+            object.__setattr__(self, "programs", Programs(task=tuple(ANSWERS["task"])))
 
 
 unisono.launch.asked.TrainRequest = Request  # type: ignore[misc]

@@ -74,6 +74,10 @@ def train(
     rehearse: Annotated[
         bool, typer.Option("--rehearse", help="Try the whole path with 64 rows and three steps, elsewhere.")
     ] = False,
+    no_rehearse: Annotated[
+        bool,
+        typer.Option("--no-rehearse", help="Several ranks: do not save and read back after the first step."),
+    ] = False,
 ) -> None:
     """Fine-tunes a model: on one device, on several (--nproc), or on several nodes (--nodes, --hosts)."""
     from unisono.launch.asked import TrainRequest
@@ -82,7 +86,7 @@ def train(
         config, tuple(overrides or ()), resume=resume, fresh=fresh, allow=tuple(allow or ()), trust=trust,
         devices=devices, restarts=restarts, nproc=nproc,
         nodes=nodes, node_rank=node_rank, head=head, hosts=hosts, token_file=token_file, join_timeout_s=join_timeout,
-        debug_comm=debug_comm,
+        debug_comm=debug_comm, rehearse=not no_rehearse,
     )  # fmt: skip
     if dry_run:
         _show_plan(request)

@@ -38,6 +38,7 @@ class TrainRequest:
         token_file: a file with the job's secret; `-`: the first line of stdin, whose end is then this front's end.
         join_timeout_s: how long the nodes wait for each other.
         debug_comm: ranks say more about their communication.
+        rehearse: several ranks make a checkpoint after the first step, which is read back.
         limit_rows: only so many rows are read; a rehearsal's.
         programs: what is started as worker and task.
         ssh: the program that starts `--hosts`, with options; tests have a port and keys of their own.
@@ -62,6 +63,7 @@ class TrainRequest:
     token_file: str | None = None
     join_timeout_s: float = 300.0
     debug_comm: bool = False
+    rehearse: bool = True
     limit_rows: int | None = None
     programs: Programs = field(default_factory=Programs)
     ssh: tuple[str, ...] = ("ssh",)

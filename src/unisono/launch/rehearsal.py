@@ -78,7 +78,11 @@ def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
     with tempfile.TemporaryDirectory(prefix="unisono-rehearsal-") as folder:
         run = RunDir(Path(folder) / "run")
         elsewhere = replace(
-            request, overrides=(*request.overrides, f"output_dir={run.root}"), resume=False, fresh=False
+            request,
+            overrides=(*request.overrides, f"output_dir={run.root}"),
+            resume=False,
+            fresh=False,
+            rehearse=False,
         )
         with stage("all rows prepared, plan made"):
             long_run = plan_only(elsewhere, _only(show, "phase", "note"))

@@ -20,6 +20,7 @@ from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.launch.asked import TrainRequest, load_asked, refuse_live_launcher
 from unisono.launch.attempt import Attempt, Show, run_attempt
 from unisono.launch.claim import Claim, claim
+from unisono.launch.first_checkpoint import FirstCheckpoint, still_due, with_rehearsal
 from unisono.launch.gathering import look_alone, party_of, tell_early_refusal
 from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.launch.layout import Layout, lay_out, offer_of
@@ -182,6 +183,7 @@ class _Start:
             self.request, loaded, here, run=claimed.run, decision=claimed.decision, prepared=prepared, show=self.show,
             layout=layout,
         )  # fmt: skip
+        plan = with_rehearsal(plan, claimed.run, wanted=self.request.rehearse)
         recorder = _Recorder(claimed, plan, self.show)
         deaths: list[Death] = []
         restarts: list[dict[str, Any]] = []
@@ -218,6 +220,7 @@ class _Start:
                 "resume": resume,
                 "resume_reason": _again(verdict.cause, resume),
                 "epoch": plan.epoch + 1,
+                "rehearse": still_due(plan, resume),
             }
             plan = plan.model_copy(update=again)
 
@@ -258,7 +261,9 @@ class _Start:
 
         return run_attempt(
             plan, local=local, server=server, interrupts=self.interrupts, show=recorder.show, on_agreement=keep,
-            companions=[],
+            companions=[
+                FirstCheckpoint(plan, programs=self.request.programs, leftovers=here.leftovers, show=recorder.show)
+            ],
         )  # fmt: skip
 
     def _told(

@@ -108,14 +108,29 @@ class TaskProcess:
         """
         while not self._child.ended:
             for message in self._child.read():
-                if message["kind"] == "refused":
-                    raise refusal(message)
-                if message["kind"] == "crashed":
-                    raise self._died(f"{message['error']} ({message.get('where', '')})")
-                yield message
+                yield self._sound(message)
                 if message["kind"] == "result":
                     return
         raise self._died(how_it_ended(self._child.returncode or 0))
+
+    def news(self) -> list[Message]:
+        """The messages that are here now, without waiting; the last of all is `result`, after which nothing is to be asked for.
+
+        Raises:
+            UnisonoError: what the task refused, in the class of its exit code.
+            RankDied: if it crashed or was killed.
+        """
+        found = [self._sound(message) for message in self._child.read(0)]
+        if not found and self._child.ended:
+            raise self._died(how_it_ended(self._child.returncode or 0))
+        return found
+
+    def _sound(self, message: Message) -> Message:
+        if message["kind"] == "refused":
+            raise refusal(message)
+        if message["kind"] == "crashed":
+            raise self._died(f"{message['error']} ({message.get('where', '')})")
+        return message
 
     def send(self, message: Message) -> None:
         """Sends a JSON line to the task's stdin; needs `talks=True`."""

@@ -1,0 +1,96 @@
+"""The task `rehearsed`: reads a run's first checkpoint back in a process of its own, from the disk, as a later start would.
+
+Request: path, run_id. Message `room`: what Room holds. Result: seconds, bytes, tensors.
+"""
+
+import contextlib
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.checkpoint.record import note_verified
+from unisono.checkpoint.room import measure_room
+from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.verify import read_through
+from unisono.errors import IntegrityError, Problem
+from unisono.events import Reporter
+from unisono.facts import read_environment
+
+if TYPE_CHECKING:
+    from unisono.checkpoint.reader import CheckpointReader
+
+
+def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Tells the room at once, then reads everything.
+
+    Raises:
+        IntegrityError: with all that is wrong with the checkpoint.
+    """
+    path, key = Path(request["path"]), user_key(read_environment().settings_dir)
+    report.send("room", **asdict(measure_room(path.parent, key=key)))
+    began = time.monotonic()
+    _forget_cached(path)
+    reading = read_through(path, key=key, run_id=request["run_id"])
+    if reading.manifest is None or not reading.intact or reading.is_foreign:
+        findings = [finding for finding in reading.findings if finding.kind != "extra"]
+        raise IntegrityError(*(Problem(str(finding), str(path / finding.file)) for finding in findings))
+    tensors = _read_tensors(path)
+    note_verified(path.parent, [reading])
+    return {"seconds": time.monotonic() - began, "bytes": reading.manifest.total_bytes, "tensors": tensors}
+
+
+def _forget_cached(path: Path) -> None:
+    """Lets the kernel drop what it has of the files in memory: what is read then comes from the disk."""
+    for file in path.iterdir():
+        fd = os.open(file, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # a file system that keeps nothing, or will not let go
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def _read_tensors(path: Path) -> int:
+    """Reads every tensor, whole; gives how many there are.
+
+    Raises:
+        IntegrityError: if they are not those of which state.json tells.
+    """
+    from unisono.checkpoint.reader import CheckpointReader  # brings torch, which the digests did not need
+
+    reader = CheckpointReader(path)
+    problems = _misfits(reader)
+    if problems:
+        raise IntegrityError(*(Problem(text, str(path)) for text in problems))
+    count = 0
+    for group, outlines in reader.groups.items():
+        for name, outline in outlines.items():
+            tensor = reader.tensor(group, name)
+            assert (tuple(tensor.shape), tensor.dtype) == (outline.shape, outline.dtype)
+            count += 1
+    return count
+
+
+def _misfits(reader: "CheckpointReader") -> list[str]:
+    """Where the tensors are not those of the parameters that state.json has in the optimizers' groups."""
+    optimizers = reader.values["optimizer"]
+    named = {
+        name
+        for state in optimizers.values()
+        for group in state["groups"]
+        for name in group["names"]
+    }  # fmt: skip
+    found = [
+        f"{name} is in state.json, and there is no tensor of it"
+        for name in sorted(named - set(reader.groups["trainable"]))
+    ]
+    found += [
+        f"{name} is a tensor that state.json does not know"
+        for name in sorted(set(reader.groups["trainable"]) - named)
+    ]
+    for optimizer in optimizers:
+        for label, outline in reader.groups[f"optimizer-{optimizer}"].items():
+            parameter = reader.groups["trainable"].get(label.rpartition("::")[0])
+            if parameter is None or outline.shape not in ((), parameter.shape):
+                found.append(f"{label} does not fit its parameter")
+    return found[:8]

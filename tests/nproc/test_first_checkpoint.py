@@ -1,0 +1,137 @@
+"""The first checkpoint of several ranks is tried whole. Run: pytest tests/nproc/test_first_checkpoint.py"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.fronts import Front
+from tests.nodes.harness import Job
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+LONG = "2000 steps"  # ended by the test, when it has seen what it waits for
+
+
+def start(job: Job, *words: str, **named: object) -> Front:
+    return job.start(0, "--nproc", "2", *words, topology=False, json=False, **named)  # type: ignore[arg-type]
+
+
+def saved(job: Job) -> list[int]:
+    """The steps of all checkpoints that rank 0 has told of."""
+    lines = (job.out / "events" / "rank-00000.jsonl").read_text().splitlines()
+    return [line["step"] for line in map(json.loads, lines) if line["kind"] == "checkpoint"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_the_first_checkpoint_is_read_back_and_the_run_says_what_all_of_them_take(
+    solo: Job, strategy: str
+) -> None:
+    solo.config(duration=LONG, checkpoint={"every": "500 steps"}, parallel={"strategy": strategy})
+    front = start(solo)
+    front.wait_for("rehearsal: checkpoint of ")
+    said = next(line for line in front.text().splitlines() if "rehearsal:" in line)
+    found = re.search(
+        r"rehearsal: checkpoint of ([\d.]+ [kM]?B) in .* s \(.* s of it blocking\), read back and verified in .* s;"
+        r" 4 more every 500 steps, at most 4 on disk: ([\d.]+ [kM]?B) of ([\d.]+ GB) free; .* s in all",
+        said,
+    )
+    assert found, said
+    os.kill(front.pid, signal.SIGTERM)
+    assert front.wait() == 75, front.text()
+    assert saved(solo)[0] == 1
+    assert solo.read("checkpoints/verified.json")["verified"]["step-00000001"]["intact"] is True
+
+
+def test_it_is_pruned_like_others(solo: Job) -> None:
+    solo.config(checkpoint={"every": "1 steps", "keep": 2})
+    assert start(solo).wait() == 0
+    assert [path.name for path in sorted(solo.out.glob("checkpoints/step-*"))] == [
+        "step-00000003",
+        "step-00000004",
+    ]
+
+
+def test_without_it_nothing_is_saved_before_its_time(solo: Job) -> None:
+    assert start(solo, "--no-rehearse").wait() == 0
+    assert saved(solo) == [2, 4]
+
+
+def test_a_run_that_goes_on_rehearses_only_where_its_ranks_are_laid_out_otherwise(solo: Job) -> None:
+    solo.config(duration="2 steps")
+    assert solo.start(0, topology=False).wait() == 0
+    solo.config(duration="4 steps", checkpoint={"every": "100 steps"})
+    assert start(solo, "--resume").wait() == 0
+    solo.config(duration="6 steps")
+    assert start(solo, "--resume").wait() == 0
+    assert saved(solo) == [2, 3, 4, 6]
+
+
+@contextmanager
+def small_disk(folder: Path, n_bytes: int) -> Iterator[None]:
+    """A file system of its own in memory, where checkpoints go."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={n_bytes}", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def size_of_one(job: Job) -> int:
+    """Bytes of a checkpoint of such a run."""
+    assert start(job, "--no-rehearse").wait() == 0
+    (newest, *_) = sorted(job.out.glob("checkpoints/step-*"), reverse=True)
+    return sum(file.stat().st_size for file in newest.iterdir())
+
+
+def test_checkpoints_that_cannot_all_fit_are_refused_in_the_first_steps(solo_of: Callable[[], Job]) -> None:
+    size = size_of_one(solo_of())
+    job = solo_of()
+    job.config(duration=LONG, checkpoint={"every": "500 steps", "keep": 3})
+    with small_disk(job.out / "checkpoints", int(3.5 * size)):
+        front = start(job)
+        assert front.wait() == 6, front.text()
+        text = front.text()
+        assert job.metrics()[-1]["step"] < 500, "long before the disk is full"
+        assert "the checkpoints of this run do not fit: up to 4 at a time take" in text
+        assert f"where: {job.out / 'checkpoints'}" in text
+        assert "checkpoint.keep is 3, and one more is there while it is written" in text
+        assert "or set checkpoint.keep=2" in text
+        assert (job.read("result.json")["outcome"], job.read("result.json")["exit_code"]) == ("unfit", 6)
+        job.wait_gone()
+        again = start(job, "checkpoint.keep=3")
+        assert again.wait() == 6, "it is tried again where it has failed: " + again.text()
+        job.wait_gone()
+        job.config(duration="1 steps")
+    assert "goes on from step 1" in text
+
+
+def test_a_first_checkpoint_that_cannot_be_written_ends_the_run_at_once(solo: Job) -> None:
+    solo.config(duration=LONG, checkpoint={"every": "500 steps"})
+    with small_disk(solo.out / "checkpoints", 64 << 10):
+        front = start(solo)
+        assert front.wait() == 6, front.text()
+        solo.wait_gone()
+    assert solo.metrics()[-1]["step"] < 500
+    assert "the first checkpoint could not be written: no room for checkpoint step-00000001" in front.text()
+
+
+def test_a_checkpoint_that_comes_back_otherwise_ends_the_run_with_7(solo: Job) -> None:
+    solo.config(duration=LONG, checkpoint={"every": "500 steps"})
+    stand_in = [sys.executable, str(Path(__file__).with_name("flips_a_byte.py"))]
+    front = start(solo, answers={"task": stand_in})
+    assert front.wait() == 7, front.text()
+    assert "the first checkpoint is not read back as it was written: trainable.safetensors" in front.text()
+    assert solo.metrics()[-1]["step"] < 500
+    assert solo.read("result.json")["outcome"] == "corrupt"
+    solo.wait_gone()
