@@ -30,12 +30,26 @@ def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
         ("memory", _memory(plan, facts)),
         ("start", plan.resume_reason),
         ("results", plan.output_dir),
+        ("", _blind(plan)),
     ]
     if plan.ignored_variables:
         names = ", ".join(plan.ignored_variables)
         why = "one device needs" if plan.world_size == 1 else "these ranks need"
         rows.append(("ignored", f"{names}: {why} no other launcher's variables"))
     return [f"{label:<{_LABEL}}{one_line(text)}" for label, text in rows if text.strip("; ")]
+
+
+def _blind(plan: RunPlan) -> str:
+    """Which nodes do not see the output_dir; nothing where all do."""
+    blind = [f"node {node.node_rank} ({node.host})" for node in plan.nodes if not node.shares_output]
+    if not blind:
+        return ""
+    shown = ", ".join(blind[:4]) + (f" and {len(blind) - 4} more" if len(blind) > 4 else "")
+    does, parts = ("do", "their parts") if len(blind) > 1 else ("does", "its part")
+    how = f"; {parts} of it come over the control channel" if plan.strategy == "fsdp" else ""
+    return (
+        f"{shown} {does} not see this output_dir: every checkpoint ends whole here, on {plan.nodes[0].host}{how}"
+    )
 
 
 def _device(plan: RunPlan) -> str:

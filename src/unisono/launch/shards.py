@@ -8,6 +8,7 @@ there, whatever comes of it. The head passes `shard_written` on to rank 0, the o
 import contextlib
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from unisono.text import one_line
 
 SHARD = "shard"
 """The label's kind of a part on its way."""
+_BEGINS_S = 30.0
+"""How long a part waits for rank 0, which begins the same checkpoint at the same step."""
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
 
 
@@ -148,7 +151,16 @@ class ShardArrivals:
             raise Refused(f"{temporary!r:.80} is no checkpoint that is being written")
         if not isinstance(name, str) or not is_shard_of(name, rank, self._plan.world_size):
             raise Refused(f"{name!r:.80} is no part of rank {rank}")
-        return self._checkpoints / str(temporary) / name
+        return self._begun(str(temporary)) / name
+
+    def _begun(self, temporary: str) -> Path:
+        """The directory, which rank 0 makes, and removes where it gives the checkpoint up: a part that comes late must not make it again."""
+        folder, until = self._checkpoints / temporary, time.monotonic() + _BEGINS_S
+        while not folder.is_dir():
+            if time.monotonic() > until:
+                raise Refused(f"rank 0 does not write checkpoint {temporary.partition('.')[0]} (any more)")
+            time.sleep(0.02)
+        return folder
 
     def arrived(self, event: Arrived) -> None:
         """A part has arrived, or has not."""
@@ -161,11 +173,10 @@ class ShardArrivals:
         told = {**message, "rank": rank}
         if node.node_rank == 0 or node.shares_output:
             return told
-        where = f"node {node.node_rank} ({node.host}), rank {rank}"
         error = one_line(str(message.get("error") or ""), limit=1_000)
         error = error or self._missing(str(message.get("temporary")), message.get("files") or {})
         self._forget(str(message.get("temporary")), message.get("files") or {})
-        return {**told, "error": f"{where}: {error}" if error else ""}
+        return {**told, "error": error}
 
     def _missing(self, temporary: str, files: Mapping[str, Any]) -> str:
         for name, entry in files.items():

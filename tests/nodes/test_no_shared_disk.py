@@ -1,0 +1,77 @@
+"""Nodes with disks of their own: every checkpoint ends whole at the head. Run: pytest tests/nodes/test_no_shared_disk.py"""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.nodes.fronts import Front, together
+from tests.nodes.ground import Namespaces, Own
+from tests.nodes.harness import Job
+from unisono.checkpoint.manifest import MANIFEST, Manifest
+from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.store import CheckpointStore
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+def start_apart(job: Job, *words: str, **named: Any) -> list[Front]:
+    """All nodes, each with a disk of its own where the config's output_dir is; that of the head is `job.out`."""
+    job.out.mkdir(exist_ok=True)
+    for node in range(1, job.nodes):
+        disk(job, node).mkdir(exist_ok=True)
+    owns = [Own(), *(Own(binds=[(disk(job, node), job.out)]) for node in range(1, job.nodes))]
+    return [job.start(node, *words, own=own, **named) for node, own in enumerate(owns)]
+
+
+def disk(job: Job, node: int) -> Path:
+    return job.home(node) / "disk"
+
+
+def store_of(job: Job, caches: Path) -> CheckpointStore:
+    return CheckpointStore(job.out / "checkpoints", key=user_key(caches / "place0" / "settings" / "unisono"))
+
+
+def assert_whole_at_the_head(job: Job, caches: Path, *, steps: list[int]) -> list[Manifest]:
+    """Every checkpoint is in the head's output_dir, intact; nothing of any is elsewhere, and nothing half is here."""
+    store = store_of(job, caches)
+    assert [path.name for path in store.list()] == [f"step-{step:08d}" for step in steps], job.told()
+    assert [store.verify(path) for path in store.list()] == [[]] * len(steps)
+    assert not list((job.out / "checkpoints").glob("*.tmp-*"))
+    for node in range(1, job.nodes):
+        assert not (disk(job, node) / "checkpoints").exists(), list(disk(job, node).rglob("*"))
+    return [Manifest.from_bytes((path / MANIFEST).read_bytes()) for path in store.list()]
+
+
+def test_parts_of_three_nodes_end_whole_at_the_head_and_a_killed_run_goes_on_from_there(
+    networks: Namespaces, trio: Job, caches: Path
+) -> None:
+    del networks
+    trio.config(parallel={"strategy": "fsdp"}, duration="8 steps", restarts=1)
+    fronts = start_apart(trio)
+    trio.waits_for_step(4)
+    trio.ranks()[2].send_signal(signal.SIGKILL)
+    assert together(fronts) == [0, 0, 0], trio.told()
+    assert [line["step"] for line in trio.metrics()] == list(range(1, 9))
+    hosts = [front.host for front in fronts]
+    for manifest in assert_whole_at_the_head(trio, caches, steps=[4, 6, 8]):
+        parts = {name: entry.host for name, entry in manifest.files.items() if ".shard-" in name}
+        assert len(parts) >= 6, parts
+        for name, host in parts.items():
+            assert host == hosts[int(name.split(".shard-")[1][:5])], parts
+    screen = fronts[1].text()
+    assert "do not see this output_dir: every checkpoint ends whole here, on ada" in screen, screen
+    assert "node 1 (bob), node 2 (cyd)" in screen
+    trio.wait_gone()
+
+
+@pytest.mark.long
+def test_with_replicas_nothing_is_written_elsewhere(networks: Namespaces, pair: Job, caches: Path) -> None:
+    del networks
+    fronts = start_apart(pair)
+    assert together(fronts) == [0, 0], pair.told()
+    (first, last) = assert_whole_at_the_head(pair, caches, steps=[2, 4])
+    assert {entry.host for entry in first.files.values()} == {entry.host for entry in last.files.values()}
+    assert first.holder == fronts[0].host
+    assert "node 1 (bob) does not see this output_dir" in fronts[1].text()
