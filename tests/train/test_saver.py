@@ -1,0 +1,155 @@
+"""Saves beside training: what is saved is the state at the beginning, and nothing waits that need not. Run: pytest tests/train/test_saver.py"""
+
+import errno
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from unisono.train import saver as saving
+from unisono.train.part import Part
+from unisono.train.saver import Save, Saver
+from unisono.train.staging import Files, Groups, Staging
+
+LIMIT_S = 30.0
+
+
+def _groups(tensors: dict[str, torch.Tensor]) -> Groups:
+    return {"trainable": [Part(n, t, tuple(t.shape), (0,) * t.ndim) for n, t in tensors.items()]}
+
+
+def _keep(found: dict[str, bytes]) -> Callable[[Save, Files], Path]:
+    def write(save: Save, files: Files) -> Path:
+        found.update({part.name: bytes(part.read()) for part in files["trainable"]})
+        return Path(f"step-{save.step}")
+
+    return write
+
+
+class Held(Staging):
+    """Copies when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.may_copy = threading.Event()
+
+    def copy(self, groups: Groups, *, abandoned: Callable[[], bool]) -> Files:
+        assert self.may_copy.wait(LIMIT_S)
+        return super().copy(groups, abandoned=abandoned)
+
+
+class Poor(Staging):
+    """On a machine without the memory for copies."""
+
+    def has_room(self, groups: Groups) -> bool:
+        del groups
+        return False
+
+
+@pytest.mark.parametrize("staging", [Staging, Poor])
+def test_what_is_saved_is_the_state_at_the_beginning_whatever_training_does_then(
+    staging: type[Staging],
+) -> None:
+    """Three hundred saves of tensors that change at once; the buffers are kept from one to the next."""
+    saver = Saver(staging(torch.device("cpu")))
+    tensors = {"a": torch.zeros(5000), "b": torch.zeros(3, 7, dtype=torch.bfloat16), "step": torch.zeros(())}
+    for step in range(300):
+        for tensor in tensors.values():
+            tensor.fill_(step)
+        found: dict[str, bytes] = {}
+        save = saver.begin(step, _groups(tensors), _keep(found))
+        saver.before_update()
+        for tensor in tensors.values():
+            tensor.fill_(-1)
+        assert saver.wait()
+        assert save.path == Path(f"step-{step}")
+        assert found["a"] == torch.full((5000,), float(step)).numpy().tobytes()
+        assert found["step"] == torch.tensor(float(step)).numpy().tobytes()
+        assert found["b"] == torch.full((21,), step, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+
+
+def test_training_goes_on_before_the_copies_and_the_update_waits_for_them() -> None:
+    staging = Held()
+    saver = Saver(staging)
+    weight = torch.ones(10)
+    found: dict[str, bytes] = {}
+    save = saver.begin(1, _groups({"w": weight}), _keep(found))
+    assert not save.copied.is_set()  # and yet `begin` has returned
+
+    updated = threading.Event()
+
+    def update() -> None:
+        saver.before_update()
+        weight.fill_(2)
+        updated.set()
+
+    trains = threading.Thread(target=update)
+    trains.start()
+    assert not updated.wait(0.2)
+    staging.may_copy.set()
+    assert updated.wait(LIMIT_S)
+    trains.join()
+    assert saver.wait()
+    assert found["w"] == torch.ones(10).numpy().tobytes()
+    assert save.blocking_s > 0.1
+
+
+def test_an_update_does_not_wait_for_the_writing() -> None:
+    saver = Saver(Staging(torch.device("cpu")))
+    may_write = threading.Event()
+
+    def write(save: Save, files: Files) -> None:
+        del save, files
+        assert may_write.wait(LIMIT_S)
+
+    save = saver.begin(1, _groups({"w": torch.ones(10)}), write)
+    saver.before_update()
+    assert not save.done.is_set()
+    may_write.set()
+    assert saver.wait()
+
+
+def test_a_save_that_makes_no_progress_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "STUCK_S", 0.3)
+    saver = Saver(Staging(torch.device("cpu")))
+    may_write = threading.Event()
+
+    def write(save: Save, files: Files) -> None:
+        del files
+        save.advance("writing to a disk that does not answer")
+        assert may_write.wait(LIMIT_S)
+
+    save = saver.begin(1, _groups({"w": torch.ones(10)}), write)
+    assert not saver.wait()
+    assert save.doing == "writing to a disk that does not answer"
+    may_write.set()
+    assert save.done.wait(LIMIT_S)
+    assert saver.wait()
+
+
+def test_an_error_of_ours_in_the_thread_reaches_the_training() -> None:
+    saver = Saver(Staging(torch.device("cpu")))
+
+    def write(save: Save, files: Files) -> None:
+        del save, files
+        raise OSError(errno.EIO, "broken")
+
+    saver.begin(1, _groups({"w": torch.ones(10)}), write)
+    with pytest.raises(OSError, match="broken"):
+        saver.wait()
+
+
+def test_tensors_that_come_later_and_views_are_saved_too() -> None:
+    """Optimizer state appears with the first update; a slice of a larger tensor is not contiguous."""
+    rng = random.Random(0)
+    saver = Saver(Staging(torch.device("cpu")))
+    tensors: dict[str, torch.Tensor] = {}
+    for step in range(20):
+        tensors[f"t{step}"] = torch.randn(rng.randint(1, 40), 12)[:, ::2]
+        found: dict[str, bytes] = {}
+        saver.begin(step, _groups(tensors), _keep(found))
+        assert saver.wait()
+        assert found == {n: t.contiguous().numpy().tobytes() for n, t in tensors.items()}
