@@ -13,7 +13,7 @@ from unisono.units import parse_seconds, show_seconds
 _NOTHING_TO_SAVE_S = 3.0
 _FOR_THE_FRONTS_S = 2.0
 """Of the grace time: to end ranks that do not end by themselves, and to write how the run ended."""
-_FOR_THE_FRONTS_SHARE = 0.2
+_FOR_THE_FRONTS_SHARE = 0.4
 
 
 class Stopping:

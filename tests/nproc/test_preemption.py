@@ -1,0 +1,194 @@
+"""Signals to one process of a job of one node, or to all. Run: pytest tests/nproc/test_preemption.py"""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.fronts import Front
+from tests.nodes.ground import Loopback
+from tests.nodes.harness import Job
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+STEPS = 40
+Strike = Callable[[Job, Front], None]
+
+
+def to_front(job: Job, front: Front) -> None:
+    del job
+    front.signal(signal.SIGTERM)
+
+
+def to_rank(rank: int, number: signal.Signals) -> Strike:
+    def strike(job: Job, front: Front) -> None:
+        del front
+        job.ranks()[rank].send_signal(number)
+
+    return strike
+
+
+def to_all(job: Job, front: Front) -> None:
+    """As a scheduler signals a group, whose members pass on what they get; twice, as wrappers do."""
+    ranks = list(job.ranks().values())
+    for _ in range(2):
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        front.signal(signal.SIGTERM)
+
+
+def configure(job: Job, **sections: object) -> Job:
+    job.config(duration=f"{STEPS} steps", restarts=0, checkpoint={"every": "5 steps"}, **sections)
+    return job
+
+
+def start(job: Job, *words: str) -> Front:
+    return job.start(0, "--nproc", "2", *words, topology=False, json=False)
+
+
+def losses(job: Job) -> list[float]:
+    return [line["loss"] for line in job.metrics()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, rows_file: Path, caches: Path
+) -> Iterator[list[float]]:
+    """The losses of the run that nobody stops."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = configure(Job(Loopback(), folder, model=model_dir, rows=rows_file, caches=caches, nodes=1))
+    try:
+        front = start(job)
+        assert front.wait() == 0, front.text()
+        yield losses(job)
+    finally:
+        job.close()
+
+
+def preempted(job: Job, front: Front, *, within_s: float) -> int:
+    """Asserts that the job has ended well and in time; gives the step after which it did."""
+    sent = time.monotonic()
+    assert front.wait(limit_s=60) == 75, front.text()
+    assert time.monotonic() - sent < within_s
+    job.wait_gone(limit_s=5)
+    result = job.read("result.json")
+    assert (result["outcome"], result["exit_code"], result["verdict"]) == ("preempted", 75, None)
+    step = int(result["step"])
+    assert result["checkpoint"].endswith(f"step-{step:08d}"), front.text()
+    assert job.metrics()[-1]["step"] == step
+    return step
+
+
+@pytest.mark.fault("SIGTERM or SIGUSR1 to one process or to all, one node")
+@pytest.mark.parametrize(
+    "strike",
+    [
+        pytest.param(to_front, id="the front", marks=pytest.mark.long),
+        pytest.param(to_rank(0, signal.SIGTERM), id="rank 0", marks=pytest.mark.long),
+        pytest.param(to_rank(1, signal.SIGUSR1), id="rank 1", marks=pytest.mark.long),
+        pytest.param(to_all, id="all at once"),
+    ],
+)
+def test_whoever_gets_the_signal_all_ranks_save_after_the_same_step_and_the_run_goes_on_bit_equal(
+    solo: Job, undisturbed: list[float], strike: Strike
+) -> None:
+    front = start(configure(solo))
+    solo.waits_for_step(random.SystemRandom().randint(1, 20))
+    strike(solo, front)
+    step = preempted(solo, front, within_s=25)
+    assert step < STEPS
+    again = start(solo)
+    assert again.wait() == 0, again.text()
+    assert losses(solo) == undisturbed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("turn", range(4))
+def test_a_signal_while_much_else_is_going_on_loses_nothing(solo: Job, strategy: str, turn: int) -> None:
+    """Evaluations, samples and saves take most of the time here."""
+    del turn
+    configure(
+        solo, parallel={"strategy": strategy}, data={"eval": 0.2}, eval={"every": "2 steps", "samples": 3, "exact_match": True}
+    )  # fmt: skip
+    solo.config(checkpoint={"every": "2 steps"}, duration="30 steps")
+    front = start(solo)
+    draw = random.SystemRandom()
+    solo.waits_for_step(draw.randint(1, 12))
+    limit = time.monotonic() + draw.random() * 0.5
+    while time.monotonic() < limit:  # a moment of its own, not that of a step's line
+        os.sched_yield()
+    to_rank(draw.randint(0, 1), signal.SIGTERM)(solo, front)
+    preempted(solo, front, within_s=25)
+    again = start(solo)
+    assert again.wait() == 0, again.text()
+    assert [line["step"] for line in solo.metrics()] == list(range(1, 31))
+
+
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.long), None]
+)
+def test_while_the_ranks_start_a_signal_ends_them_and_nothing_has_changed(
+    solo: Job, rank: int | None
+) -> None:
+    front = start(configure(solo))
+    solo.until(lambda: len(solo.ranks()) == 2, what="two ranks")
+    sent = time.monotonic()
+    strike = to_front if rank is None else to_rank(rank, signal.SIGTERM)
+    strike(solo, front)
+    assert front.wait(limit_s=60) == 75, front.text()
+    assert time.monotonic() - sent < 10
+    solo.wait_gone(limit_s=5)
+    assert not solo.out.exists()
+
+
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_ranks_that_cannot_save_are_ended_by_the_deadline_or_by_a_second_signal(
+    solo: Job, *, again: bool
+) -> None:
+    """Rank 1 is stopped, so that no step is ever finished again: not even an agreement to stop. Of whole weights no rank keeps more."""
+    configure(solo, adapter=None, grace="20 seconds" if again else "5 seconds")
+    front = start(solo)
+    solo.waits_for_step(8)
+    solo.ranks()[1].send_signal(signal.SIGSTOP)
+    sent = time.monotonic()
+    front.signal(signal.SIGTERM)
+    while again and front.exit_code is None:
+        assert time.monotonic() - sent < 15, front.text()
+        front.signal(signal.SIGTERM)
+        solo.until(lambda: front.exit_code is not None or time.monotonic() % 0.5 < 0.1, what="half a second")
+    assert front.wait(limit_s=30) == 75, front.text()
+    assert time.monotonic() - sent < (10 if again else 5.0)
+    solo.wait_gone(limit_s=5)
+    result = solo.read("result.json")
+    assert result["outcome"] == "preempted"
+    saved = int(result["checkpoint"][-8:])
+    lost = int(result["step"]) - saved
+    assert f"ending the ranks; the newest checkpoint is {result['checkpoint']}" in front.text("err")
+    steps = "1 step after it is" if lost == 1 else f"{lost} steps after it are"
+    assert (f"{steps} lost" if lost else "nothing after it is lost") in front.text("err")
+    more = start(solo, "restarts=0")
+    assert more.wait() == 0, more.text()
+    assert [line["step"] for line in solo.metrics()] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.long
+def test_a_signal_between_two_starts_of_the_ranks_ends_the_run(solo: Job) -> None:
+    configure(solo)
+    front = start(solo, "restarts=2")
+    solo.waits_for_step(8)
+    solo.ranks()[1].kill()
+    front.wait_for("restart 1 of 2")
+    front.signal(signal.SIGTERM)
+    assert front.wait(limit_s=60) == 75, front.text()
+    solo.wait_gone(limit_s=5)
+    result = solo.read("result.json")
+    assert (result["outcome"], result["verdict"]) == ("preempted", None)
+    assert result["checkpoint"]
+    again = start(solo)
+    assert again.wait() == 0, again.text()
+    assert [line["step"] for line in solo.metrics()] == list(range(1, STEPS + 1))
