@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from unisono.launch.claim import Claim, claim
 from unisono.launch.first_checkpoint import FirstCheckpoint, still_due, with_rehearsal
 from unisono.launch.gathering import look_alone, party_of, tell_early_refusal
 from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
+from unisono.launch.kept import KeptMemory, keeping_ranks
 from unisono.launch.layout import Layout, lay_out, offer_of
 from unisono.launch.node_report import NONCE_FILE
 from unisono.launch.nodes import words
@@ -33,6 +34,7 @@ from unisono.launch.planning import Here, look_around, make_plan, prepare
 from unisono.launch.rank_environment import interface_name, rank_environments
 from unisono.launch.ranks import LocalRanks
 from unisono.launch.record import Table, draw, keep_refusal, keep_tail, write_agreement, write_decision
+from unisono.launch.rescue import Found, rescue
 from unisono.launch.restart import Death, may_restart
 from unisono.launch.resuming import find_resume_point, with_changes
 from unisono.launch.together import Together, together
@@ -192,8 +194,12 @@ class _Start:
             if plan.world_size > 1:
                 write_agreement(claimed.run, self.table)
             self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
-            attempt = self._attempt(plan, here, claimed.run, recorder, others)
-            ending = self._told(claimed.run, plan, attempt, ending_of(attempt, plan), others)
+            with KeptMemory(keeping_ranks(plan, 0)) as kept:
+                attempt = self._attempt(plan, here, claimed.run, recorder, others, kept)
+                ending = self._told(claimed.run, plan, attempt, ending_of(attempt, plan), others)
+                store = CheckpointStore(claimed.run.checkpoints, key=user_key(here.environment.settings_dir))
+                if rescue(claimed.run, plan, attempt, Found.here(kept), store=store, show=self.show):
+                    ending = replace(ending, fields=ending_of(attempt, plan).fields)
             verdict = ending.verdict
             if verdict is None or not self._goes_on(plan, attempt, verdict, deaths):
                 return self._finish(claimed, plan, attempt, ending, restarts, others)
@@ -241,15 +247,15 @@ class _Start:
         return prepare(self.request, loaded, here.environment, ledger=True, show=self.show), layout
 
     def _attempt(
-        self, plan: RunPlan, here: Here, run: RunDir, recorder: "_Recorder", others: Together | None
-    ) -> Attempt:
+        self, plan: RunPlan, here: Here, run: RunDir, recorder: "_Recorder", others: Together | None, kept: KeptMemory
+    ) -> Attempt:  # fmt: skip
         interface = interface_name(self.request.probes.network.interfaces(), plan.nodes[0].address)
         environments = rank_environments(
             plan, 0, variables=here.leftovers, interface=interface, debug_comm=self.request.debug_comm
         )
         local = LocalRanks(
             plan.on_node(0), run, run.plan, self.request.programs, environments,
-            from_step=plan.resume.step if plan.resume else 0, talks=plan.world_size > 1,
+            from_step=plan.resume.step if plan.resume else 0, talks=plan.world_size > 1, kept=kept,
         )  # fmt: skip
         server = others.hand_over(plan) if others is not None else None
 

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         from unisono.train.whole import run_plan
 
         closing.append(close_group)
-        return run_plan(plan, report, stop)
+        return run_plan(plan, report, stop, snapshot_fd=arguments.snapshot_fd)
 
     code = run_child(body, arguments)
     _leave(code, closing)

@@ -1,0 +1,157 @@
+"""A death costs an adapter's run no step. Run: pytest tests/nproc/test_rescue.py"""
+
+import json
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.nodes.injected.sitecustomize as injected
+from tests.nodes.fronts import Front
+from tests.nodes.harness import Job
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+INJECTED = {"PYTHONPATH": str(Path(injected.__file__).parent)}
+STEPS = 18
+COMPARED = ("step", "epoch", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "eval_loss")
+Kill = Callable[[Job, random.Random], None]
+Outcome = tuple[list[dict[str, Any]], bytes]
+
+
+def configure(job: Job, *, strategy: str = "auto", restarts: int = 20) -> None:
+    """Steps of some 100 ms on the tiny model, beside which its adapter is small. The only checkpoint is the one after the last step."""
+    job.config(
+        duration=f"{STEPS} steps", batch={"global": 48, "micro": 2}, checkpoint={"every": "1000 steps"}, restarts=restarts,
+        adapter={"rank": 2, "alpha": 4, "dropout": 0.1}, data={"eval": 0.2, "packing": False}, eval={"every": "5 steps"},
+        parallel={"strategy": strategy},
+    )  # fmt: skip
+
+
+def start(job: Job, nproc: int, *words: str, json: bool = True) -> Front:
+    ranks = ["--nproc", str(nproc)] if nproc > 1 else []
+    return job.start(0, *ranks, "--no-rehearse", *words, topology=False, env=INJECTED, json=json)
+
+
+def outcome(job: Job) -> Outcome:
+    """metrics.jsonl without times, and the final weights."""
+    found = map(json.loads, (job.out / "metrics.jsonl").read_text().splitlines())
+    lines = [{name: line[name] for name in COMPARED if name in line} for line in found]
+    return lines, (job.out / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def one_of(number: int) -> Kill:
+    """Kills that rank."""
+
+    def kill(job: Job, chance: random.Random) -> None:
+        del chance
+        job.ranks()[number].send_signal(signal.SIGKILL)
+
+    return kill
+
+
+def any_one(job: Job, chance: random.Random) -> None:
+    chance.choice(list(job.ranks().values())).send_signal(signal.SIGKILL)
+
+
+def all_of_them(job: Job, chance: random.Random) -> None:
+    victims = list(job.ranks().values())
+    chance.shuffle(victims)
+    for victim in victims:
+        victim.send_signal(signal.SIGKILL)
+
+
+def last_seen(job: Job, front: Front) -> int:
+    """The last step that anybody can have seen."""
+    steps = [int(message["step"]) for message in front.messages("step")]
+    return max([*steps, *(int(line["step"]) for line in job.metrics())])
+
+
+def strike(job: Job, front: Front, kill: Kill, chance: random.Random, *, after: int) -> None:
+    """Kills at a random moment of a step, and sees that the next start goes on from the last step that was seen."""
+    job.waits_for_step(after)
+    time.sleep(chance.uniform(0, 0.15))  # not a wait: the moment is the point
+    starts, seen = len(front.messages("plan")), last_seen(job, front)
+    kill(job, chance)
+    front.wait_until(lambda: 0.0 if len(front.messages("plan")) > starts else None, what="another start")
+    plan = front.messages("plan")[-1]
+    told = [int(message["step"]) for message in front.messages("step") if message["time"] < plan["time"]]
+    assert plan["resume"]["step"] == max(told) >= seen, front.text()
+
+
+def straight(job: Job, nproc: int, strategy: str) -> Outcome:
+    """What an undisturbed run ends with."""
+    configure(job, strategy=strategy)
+    front = start(job, nproc)
+    assert front.wait() == 0, front.text()
+    return outcome(job)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "strategy", "kills"),
+    [
+        (1, "auto", [one_of(0), one_of(0)]),
+        (2, "ddp", [one_of(0), all_of_them]),
+        (2, "fsdp", [one_of(1)]),
+        pytest.param(1, "auto", [one_of(0)] * 10, marks=pytest.mark.long),
+        pytest.param(2, "ddp", [any_one, any_one, all_of_them] * 4, marks=pytest.mark.long),
+        pytest.param(2, "fsdp", [any_one, any_one, all_of_them] * 4, marks=pytest.mark.long),
+    ],
+    ids=["one rank", "replicas", "shards", "one rank, often", "replicas, often", "shards, often"],
+)
+def test_no_step_is_lost_and_the_end_is_that_of_an_undisturbed_run(
+    solo_of: Callable[[], Job], nproc: int, strategy: str, kills: list[Kill]
+) -> None:
+    wanted, job = straight(solo_of(), nproc, strategy), solo_of()
+    configure(job, strategy=strategy)
+    front, chance = start(job, nproc), random.Random(f"{strategy} {len(kills)}")
+    after = sorted(chance.sample(range(1, STEPS - 1), len(kills)))
+    for kill, step in zip(kills, after, strict=True):
+        strike(job, front, kill, chance, after=step)
+    assert front.wait() == 0, front.text()
+    assert outcome(job) == wanted
+    restarts = job.read("result.json")["restarts"]
+    assert len(restarts) == len(kills)
+
+
+def test_a_run_that_ends_with_an_exception_goes_on_from_its_last_step(solo: Job) -> None:
+    configure(solo, restarts=0)
+    front = start(solo, 2, "parallel.strategy=ddp", json=False)
+    solo.waits_for_step(4)
+    solo.ranks()[1].send_signal(injected.RAISE)
+    assert front.wait() == 5, front.text()
+    step = solo.metrics()[-1]["step"]
+    said = f"rank 1, {front.label} died: step {step} was kept in memory and is now checkpoint step-{step:08d}; nothing is lost"
+    assert said in front.text()
+    result = solo.read("result.json")
+    assert (result["step"], Path(result["checkpoint"]).name) == (step, f"step-{step:08d}")
+    again = start(solo, 2, "parallel.strategy=ddp")
+    assert again.wait() == 0, again.text()
+    assert again.messages("plan")[-1]["resume"]["step"] == step
+    assert [line["step"] for line in solo.metrics()] == [*range(1, STEPS + 1)]
+
+
+def test_where_it_costs_too_much_it_is_turned_off_and_the_run_goes_back_to_its_checkpoint(solo: Job) -> None:
+    configure(solo, restarts=1)
+    solo.config(
+        adapter={"rank": 256, "dropout": 0.0}, batch={"global": 1, "micro": 1}, checkpoint={"every": "5 steps"},
+        duration="60 steps", eval={"every": "1000 steps"},
+    )  # fmt: skip
+    front = start(solo, 1, json=False)
+    front.wait_for("keeping each step in memory costs ")
+    solo.waits_for_step(20)
+    solo.ranks()[0].send_signal(signal.SIGKILL)
+    assert front.wait() == 0, front.text()
+    assert re.search(
+        r"costs \d+\.\d% of a step here \([\d.]+ of [\d.]+ ms\), and more than 1% of it is too much: it is off",
+        front.text(),
+    )
+    assert "was kept in memory" not in front.text()
+    (restart,) = solo.read("result.json")["restarts"]
+    assert restart["from_step"] % 5 == 0
+    assert [line["step"] for line in solo.metrics()] == [*range(1, 61)]
