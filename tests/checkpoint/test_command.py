@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore
+from unisono.cli.checkpoint_rows import table
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 
@@ -25,7 +27,8 @@ def run(tmp_path: Path, save: Save) -> RunDir:
     store = CheckpointStore(run.checkpoints, key=user_key(tmp_path / "settings" / "unisono"))
     for step in (10, 20, 30):
         save(step, by=store)
-    run.plan.write_text(json.dumps({"config": {"checkpoint": {"keep": 2, "best": "eval_loss"}}}))
+    plan = {"config": {"checkpoint": {"keep": 2, "best": "eval_loss"}}, "keep_every": 20}
+    run.plan.write_text(json.dumps(plan))
     losses = {10: 0.5, 20: 0.9, 30: 0.8}
     run.metrics.write_text(
         "".join(json.dumps({"step": n, "eval_loss": loss}) + "\n" for n, loss in losses.items())
@@ -58,8 +61,35 @@ def test_a_listing_for_people_has_a_line_for_each(run: RunDir) -> None:
     done = _unisono(run, "ls")
     lines = done.stdout.splitlines()
     assert len(lines) == 4
-    assert lines[0].split()[:2] == ["STEP", "SIZE"]
+    assert lines[0].split() == ["STEP", "SIZE", "AGE", "VERIFIED", "STATE", "KEPT", "HOST"]
+    assert "as it was written" in lines[1]
     assert "intact" in lines[1]
+    assert [("best" in line, "for ever" in line) for line in lines[1:]] == [
+        (True, False), (False, True), (False, False),
+    ]  # fmt: skip
+    assert [row["for_ever"] for row in _json(run, "ls")["checkpoints"]] == [False, True, False]
+    _unisono(run, "verify")
+    assert all(" s ago  intact" in line for line in _unisono(run, "ls").stdout.splitlines()[1:])
+
+
+def test_a_table_says_age_state_and_who_holds_it() -> None:
+    row = {
+        "step": 7, "bytes": 1_500_000, "created": "2026-01-01T00:00:00+00:00", "verified_at": "2026-01-03T11:30:00+00:00",
+        "read_again": True, "intact": True, "foreign": True, "best": True, "for_ever": True, "holder": "a", "hosts": ["a", "b", "c"],
+    }  # fmt: skip
+    damaged = row | {
+        "bytes": None,
+        "created": None,
+        "verified_at": None,
+        "intact": False,
+        "holder": None,
+        "hosts": [],
+    }
+    now = datetime(2026, 1, 3, 12, 0, tzinfo=UTC)
+    _, first, second = table([row, damaged], now=now)
+    shown = [text.strip() for text in first.split("  ") if text.strip()]
+    assert shown == ["7", "1.5 MB", "2 days", "30 min 00 s ago", "foreign", "best, for ever", "a (+2 nodes)"]
+    assert second.split()[:5] == ["7", "?", "?", "?", "DAMAGED"]
 
 
 def test_verifying_intact_ones_ends_with_0_and_is_remembered(run: RunDir) -> None:
@@ -93,13 +123,26 @@ def test_listing_sees_missing_and_short_files_at_once(run: RunDir) -> None:
     assert [row["intact"] for row in _json(run, "ls")["checkpoints"]] == [False, False, True]
 
 
-def test_pruning_goes_by_the_config_and_keeps_the_best(run: RunDir) -> None:
+def test_pruning_goes_by_the_config_and_keeps_the_best_and_those_for_ever(run: RunDir, save: Save) -> None:
+    store = CheckpointStore(run.checkpoints, key=user_key(run.root.parent / "settings" / "unisono"))
+    for step in (32, 35):
+        save(step, by=store)
     (run.checkpoints / "step-00000040.tmp-0a1b2c3d").mkdir()
     value = _json(run, "prune", "--keep", "1")
-    assert value["deleted"] == [str(run.checkpoint(20))]
-    assert value["kept"] == [str(run.checkpoint(10)), str(run.checkpoint(30))]
+    assert value["deleted"] == [str(run.checkpoint(30)), str(run.checkpoint(32))]
+    assert value["kept"] == [str(run.checkpoint(step)) for step in (10, 20, 35)]
     assert value["swept"] == [str(run.checkpoints / "step-00000040.tmp-0a1b2c3d")]
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000010", "step-00000030"]
+    assert len(list(run.checkpoints.glob("*step-*"))) == 3
+
+
+def test_pruning_never_deletes_the_last_intact_one(run: RunDir) -> None:
+    for step in (20, 30):
+        file = run.checkpoint(step) / "weights.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    run.metrics.unlink()  # no best
+    assert _json(run, "prune", "--keep", "1")["deleted"] == []
+    done = _unisono(run, "verify", "--step", "10")
+    assert done.stdout.splitlines() == ["step-00000010  intact"]
 
 
 def test_a_run_that_goes_on_is_not_pruned_from_outside(run: RunDir) -> None:

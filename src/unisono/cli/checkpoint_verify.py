@@ -1,0 +1,115 @@
+"""`unisono checkpoint verify`: reads checkpoints through, and runs some steps again from one."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from unisono.cli.output import output
+
+if TYPE_CHECKING:
+    from unisono.checkpoint.verify import Reading
+    from unisono.errors import Problem
+    from unisono.launch.replayed import Replayed
+
+
+def verify(
+    run: Annotated[Path, typer.Argument(help="a run's directory", show_default=False)],
+    step: Annotated[int | None, typer.Option(min=0, help="Only this step.", show_default=False)] = None,
+    replay: Annotated[
+        int | None,
+        typer.Option(
+            "--replay", min=1, max=1000, metavar="N", help="Also run N logged steps again from it, and compare the losses.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:  # fmt: skip
+    """Reads the checkpoints of a run through, and says what is damaged. Ends with 7 if anything is."""
+    from unisono.errors import IntegrityError
+
+    readings = _read(run, step)
+    speak = output()
+    if not speak.json:
+        _tell(readings)
+    replayed = _replay(run, step, replay) if replay is not None else None
+    problems = _problems(readings)
+    if replayed is not None and not replayed.is_right:
+        problems += replayed.error(str(run)).problems
+    if speak.json:
+        rows = [_row(reading) for reading in readings]
+        more = {"replay": replayed.to_json()} if replayed is not None else {}
+        speak.emit({"schema": 1, "checkpoints": rows, **more})
+        raise typer.Exit(IntegrityError.exit_code if problems else 0)
+    if replayed is not None and replayed.is_right:
+        for line in replayed.lines():
+            speak.result(line)
+    if problems:
+        raise IntegrityError(*problems)
+
+
+def _read(run: Path, step: int | None) -> "list[Reading]":
+    """Reads the checkpoint of a step, or all, and writes it down."""
+    from unisono.checkpoint.record import note_verified
+    from unisono.checkpoint.verify import read_through
+    from unisono.cli.checkpoint_rows import open_run
+    from unisono.errors import UsageError
+
+    store, key = open_run(run)
+    paths = [path for path in store.list() if step is None or path == store.path(step)]
+    if not paths:
+        raise UsageError.of(
+            "there is no checkpoint to verify" if step is None else f"there is no checkpoint of step {step}",
+            where=str(store.root), fix=f"`unisono checkpoint ls {run}` lists those that are there",
+        )  # fmt: skip
+    readings = [read_through(path, key=key) for path in paths]
+    there = [
+        reading for reading in readings if reading.path.exists()
+    ]  # its run may have pruned one meanwhile
+    note_verified(store.root, there)
+    return there
+
+
+def _replay(run: Path, step: int | None, steps: int) -> "Replayed":
+    from unisono.cli.progress import Progress
+    from unisono.launch.replay import Replay
+    from unisono.rundir import RunDir
+
+    with Progress(output()) as progress:
+        return Replay(RunDir(run), steps, step, progress.show).carry_out()
+
+
+def _tell(readings: "list[Reading]") -> None:
+    speak = output()
+    for reading in readings:
+        speak.result(f"{reading.path.name}  {'intact' if reading.intact else 'DAMAGED'}")
+        for finding in reading.findings:
+            if not finding.is_fatal:
+                speak.result(f"               {finding}")
+
+
+def _row(reading: "Reading") -> dict[str, Any]:
+    return {
+        "step": _step(reading.path), "path": str(reading.path), "intact": reading.intact, "foreign": reading.is_foreign,
+        "findings": [{"file": f.file, "what": f.what, "kind": f.kind, "tensors": list(f.tensors)} for f in reading.findings],
+    }  # fmt: skip
+
+
+def _problems(readings: "list[Reading]") -> "list[Problem]":
+    """Every damage, each with what it means for the run."""
+    from unisono.errors import Problem
+
+    good = [_step(reading.path) for reading in readings if reading.intact]
+    if good:
+        fix = f"nothing, if step {max(good)} will do: the run goes on from it; else restore the file from a copy"
+    else:
+        fix = "restore the file from a copy, or start anew with `unisono train … --fresh`"
+    return [
+        Problem(f"{reading.path.name}/{finding}", str(reading.path), "", fix)
+        for reading in readings
+        for finding in reading.findings
+        if finding.is_fatal
+    ]
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))

@@ -1,0 +1,310 @@
+"""Runs some steps of a run again from one of its checkpoints, and compares what they give with metrics.jsonl, bit for bit.
+
+All happens on this machine and in a directory that is gone afterwards; the run's own directory is only read.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.report import RankReport
+from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.store import CheckpointStore, Found
+from unisono.errors import IntegrityError, UnfitError, UsageError
+from unisono.events import Message
+from unisono.facts import Probes, read_environment, read_machine
+from unisono.facts.versions import decisive_versions
+from unisono.files import read_json, read_object
+from unisono.launch.attempt import Attempt, run_attempt
+from unisono.launch.command import Programs
+from unisono.launch.device import choose_devices
+from unisono.launch.interrupts import Interrupts
+from unisono.launch.layout import NodeOffer, lay_out
+from unisono.launch.outcome import ending_of
+from unisono.launch.rank_environment import interface_name, rank_environments
+from unisono.launch.ranks import LocalRanks
+from unisono.launch.record import write_decision
+from unisono.launch.replayed import Replayed, compare
+from unisono.launch.tasks import refusal, run_task
+from unisono.plan import ResumePoint, RunPlan
+from unisono.rundir import RunDir
+from unisono.rundir.lock import read_holder
+from unisono.rundir.metrics import iterate_metrics
+from unisono.text import one_line
+
+Show = Callable[[Message], None]
+Lines = Mapping[int, Mapping[str, Any]]
+
+
+@dataclass
+class Replay:
+    """A replay that is asked for.
+
+    Attributes:
+        run: the run's directory.
+        steps: how many steps are run again.
+        step: of the checkpoint to begin from; None: the newest one with so many logged steps after it.
+        show: sees phases, notes and warnings.
+        programs: what is started.
+        probes: what this machine is asked through.
+    """
+
+    run: RunDir
+    steps: int
+    step: int | None
+    show: Show
+    programs: Programs = field(default_factory=Programs)
+    probes: Probes = field(default_factory=Probes)
+
+    def carry_out(self) -> Replayed:
+        """Chooses, checks, runs and compares.
+
+        Raises:
+            UsageError: if there is nothing to compare with, or data or model are not those of the run.
+            UnfitError: if this machine cannot run it.
+            IntegrityError: if the checkpoint is damaged.
+            KeyboardInterrupt: if it was interrupted.
+        """
+        holder = read_holder(self.run.lock)
+        if holder is not None:
+            raise UsageError.of(
+                f"the run is going on: {holder}", where=str(self.run.lock), why="a replay takes the same devices",
+                fix="wait until it has ended",
+            )  # fmt: skip
+        plan = _plan_of(self.run)
+        logged = {line["step"]: line for line in iterate_metrics(self.run.metrics) if "loss" in line}
+        found = self._choose(plan, logged)
+        last = found.step + self.steps
+        excuses = _excuses_of_the_run(plan, found, last=last)
+        with tempfile.TemporaryDirectory(prefix="unisono-replay-") as folder:
+            scratch = RunDir(Path(folder) / "run")
+            again = self._plan_again(plan, found, scratch)
+            excuses += _excuses_of_the_machine(plan, again)
+            excuses += changed_versions(self.run, self.probes.packages())
+            self._announce(plan, again)
+            attempt = self._train(again, scratch)
+            lines = {line["step"]: line for line in iterate_metrics(scratch.metrics) if "loss" in line}
+        _check_end(attempt, again, lines)
+        return Replayed(
+            found.step, found.step + 1, last, compare(logged, lines), tuple(excuses), attempt.seconds
+        )
+
+    def _choose(self, plan: RunPlan, logged: Lines) -> Found:
+        store = CheckpointStore(self.run.checkpoints, key=user_key(read_environment().settings_dir))
+        wanted = store.list() if self.step is None else [store.path(self.step)]
+        able = [path for path in wanted if _has_steps_after(_step_of(path), self.steps, logged)]
+        if not able:
+            raise _nothing_to_compare(store, self.step, self.steps, logged)
+        for path in reversed(able):
+            try:
+                return store.require(path, run_id=plan.run_id)
+            except IntegrityError:
+                if path == able[0]:  # the others are damaged, too
+                    raise
+        raise AssertionError
+
+    def _plan_again(self, plan: RunPlan, found: Found, scratch: RunDir) -> RunPlan:
+        """The run's plan on this machine alone, in another directory, and up to the last step that is wanted."""
+        _refuse_other_ranks(plan, found)
+        environment = read_environment()
+        body = {
+            "config": plan.config.model_dump(mode="json", by_alias=True), "cache_dir": str(environment.cache_dir), "output_dir": None,
+        }  # fmt: skip
+        prepared = run_task("prepare", body, on_message=self.show, programs=self.programs)
+        _refuse_changed(plan, prepared)
+        machine = read_machine(self.probes.devices)
+        try:
+            devices, _ = choose_devices(
+                machine, wish=plan.device.kind, named=(), visible=environment.visible_devices, nproc=plan.world_size,
+                torch_version=self.probes.packages().get("torch", ""),
+            )  # fmt: skip
+        except UsageError as error:
+            raise UnfitError(*error.problems) from error
+        layout = lay_out(
+            [NodeOffer(0, machine.host, "127.0.0.1", devices, "the run's plan", plan.threads, "")]
+        )
+        data = plan.data.model_copy(update={"cache_dir": prepared["data"]["cache_dir"], "eval": None})
+        model = plan.model.model_copy(update={"directory": prepared["model"]["directory"]})
+        config = plan.config.model_copy(update={"output_dir": str(scratch.root), "track": []})
+        return plan.model_copy(
+            update={
+                "config": config, "output_dir": str(scratch.root), "epoch": 0, "nodes": layout.nodes, "ranks": layout.ranks,
+                "store_host": layout.store_host, "device": devices[0], "host": machine.host, "data": data, "model": model,
+                "resume": ResumePoint(step=found.step, path=str(found.path)), "resume_reason": "a replay",
+                "last_step": found.step + self.steps, "faults": {},
+            }
+        )  # fmt: skip
+
+    def _announce(self, plan: RunPlan, again: RunPlan) -> None:
+        assert again.resume is not None
+        ranks = f"{again.world_size} ranks ({again.strategy})" if again.world_size > 1 else "1 rank"
+        many = len(plan.nodes)
+        here = f", all on this machine; the run had them on {many} nodes" if many > 1 else ""
+        text = f"running steps {again.resume.step + 1}-{again.last_step} again from step {again.resume.step}: {ranks}{here}"
+        self.show({"kind": "phase", "time": time.time(), "phase": "replay", "text": text})
+
+    def _train(self, plan: RunPlan, scratch: RunDir) -> Attempt:
+        leftovers = read_environment().leftovers
+        interface = interface_name(self.probes.network.interfaces(), "127.0.0.1")
+        environments = rank_environments(plan, 0, variables=leftovers, interface=interface, debug_comm=False)
+        assert plan.resume is not None
+        local = LocalRanks(
+            plan.on_node(0), scratch, scratch.plan, self.programs, environments, from_step=plan.resume.step,
+            talks=plan.world_size > 1,
+        )  # fmt: skip
+        with Interrupts() as interrupts:
+            write_decision(scratch, plan)
+            attempt = run_attempt(
+                plan, local=local, server=None, interrupts=interrupts, show=self._show_some, on_agreement=_take_agreement
+            )  # fmt: skip
+        if attempt.asked_to_stop is not None:
+            raise KeyboardInterrupt
+        return attempt
+
+    def _show_some(self, message: Message) -> None:
+        if message["kind"] in ("phase", "warning"):
+            self.show(message)
+
+
+def changed_versions(run: RunDir, now: Mapping[str, str]) -> list[str]:
+    """A line for each package that numbers depend on and that is another one than when the run was started last.
+
+    Args:
+        run: whose environment.json says what there was.
+        now: all installed packages and their versions.
+    """
+    packages = read_object(run.environment).get("packages")
+    if not isinstance(packages, dict):
+        return ["environment.json cannot be read, so nobody knows with which packages the run was made"]
+    before, after = decisive_versions(packages), decisive_versions(now)
+    return [
+        f"{name} is {one_line(after.get(name, 'not here'), limit=60)}, and was {one_line(str(before[name]), limit=60)}"
+        for name in sorted(before)
+        if before[name] != after.get(name)
+    ]
+
+
+def _plan_of(run: RunDir) -> RunPlan:
+    try:
+        return RunPlan.model_validate(read_json(run.plan))
+    except (OSError, ValueError, ValidationError) as error:
+        raise UsageError.of(
+            "the plan of the run cannot be read, so its steps cannot be run again", where=str(run.plan),
+            why=one_line(str(error), limit=300), fix="leave out --replay: `checkpoint verify` needs no plan",
+        ) from error  # fmt: skip
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _has_steps_after(step: int, count: int, logged: Lines) -> bool:
+    return all(number in logged for number in range(step + 1, step + count + 1))
+
+
+def _nothing_to_compare(store: CheckpointStore, step: int | None, steps: int, logged: Lines) -> UsageError:
+    there = [_step_of(path) for path in store.list()]
+    last = max(logged, default=0)
+    fix = "wait until the run has come further, or ask for fewer steps: --replay 1"
+    if step is not None and step not in there:
+        return UsageError.of(
+            f"there is no checkpoint of step {step}", where=str(store.root),
+            fix=f"there are those of step {', '.join(map(str, there))}" if there else "the run has none yet",
+        )  # fmt: skip
+    if step is not None:
+        what = f"checkpoint step {step} has no {steps} logged steps after it"
+        able = [number for number in there if _has_steps_after(number, steps, logged)]
+        fix = f"leave out --step, and step {max(able)} is taken" if able else fix
+    else:
+        what = f"no checkpoint has {steps} logged steps after it"
+    newest = f"the newest checkpoint is of step {max(there)}; " if there else "there is no checkpoint; "
+    return UsageError.of(
+        what,
+        where=str(store.root),
+        why=f"{newest}metrics.jsonl ends with step {last}, and there is nothing to compare with",
+        fix=fix,
+    )
+
+
+def _refuse_other_ranks(plan: RunPlan, found: Found) -> None:
+    """The plans of earlier starts are not kept; steps that were made with other ranks cannot be made again."""
+    manifest, begun = found.manifest, plan.resume.step if plan.resume else 0
+    if found.step >= begun or (manifest.world_size, manifest.threads) == (plan.world_size, plan.threads):
+        return
+    raise UsageError.of(
+        f"the steps after checkpoint {found.step} were made by an earlier start with another layout", where=str(found.path),
+        why=f"it was written by {manifest.world_size} ranks with {manifest.threads} threads, and the plan that is kept has"
+        f" {plan.world_size} with {plan.threads}", fix=f"choose a checkpoint from step {begun} on, with --step",
+    )  # fmt: skip
+
+
+def _refuse_changed(plan: RunPlan, prepared: Mapping[str, Any]) -> None:
+    """Other rows or another model give other losses, and that would say nothing of the checkpoint."""
+    for name, digest, key in (
+        ("data", plan.data.digest, "data.train"),
+        ("model", plan.model.digest, "model.path"),
+    ):
+        now = prepared[name]["digest"]
+        if now != digest:
+            raise UsageError.of(
+                f"the {name} {'are' if name == 'data' else 'is'} not what the run was made with", where=key,
+                why=f"digest {digest} then, {now} now, so the steps cannot come out the same",
+                fix="put the files back as they were, or leave out --replay",
+            )  # fmt: skip
+
+
+def _excuses_of_the_run(plan: RunPlan, found: Found, *, last: int) -> list[str]:
+    """Why steps of this run may come out otherwise, whatever machine they are run on."""
+    lines = []
+    if plan.device.kind == "cuda" and not plan.config.deterministic:
+        lines.append(
+            "it was trained on accelerators without `deterministic: true`: sums are taken in any order"
+        )
+    if plan.resume is not None and found.step < plan.resume.step:
+        lines.append(
+            f"the run has been started again from step {plan.resume.step} since, and only the plan of the last start is kept"
+        )
+    changed = [str(change.get("key")) for change in plan.allowed if int(change.get("from_step", 0)) <= last]
+    if changed:
+        lines.append(f"settings were changed on the way, with --allow: {', '.join(sorted(set(changed)))}")
+    return lines
+
+
+def _excuses_of_the_machine(plan: RunPlan, again: RunPlan) -> list[str]:
+    """What is not as it was: kinds of device, and several machines that are one now."""
+    before = {place.device.name for place in plan.ranks} or {plan.device.name}
+    lines = []
+    if before != {again.device.name}:
+        lines.append(f"it was trained on {', '.join(sorted(before))}, and this is {again.device.name}")
+    if again.device.kind == "cuda" and len(plan.nodes) > 1:
+        lines.append("its ranks were on several machines, between which sums may be taken in another order")
+    return lines
+
+
+def _take_agreement(reports: Mapping[int, RankReport], agreement: Agreement) -> None:
+    """Ranks that disagree end the replay by themselves; there is no table to keep."""
+
+
+def _check_end(attempt: Attempt, plan: RunPlan, lines: Lines) -> None:
+    """Raises how the replay ended, unless it did what it was to do."""
+    ending = ending_of(attempt, plan)
+    assert plan.last_step is not None
+    if ending.error is not None:
+        raise ending.error
+    if ending.exit_code == 0 and plan.last_step in lines:
+        return
+    culprit = attempt.decision.culprit if attempt.decision else None
+    tail = culprit.tail if culprit is not None else ""
+    what = ending.verdict.summary if ending.verdict else "the replay ended before its last step"
+    problem = {
+        "what": f"the steps could not be run again: {what}", "where": "replay", "why": one_line(tail[-1500:], limit=1500),
+        "fix": "; ".join(ending.verdict.fix) if ending.verdict else "",
+    }  # fmt: skip
+    verdict = ending.verdict.to_json() if ending.verdict else None
+    raise refusal({"exit_code": ending.exit_code, "problems": [problem], "verdict": verdict})
