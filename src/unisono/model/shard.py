@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from unisono.model.load import LoadedModel
 
@@ -63,6 +64,42 @@ class ShardedRoot:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that may be sharded. All ranks must call it if it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_on_one(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
+    """The whole of a tensor that may be sharded, in host memory, on the rank that keeps it; None on the others.
+
+    That rank holds no more beside its own part than the result; another one, and each device, no more than one rank's part. All ranks must
+    call it if it is sharded.
+
+    Args:
+        tensor: of the same name on all ranks.
+        keep: whether this rank is the one.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.cpu() if keep else None
+    if tensor.placements != (Shard(0),):
+        full = tensor.full_tensor()
+        return full.cpu() if keep else None
+    group = tensor.device_mesh.get_group()
+    local = tensor.to_local()
+    found = torch.empty(tensor.shape, dtype=tensor.dtype) if keep else None
+    for rank, rows in enumerate(_rows_of_ranks(len(tensor), dist.get_world_size(group))):
+        window = found[rows] if found is not None else None
+        part = local.contiguous() if rank == dist.get_rank(group) else window
+        if part is None or part.device != local.device:
+            part = local.new_empty((rows.stop - rows.start, *tensor.shape[1:]))
+        if part.numel():
+            dist.broadcast(part, group=group, group_src=rank)  # all ranks of the mesh
+        if window is not None and part is not window:
+            window.copy_(part)
+    return found
+
+
+def _rows_of_ranks(rows: int, world_size: int) -> list[slice]:
+    """How torch.chunk, and so DTensor, deals rows over ranks; the last may have fewer, or none."""
+    share = -(-rows // world_size)
+    return [slice(min(r * share, rows), min((r + 1) * share, rows)) for r in range(world_size)]
 
 
 def like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from unisono.files import read_json, write_json
 from unisono.model.inspect import read_safetensors_header, weight_files
 from unisono.model.layout import MODEL_INDEX, Layout, Stored, Tensors, adapter_layout, model_layout, untied
 from unisono.model.load import DTYPES, LoadedModel
-from unisono.model.shard import whole
+from unisono.model.shard import whole_on_one
 from unisono.plan import RunPlan
 from unisono.units import parse_bytes
 
@@ -122,7 +122,7 @@ def stored_dtype(plan: RunPlan) -> str:
 
 def _write_files(layout: Layout, tensors: Tensors, directory: Path | None) -> None:
     """Writes the files of a layout, or takes part in gathering what stands in them, in the same order."""
-    made = _Made(layout, tensors)
+    made = _Made(layout, tensors, keep=directory is not None)
     for name, stored in layout.files.items():
         parts = made.parts(stored)
         if directory is not None:
@@ -134,10 +134,14 @@ def _write_files(layout: Layout, tensors: Tensors, directory: Path | None) -> No
 
 
 class _Made:
-    """The tensors of the files, made when they are asked for; those of one source are asked for one after the other."""
+    """The tensors of the files, made when they are asked for; those of one source are asked for one after the other.
 
-    def __init__(self, layout: Layout, tensors: Tensors) -> None:
+    On a rank that does not keep them, asking is taking part.
+    """
+
+    def __init__(self, layout: Layout, tensors: Tensors, *, keep: bool) -> None:
         self._layout = layout
+        self._keep = keep
         self._tensors = tensors
         self._source = ""
         self._now: Tensors = {}
@@ -156,24 +160,23 @@ class _Made:
     def _bytes(self, stored: Stored) -> memoryview:
         if self._source != stored.source:
             self.forget()  # before the next is whole
-            self._now = self._layout.convert(
-                stored.source, _whole(self._tensors[stored.source], stored.dtype)
-            )
+            found = _whole(self._tensors[stored.source], stored.dtype, keep=self._keep)
+            self._now = self._layout.convert(stored.source, found) if found is not None else {}
             self._source = stored.source
-        return bytes_of(self._now[stored.name].contiguous())
+        return bytes_of(self._now[stored.name].contiguous()) if self._keep else memoryview(b"")
 
 
-def _whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _whole(tensor: torch.Tensor, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
     """Cast before it is gathered, so that what travels and what is whole is no larger than what is written. All ranks must call it."""
-    return whole(tensor.detach().to(dtype)).cpu()
+    return whole_on_one(tensor.detach().to(dtype), keep=keep)
 
 
 def _all_whole(tensors: Tensors, dtype: torch.dtype, *, keep: bool) -> Tensors:
     """All tensors at once, where `keep` says so. All ranks must call it."""
     found: Tensors = {}
     for name, tensor in tensors.items():
-        full = _whole(tensor, dtype if tensor.is_floating_point() else tensor.dtype)
-        if keep:
+        full = _whole(tensor, dtype if tensor.is_floating_point() else tensor.dtype, keep=keep)
+        if full is not None:
             found[name] = full.contiguous()
     return found
 
