@@ -81,7 +81,7 @@ def test_a_second_signal_leaves_at_once_and_the_last_checkpoint_stays(
     assert is_gone(rank)
     newest = str(front.out / "checkpoints" / "step-00000003")
     assert f"a second signal: ending the ranks; the newest checkpoint is {newest}" in stderr
-    assert "1 step after it is lost" in stderr
+    assert "1 step after it is not in it" in stderr
     assert front.read("result.json")["checkpoint"] == newest
 
 
@@ -110,7 +110,7 @@ def test_a_rank_that_does_not_finish_in_the_grace_time_is_ended_and_what_is_lost
     assert time.monotonic() - sent < 5
     assert is_gone(rank)
     assert "of the 1.0 s that grace allows: ending the ranks" in stderr
-    assert "1 step after it is lost" in stderr
+    assert "1 step after it is not in it" in stderr
     assert front.read("result.json")["checkpoint"].endswith("step-00000003")
 
 

@@ -296,7 +296,8 @@ class _Conducting:
 
     def _pass_on_stop(self) -> None:
         attempt = self.attempt
-        newest = Newest(attempt.checkpoint, step=attempt.saved_step, reached=attempt.step)
+        kept = self.plan.config.adapter is not None
+        newest = Newest(attempt.checkpoint, step=attempt.saved_step, reached=attempt.step, kept=kept)
         word = self._stopping.due(ready=attempt.ready, newest=newest, finished=self._local_result())
         if word == "signal":
             assert self._interrupts.first is not None

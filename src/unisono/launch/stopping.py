@@ -77,19 +77,22 @@ class Newest:
         path: of it, or None.
         step: of it.
         reached: the last step that was finished.
+        kept: whether ranks keep each step in memory, from which the front makes a checkpoint when they are gone.
     """
 
     path: str | None
     step: int
     reached: int
+    kept: bool = False
 
     def __str__(self) -> str:
         lost = self.reached - (self.step if self.path else 0)
         steps = "1 step" if lost == 1 else f"{lost} steps"
         if self.path is None:
-            return f"there is no checkpoint yet, so {steps} are lost"
-        return f"the newest checkpoint is {self.path}, and " + (
-            f"{steps} after it {'is' if lost == 1 else 'are'} lost"
-            if lost > 0
-            else "nothing after it is lost"
+            return "there is no checkpoint yet" + ("" if self.kept else f", and {steps} are lost")
+        if lost <= 0:
+            return f"the newest checkpoint is {self.path}, and nothing after it is lost"
+        verb = "is" if lost == 1 else "are"
+        return f"the newest checkpoint is {self.path}, and {steps} after it {verb} " + (
+            "not in it" if self.kept else "lost"
         )
