@@ -170,8 +170,13 @@ def summary(plan: RunPlan, saved: Saved, room: Room, *, read_s: float) -> str:
     if not due:
         return f"{line}; it is the only one"
     at_most = _at_most(plan, room, due)
+    more = (
+        f"{len(due)} more every {plan.checkpoint_every} steps"
+        if len(due) > 1
+        else f"one more at step {due[0]}"
+    )
     return (
-        f"{line}; {len(due)} more every {plan.checkpoint_every} steps, at most {at_most} on disk: {show_bytes(at_most * saved.bytes)} of"
+        f"{line}; {more}, at most {at_most} on disk: {show_bytes(at_most * saved.bytes)} of"
         f" {show_bytes(room.bytes)} free; {show_seconds(len(due) * saved.seconds)} in all"
     )
 

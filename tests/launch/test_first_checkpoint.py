@@ -1,0 +1,76 @@
+"""What is said of all checkpoints after the first one, and when it is due. Run: pytest tests/launch/test_first_checkpoint.py"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.checkpoint.room import Room
+from unisono.launch.first_checkpoint import Saved, still_due, summary
+from unisono.plan import ResumePoint, RunPlan
+
+GB = 10**9
+
+
+def plan_of(
+    total: int, every: int, *, resume: int | None = None, rehearse: bool = True, **section: Any
+) -> RunPlan:
+    """A plan with what matters here; nothing else of it is looked at."""
+    from unisono.config import RunConfig
+
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "t", "eval": 0.1},
+            "output_dir": "o",
+            "checkpoint": section,
+        }
+    )
+    point = ResumePoint(step=resume, path="p") if resume is not None else None
+    return RunPlan.model_construct(
+        config=config,
+        total_steps=total,
+        checkpoint_every=every,
+        keep_every=None,
+        resume=point,
+        rehearse=rehearse,
+    )
+
+
+def said(total: int, every: int, *, free: float, step: int = 1, **section: Any) -> str:
+    saved = Saved(step, Path("checkpoints/step-00000001"), int(1.6 * GB), 3.2, 0.1)
+    room = Room(int(free * GB), saved.bytes, (step,))
+    return summary(plan_of(total, every, **section), saved, room, read_s=1.1)
+
+
+def test_size_and_time_of_all_are_told_in_a_line() -> None:
+    assert said(2400, 200, free=53.4) == (
+        "rehearsal: checkpoint of 1.6 GB in 3.2 s (0.1 s of it blocking), read back and verified in 1.1 s;"
+        " 12 more every 200 steps, at most 4 on disk: 6.4 GB of 55 GB free; 38 s in all"
+    )
+
+
+@pytest.mark.parametrize(
+    ("total", "every", "words"),
+    [
+        (2399, 200, "; 12 more every 200 steps, at most 4 on disk: "),
+        (100, 200, "; one more at step 100, at most 2 on disk: 3.2 GB of"),
+        (1, 200, "read back and verified in 1.1 s; it is the only one"),
+    ],
+)
+def test_short_runs_have_fewer(total: int, every: int, words: str) -> None:
+    assert words in said(total, every, free=50)
+
+
+def test_the_best_is_one_more() -> None:
+    assert "at most 5 on disk: 8 GB of" in said(2400, 200, free=50, best="eval_loss")
+
+
+def test_a_start_after_a_death_rehearses_only_where_the_one_before_left_nothing() -> None:
+    fresh, later = plan_of(9, 3), plan_of(9, 3, resume=3)
+    assert (fresh.rehearsed_step, later.rehearsed_step) == (1, 4)
+    assert plan_of(9, 3, rehearse=False).rehearsed_step is None
+    assert still_due(fresh, None)
+    assert not still_due(fresh, ResumePoint(step=1, path="p"))
+    assert still_due(later, ResumePoint(step=3, path="p"))
+    assert not still_due(later, ResumePoint(step=4, path="p"))
