@@ -148,7 +148,7 @@ def _loaded(model: Any, base: Any, tokenizer: Any, trainable: dict[str, torch.nn
 
 def _load_checkpoint(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
     """As training loads it, and then what was trained is put in its place."""
-    from unisono.checkpoint.state import load_state
+    from unisono.checkpoint.reader import CheckpointReader
     from unisono.model.locate import locate_tokenizer
 
     plan = target.plan
@@ -157,17 +157,16 @@ def _load_checkpoint(target: Target, *, dtype: str, device: torch.device) -> Loa
         loaded = load_for_training(
             plan.config, directory=target.base, tokenizer_directory=locate_tokenizer(plan.config), dtype=dtype, device=device
         )  # fmt: skip
-    saved = load_state(target.weights)[0]["trainable"]
-    if {name: p.shape for name, p in loaded.trainable.items()} != {
-        name: t.shape for name, t in saved.items()
-    }:
+    reader = CheckpointReader(target.weights)
+    saved = {name: outline.shape for name, outline in reader.groups["trainable"].items()}
+    if {name: tuple(p.shape) for name, p in loaded.trainable.items()} != saved:
         raise ModelError.of(
             "the checkpoint does not fit the model that the run began with", where=str(target.weights),
             why=f"the model is now read from {target.base}", fix="put the original model there again",
         )  # fmt: skip
     with torch.no_grad():
         for name, parameter in loaded.trainable.items():
-            parameter.copy_(saved[name])
+            parameter.copy_(reader.tensor("trainable", name))  # one by one, and without the optimizer's
     loaded.model.eval()
     return loaded
 
