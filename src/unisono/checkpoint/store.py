@@ -161,6 +161,16 @@ class CheckpointStore:
             if lock is not None:
                 os.close(lock)
 
+    def adopt(self, directory: Path, manifest: Manifest) -> Path:
+        """Publishes files that were brought here from elsewhere, under the manifest that came with them and its signature.
+
+        Args:
+            directory: beside the checkpoints; its files are synced, and compared with the manifest already.
+            manifest: it is written there.
+        """
+        self._publish(directory, self.path(manifest.step), manifest)
+        return self.path(manifest.step)
+
     def verify(self, path: Path, *, run_id: str | None = None) -> Findings:
         """Reads a published checkpoint through; gives all that is wrong with it, and [] where nothing is.
 

@@ -1,6 +1,7 @@
 """The first screen: what will happen, in at most twelve lines, before it happens. Pure."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from unisono.config import RunConfig
@@ -31,6 +32,7 @@ def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
         ("start", plan.resume_reason),
         ("results", plan.output_dir),
         ("", _blind(plan)),
+        ("", _copies(plan)),
     ]
     if plan.ignored_variables:
         names = ", ".join(plan.ignored_variables)
@@ -47,8 +49,15 @@ def _blind(plan: RunPlan) -> str:
     shown = ", ".join(blind[:4]) + (f" and {len(blind) - 4} more" if len(blind) > 4 else "")
     does, parts = ("do", "their parts") if len(blind) > 1 else ("does", "its part")
     how = f"; {parts} of it come over the control channel" if plan.strategy == "fsdp" else ""
+    return f"{shown} {does} not see this output_dir: every checkpoint ends whole here, on {plan.nodes[0].host}{how}"
+
+
+def _copies(plan: RunPlan) -> str:
+    storage = plan.config.checkpoint.storage
     return (
-        f"{shown} {does} not see this output_dir: every checkpoint ends whole here, on {plan.nodes[0].host}{how}"
+        f"copies of checkpoints: {storage.rstrip('/')}/{Path(plan.output_dir).name}/{plan.run_id}"
+        if storage
+        else ""
     )
 
 

@@ -38,6 +38,15 @@ def _check_bytes(text: str) -> str:
     return text
 
 
+def _check_storage(text: str) -> str:
+    scheme, found, place = text.partition("://")
+    if not found or not scheme or not place.strip("/"):
+        raise ValueError(f"{text!r} is no URL; write s3://bucket/runs or file:///mnt/copies")
+    if scheme in ("file", "local") and not place.startswith("/"):
+        raise ValueError(f"{text!r} has no absolute path; write {scheme}:///{place}")
+    return text
+
+
 def _check_pattern(text: str) -> str:
     try:
         re.compile(text)
@@ -66,6 +75,9 @@ WarmupText = Annotated[
 ]
 SecondsText = Annotated[str, AfterValidator(_check_seconds), Says("a time, as `25 seconds` or `2 minutes`")]
 BytesText = Annotated[str, AfterValidator(_check_bytes), Says("a size, as `1 GB` or `50 MB`")]
+StorageText = Annotated[
+    str, AfterValidator(_check_storage), Says("a URL, as `s3://bucket/runs` or `file:///mnt/copies`")
+]
 Pattern = Annotated[str, AfterValidator(_check_pattern), Says("a regular expression")]
 Share = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, BeforeValidator(_float_of_yaml), Field(gt=0.0)]
@@ -233,6 +245,11 @@ class CheckpointSection(Section):
     keep: int = Field(default=3, ge=1, description="how many of the newest stay")
     best: Literal["eval_loss"] | None = Field(
         default=None, description="eval_loss: the best one stays too, and is the result"
+    )
+    storage: StorageText | None = Field(
+        default=None,
+        description="a URL below which a copy of every checkpoint goes, as `s3://bucket/runs` or `file:///mnt/copies`; credentials come"
+        " from the environment",
     )
     keep_every: DurationText | None = Field(
         default=None, description="a period, as `1000 steps`: those at its multiples stay for ever"

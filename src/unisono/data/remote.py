@@ -44,7 +44,7 @@ def fetch_url(url: str, key: str, cache_dir: Path) -> list[RowFile]:
     Raises:
         DataError: if the scheme is unknown or lacks its package, or the storage does not give the file.
     """
-    fs, path = _open_storage(url, key)
+    fs, path = open_storage(url, key)
     try:
         paths = sorted(fs.glob(path)) if "*" in path else [path]
         files = [_download(fs, name, _name(fs, url, name, several="*" in path), cache_dir) for name in paths]
@@ -60,7 +60,16 @@ def fetch_url(url: str, key: str, cache_dir: Path) -> list[RowFile]:
     return files
 
 
-def _open_storage(url: str, key: str) -> tuple[Any, str]:
+def open_storage(url: str, key: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it.
+
+    Args:
+        url: with a scheme that fsspec knows.
+        key: of the config, for messages.
+
+    Raises:
+        DataError: if the scheme is unknown or lacks its package, or the URL cannot be opened.
+    """
     from fsspec.core import url_to_fs
     from fsspec.registry import known_implementations
 

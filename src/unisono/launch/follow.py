@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _HEAD_ANSWERS_S = 3.0
-_PASSED_ON = ("warning", "ready", "shard_written", "shard_written", "asked")
+_PASSED_ON = ("warning", "ready", "shard_written", "asked")
 """What the head hears of a rank's messages, beside its report and its end."""
 
 

@@ -37,7 +37,9 @@ from unisono.launch.record import Table, draw, keep_refusal, keep_tail, write_ag
 from unisono.launch.rescue import Found, rescue
 from unisono.launch.restart import Death, may_restart
 from unisono.launch.resuming import find_resume_point, with_changes
+from unisono.launch.stored import bring_back
 from unisono.launch.together import Together, together
+from unisono.launch.uploading import Uploading
 from unisono.plan import ResumePoint, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.result import RunResult, set_verdict, write_result
@@ -141,11 +143,19 @@ class _Start:
     party: Party | None
     """This node among others; None for a job of one node."""
     table: Table = field(default_factory=Table)
+    uploading: Uploading | None = None
+    """Beside the ranks, over all their starts; None without checkpoint.storage."""
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def run(self, loaded: LoadedConfig, here: Here) -> dict[str, Any]:
         """To its end; gives the object of result.json."""
-        with contextlib.ExitStack() as stack:
+        with self.stack as stack:
             with refusals_told(self.party) if self.party is not None else contextlib.nullcontext():
+                if self.request.resume:
+                    bring_back(
+                        loaded.config, here.environment, host=here.machine.host, programs=self.request.programs,
+                        trust=self.request.trust, show=self.show,
+                    )  # fmt: skip
                 claimed = stack.enter_context(
                     claim(
                         loaded.config, host=here.machine.host, resume=self.request.resume, fresh=self.request.fresh,
@@ -154,11 +164,14 @@ class _Start:
                 )  # fmt: skip
             try:
                 with self._others(loaded, here, claimed.run) as others:
-                    return self._train(loaded, here, claimed, others)
+                    result = self._train(loaded, here, claimed, others)
             except Disagreed as error:
                 keep_refusal(claimed.run, loaded.config, self.table, error, command=self.request.command)
                 claimed.worth_keeping = True
                 raise
+            if self.uploading is not None:  # the other nodes have ended: they need not wait for it
+                self.uploading.wait()
+            return result
 
     @contextlib.contextmanager
     def _others(self, loaded: LoadedConfig, here: Here, run: RunDir) -> Iterator[Together | None]:
@@ -187,6 +200,11 @@ class _Start:
         )  # fmt: skip
         plan = with_rehearsal(plan, claimed.run, wanted=self.request.rehearse)
         recorder = _Recorder(claimed, plan, self.show)
+        if plan.config.checkpoint.storage is not None:
+            self.uploading = self.stack.enter_context(
+                Uploading(plan, claimed.run, programs=self.request.programs, leftovers=here.leftovers, interrupts=self.interrupts,
+                          show=self.show)
+            )  # fmt: skip
         deaths: list[Death] = []
         restarts: list[dict[str, Any]] = []
         while True:
@@ -204,6 +222,7 @@ class _Start:
             if verdict is None or not self._goes_on(plan, attempt, verdict, deaths):
                 return self._finish(claimed, plan, attempt, ending, restarts, others)
             deaths.append(Death(verdict.cause, attempt.step))
+            store.sweep()  # what the dead ranks were writing
             set_verdict(claimed.run, None)
             try:
                 decision = StartDecision("resume", plan.run_id, "restarted")
@@ -268,7 +287,8 @@ class _Start:
         return run_attempt(
             plan, local=local, server=server, interrupts=self.interrupts, show=recorder.show, on_agreement=keep,
             companions=[
-                FirstCheckpoint(plan, programs=self.request.programs, leftovers=here.leftovers, show=recorder.show)
+                FirstCheckpoint(plan, programs=self.request.programs, leftovers=here.leftovers, show=recorder.show),
+                *([self.uploading] if self.uploading else []),
             ],
         )  # fmt: skip
 

@@ -19,6 +19,7 @@ TASKS = {
     "chat": "chat",
     "eval": "evaluate",
     "export": "export",
+    "storage": "storage",
     "rehearsed": "rehearsed",
 }
 

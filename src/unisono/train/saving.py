@@ -198,13 +198,13 @@ def _write_files(
         save.advance()
 
     save.advance(f"writing {directory}")
-    return write_files(directory, named, texts, on_bytes=progress)
+    written = write_files(directory, named, texts, on_bytes=progress)
+    return {name: entry.model_copy(update={"host": run.place.host}) for name, entry in written.items()}
 
 
 def _write_shard(run: Run, job: _Job, save: Save, files: Files) -> None:
     """Writes this rank's part beside the others', or on its own node's disk, and reports it."""
     directory = run.files.checkpoints / job.temporary
-    host = run.place.host
     entries: dict[str, FileEntry] = {}
     error = ""
     try:
@@ -213,7 +213,7 @@ def _write_shard(run: Run, job: _Job, save: Save, files: Files) -> None:
     except (OSError, StorageFailed) as failure:
         trouble = storage_trouble(failure, directory, directory)
         error = "; ".join(str(problem.what) for problem in trouble.problems) if trouble else str(failure)
-    told = {name: entry.model_copy(update={"host": host}).model_dump() for name, entry in entries.items()}
+    told = {name: entry.model_dump() for name, entry in entries.items()}
     run.report.send("shard_written", step=job.step, temporary=job.temporary, files=told, error=error)
 
 

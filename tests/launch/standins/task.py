@@ -10,6 +10,7 @@ from typing import Any
 from unisono.child import parse_child_arguments, run_child
 from unisono.errors import DataError
 from unisono.events import Reporter
+from unisono.task import storage
 
 SPLIT = {
     "rows": 40,
@@ -52,5 +53,10 @@ def export(report: Reporter, request: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     arguments = parse_child_arguments(sys.argv[1:], named=True)
     request = json.loads(arguments.file.read_text())
-    task = {"prepare": body, "export": export}[arguments.name]
+    tasks = {
+        "prepare": body,
+        "export": export,
+        "storage": lambda report, request: storage.run(request, report),
+    }
+    task = tasks[arguments.name]
     sys.exit(run_child(lambda report: task(report, request), arguments))

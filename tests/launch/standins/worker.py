@@ -2,7 +2,7 @@
 
 kill, raise, exit, segfault, oom: at this step, in the first start only unless `always`
 wait: before this step it waits for a signal, and says so with a phase
-deaf: ignores signals; unready: does not listen to them yet; refuse: refuses before step 1; flood: prints this many kilobytes a step
+deaf: ignores signals; unready: does not listen to them yet; refuse: refuses before step 1; weighs: bytes of a checkpoint; flood: prints this many kilobytes a step
 """
 
 import json
@@ -90,6 +90,7 @@ class Rank:
     def save(self) -> None:
         def write(directory: Path) -> None:
             (directory / "state.json").write_text(str(self.step))
+            (directory / "trainable.safetensors").write_bytes(os.urandom(self.plan.faults.get("weighs", 0)))
 
         path = self.store.save(
             self.step, write, run_id=self.plan.run_id, config_digest=self.plan.config_digest, world_size=1,

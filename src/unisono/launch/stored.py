@@ -1,0 +1,144 @@
+"""`--resume` where nothing is left here: the newest complete checkpoint is brought back from checkpoint.storage."""
+
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.signing import KEY_FILE, user_key
+from unisono.checkpoint.store import CheckpointStore, temporary_name
+from unisono.config import RunConfig
+from unisono.errors import IntegrityError
+from unisono.facts import Environment
+from unisono.files import fsync_dir, make_private_dir, read_object
+from unisono.launch.attempt import Show
+from unisono.launch.command import Programs
+from unisono.launch.tasks import run_task
+from unisono.launch.uploading import storage_url
+from unisono.rundir import RunDir
+from unisono.rundir.lock import RunLock
+from unisono.units import show_bytes, show_seconds
+
+
+def bring_back(
+    config: RunConfig, environment: Environment, *, host: str, programs: Programs, trust: bool, show: Show
+) -> None:
+    """Fills an output_dir that has no intact checkpoint from the storage, so that the run there goes on; else does nothing.
+
+    Args:
+        config: with checkpoint.storage or without.
+        environment: for the user's key.
+        host: this node.
+        programs: what is started.
+        trust: `--trust`: take a checkpoint that is not signed by this user, too.
+        show: sees what is said.
+
+    Raises:
+        UnfitError: if the storage cannot be read: that it holds nothing is then not known.
+        IntegrityError: if what it holds is a stranger's, or is damaged.
+        UsageError: if another process has the run's directory.
+    """
+    run = RunDir(Path(config.output_dir))
+    if config.checkpoint.storage is None:
+        return
+    store = CheckpointStore(run.checkpoints, key=user_key(environment.settings_dir))
+    plan = read_object(run.plan)
+    run_id = plan.get("run_id") if isinstance(plan.get("run_id"), str) else None
+    if (run_id is None and store.list()) or store.newest_intact(run_id=run_id, trust=trust) is not None:
+        return
+    bringing = _Bringing(run, store, storage_url(config.checkpoint.storage, run.root), programs, show)
+    before, damage = None, None
+    while (manifest := bringing.look(run_id, before=before)) is not None:
+        if not trust and not manifest.is_signed_by(user_key(environment.settings_dir)):
+            raise _foreign(manifest, bringing.url)
+        try:
+            bringing.do(manifest, host, is_new=not plan)
+        except IntegrityError as error:
+            damage, before, run_id = error, manifest.step, manifest.run_id
+            bringing.warn(error)
+            continue
+        return
+    if damage is not None:
+        raise damage
+    _say(
+        show,
+        f"{bringing.url} holds no complete checkpoint of {f'run {run_id}' if run_id else 'a run of this name'}",
+    )
+
+
+def _foreign(manifest: Manifest, url: str) -> IntegrityError:
+    return IntegrityError.of(
+        f"the checkpoint of step {manifest.step} in the storage is not signed with your key", where=f"{url}/{manifest.run_id}",
+        why="a checkpoint of somebody else's is not read unasked",
+        fix=f"copy {KEY_FILE} of the machine that wrote it into your folder of settings (~/.config/unisono), or pass --trust",
+    )  # fmt: skip
+
+
+class _Bringing:
+    def __init__(self, run: RunDir, store: CheckpointStore, url: str, programs: Programs, show: Show) -> None:
+        self.url = url
+        self._run = run
+        self._store = store
+        self._programs = programs
+        self._show = show
+
+    def look(self, run_id: str | None, *, before: int | None) -> Manifest | None:
+        """The manifest of the newest complete checkpoint there: of one run or of the newest, before a step or of all."""
+        request = {"action": "look", "url": self.url, "run_id": run_id, "before": before}
+        found = run_task("storage", request, programs=self._programs)["manifest"]
+        return Manifest.from_bytes(found.encode()) if found else None
+
+    def warn(self, error: IntegrityError) -> None:
+        """Says what is wrong with one; an older one is looked for."""
+        problem = error.problems[0]
+        text = f"{problem.what}: {problem.why}; an older one is looked for"
+        self._show({"kind": "warning", "time": time.time(), "code": "storage_damaged", "text": text, "fix": "delete it there"})  # fmt: skip
+
+    def do(self, manifest: Manifest, host: str, *, is_new: bool) -> None:
+        """Under the directory's lock; leaves nothing half."""
+        made = not self._run.root.exists()
+        make_private_dir(self._run.root)
+        lock = RunLock(self._run.lock)
+        nonce = secrets.token_hex(4)
+        temporary = self._run.checkpoints / temporary_name(manifest.step, nonce)
+        beside = self._run.root / f".brought.tmp-{os.getpid()}-{nonce}"
+        whole = False
+        try:
+            lock.acquire(host, os.getpid())
+            make_private_dir(self._run.checkpoints)
+            for folder in (temporary, beside):
+                folder.mkdir(mode=0o700)
+            self._fetch(manifest, temporary, beside)
+            self._store.adopt(temporary, manifest)
+            if is_new:
+                self._place(beside)
+            whole = True
+        finally:
+            for folder in (temporary, beside):
+                shutil.rmtree(folder, ignore_errors=True)
+            lock.release()
+            if made and not whole:
+                shutil.rmtree(self._run.root, ignore_errors=True)
+
+    def _fetch(self, manifest: Manifest, temporary: Path, beside: Path) -> None:
+        step, run_id = manifest.step, manifest.run_id
+        request = {
+            "action": "fetch", "url": self.url, "run_id": run_id, "step": step, "to": str(temporary), "beside": str(beside)
+        }  # fmt: skip
+        _say(self._show, f"bringing step {step} of run {run_id} back from {self.url}")
+        result = run_task("storage", request, programs=self._programs)
+        took = f"{show_bytes(result['bytes'])} in {show_seconds(result['seconds'])}"
+        _say(self._show, f"step {step} of run {run_id} is back from {self.url}: {took}")
+
+    def _place(self, beside: Path) -> None:
+        """What a run's directory needs besides; the plan last, since with it the directory counts as the run's."""
+        names = sorted((path.name for path in beside.iterdir()), key=lambda name: name == self._run.plan.name)
+        for name in names:
+            (beside / name).rename(self._run.root / name)
+        fsync_dir(self._run.root)
+
+
+def _say(show: Show, text: str) -> None:
+    show({"kind": "note", "time": time.time(), "text": text})

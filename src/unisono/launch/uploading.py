@@ -1,0 +1,181 @@
+"""Beside the ranks: copies of published checkpoints go to checkpoint.storage, by a child process, one at a time."""
+
+import time
+from pathlib import Path
+
+from unisono.errors import UnisonoError
+from unisono.events import Message
+from unisono.launch.attempt import Show
+from unisono.launch.command import Programs, child_environment
+from unisono.launch.interrupts import Interrupts
+from unisono.launch.tasks import TaskProcess
+from unisono.plan import RunPlan
+from unisono.rundir import RunDir
+from unisono.units import parse_seconds, show_bytes, show_seconds
+
+END_S = 600.0
+"""How long the end of a run waits for the last upload; after a wish to stop it is what is left of `grace`."""
+STALLED_S = 120.0
+"""An upload that has made no progress for so long is ended, and tried again with the next checkpoint."""
+_FOR_THE_RESULT_S = 0.5
+_SAYS_EVERY_S = 10.0
+
+
+def storage_url(storage: str, output_dir: Path) -> str:
+    """Where copies of this run's directory are: below the storage, under the directory's name."""
+    return f"{storage.rstrip('/')}/{output_dir.name}"
+
+
+class Uploading:
+    """A companion that lives over all starts of the ranks in one start of the run. Use it as a context: it leaves no child behind."""
+
+    def __init__(
+        self, plan: RunPlan, run: RunDir, *, programs: Programs, leftovers: dict[str, str], interrupts: Interrupts, show: Show
+    ) -> None:  # fmt: skip
+        """Begins with what was published before and may not be there yet.
+
+        Args:
+            plan: of the run.
+            run: its directory.
+            programs: what is started.
+            leftovers: variables that a task is not to see.
+            interrupts: wishes to stop.
+            show: sees what is said.
+        """
+        assert plan.config.checkpoint.storage is not None
+        self._plan = plan
+        self._run = run
+        self._url = storage_url(plan.config.checkpoint.storage, run.root)
+        self._programs = programs
+        self._leftovers = leftovers
+        self._interrupts = interrupts
+        self._show = show
+        self._due: Path | None = self._newest()
+        self._task: TaskProcess | None = None
+        self._path = Path()
+        self._done_bytes = self._of_bytes = 0
+        self._moved = 0.0
+        self.uploaded: Path | None = None
+
+    def __enter__(self) -> "Uploading":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def heard(self, rank: int, message: Message) -> None:
+        """A checkpoint is published: it is the next to go."""
+        if rank == 0 and message["kind"] == "checkpoint":
+            if self._due is not None and self._task is not None:
+                text = f"{self._due.name} is not copied to {self._url}: uploads are slower than checkpoints, and a newer one is there"
+                self._say(text)
+            self._due = Path(str(message["path"]))
+
+    def look(self) -> UnisonoError | None:
+        """Goes on; a storage that fails does not end the run."""
+        if self._task is None:
+            self._begin()
+            return None
+        try:
+            for message in self._task.news():
+                self._take(message)
+                if self._task is None:
+                    return None
+        except UnisonoError as error:
+            self._failed(error)
+            return None
+        if time.monotonic() - self._moved > STALLED_S:
+            self._failed(None)
+        return None
+
+    def finish(self) -> None:
+        """The ranks have ended; the run may go on. Its end is `wait`."""
+
+    def wait(self) -> None:
+        """Waits for the newest checkpoint to be there, in bounded time: END_S, or what is left of `grace`."""
+        newest = self._newest()
+        if newest is not None and newest not in (self.uploaded, self._path if self._task else None):
+            self._due = newest
+        limit, said = time.monotonic() + END_S, time.monotonic()
+        if self._interrupts.first is not None:
+            limit = self._interrupts.at + parse_seconds(self._plan.config.grace) - _FOR_THE_RESULT_S
+        while (self._task is not None or self._due is not None) and time.monotonic() < limit:
+            if self._interrupts.twice:
+                break
+            self.look()
+            if time.monotonic() - said > _SAYS_EVERY_S:
+                said = time.monotonic()
+                self._say(f"waiting for {self._progress()}; at most {show_seconds(limit - said)} more")
+            time.sleep(0.05)
+        if self._task is not None or self._due is not None:
+            left = self._due or self._path
+            self._warn(
+                f"the newest checkpoint, {left}, is not in {self._url}: its upload was not done in time",
+                "it is whole in the output_dir; a start that goes on with the run uploads it",
+            )
+        self._close()
+
+    def _newest(self) -> Path | None:
+        found = [path for path in self._run.checkpoints.glob("step-*") if path.name[5:].isdigit()]
+        return max(found, key=lambda path: int(path.name[5:]), default=None)
+
+    def _begin(self) -> None:
+        if self._due is None:
+            return
+        self._path, self._due = self._due, None
+        if not self._path.is_dir():  # pruned before its turn came
+            return
+        request = {
+            "action": "upload", "url": self._url, "run_id": self._plan.run_id, "path": str(self._path),
+            "keep": self._plan.config.checkpoint.keep, "beside": str(self._run.root),
+        }  # fmt: skip
+        environment = child_environment(threads=1, without=self._leftovers)  # the ranks have the other cores
+        self._task = TaskProcess("storage", request, programs=self._programs, environment=environment)
+        self._moved = time.monotonic()
+        self._done_bytes = self._of_bytes = 0
+
+    def _take(self, message: Message) -> None:
+        self._moved = time.monotonic()
+        if message["kind"] == "progress":
+            self._done_bytes, self._of_bytes = int(message["bytes"]), int(message["of"])
+        elif message["kind"] == "result":
+            self.uploaded = self._path
+            self._close()
+            if message["bytes"]:
+                size, seconds = show_bytes(message["bytes"]), show_seconds(message["seconds"])
+                self._say(f"{self._path.name} is in {self._url}/{self._plan.run_id}: {size} in {seconds}")
+
+    def _failed(self, error: UnisonoError | None) -> None:
+        """Says what, where, why and how to mend it; None: it does not move."""
+        self._close()
+        what = f"{self._path.name} was not copied to {self._url}: "
+        if error is None:
+            text = what + f"nothing moved for {show_seconds(STALLED_S)} ({self._progress()})"
+            self._warn(text, "look at the storage and the network; the next checkpoint is tried again")
+            return
+        problem = error.problems[0]
+        self._warn(
+            what + "; ".join(part for part in (problem.what, problem.why) if part),
+            f"{problem.fix or 'see there'}; training goes on, and the next checkpoint is tried again",
+        )
+
+    def _progress(self) -> str:
+        share = (
+            f", {self._done_bytes / self._of_bytes:.0%} of {show_bytes(self._of_bytes)}"
+            if self._of_bytes
+            else ""
+        )
+        return f"the upload of {(self._due or self._path).name}{share}"
+
+    def _close(self) -> None:
+        if self._task is not None:
+            self._task.close(patience_s=0)
+            self._task = None
+
+    def _say(self, text: str) -> None:
+        self._show({"kind": "note", "time": time.time(), "text": text})
+
+    def _warn(self, text: str, fix: str) -> None:
+        self._show(
+            {"kind": "warning", "time": time.time(), "code": "upload_failed", "text": text, "fix": fix}
+        )

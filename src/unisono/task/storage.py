@@ -1,0 +1,217 @@
+"""The task `storage`: copies of checkpoints in a storage that fsspec reaches, in a process of its own.
+
+    URL/RUN_ID/plan.json, config.yaml, environment.json, data.json, metrics.jsonl     as they were at the last upload
+    URL/RUN_ID/step-00000100/*                                                        manifest.json last: without it nothing counts
+
+Requests: {action: look, url, run_id or null, before: step or null}, {action: upload, url, run_id, path, keep, beside}, {action: fetch, url, run_id, step,
+to, beside}. Message `progress`: bytes, of. Credentials are those that the storage's package finds in the environment.
+"""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+from unisono.checkpoint.manifest import MANIFEST, Manifest, ManifestError
+from unisono.data.remote import open_storage
+from unisono.errors import IntegrityError, UnfitError, UnisonoError
+from unisono.events import Reporter
+from unisono.text import one_line
+
+BESIDE = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "plan.json")
+"""Files of a run that go with its checkpoints; the plan last, since with it a directory counts as a run."""
+_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
+_STEP = re.compile(r"step-(\d{8,})")
+_CHUNK_BYTES = 8 << 20
+_PROGRESS_S = 1.0
+
+
+def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Carries out one request.
+
+    Raises:
+        UnfitError: if the storage cannot be reached, read or written.
+        IntegrityError: if what was fetched, or was to be uploaded, is not what its manifest says.
+        DataError: if the URL has no known scheme, or its package is missing.
+    """
+    try:
+        return _carry_out(request, Storage(request["url"], report))
+    except (UnisonoError, AssertionError):
+        raise
+    except Exception as error:  # each storage package has errors of its own; what it says is handed on
+        text = one_line(str(error), limit=300)
+        raise UnfitError.of(
+            f"{request['url']} cannot be {'written' if request['action'] == 'upload' else 'read'}", where="checkpoint.storage",
+            why=f"{type(error).__name__}: {text}", fix="check the URL, the room there, the network and the credentials in the environment",
+        ) from error  # fmt: skip
+
+
+def _carry_out(request: dict[str, Any], storage: "Storage") -> dict[str, Any]:
+    if request["action"] == "look":
+        return storage.newest(request["run_id"], before=request["before"])
+    run_id, beside = request["run_id"], Path(request["beside"])
+    if request["action"] == "upload":
+        return storage.upload(run_id, Path(request["path"]), keep=request["keep"], beside=beside)
+    assert request["action"] == "fetch"
+    return storage.fetch(run_id, request["step"], Path(request["to"]), beside=beside)
+
+
+class Storage:
+    """The copies below one URL."""
+
+    def __init__(self, url: str, report: Reporter) -> None:
+        self._url = url
+        self._fs, self._root = open_storage(url, "checkpoint.storage")
+        self._report = report
+        self._of = self._done = 0
+        self._told = 0.0
+
+    def newest(self, run_id: str | None, *, before: int | None) -> dict[str, Any]:
+        """The newest complete checkpoint of the newest run, or of one run, before a step: run_id, step, manifest (its text); all None where there is none."""
+        runs = (
+            [run_id] if run_id else sorted(filter(_RUN_ID.fullmatch, self._names(self._root)), reverse=True)
+        )
+        for run in runs:
+            for step in sorted(self._steps(run), reverse=True):
+                manifest = self._manifest(run, step) if before is None or step < before else None
+                if manifest is not None and self._is_complete(run, manifest):
+                    return {"run_id": run, "step": step, "manifest": manifest.to_bytes().decode()}
+        return {"run_id": None, "step": None, "manifest": None}
+
+    def upload(self, run_id: str, path: Path, *, keep: int, beside: Path) -> dict[str, Any]:
+        """Copies a checkpoint, its manifest last; then deletes old ones. Gives bytes, seconds, deleted (steps)."""
+        began = time.monotonic()
+        manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
+        there = self._manifest(run_id, manifest.step)
+        new = there is None or there.checksum != manifest.checksum or not self._is_complete(run_id, there)
+        if new:
+            self._copy(run_id, path, manifest)
+        for name in BESIDE:
+            if (beside / name).is_file():
+                self._write(f"{self._root}/{run_id}/{name}", (beside / name).read_bytes())
+        if new:  # what stands beside must be there before anything counts on it
+            self._write(f"{self._place(run_id, manifest.step)}/{MANIFEST}", manifest.to_bytes())
+        deleted = self._prune(run_id, keep=keep, local=path.parent)
+        size = manifest.total_bytes if new else 0
+        return {"bytes": size, "seconds": time.monotonic() - began, "deleted": deleted}
+
+    def fetch(self, run_id: str, step: int, to: Path, *, beside: Path) -> dict[str, Any]:
+        """Brings a checkpoint's files, all but its manifest, into a directory, and what goes with it into another. Gives bytes, seconds.
+
+        Raises:
+            IntegrityError: if a file is not what the manifest says.
+        """
+        began = time.monotonic()
+        manifest = self._manifest(run_id, step)
+        if manifest is None:
+            raise IntegrityError.of(f"step {step} has no manifest any more", where=self._place(run_id, step))
+        self._of = manifest.total_bytes
+        for name, entry in manifest.files.items():
+            place = f"{self._place(run_id, step)}/{name}"
+            with self._fs.open(place, "rb") as source, (to / name).open("xb") as target:
+                found = self._pour(source, target)
+                target.flush()
+                os.fsync(target.fileno())
+            if found != (entry.bytes, entry.xxh3_128):
+                raise _damaged(place, found, (entry.bytes, entry.xxh3_128))
+        for name in BESIDE:
+            with contextlib.suppress(FileNotFoundError):  # a run of one rank has fewer of them
+                (beside / name).write_bytes(self._fs.cat_file(f"{self._root}/{run_id}/{name}"))
+        return {"bytes": manifest.total_bytes, "seconds": time.monotonic() - began}
+
+    def _copy(self, run_id: str, path: Path, manifest: Manifest) -> None:
+        place = self._place(run_id, manifest.step)
+        self._remove_marker(place)
+        self._fs.makedirs(place, exist_ok=True)
+        self._of = manifest.total_bytes
+        with contextlib.ExitStack() as stack:
+            # All are opened first: the checkpoint may be pruned here while it is copied, and what is open stays.
+            files = {name: stack.enter_context((path / name).open("rb")) for name in manifest.files}
+            for name, source in files.items():
+                entry = manifest.files[name]
+                with self._fs.open(f"{place}/{name}", "wb") as target:
+                    found = self._pour(source, target)
+                if found != (entry.bytes, entry.xxh3_128):
+                    raise _damaged(str(path / name), found, (entry.bytes, entry.xxh3_128))
+
+    def _pour(self, source: IO[bytes], target: IO[bytes]) -> tuple[int, str]:
+        """Copies, and gives size and digest of what was copied."""
+        digest, size = xxhash.xxh3_128(), 0
+        while data := source.read(_CHUNK_BYTES):
+            target.write(data)
+            digest.update(data)
+            size += len(data)
+            self._done += len(data)
+            self._progress()
+        return size, digest.hexdigest()
+
+    def _progress(self) -> None:
+        now = time.monotonic()
+        if now - self._told >= _PROGRESS_S:
+            self._told = now
+            self._report.send("progress", bytes=self._done, of=self._of)
+
+    def _prune(self, run_id: str, *, keep: int, local: Path) -> list[int]:
+        """Deletes what is neither here any more nor among the newest: what its own run has pruned."""
+        steps = sorted(self._steps(run_id))
+        here = {int(found[1]) for path in local.iterdir() if (found := _STEP.fullmatch(path.name))}
+        gone = [step for step in steps[: max(0, len(steps) - keep)] if step not in here]
+        for step in gone:
+            place = self._place(run_id, step)
+            self._remove_marker(place)
+            self._fs.rm(place, recursive=True)
+        return gone
+
+    def _remove_marker(self, place: str) -> None:
+        """Without its manifest a checkpoint is none, so that a death half-way leaves nothing that could be taken for whole."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(f"{place}/{MANIFEST}")
+
+    def _place(self, run_id: str, step: int) -> str:
+        return f"{self._root}/{run_id}/step-{step:08d}"
+
+    def _names(self, place: str) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            return [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(place, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def _steps(self, run_id: str) -> Iterator[int]:
+        for name in self._names(f"{self._root}/{run_id}"):
+            if found := _STEP.fullmatch(name):
+                yield int(found[1])
+
+    def _manifest(self, run_id: str, step: int) -> Manifest | None:
+        """None if there is none, or it is not what it should be."""
+        try:
+            data = self._fs.cat_file(f"{self._place(run_id, step)}/{MANIFEST}")
+            manifest = Manifest.from_bytes(data)
+        except (FileNotFoundError, ManifestError):
+            return None
+        return manifest if (manifest.run_id, manifest.step) == (run_id, step) else None
+
+    def _is_complete(self, run_id: str, manifest: Manifest) -> bool:
+        """Whether all files are there, with their sizes."""
+        place = self._place(run_id, manifest.step)
+        try:
+            return all(
+                self._fs.size(f"{place}/{name}") == entry.bytes for name, entry in manifest.files.items()
+            )
+        except FileNotFoundError:
+            return False
+
+    def _write(self, place: str, data: bytes) -> None:
+        self._fs.pipe_file(place, data)
+
+
+def _damaged(place: str, found: tuple[int, str], wanted: tuple[int, str]) -> IntegrityError:
+    return IntegrityError.of(
+        f"{place} is not what its manifest says", where=place,
+        why=f"{found[0]} bytes of digest {found[1]}; {wanted[0]} bytes of digest {wanted[1]} are in the manifest",
+    )  # fmt: skip

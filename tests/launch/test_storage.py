@@ -1,0 +1,251 @@
+"""Copies of checkpoints in checkpoint.storage, and a run that goes on from them elsewhere. Run: pytest tests/launch/test_storage.py"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from unisono.checkpoint.manifest import MANIFEST, Manifest
+from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.store import CheckpointStore
+from unisono.config.schema import CheckpointSection
+from unisono.launch.command import Programs
+from unisono.launch.tasks import TaskProcess, run_task
+
+Until = Callable[[Callable[[], bool]], None]
+
+
+@pytest.fixture
+def copies(front: Any) -> Path:
+    """A second directory, to which the front's config points."""
+    folder = front.folder / "copies"
+    folder.mkdir()
+    use(front, folder)
+    return folder
+
+
+def use(front: Any, folder: Path, **checkpoint: Any) -> None:
+    front.config(train="rows", checkpoint={"every": "3 steps", "storage": f"file://{folder}", **checkpoint})
+
+
+def stored(copies: Path, front: Any) -> list[Path]:
+    """The checkpoints there that count, oldest first."""
+    run_id = front.read("plan.json")["run_id"]
+    return sorted(path.parent for path in (copies / "out" / run_id).glob(f"step-*/{MANIFEST}"))
+
+
+def findings(path: Path, front: Any) -> list[Any]:
+    return CheckpointStore(path.parent, key=user_key(front.folder / "settings" / "unisono")).verify(path)
+
+
+def test_the_newest_checkpoint_is_there_whole_at_the_end(front: Any, copies: Path) -> None:
+    done = front.run()
+    assert done.returncode == 0, done.stderr
+    there = stored(copies, front)
+    assert there[-1].name == "step-00000010"
+    assert len(there) <= 3
+    assert [findings(path, front) for path in there] == [[]] * len(there)
+    run_id = front.read("plan.json")["run_id"]
+    assert f"copies of checkpoints: file://{copies}/out/{run_id}" in done.stderr
+    assert f"step-00000010 is in file://{copies}/out/{run_id}: " in done.stderr
+    assert json.loads((there[-1].parent / "plan.json").read_text())["run_id"] == run_id
+
+
+@pytest.mark.long
+def test_what_is_pruned_here_is_pruned_there(front: Any, copies: Path) -> None:
+    """Except the newest `keep`, which stay there also where this machine never had them."""
+    use(front, copies, keep=2)
+    for steps in (3, 6, 9):
+        assert front.run("--resume", f"duration={steps} steps").returncode == 0
+    assert [path.name[-2:] for path in stored(copies, front)] == ["03", "06", "09"]
+    for step in (3, 6, 9):
+        shutil.rmtree(front.out / "checkpoints" / f"step-{step:08d}")
+    assert front.run("--resume").returncode == 0
+    assert [path.name[-2:] for path in stored(copies, front)] == ["09", "10"]
+
+
+def test_another_machine_goes_on_from_there(front: Any, copies: Path) -> None:
+    del copies
+    front.run("duration=6 steps")
+    run_id = front.read("plan.json")["run_id"]
+    shutil.rmtree(front.out)
+    done = front.run("--resume")
+    assert done.returncode == 0, done.stderr
+    assert f"step 6 of run {run_id} is back from" in done.stderr
+    assert front.read("plan.json")["run_id"] == run_id
+    assert front.read("plan.json")["resume"]["step"] == 6
+    assert front.steps() == list(range(1, 11))
+
+
+@pytest.mark.long
+def test_without_resume_a_new_run_begins_and_the_old_copies_stay(front: Any, copies: Path) -> None:
+    front.run("duration=6 steps")
+    shutil.rmtree(front.out)
+    assert front.run("duration=3 steps").returncode == 0
+    assert front.read("plan.json")["resume"] is None
+    assert len(list((copies / "out").iterdir())) == 2
+
+
+@pytest.mark.long
+def test_a_run_whose_own_checkpoints_are_damaged_goes_on_from_the_copy(front: Any, copies: Path) -> None:
+    del copies
+    front.run("duration=6 steps")
+    for path in (front.out / "checkpoints").glob("step-*/state.json"):
+        path.write_text("something else")
+    done = front.run("--resume")
+    assert done.returncode == 0, done.stderr
+    assert front.read("plan.json")["resume"]["step"] == 6
+    assert front.steps() == list(range(1, 11))
+
+
+@pytest.mark.long
+def test_a_strangers_copies_are_refused_without_trust(front: Any, copies: Path) -> None:
+    del copies
+    front.run("duration=6 steps")
+    shutil.rmtree(front.out)
+    shutil.rmtree(front.folder / "settings")
+    done = front.run("--resume")
+    assert done.returncode == 7
+    assert "is not signed with your key" in done.stderr
+    assert "copy checkpoint.key" in done.stderr
+    assert not front.out.exists()
+    assert front.run("--resume", "--trust").returncode == 0
+    assert front.read("plan.json")["resume"]["step"] == 6
+
+
+def test_a_damaged_copy_is_named_and_an_older_one_is_taken(front: Any, copies: Path) -> None:
+    for steps in (3, 6):
+        front.run("--resume", f"duration={steps} steps", faults={"weighs": 10_000})
+    newest = stored(copies, front)[-1] / "trainable.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[5000] ^= 1
+    newest.write_bytes(data)
+    shutil.rmtree(front.out)
+    done = front.run("--resume")
+    assert done.returncode == 0, done.stderr
+    assert f"{newest} is not what its manifest says" in done.stderr
+    assert front.read("plan.json")["resume"]["step"] == 3
+    assert not list((front.out / "checkpoints").glob("*.tmp-*"))
+
+
+@pytest.mark.long
+def test_nothing_there_is_said_and_the_run_begins(front: Any, copies: Path) -> None:
+    del copies
+    done = front.run("--resume")
+    assert done.returncode == 0
+    assert "holds no complete checkpoint of a run of this name" in done.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """One MiB of disk."""
+    disk = tmp_path / "small"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_storage_is_a_warning_and_nothing_there_counts(front: Any, small_disk: Path) -> None:
+    use(front, small_disk)
+    done = front.run(faults={"weighs": 2 << 20})
+    assert done.returncode == 0, done.stderr
+    assert front.steps() == list(range(1, 11))
+    assert "No space left on device" in done.stderr
+    assert "training goes on, and the next checkpoint is tried again" in done.stderr
+    assert stored(small_disk, front) == []
+
+
+def test_a_storage_that_cannot_be_written_is_a_warning(front: Any) -> None:
+    use(front, Path("/proc/nowhere"))
+    done = front.run()
+    assert done.returncode == 0, done.stderr
+    assert "was not copied to file:///proc/nowhere/out: " in done.stderr
+    assert "check the URL, the room there, the network and the credentials" in done.stderr
+    assert "the newest checkpoint" not in done.stderr or "it is whole in the output_dir" in done.stderr
+
+
+@pytest.mark.long
+def test_with_resume_a_storage_that_cannot_be_read_is_no_empty_one(front: Any, copies: Path) -> None:
+    """A run that began anew would go beside the one that is there."""
+    copies.rmdir()
+    copies.write_text("a file where a directory should be")
+    done = front.run("--resume")
+    assert done.returncode == 6, done.stderr
+    assert "cannot be read" in done.stderr
+    assert not front.out.exists()
+
+
+def test_a_storage_that_blocks_is_named_and_not_waited_for_beyond_grace(
+    front: Any, copies: Path, started: Any, until: Until
+) -> None:
+    """A pipe that nobody reads stands where the file is to be: the upload of step 3 hangs, as on a dead network disk."""
+    process = started("grace=6 seconds", faults={"wait": 2})
+    until(front.waits_before(2))
+    run_id = front.read("plan.json")["run_id"]
+    place = copies / "out" / run_id / "step-00000002"
+    place.mkdir(parents=True)
+    os.mkfifo(place / "state.json")
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 75, told
+    assert "step-00000002, is not in" in told
+    assert "it is whole in the output_dir" in told
+    assert findings(front.out / "checkpoints" / "step-00000002", front) == []
+    assert stored(copies, front) == []
+
+
+def test_an_upload_that_is_killed_leaves_nothing_that_counts(front: Any, copies: Path, until: Until) -> None:
+    """SIGKILL in the middle; what was there before is taken."""
+    front.run("--resume", "duration=3 steps")
+    run_id = front.read("plan.json")["run_id"]
+    front.run("--resume", "duration=6 steps", "checkpoint.storage=null", faults={"weighs": 192 << 20})
+    url = f"file://{copies}/out"
+    request = {
+        "action": "upload", "url": url, "run_id": run_id, "path": str(front.out / "checkpoints" / "step-00000006"), "keep": 3,
+        "beside": str(front.out),
+    }  # fmt: skip
+    half = copies / "out" / run_id / "step-00000006" / "trainable.safetensors"
+    with TaskProcess("storage", request) as task:
+        until(lambda: half.exists() and half.stat().st_size > 0)
+        task.close(patience_s=0)
+    assert half.stat().st_size < 192 << 20
+    found = run_task(
+        "storage", {"action": "look", "url": url, "run_id": None, "before": None}, programs=Programs()
+    )
+    assert found["step"] == 3
+    assert run_task("storage", request)["bytes"] > 192 << 20  # the next try is whole
+    assert [path.name for path in stored(copies, front)] == ["step-00000003", "step-00000006"]
+    Manifest.from_bytes((half.parent / MANIFEST).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("storage", "words"),
+    [
+        ("/mnt/copies", "is no URL; write s3://bucket/runs or file:///mnt/copies"),
+        ("s3:bucket", "is no URL"),
+        ("s3://", "is no URL"),
+        ("file://copies", "has no absolute path; write file:///copies"),
+    ],
+)
+def test_a_storage_that_is_none_is_refused(storage: str, words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        CheckpointSection(storage=storage)
+
+
+def test_credentials_in_the_url_are_refused_and_not_repeated(front: Any) -> None:
+    front.config(train="rows", checkpoint={"storage": "s3://key:secret@bucket/runs"})
+    done = front.run()
+    assert done.returncode == 2
+    assert "checkpoint.storage holds a URL with credentials" in done.stderr
+    assert "AWS_ACCESS_KEY_ID" in done.stderr
+    assert "secret@" not in done.stderr
