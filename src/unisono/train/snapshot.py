@@ -114,6 +114,8 @@ class Snapshots:
     def _judge(self, run: Run) -> None:
         """Once, after the same step on all ranks: turns itself off where it costs too much on any. All ranks must call it."""
         cost, step = (statistics.median(times[_LEFT_OUT:]) for times in (self._costs, self._steps))
+        size = os.fstat(self._fd).st_size if self._fd is not None else 0
+        run.report.send("kept", cost_s=cost, step_time_s=step, bytes=size)
         if not run.group.any(cost > self._limit * step):
             return
         figures = f"{cost / step:.1%} of a step here ({1e3 * cost:.3g} of {1e3 * step:.3g} ms), and more than {self._limit:.0%} of it is too much"

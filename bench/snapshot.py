@@ -1,0 +1,106 @@
+"""What it costs to keep each step of an adapter in memory: seconds a step, as a share of the step.
+
+    python bench/snapshot.py [--steps 13] [--batch 8]
+
+Runs `unisono train` as a user does, on the random model of 135 M parameters and the rows of bench/workload.py, with LoRA of rank 16: one
+rank, and two replicas. The figures are the worker's own, by which it decides (medians of ten steps, the first left out): for how long a
+step waits for it. `apart` takes the same pass apart in a process of its own, on tensors of the same sizes: the copy alone, and with the
+digest; best of many, so that other work on the machine counts less. Results go to bench/results/snapshot.json.
+"""
+
+import argparse
+import json
+import mmap
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from workload import make  # type: ignore[import-not-found]  # beside this script
+
+WAYS = {"one rank": ("auto", 1), "two replicas": ("ddp", 2)}
+
+
+def job(work: Path, way: str, *, steps: int, batch: int) -> list[dict[str, Any]]:
+    """One job; gives what each rank that keeps its steps has measured."""
+    strategy, nproc = WAYS[way]
+    run = work / way.replace(" ", "-")
+    config = work / "config.yaml"
+    config.write_text(
+        f"model: {{path: {work / 'm135'}, dtype: float32}}\nadapter: {{rank: 16, alpha: 32}}\nparallel: {{strategy: {strategy}}}\ndevice: cpu\n"
+        f"data: {{train: {work / 'alpaca.jsonl'}, max_length: 512, too_long: cut, packing: false}}\nduration: {steps} steps\n"
+        f"batch: {{global: {batch}, micro: 2}}\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
+    )
+    command = [sys.executable, "-m", "unisono", "train", str(config), "--quiet", "--fresh", "--no-rehearse"]
+    command += ["--nproc", str(nproc)] if nproc > 1 else []
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    found = []
+    for rank in range(nproc):
+        lines = map(json.loads, (run / "events" / f"rank-{rank:05d}.jsonl").read_text().splitlines())
+        (kept,) = [line for line in lines if line["kind"] == "kept"]
+        figures = {name: round(kept[name], 6) for name in ("cost_s", "step_time_s")}
+        share = round(kept["cost_s"] / kept["step_time_s"], 6)
+        found.append({"way": way, "rank": rank, **figures, "share": share, "memory_bytes": kept["bytes"]})
+    return found
+
+
+def apart(sizes: list[int], *, rounds: int) -> dict[str, float]:
+    """Best times in seconds of one pass over float32 tensors of these numbers of elements: copied, and copied and digested."""
+    import torch
+    import xxhash
+
+    torch.set_num_threads(1)
+    sources = [torch.randn(size) for size in sizes]
+    whole = torch.frombuffer(memoryview(mmap.mmap(-1, 4 * sum(sizes))), dtype=torch.float32)
+    targets = list(whole.split(sizes))
+    content = memoryview(whole.view(torch.uint8).numpy())
+    found = {"copy_s": float("inf"), "copy_and_digest_s": float("inf")}
+    for _ in range(rounds):
+        began = time.perf_counter()
+        torch._foreach_copy_(targets, sources)
+        found["copy_s"] = min(found["copy_s"], time.perf_counter() - began)
+        began, at, block = time.perf_counter(), 0, 0
+        digest = xxhash.xxh3_128()
+        for number in range(len(sizes)):
+            if 4 * sum(sizes[block : number + 1]) < 1 << 19 and number + 1 < len(sizes):
+                continue
+            torch._foreach_copy_(targets[block : number + 1], sources[block : number + 1])
+            end = at + 4 * sum(sizes[block : number + 1])
+            digest.update(content[at:end])
+            at, block = end, number + 1
+        found["copy_and_digest_s"] = min(found["copy_and_digest_s"], time.perf_counter() - began)
+    return {name: round(seconds, 5) for name, seconds in found.items()}
+
+
+def main() -> None:
+    """Both ways, and the pass taken apart."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=13)
+    parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        make(work, rows=400)
+        found = [line for way in WAYS for line in job(work, way, steps=args.steps, batch=args.batch)]
+    # A and B of q, k, v, o, gate, up, down in 30 layers; each with two moments.
+    pairs = [(576, 576), (576, 192), (576, 192), (576, 576), (576, 1536), (576, 1536), (1536, 576)]
+    sizes = [16 * n for pair in pairs for n in pair] * 30 * 3
+    result = {
+        "schema": 1, "command": f"python bench/snapshot.py --steps {args.steps} --batch {args.batch}",
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg()[0]},
+        "adapter": {"kind": "lora", "rank": 16, "parameters": sum(sizes) // 3, "state_bytes": 4 * sum(sizes)},
+        "found": found, "apart": apart(sizes, rounds=30),
+    }  # fmt: skip
+    print(json.dumps(result, indent=1))
+    target = Path(__file__).parent / "results" / "snapshot.json"
+    target.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
