@@ -27,14 +27,10 @@ def plan_of(
         }
     )
     point = ResumePoint(step=resume, path="p") if resume is not None else None
-    return RunPlan.model_construct(
-        config=config,
-        total_steps=total,
-        checkpoint_every=every,
-        keep_every=None,
-        resume=point,
-        rehearse=rehearse,
-    )
+    fields: dict[str, Any] = {
+        "config": config, "total_steps": total, "checkpoint_every": every, "keep_every": None, "resume": point, "rehearse": rehearse,
+    }  # fmt: skip
+    return RunPlan.model_construct(**fields)
 
 
 def said(total: int, every: int, *, free: float, step: int = 1, **section: Any) -> str:

@@ -66,11 +66,11 @@ def test_without_it_nothing_is_saved_before_its_time(solo: Job) -> None:
 
 def test_a_run_that_goes_on_rehearses_only_where_its_ranks_are_laid_out_otherwise(solo: Job) -> None:
     solo.config(duration="2 steps")
-    assert solo.start(0, topology=False).wait() == 0
+    assert solo.start(0, topology=False).wait() == 0, solo.told()
     solo.config(duration="4 steps", checkpoint={"every": "100 steps"})
-    assert start(solo, "--resume").wait() == 0
+    assert start(solo, "--resume").wait() == 0, solo.told()
     solo.config(duration="6 steps")
-    assert start(solo, "--resume").wait() == 0
+    assert start(solo, "--resume").wait() == 0, solo.told()
     assert saved(solo) == [2, 3, 4, 6]
 
 
