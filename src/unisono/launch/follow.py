@@ -11,6 +11,7 @@ from unisono.control.events import Left
 from unisono.control.transfer import Transfers
 from unisono.events import Message
 from unisono.launch.attempt import Show
+from unisono.launch.collecting import KeptSender
 from unisono.launch.interrupts import Interrupts
 from unisono.launch.postmortem import NodeLoss, name_lost_node
 from unisono.launch.ranks import LocalRanks, RankEnd, RankNews
@@ -72,6 +73,7 @@ class Serving:
     head: str
     checkpoints: Path | None = None
     _shards: ShardSender | None = field(default=None, init=False)
+    _kept: KeptSender | None = field(default=None, init=False)
     _told_stop: bool = field(default=False, init=False)
     _told_again_at: float | None = field(default=None, init=False)
     _told_gone: bool = field(default=False, init=False)
@@ -79,16 +81,16 @@ class Serving:
     def run(self) -> LastWord | LostHead:
         """Until the end; the ranks are gone then."""
         with self.local, Transfers(self.link.link) as transfers:
-            if self.checkpoints is not None:
-                self._shards = ShardSender(transfers, self.checkpoints, self._tell)
+            self._make_senders(transfers)
             self.interrupts.collect()
             self.link.send({"kind": "ranks_started"})
             while True:
                 for news in self.local.poll(_POLL_S, also=[self.link.fileno(), transfers.fileno()]):
                     self._pass_on(news)
                 for outcome in transfers.outcomes():
-                    if self._shards is not None:
-                        self._shards.ended(outcome)
+                    for sender in (self._shards, self._kept):
+                        if sender is not None:
+                            sender.ended(outcome)
                 for event in self.link.receive(0):
                     if isinstance(event, Left):
                         self.local.end("the head is gone")
@@ -102,6 +104,12 @@ class Serving:
                     return LostHead(
                         self.head, f"it did not answer a second signal within {_HEAD_ANSWERS_S:g} s"
                     )
+
+    def _make_senders(self, transfers: Transfers) -> None:
+        if self.checkpoints is not None:
+            self._shards = ShardSender(transfers, self.checkpoints, self._tell)
+        if self.local.kept is not None:
+            self._kept = KeptSender(transfers, self.local.kept, self.link.send)
 
     def _pass_on(self, news: RankNews) -> None:
         if isinstance(news, RankEnd):
@@ -132,6 +140,8 @@ class Serving:
                 for news in self.local.poll(0):
                     self._pass_on(news)  # the last of them says, once, that all are gone
                 self._tell_gone()
+            case "kept_wanted" if self._kept is not None:
+                self._kept.wanted()
             case "verdict":
                 self._say_verdict(message)
             case "note":

@@ -43,10 +43,13 @@ class KeptMemory:
 
     def read(self, rank: int) -> tuple[list[Kept], list[str]]:
         """What the rank, which has ended, has kept, newest first; and what is wrong with the rest."""
+        content = self.content(rank)
+        return read_slots(content) if content is not None else ([], [])
+
+    def content(self, rank: int) -> memoryview | None:
+        """All of the rank's memory; None where nothing was written to it."""
         size = os.fstat(self._fds[rank]).st_size
-        if size == 0:
-            return [], []
-        return read_slots(memoryview(mmap.mmap(self._fds[rank], size, prot=mmap.PROT_READ)))
+        return memoryview(mmap.mmap(self._fds[rank], size, prot=mmap.PROT_READ)) if size else None
 
 
 def keeping_ranks(plan: RunPlan, node_rank: int) -> list[int]:

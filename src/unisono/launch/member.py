@@ -19,6 +19,7 @@ from unisono.launch.attempt import Show
 from unisono.launch.follow import LastWord, LostHead, Serving
 from unisono.launch.gathering import prepared_facts, report_maker
 from unisono.launch.interrupts import Interrupts, exit_code_of
+from unisono.launch.kept import KeptMemory, keeping_ranks
 from unisono.launch.nodes.agent import Attendance, attend_meeting
 from unisono.launch.nodes.party import MakeReport, Party, Standing
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
@@ -131,17 +132,24 @@ class _Member:
         environments = rank_environments(
             plan, node_rank, variables=self.here.leftovers, interface=interface, debug_comm=self.request.debug_comm
         )  # fmt: skip
+        kept = KeptMemory(keeping_ranks(plan, node_rank))
         local = LocalRanks(
             plan.on_node(node_rank), self.run_dir, plan_file, self.request.programs, environments,
-            from_step=plan.resume.step if plan.resume else 0, talks=True,
+            from_step=plan.resume.step if plan.resume else 0, talks=True, kept=kept,
         )  # fmt: skip
         parts = None if plan.nodes[node_rank].shares_output else self.run_dir.checkpoints
         try:
             if parts is not None:
                 clear_parts(parts)  # of a front that was killed
-            return Serving(
-                self.attendance, local, self.interrupts, self.show, head=plan.nodes[0].host, checkpoints=parts
-            ).run()
+            with kept:
+                return Serving(
+                    self.attendance,
+                    local,
+                    self.interrupts,
+                    self.show,
+                    head=plan.nodes[0].host,
+                    checkpoints=parts,
+                ).run()
         finally:
             _remove_plan(plan_file)
             if parts is not None:

@@ -13,7 +13,7 @@ from unisono.checkpoint.tensor_file import group_file
 from unisono.checkpoint.values import STATE, state_text
 from unisono.checkpoint.writing import TensorFile, write_files
 from unisono.launch.attempt import Attempt, Show
-from unisono.launch.kept import KeptMemory
+from unisono.launch.kept import KeptMemory, keeping_ranks
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.metrics import MetricsWriter, cut_after
@@ -55,6 +55,17 @@ def choose(steps: Mapping[int, Sequence[Kept]], *, holders: Sequence[int]) -> li
     return [kept[max(common)] for kept in of_each] if common else []
 
 
+def ended_with_result(attempt: Attempt) -> bool:
+    """Whether the ranks have saved what there was themselves."""
+    return attempt.last is not None and attempt.last["kind"] == "result" and attempt.decision is None
+
+
+def is_elsewhere(plan: RunPlan, attempt: Attempt) -> bool:
+    """Whether other nodes hold parts of what is to be rescued."""
+    away = any(keeping_ranks(plan, node.node_rank) for node in plan.nodes if node.node_rank != 0)
+    return away and attempt.ready and not ended_with_result(attempt)
+
+
 def rescue(
     run: RunDir, plan: RunPlan, attempt: Attempt, found: Found, *, store: CheckpointStore, show: Show
 ) -> bool:
@@ -68,14 +79,17 @@ def rescue(
         store: of the run.
         show: sees what is said.
     """
-    if attempt.last is not None and attempt.last["kind"] == "result" and attempt.decision is None:
-        return False  # it has saved what there was
+    if ended_with_result(attempt):
+        return False
     for rank, damage in found.damage.items():
         for what in damage:
             _warn(show, "snapshot_refused", f"what rank {rank} kept in memory is not used: {what}")
     holders = [place.rank for place in plan.ranks] if plan.strategy == "fsdp" else []
     pieces = choose(found.steps, holders=holders)
     if not pieces:
+        missing = [str(rank) for rank in holders if not found.steps.get(rank)]
+        if missing and any(found.steps.values()):
+            _say(show, f"what is left in memory is not whole: nothing of rank {', '.join(missing)}")
         return False
     step, began = pieces[0].step, time.monotonic()
     try:

@@ -34,7 +34,7 @@ from unisono.launch.planning import Here, look_around, make_plan, prepare
 from unisono.launch.rank_environment import interface_name, rank_environments
 from unisono.launch.ranks import LocalRanks
 from unisono.launch.record import Table, draw, keep_refusal, keep_tail, write_agreement, write_decision
-from unisono.launch.rescue import Found, rescue
+from unisono.launch.rescue import Found, is_elsewhere, rescue
 from unisono.launch.restart import Death, may_restart
 from unisono.launch.resuming import find_resume_point, with_changes
 from unisono.launch.stored import bring_back
@@ -216,7 +216,10 @@ class _Start:
                 attempt = self._attempt(plan, here, claimed.run, recorder, others, kept)
                 ending = self._told(claimed.run, plan, attempt, ending_of(attempt, plan), others)
                 store = CheckpointStore(claimed.run.checkpoints, key=user_key(here.environment.settings_dir))
-                if rescue(claimed.run, plan, attempt, Found.here(kept), store=store, show=self.show):
+                found = Found.here(kept)
+                if others is not None and is_elsewhere(plan, attempt):
+                    others.collect(plan, attempt, found, checkpoints=claimed.run.checkpoints, interrupts=self.interrupts)
+                if rescue(claimed.run, plan, attempt, found, store=store, show=self.show):
                     ending = replace(ending, fields=ending_of(attempt, plan).fields)
             verdict = ending.verdict
             if verdict is None or not self._goes_on(plan, attempt, verdict, deaths):

@@ -15,13 +15,15 @@ from unisono.causes import Verdict
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed
 from unisono.launch.asked import TrainRequest
-from unisono.launch.attempt import Show
+from unisono.launch.attempt import Attempt, Show
 from unisono.launch.gathering import prepared_facts, report_maker
+from unisono.launch.interrupts import Interrupts
 from unisono.launch.nodes.party import Party
 from unisono.launch.nodes.ssh import SshFronts, start_others
 from unisono.launch.outcome import Ending
 from unisono.launch.planning import Here
 from unisono.launch.record import Table
+from unisono.launch.rescue import Found
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.text import one_line
@@ -70,6 +72,14 @@ class Together:
         """Tells all nodes the plan, on which they start their ranks; gives the connections to conduct them by."""
         self.meeting.tell_all({"kind": "plan", "plan": plan.to_json()})
         return self.meeting.server
+
+    def collect(
+        self, plan: RunPlan, attempt: Attempt, found: Found, *, checkpoints: Path, interrupts: Interrupts
+    ) -> None:  # fmt: skip
+        """Adds what the ranks of the other nodes, which have ended, have kept in memory."""
+        from unisono.launch.collecting import collect
+
+        collect(plan, self.meeting.server, attempt, found, checkpoints=checkpoints, interrupts=interrupts)
 
     def tell_verdict(self, verdict: Verdict) -> None:
         """Says on all nodes what has ended the ranks; whether the run goes on is said later."""
