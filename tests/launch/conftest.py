@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 STANDINS = Path(__file__).parent / "standins"
 LIMIT_S = 60.0
@@ -72,12 +74,82 @@ class Front:
         return lambda: events.exists() and f"waiting before step {step}" in events.read_text()
 
 
+class Place:
+    """A folder with a model, rows, a config and a user's settings; real ranks train in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model, self.rows = folder / "model", folder / "rows.jsonl"
+        self.environment = {
+            **os.environ, "XDG_CONFIG_HOME": str(folder / "settings"), "XDG_CACHE_HOME": str(folder.parent / "cache"),
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        body = {
+            "model": str(self.model), "data": {"train": str(self.rows), "max_length": 64}, "batch": {"global": 8}, "optim": {"lr": 1e-2},
+            "adapter": {"rank": 4, "alpha": 8}, "duration": "3 steps", "device": "cpu", "output_dir": str(folder / "out"),
+        }  # fmt: skip
+        self.out = folder / "out"
+        (folder / "c.yaml").write_text(json.dumps(body))
+
+    def train(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "unisono", "train", "c.yaml", *words], cwd=self.folder, env=self.environment, capture_output=True,
+            text=True, timeout=240, check=False,
+        )  # fmt: skip
+
+    def read(self, name: str) -> Any:
+        return json.loads((self.out / name).read_text())
+
+    def losses(self) -> list[float]:
+        lines = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        return [line["loss"] for line in lines if "loss" in line]
+
+    def change_rows(self) -> None:
+        lines = self.rows.read_text().splitlines()
+        self.rows.write_text("\n".join(lines[:-6]) + "\n")
+
+    def change_weights(self) -> None:
+        file = self.model / "model.safetensors"
+        tensors = load_file(file)
+        name = next(name for name in tensors if "q_proj" in name)
+        tensors[name] = tensors[name] * 2
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    def change_tokenizer(self) -> None:
+        """Two words change places in the vocabulary."""
+        file = self.model / "tokenizer.json"
+        body = json.loads(file.read_text())
+        vocabulary = body["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        file.write_text(json.dumps(body))
+
+
 def wait_until(condition: Callable[[], bool], *, limit_s: float = LIMIT_S) -> None:
     """Waits for an event, with a limit."""
     limit = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < limit, "it never came"
         time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, rows_file: Path) -> Place:
+    """A finished run of three steps; not to be touched, see `finished`."""
+    folder = tmp_path_factory.mktemp("finished") / "place"
+    folder.mkdir()
+    shutil.copytree(model_dir, folder / "model")
+    shutil.copy(rows_file, folder / "rows.jsonl")
+    place = Place(folder)
+    done = place.train()
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+@pytest.fixture
+def finished(trained: Place, tmp_path: Path) -> Place:
+    """A finished run of three steps, with everything that it came from, carried to another folder."""
+    shutil.copytree(trained.folder, tmp_path / "place")
+    return Place(tmp_path / "place")
 
 
 @pytest.fixture
