@@ -56,6 +56,7 @@ def test_parts_of_three_nodes_end_whole_at_the_head_and_a_killed_run_goes_on_fro
     assert together(fronts) == [0, 0, 0], trio.told()
     assert [line["step"] for line in trio.metrics()] == list(range(1, 9))
     hosts = [front.host for front in fronts]
+    parts: dict[str, str] = {}
     for manifest in assert_whole_at_the_head(trio, caches, last=8):
         parts = {name: entry.host for name, entry in manifest.files.items() if ".shard-" in name}
         assert len(parts) in (0, 6), parts  # none: what was rescued after the kill is whole
