@@ -73,6 +73,7 @@ class Job:
     def start(
         self, node: int, *words: str, env: dict[str, str] | None = None, answers: dict[str, Any] | None = None,
         own: Own | None = None, json: bool | None = None, place: int | None = None, topology: bool = True,
+        rehearse: bool = False,
     ) -> Front:  # fmt: skip
         """Starts a node's front.
 
@@ -85,13 +86,15 @@ class Job:
             json: whether it speaks JSON; otherwise even nodes do.
             place: where it runs, if not where a node of its rank does.
             topology: whether --nodes, --node-rank and --head are given.
+            rehearse: whether the first checkpoint is read back, by a process that imports torch; most tests are not about it.
         """
         place = node if place is None else place
         json = node % 2 == 0 if json is None else json
         place_in_job = [
             "--nodes", str(self.nodes), "--node-rank", str(node), "--head", self.head, "--join-timeout", "60"
         ]  # fmt: skip
-        words = (*(place_in_job if topology else ()), *words, *(["--json"] if json else ()))
+        rest = [*(["--json"] if json else []), *([] if rehearse else ["--no-rehearse"])]
+        words = (*(place_in_job if topology else ()), *words, *rest)
         command = [*self._program(node, answers), "train", "c.yaml", *words]
         front = Front(
             self.ground.command(place, command, own or Own()), node=node, host=self.ground.host(place), cwd=self.home(node),

@@ -21,7 +21,8 @@ LONG = "2000 steps"  # ended by the test, when it has seen what it waits for
 
 
 def start(job: Job, *words: str, **named: object) -> Front:
-    return job.start(0, "--nproc", "2", *words, topology=False, json=False, **named)  # type: ignore[arg-type]
+    rehearse = "--no-rehearse" not in words
+    return job.start(0, "--nproc", "2", *words, topology=False, json=False, rehearse=rehearse, **named)  # type: ignore[arg-type]
 
 
 def saved(job: Job) -> list[int]:

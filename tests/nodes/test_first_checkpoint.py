@@ -1,0 +1,39 @@
+"""What comes of the first checkpoint concerns all nodes. Run: pytest tests/nodes/test_first_checkpoint.py"""
+
+import os
+import signal
+
+import pytest
+
+from tests.nodes.fronts import together
+from tests.nodes.ground import Namespaces, Own
+from tests.nodes.harness import Job
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+def test_a_first_checkpoint_that_the_heads_disk_cannot_hold_ends_every_node_with_6(
+    networks: Namespaces, pair: Job
+) -> None:
+    del networks
+    pair.config(duration="2000 steps", checkpoint={"every": "500 steps"})
+    (pair.out / "checkpoints").mkdir(parents=True)
+    small = Own(small=[(pair.out / "checkpoints", 64 << 10)])
+    fronts = [pair.start(0, own=small, rehearse=True, json=False), pair.start(1, rehearse=True, json=False)]
+    assert together(fronts) == [6, 6], pair.told()
+    for front in fronts:
+        assert (
+            "the first checkpoint could not be written: no room for checkpoint step-00000001" in front.text()
+        )
+    assert pair.metrics()[-1]["step"] < 500
+    pair.wait_gone()
+
+
+def test_the_head_says_what_all_checkpoints_will_take(networks: Namespaces, pair: Job) -> None:
+    del networks
+    pair.config(duration="2000 steps", checkpoint={"every": "500 steps"}, parallel={"strategy": "fsdp"})
+    fronts = [pair.start(node, rehearse=True, json=False) for node in (0, 1)]
+    fronts[0].wait_for("rehearsal: checkpoint of ")
+    os.kill(fronts[1].pid, signal.SIGTERM)
+    assert together(fronts) == [75, 75], pair.told()
+    pair.wait_gone()
