@@ -40,6 +40,7 @@ from unisono.launch.resuming import find_resume_point, with_changes
 from unisono.launch.stored import bring_back
 from unisono.launch.together import Together, together
 from unisono.launch.uploading import Uploading
+from unisono.launch.verifier import Verifier
 from unisono.plan import ResumePoint, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.result import RunResult, set_verdict, write_result
@@ -291,6 +292,7 @@ class _Start:
             plan, local=local, server=server, interrupts=self.interrupts, show=recorder.show, on_agreement=keep,
             companions=[
                 FirstCheckpoint(plan, programs=self.request.programs, leftovers=here.leftovers, show=recorder.show),
+                Verifier(run.checkpoints, user_key(here.environment.settings_dir), recorder.show, self.request.rhythm),
                 *([self.uploading] if self.uploading else []),
             ],
         )  # fmt: skip
