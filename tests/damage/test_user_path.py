@@ -5,15 +5,18 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import Trained as RanHere
 from tests.damage.conftest import STEPS, Trained
 from tests.damage.damages import OF_A_DIRECTORY, OF_A_FILE, How, Injected, damage, files_of
 from tests.nodes.fronts import Front
 from tests.nodes.ground import Loopback
 from tests.nodes.harness import Job
+from unisono.errors import IntegrityError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -110,3 +113,17 @@ def test_verify_names_the_file_and_the_tensor(trained: Trained, again: Job, how:
     assert f"{names[-1]}/{injected.files[0]}: " in done.stderr
     assert all(tensor in done.stderr for tensor in sorted(injected.tensors)[:3])
     assert f"step {STEPS - 1} will do" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer-adamw.safetensors", "state.json"])
+def test_a_rank_reads_nothing_of_a_checkpoint_that_was_damaged_after_its_front_looked(
+    train_here: Callable[..., RanHere], tmp_path: Path, name: str
+) -> None:
+    run = train_here(directory=tmp_path / "run", duration="4 steps", checkpoint={"every": "2 steps"})
+    (path,) = (run.directory / "checkpoints").glob("step-00000004")
+    file = bytearray((path / name).read_bytes())
+    file[-2] ^= 1
+    (path / name).write_bytes(file)
+    with pytest.raises(IntegrityError) as raised:
+        train_here(directory=run.directory, duration="6 steps", resume=(4, path))
+    assert [problem.where for problem in raised.value.problems] == [str(path / name)]
