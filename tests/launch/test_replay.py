@@ -140,7 +140,11 @@ def test_two_ranks_do_their_steps_again_to_the_bit_and_each_checkpoint_can_be_ex
         assert done.returncode == 0, done.stderr
         (file,) = out.glob("*model.safetensors")
         weights.append(load_file(file))
-    (file,) = [*front.out.glob("adapter/*.safetensors"), *front.out.glob("model/*.safetensors")]
+    results: list[Path] = [
+        *front.out.glob("adapter/*.safetensors"),
+        *front.out.glob("model/*.safetensors"),
+    ]
+    (file,) = results
     final = load_file(file)
     assert set(weights[0]) == set(weights[1]) == set(final)
     assert all(torch.equal(weights[1][name], final[name]) for name in final)
