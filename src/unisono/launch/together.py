@@ -79,7 +79,10 @@ class Together:
         """Adds what the ranks of the other nodes, which have ended, have kept in memory."""
         from unisono.launch.collecting import collect
 
-        collect(plan, self.meeting.server, attempt, found, checkpoints=checkpoints, interrupts=interrupts)
+        with contextlib.suppress(
+            OSError
+        ):  # a head's disk that is full or read-only: the rescue says what is missing
+            collect(plan, self.meeting.server, attempt, found, checkpoints=checkpoints, interrupts=interrupts)
 
     def tell_verdict(self, verdict: Verdict) -> None:
         """Says on all nodes what has ended the ranks; whether the run goes on is said later."""
