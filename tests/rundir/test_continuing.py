@@ -188,6 +188,7 @@ def test_another_world_size_says_what_is_the_same_and_what_is_not_and_why() -> N
 def test_another_strategy_is_told_beside_another_world_size_where_tensors_are_cut() -> None:
     two = changed(PLAN, plan(world_size=2, strategy="fsdp"))
     assert [finding.text.split()[0] for finding in two] == ["world_size", "strategy"]
+    assert "parallel.strategy" not in two[1].text, "several ranks cannot be single"
     (one,) = changed(plan(world_size=2, strategy="ddp"), plan(world_size=2, strategy="fsdp"))
     assert "set parallel.strategy to ddp to have the same again" in one.text
 

@@ -212,7 +212,7 @@ def _decided(before: dict[str, Any], after: dict[str, Any]) -> list[Finding]:
         text = f"{decided.place} is {_plain(new)}, and was {_plain(old)}: {decided.says}"
         if dropout and decided.place in ("world_size", "micro_batch"):
             text += f"; adapter.dropout is {dropout}, and other sequences share a forward: losses agree in the mean only"
-        if decided.remedy:
+        if decided.remedy and old != "single":  # which only one rank can be
             text += f"; {decided.remedy.format(_plain(old))} to have the same again"
         found.append(Finding(decided.key, text, old, new, "refused" if decided.key else "line"))
     if _at(after, "device.kind") == "cuda" and not _at(after, "config.deterministic") and not differ:
