@@ -153,7 +153,8 @@ def costs(training: Training, root: Path, rounds: int) -> dict[str, Any]:
         group: [Part(name, t, tuple(t.shape), (0,) * t.ndim) for name, t in members.items()]
         for group, members in training.tensors().items()
     })  # fmt: skip
-    bare, digested = [], []
+    bare: list[float] = []
+    digested: list[float] = []
     for turn in range(rounds + 1):
         for seconds, way in ((bare, bare_write), (digested, digested_write)):
             took = way(parts, root)
@@ -234,7 +235,7 @@ def main() -> None:
             else None
         )
         share = costs(training, root, arguments.rounds)
-    rows = {
+    rows: dict[str, Any] = {
         name: {
             "blocking_s": {
                 "median": statistics.median(b for b, _ in found),
