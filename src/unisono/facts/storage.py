@@ -106,6 +106,18 @@ def remove_nonce(folder: Path, name: str) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
+def answers(folder: Path, *, limit_s: float = 5.0) -> bool:
+    """Whether making a file in a folder comes to an end, well or not, within the limit.
+
+    It is tried in a process of its own, which is left behind where it hangs: whoever wrote there itself could not even end.
+    """
+    name = folder / f".unisono-answers-{secrets.token_hex(8)}"
+    _, in_time = _run([sys.executable, "-I", "-S", "-c", _TOUCH, str(name)], limit_s)
+    return in_time
+
+
+_TOUCH = "import os, sys; os.close(os.open(sys.argv[1], os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)); os.unlink(sys.argv[1])"
+
 # Isolated and without site: nothing of the user's own setup is imported, and it starts in a hundredth of a second.
 _PROGRAM = (sys.executable, "-I", "-S", storage_child.__file__)
 

@@ -18,6 +18,7 @@ _PIPE_BYTES = (
 )  # minutes of messages, so that a front that is stopped (Ctrl-Z) does not stop its worker
 _CHUNK_BYTES = 1 << 16
 _POLL_S = 0.2
+_KILLED_S = 3.0  # for the end after SIGKILL, also where much memory is given back
 
 
 class ChildProcess:
@@ -28,6 +29,7 @@ class ChildProcess:
     Attributes:
         pid: of the process.
         returncode: None until it has ended; negative: the signal that ended it.
+        is_beyond_reach: it was killed, and has not ended: it waits in the kernel. It is not waited for any more.
         started: monotonic seconds.
     """
 
@@ -70,6 +72,8 @@ class ChildProcess:
         self._selector.register(read_end, selectors.EVENT_READ)
         self.pid = self._process.pid
         self.returncode: int | None = None
+        self.is_beyond_reach = False
+        self._killed_at: float | None = None
         self.started = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -124,6 +128,7 @@ class ChildProcess:
     def kill(self) -> None:
         """Kills it and all that it started, and does not wait for the end."""
         if self.returncode is None:
+            self._killed_at = self._killed_at or time.monotonic()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
@@ -135,8 +140,7 @@ class ChildProcess:
             while not self._has_ended() and time.monotonic() < limit:
                 time.sleep(0.02)
         if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            self.kill()
             self._collect()
         self._close()
         if self._process.stdin is not None:
@@ -177,7 +181,12 @@ class ChildProcess:
             self._collect()
 
     def _collect(self) -> None:
-        self.returncode = self._process.wait()
+        """Takes the exit status. SIGKILL ends everything but a thread that waits for storage in the kernel: the wait is bounded."""
+        since_s = time.monotonic() - (self._killed_at or time.monotonic())
+        try:
+            self.returncode = self._process.wait(max(0.1, _KILLED_S - since_s))
+        except subprocess.TimeoutExpired:
+            self.returncode, self.is_beyond_reach = -signal.SIGKILL, True
 
     def _close(self) -> None:
         if self._open:

@@ -12,6 +12,7 @@ from typing import IO, Any, Self
 
 from unisono.events import Message
 from unisono.facts.memory_events import oom_kills
+from unisono.facts.threads import stuck_threads
 from unisono.launch.command import Programs, worker_command
 from unisono.launch.kept import KeptMemory
 from unisono.launch.process import ChildProcess
@@ -20,6 +21,7 @@ from unisono.plan import RankPlace
 from unisono.rundir import RunDir
 
 LAST_WORDS = ("result", "refused", "crashed")
+_LEAVES_WITHIN_S = 5.0  # after its last word, where that is no result
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class _Rank:
     last: Message | None = None
     ended_by_us: str = ""
     told_end: bool = False
+    last_at: float = 0.0
 
     def note(self, message: Message) -> None:
         match message["kind"]:
@@ -164,8 +167,11 @@ class LocalRanks:
                 rank.note(message)
                 news.append(RankSaid(number, message))
             rank.times.note()
+            self._end_if_it_should_have(rank)
             if rank.child.ended:
                 rank.told_end = True
+                if rank.child.is_beyond_reach:
+                    news.append(RankSaid(number, _beyond_reach(rank)))
                 news.append(self._end_of(rank))
         return news
 
@@ -189,6 +195,14 @@ class LocalRanks:
         for rank in alive:
             rank.child.end(patience_s=0)
 
+    def _end_if_it_should_have(self, rank: _Rank) -> None:
+        """A rank that has refused leaves at once, unless a thread of it waits for storage."""
+        if rank.last is None or rank.last["kind"] == "result" or rank.child.ended:
+            return
+        rank.last_at = rank.last_at or time.monotonic()
+        if time.monotonic() - rank.last_at > _LEAVES_WITHIN_S:
+            rank.child.end(patience_s=0)
+
     def _start(self, place: RankPlace, environment: dict[str, str]) -> _Rank:
         path = self.run.log(place.host, place.rank)
         log = open_log(path)
@@ -210,6 +224,16 @@ class LocalRanks:
             rank=rank.place.rank, returncode=rank.child.returncode or 0, last=rank.last, phase=rank.phase, step=rank.step,
             tail=tail_of(rank.log), oom_killed=(oom_kills() or 0) > self._kills_before, ended_by_us=rank.ended_by_us,
         )  # fmt: skip
+
+
+def _beyond_reach(rank: _Rank) -> Message:
+    """What is said of a process that not even SIGKILL ends."""
+    threads = (
+        "; ".join(map(str, stuck_threads(rank.child.pid))) or "the kernel does not say what it waits for"
+    )
+    text = f"process {rank.child.pid} of {rank.place.label} was killed and has not ended: {threads}"
+    fix = "it ends as soon as its storage answers; nothing waits for it"
+    return {"kind": "warning", "time": time.time(), "code": "rank_beyond_reach", "text": text, "fix": fix}
 
 
 class LogTimes:

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from unisono.facts import Environment, read_environment, read_machine, take_toke
 from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.launch.asked import TrainRequest, load_asked, refuse_live_launcher
 from unisono.launch.attempt import Attempt, Show, run_attempt
+from unisono.launch.bounded import RunsDisk, leave
 from unisono.launch.claim import Claim, claim
 from unisono.launch.first_checkpoint import FirstCheckpoint, still_due, with_rehearsal
 from unisono.launch.gathering import look_alone, party_of, tell_early_refusal
@@ -148,6 +150,9 @@ class _Start:
     """Beside the ranks, over all their starts; None without checkpoint.storage."""
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
+    def __post_init__(self) -> None:
+        self.disk = RunsDisk(self.show)
+
     def run(self, loaded: LoadedConfig, here: Here) -> dict[str, Any]:
         """To its end; gives the object of result.json."""
         with self.stack as stack:
@@ -219,8 +224,10 @@ class _Start:
                 store = CheckpointStore(claimed.run.checkpoints, key=user_key(here.environment.settings_dir))
                 found = Found.here(kept)
                 if others is not None and is_elsewhere(plan, attempt):
-                    others.collect(plan, attempt, found, checkpoints=claimed.run.checkpoints, interrupts=self.interrupts)
-                if rescue(claimed.run, plan, attempt, found, store=store, show=self.show):
+                    others.collect(
+                        plan, attempt, found, checkpoints=claimed.run.checkpoints, interrupts=self.interrupts
+                    )
+                if self._rescued(claimed.run, plan, attempt, found, store):
                     ending = replace(ending, fields=ending_of(attempt, plan).fields)
             verdict = ending.verdict
             if verdict is None or not self._goes_on(plan, attempt, verdict, deaths):
@@ -305,16 +312,25 @@ class _Start:
             return ending
         if others is not None:
             others.tell_verdict(ending.verdict)
+        self.disk.write("the verdict", lambda: self._keep_evidence(run, plan, attempt, ending))
+        self.show({"kind": "verdict", "time": time.time(), **ending.verdict.to_json()})
+        return ending
+
+    def _keep_evidence(self, run: RunDir, plan: RunPlan, attempt: Attempt, ending: Ending) -> None:
         end = attempt.decision.culprit if attempt.decision else None
         if end is not None and end.tail and ending.error is None:
             path = keep_tail(run, plan.ranks[end.rank], end.tail)
             say(self.show, f"the end of the log of rank {end.rank} is kept in {path}")
         set_verdict(run, ending.verdict)
-        self.show({"kind": "verdict", "time": time.time(), **ending.verdict.to_json()})
-        return ending
+
+    def _rescued(
+        self, run: RunDir, plan: RunPlan, attempt: Attempt, found: Found, store: CheckpointStore
+    ) -> bool:
+        work = partial(rescue, run, plan, attempt, found, store=store, show=self.show)
+        return self.disk.write("what the ranks kept in memory", work) is True
 
     def _goes_on(self, plan: RunPlan, attempt: Attempt, verdict: Verdict, deaths: list[Death]) -> bool:
-        if self.interrupts.first is not None:
+        if self.interrupts.first is not None or self.disk.hung is not None:
             return False
         if attempt.lost:
             say(self.show, "a node is gone: the run ends, and goes on when it is started again on all nodes")
@@ -333,15 +349,25 @@ class _Start:
         )  # fmt: skip
         if ending.error is not None:
             self.show({"kind": "refused", "time": time.time(), **ending.error.to_json()})
-        stopped_before_training = ending.exit_code in (75, 130) and not attempt.ready
-        if not (stopped_before_training and claimed.run.result.exists()):  # leave what was
-            write_result(claimed.run, RunResult.from_json(result))
         claimed.trained = attempt.ready or bool(restarts)
         claimed.worth_keeping = attempt.ready or ending.exit_code not in (2, 75, 130) or bool(restarts)
-        draw(claimed.run, title=_title(plan))
+        self.disk.write(
+            "how the run ended", lambda: self._keep_result(claimed.run, plan, attempt, ending, result)
+        )
         if others is not None:
             others.end(result, ending)
+        if self.disk.hung is not None:  # to give the lock back would hang, too
+            self.show({"kind": "result", "time": time.time(), **result})
+            leave(ending.exit_code)
         return result
+
+    def _keep_result(
+        self, run: RunDir, plan: RunPlan, attempt: Attempt, ending: Ending, result: dict[str, Any]
+    ) -> None:
+        stopped_before_training = ending.exit_code in (75, 130) and not attempt.ready
+        if not (stopped_before_training and run.result.exists()):  # leave what was
+            write_result(run, RunResult.from_json(result))
+        draw(run, title=_title(plan))
 
 
 class _Recorder:

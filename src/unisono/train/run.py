@@ -22,6 +22,7 @@ from unisono.train.optim import Optimizers
 from unisono.train.saver import Saver
 from unisono.train.state import TrainState
 from unisono.train.stop import Outcome, StopRequest
+from unisono.train.storage_watch import StorageWatch
 from unisono.train.streams import GlobalStateWatch
 
 
@@ -64,6 +65,8 @@ class Run:
     """The step of the newest checkpoint that this start has written or begun from. Known to rank 0."""
     begun_step: int | None = None
     """The step of the newest save that was begun; the same on all ranks that write."""
+    storage: StorageWatch | None = None
+    """Names storage that does not answer; while the run goes on."""
     snapshots: "KeepsSteps | None" = None
     """Of an adapter's run."""
 

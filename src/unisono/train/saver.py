@@ -16,6 +16,8 @@ Write = Callable[["Save", Files], Path | None]
 
 STUCK_S = 10.0
 """A save that has made no progress for so long is not waited for by the next one."""
+OTHERS_S = 60.0
+"""The same while it waits for other ranks: a rank whose own storage hangs says so itself, and the rest is on its way over the network."""
 
 
 @dataclass
@@ -30,6 +32,8 @@ class Save:
         moved: when it last made progress, in monotonic seconds.
         doing: what the thread does, for people; as "writing /out/checkpoints/…".
         thread_id: the kernel's number of the thread that writes.
+        waits_for_others: whether it has written its own part, and others have not.
+        on_stuck: told once, with the reason, when it has made no progress for STUCK_S.
     """
 
     step: int
@@ -39,6 +43,8 @@ class Save:
     moved: float = field(default_factory=time.monotonic)
     doing: str = "copying"
     thread_id: int = 0
+    waits_for_others: bool = False
+    on_stuck: Callable[[str], None] | None = None
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
@@ -53,6 +59,11 @@ class Save:
     def idle_s(self) -> float:
         """Seconds without progress."""
         return time.monotonic() - self.moved
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nobody should wait for it any longer."""
+        return not self.done.is_set() and self.idle_s >= (OTHERS_S if self.waits_for_others else STUCK_S)
 
 
 class Saver:
@@ -105,7 +116,7 @@ class Saver:
         if save is None:
             return True
         began = time.perf_counter()
-        while not save.done.wait(0.2) and save.idle_s < STUCK_S:
+        while not save.done.wait(0.2) and not save.is_stuck:
             pass
         save.blocking_s += time.perf_counter() - began
         if not save.done.is_set():

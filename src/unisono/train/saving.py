@@ -26,6 +26,7 @@ from unisono.checkpoint.writing import TensorFile, write_files
 from unisono.errors import IntegrityError, Problem
 from unisono.files import make_private_dir
 from unisono.model.shard import like
+from unisono.rundir.metrics import MetricsWriter
 from unisono.train.contents import contents_of
 from unisono.train.run import Run
 from unisono.train.saver import Save
@@ -168,7 +169,8 @@ def _write(run: Run, job: _Job, text: bytes | None, save: Save, files: Files) ->
     assert text is not None
     plan = run.plan
     try:
-        run.metrics.sync()  # its lines up to this step belong to the checkpoint
+        _sync_metrics(run, run.metrics, save)
+        save.advance(f"writing {run.files.checkpoints / job.temporary}")
 
         def write(directory: Path) -> Mapping[str, FileEntry]:
             own = _write_files(run, job, save, files, directory, {STATE: text})
@@ -186,6 +188,24 @@ def _write(run: Run, job: _Job, text: bytes | None, save: Save, files: Files) ->
     _tell(run, job, path, save)
     run.store.prune(run.plan.config.checkpoint.keep, protect=job.protect, every=run.plan.keep_every)
     return path
+
+
+def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
+    """The lines up to this step belong to the checkpoint.
+
+    Raises:
+        StorageFailed: if they cannot be made to stay.
+    """
+    path = run.files.metrics
+    save.advance(f"writing {path}")
+    try:
+        metrics.sync()
+    except OSError as error:
+        problem = Problem(
+            f"step {save.step} cannot be saved: {error.strerror or error}", str(path), "its lines of metrics.jsonl come first",
+            "mend the storage; the older checkpoints are as they were",
+        )  # fmt: skip
+        raise StorageFailed(problem, path=path) from error
 
 
 def _write_files(
@@ -207,6 +227,10 @@ def _write_shard(run: Run, job: _Job, save: Save, files: Files) -> None:
     directory = run.files.checkpoints / job.temporary
     entries: dict[str, FileEntry] = {}
     error = ""
+    save.on_stuck = lambda why: run.report.send(
+        "shard_written", step=job.step, temporary=job.temporary, files={}, error=why
+    )
+    save.advance(f"writing {directory}")
     try:
         make_private_dir(directory)
         entries = _write_files(run, job, save, files, directory, {})
@@ -224,6 +248,7 @@ def _shards_of_others(run: Run, job: _Job, save: Save) -> dict[str, FileEntry]:
         StorageFailed: if one could not write its part.
     """
     missing = set(range(1, job.shards))
+    save.waits_for_others = bool(missing)
     found: dict[str, FileEntry] = {}
     while missing:
         save.doing = "waiting for the part of " + ", ".join(
@@ -244,6 +269,7 @@ def _shards_of_others(run: Run, job: _Job, save: Save) -> dict[str, FileEntry]:
             )  # fmt: skip
         missing.discard(rank)
         found |= {name: FileEntry.model_validate(entry) for name, entry in message["files"].items()}
+    save.waits_for_others = False
     return found
 
 

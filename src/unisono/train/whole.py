@@ -1,6 +1,7 @@
 """A run from plan to result."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 from unisono.events import Reporter
@@ -17,6 +18,7 @@ from unisono.train.saving import restore
 from unisono.train.setup import ready_facts, set_up
 from unisono.train.snapshot import Snapshots
 from unisono.train.stop import EXIT_CODES, StopRequest
+from unisono.train.storage_watch import StorageWatch
 
 
 def run_plan(
@@ -33,7 +35,8 @@ def run_plan(
     if plan.config.adapter is not None:
         run.snapshots = Snapshots(snapshot_fd)
     try:
-        return _to_the_end(run)
+        with StorageWatch(run.saver, report) as run.storage:
+            return _to_the_end(run)
     finally:
         if run.metrics is not None:
             run.metrics.close()
@@ -59,7 +62,7 @@ def _to_the_end(run: Run) -> dict[str, Any]:
             ending = {**ending, "outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping]}
     if ending["outcome"] == "completed":
         report.phase("finish", "writing the result")
-        weights = write_result(run)
+        weights = _write_result(run)
     if not run.group.is_main:
         return {"outcome": ending["outcome"], "exit_code": ending["exit_code"], "step": run.state.step}
     newest = run.files.checkpoint(run.saved_step) if run.saved_step is not None else None
@@ -73,6 +76,13 @@ def _to_the_end(run: Run) -> dict[str, Any]:
         "checkpoint": str(newest) if newest else None,
         "weights": str(weights) if weights else None,
     }
+
+
+def _write_result(run: Run) -> Path | None:
+    assert run.storage is not None
+    target = run.files.adapter if run.plan.config.adapter is not None else run.files.model
+    with run.storage.ends_if_stuck("writing the result", target):
+        return write_result(run)
 
 
 def _take_best(run: Run) -> None:

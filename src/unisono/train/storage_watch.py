@@ -1,0 +1,123 @@
+"""Names storage that does not answer, while others wait for it or train on.
+
+A thread looks at the one that writes: the kernel tells whether it moves at all. A slow disk moves; one that hangs does not.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from unisono.checkpoint.trouble import StorageFailed
+from unisono.errors import Problem
+from unisono.events import Reporter
+from unisono.facts.threads import Moves, ThreadLook, look_at_thread
+from unisono.train.saver import STUCK_S, Save, Saver
+
+_EVERY_S = 0.5
+_NAMED_AFTER_S = 5.0
+_GIVEN_UP_AFTER_S = 20.0
+_FIX = "look at that file system (frozen, full, a network mount whose server is away?); older checkpoints are as they were"
+
+
+class StorageWatch:
+    """Watches the saves of a rank, and what its main thread writes at the end. As a context it ends with the run.
+
+    Args:
+        saver: of the rank.
+        report: is told of storage that does not answer, and when it answers again.
+    """
+
+    def __init__(self, saver: Saver, report: Reporter) -> None:
+        self._saver = saver
+        self._report = report
+        self._ended = threading.Event()
+        self._told: Save | None = None
+        self._moves: Moves | None = None
+        self._writing: _Writing | None = None
+        self._thread = threading.Thread(target=self._run, name="storage-watch", daemon=True)
+
+    def __enter__(self) -> "StorageWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    @contextlib.contextmanager
+    def ends_if_stuck(self, what: str, path: Path) -> Iterator[None]:
+        """While it is entered, the main thread's writing is watched; where it does not move, the rank ends with exit code 6.
+
+        Args:
+            what: is written, for people.
+            path: where.
+        """
+        self._writing = _Writing(what, path)
+        try:
+            yield
+        finally:
+            self._writing = None
+
+    def _run(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            self._look_at_save()
+            if self._writing is not None:
+                self._look_at_main(self._writing)
+
+    def _look_at_save(self) -> None:
+        save = self._saver.last
+        if save is None or save.done.is_set():
+            self._told = None
+            return
+        look = look_at_thread(os.getpid(), save.thread_id)
+        if look is not None and look.moves != self._moves:
+            self._moves = look.moves
+            if not save.waits_for_others:
+                save.advance()  # the kernel writes what it was given, and gives no word of it
+        if save.idle_s > STUCK_S and save.on_stuck is not None and not save.waits_for_others:
+            save.on_stuck(f"no progress for {save.idle_s:.0f} s, {save.doing}; {look}")
+            save.on_stuck = None
+        if save.idle_s > _NAMED_AFTER_S and self._told is not save and not save.waits_for_others:
+            self._told = save
+            self._report.send(
+                "warning", code="storage_blocked", step=save.step, fix=_FIX, where=save.doing,
+                text=f"the save of step {save.step} has made no progress for {save.idle_s:.0f} s: {save.doing}; {look}; "
+                "training goes on, and nothing is saved meanwhile",
+            )  # fmt: skip
+
+    def _look_at_main(self, writing: "_Writing") -> None:
+        look = look_at_thread(os.getpid(), os.getpid())
+        idle_s = writing.idle_s(look)
+        if look is None or idle_s < _NAMED_AFTER_S:
+            return
+        text = f"{writing.what} has made no progress for {idle_s:.0f} s: {look}"
+        if not writing.is_told:
+            writing.is_told = True
+            self._report.send("warning", code="storage_blocked", text=text, where=str(writing.path), fix=_FIX)
+        if idle_s > _GIVEN_UP_AFTER_S:
+            error = StorageFailed(
+                Problem(text, str(writing.path), "the storage does not answer", _GIVE_UP_FIX),
+                path=writing.path,
+            )
+            self._report.send("refused", **error.to_json())
+            os._exit(error.exit_code)  # the main thread hears nothing where it is
+
+
+_GIVE_UP_FIX = "mend it, and run the same command again: it goes on from the newest checkpoint"
+
+
+class _Writing:
+    def __init__(self, what: str, path: Path) -> None:
+        self.what, self.path = what, path
+        self.is_told = False
+        self._moves: Moves | None = None
+        self._since = time.monotonic()
+
+    def idle_s(self, look: ThreadLook | None) -> float:
+        """Seconds for which the main thread has waited in the kernel without moving."""
+        moves = look.moves if look is not None and look.is_uninterruptible else None
+        if moves is None or moves != self._moves:
+            self._moves, self._since = moves, time.monotonic()
+        return time.monotonic() - self._since

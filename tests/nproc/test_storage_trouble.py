@@ -1,0 +1,167 @@
+"""Disks that are full, read-only or silent while ranks train. Run: pytest tests/nproc/test_storage_trouble.py"""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.fronts import Front
+from tests.nodes.harness import Job
+from tests.nproc.disks import in_memory, on_a_device
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+MIB = 1 << 20
+WORLDS = [
+    pytest.param((1, "auto"), id="one rank", marks=pytest.mark.long),
+    pytest.param((2, "ddp"), id="ddp", marks=pytest.mark.long),
+    pytest.param((2, "fsdp"), id="fsdp"),
+]
+
+
+@pytest.fixture
+def mounts(solo: Job) -> Iterator[ExitStack]:
+    """Where disks are mounted; they answer again before the job is ended."""
+    with ExitStack() as stack:
+        yield stack
+    solo.close()
+
+
+def start(job: Job, world: tuple[int, str], **sections: object) -> Front:
+    nproc, strategy = world
+    defaults = {"duration": "5000 steps", "checkpoint": {"every": "5 steps", "keep": 2}, "restarts": 0}
+    job.config(parallel={"strategy": strategy}, **{**defaults, **sections})
+    return job.start(0, "--nproc", str(nproc), topology=False, json=False)
+
+
+def published(job: Job) -> list[str]:
+    folder = job.out / "checkpoints"
+    return sorted(path.name for path in folder.glob("step-*") if ".tmp-" not in path.name)
+
+
+def newer(job: Job, than: str) -> None:
+    """Waits until there is a newer checkpoint."""
+    job.until(lambda: any(name > than for name in published(job)), what=f"a checkpoint after {than}")
+
+
+def stopped(job: Job, front: Front) -> None:
+    """Ends the run, and sees that the state after its last step was saved and nothing lies around."""
+    front.signal(signal.SIGTERM)
+    assert front.wait(limit_s=60) == 75, front.text()
+    job.wait_gone(limit_s=10)
+    result = job.read("result.json")
+    assert result["checkpoint"].endswith(f"step-{result['step']:08d}"), front.text()
+    left = [path.name for path in (job.out / "checkpoints").iterdir()]
+    assert not [name for name in left if ".tmp-" in name or name.startswith(".trash")]
+
+
+@pytest.mark.fault("the disk is full while a checkpoint is written")
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(
+    solo: Job, mounts: ExitStack, world: tuple[int, str]
+) -> None:
+    disk = mounts.enter_context(in_memory(solo.out / "checkpoints", size=2 * MIB))
+    front = start(solo, world)
+    newer(solo, "")
+    disk.fill(leave=40_000)
+    front.wait_for("no room for checkpoint")
+    text = next(line.text for line in front.lines if "no room for checkpoint" in line.text)
+    assert "bytes) are missing" in text
+    assert "free" in text
+    kept = published(solo)
+    assert kept
+    disk.make_room()
+    newer(solo, kept[-1])
+    stopped(solo, front)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [(1, "auto"), (2, "fsdp")], ids=["one rank", "fsdp"])
+def test_where_only_the_checkpoints_find_no_room_the_run_ends_well_with_its_weights(
+    solo: Job, mounts: ExitStack, world: tuple[int, str]
+) -> None:
+    disk = mounts.enter_context(in_memory(solo.out / "checkpoints", size=2 * MIB))
+    front = start(solo, world, duration="60 steps")
+    newer(solo, "")
+    disk.fill(leave=20_000)
+    assert front.wait(limit_s=90) == 0, front.text()
+    assert (solo.out / "adapter" / "adapter_model.safetensors").exists()
+    assert published(solo)
+    assert solo.read("result.json")["step"] == 60
+    assert solo.read("result.json")["checkpoint"] != str(solo.out / "checkpoints" / "step-00000060")
+
+
+@pytest.mark.long
+def test_where_not_even_the_weights_fit_it_is_said_and_the_same_command_goes_on_after_making_room(
+    solo: Job, mounts: ExitStack
+) -> None:
+    disk = mounts.enter_context(in_memory(solo.out, size=4 * MIB))
+    front = start(solo, (1, "auto"), duration="60 steps")
+    newer(solo, "")
+    disk.fill(leave=0)
+    assert front.wait(limit_s=90) == 6, front.text()
+    assert "the result cannot be written" in front.text("err")
+    disk.make_room()
+    again = start(solo, (1, "auto"), duration="60 steps")
+    assert again.wait() == 0, again.text()
+    assert [line["step"] for line in solo.metrics()] == list(range(1, 61))
+
+
+@pytest.mark.fault("the storage turns read-only while a checkpoint is written")
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_directory_that_turns_read_only_costs_the_new_checkpoint_and_nothing_else(
+    solo: Job, mounts: ExitStack, world: tuple[int, str]
+) -> None:
+    disk = mounts.enter_context(in_memory(solo.out / "checkpoints", size=8 * MIB))
+    front = start(solo, world)
+    newer(solo, "")
+    disk.read_only(on=True)
+    front.wait_for("Read-only file system")
+    kept = published(solo)
+    disk.read_only(on=False)
+    newer(solo, kept[-1])
+    stopped(solo, front)
+
+
+@pytest.mark.fault("the storage of the checkpoints does not answer")
+@pytest.mark.parametrize("world", WORLDS)
+def test_storage_that_hangs_is_named_and_training_goes_on(
+    solo: Job, mounts: ExitStack, world: tuple[int, str], tmp_path: Path
+) -> None:
+    disk = mounts.enter_context(on_a_device(solo.out / "checkpoints", tmp_path / "image", size=32 * MIB))
+    front = start(solo, world)
+    newer(solo, "")
+    disk.hang()
+    began = time.monotonic()
+    named = front.wait_for("has made no progress", limit_s=60)
+    assert named - began < 30
+    text = next(line.text for line in front.lines if "has made no progress" in line.text)
+    assert str(solo.out / "checkpoints") in text
+    assert "state D" in text
+    reached = solo.metrics()[-1]["step"]
+    solo.waits_for_step(reached + 20)
+    kept = published(solo)
+    disk.answer()
+    newer(solo, kept[-1])
+    stopped(solo, front)
+
+
+@pytest.mark.parametrize("world", [pytest.param((1, "auto"), marks=pytest.mark.long), (2, "fsdp")])
+def test_a_rank_that_not_even_sigkill_ends_is_not_waited_for(
+    solo: Job, mounts: ExitStack, world: tuple[int, str], tmp_path: Path
+) -> None:
+    """The run comes to its end while a save hangs: the weights go elsewhere, the process cannot end, and the front leaves."""
+    disk = mounts.enter_context(on_a_device(solo.out / "checkpoints", tmp_path / "image", size=32 * MIB))
+    front = start(solo, world, duration="40 steps")
+    newer(solo, "")
+    disk.hang()
+    assert front.wait(limit_s=120) == 0, front.text()
+    assert "has made no progress" in front.text("err")
+    assert "was killed and has not ended" in front.text("err")
+    assert (solo.out / "adapter" / "adapter_model.safetensors").exists()
+    assert solo.processes(), "the rank still waits"
+    disk.answer()
+    solo.wait_gone(limit_s=20)
