@@ -52,7 +52,7 @@ def unless_stuck(work: Callable[[], Result], *, stuck_s: float = STUCK_S) -> Res
 
 
 class RunsDisk:
-    """The run's directory, as the front writes into it. Once it has hung nothing more is tried.
+    """The run's directory, as the front writes into it at the end. Once it has hung nothing more is tried.
 
     Attributes:
         hung: how it hung, if it did.
@@ -63,7 +63,7 @@ class RunsDisk:
         self._show = show
 
     def write(self, what: str, work: Callable[[], Result]) -> Result | None:
-        """Has it written; None if the storage does not answer, which is said.
+        """Has it written; None if the storage fails or does not answer, which is said: how a run ended does not depend on it.
 
         Args:
             what: is written, for people.
@@ -75,11 +75,15 @@ class RunsDisk:
             return unless_stuck(work)
         except Hung as hung:
             self.hung = hung
-            self._show({
-                "kind": "warning", "time": time.time(), "code": "storage_blocked", "fix": "see whether its storage answers",
-                "text": f"{what} cannot be written into the run's directory: {hung}",
-            })  # fmt: skip
-            return None
+            self._warn("storage_blocked", f"{what} cannot be written into the run's directory: {hung}")
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            self._warn("storage_failed", f"{what} cannot be written: {error.strerror or error}{where}")
+        return None
+
+    def _warn(self, code: str, text: str) -> None:
+        fix = "mend or free the storage of output_dir, and run the same command again"
+        self._show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": fix})
 
 
 def leave(exit_code: int) -> NoReturn:
