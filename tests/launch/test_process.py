@@ -132,3 +132,19 @@ def _lives(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def test_telling_a_child_that_does_not_listen_blocks_nobody_and_what_it_was_told_comes_later(
+    tmp_path: Path,
+) -> None:
+    script = (
+        'os.write(fd, b\'{"kind":"here"}\\n\'); os.kill(os.getpid(), signal.SIGSTOP)\n'
+        "sizes = [len(json.loads(sys.stdin.readline())['text']) for _ in range(4)]\n"
+        "os.write(fd, json.dumps({'kind': 'heard', 'sizes': sizes}).encode() + b'\\n')"
+    )
+    with (tmp_path / "log").open("w+b") as log, start(script, log, talks=True) as child:
+        wait_for(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)
+        for _ in range(4):
+            child.send({"kind": "shard_written", "text": "x" * (1 << 20)})
+        child.signal(signal.SIGCONT)
+        assert [message.get("sizes") for message in read_all(child)] == [None, [1 << 20] * 4]

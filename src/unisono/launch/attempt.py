@@ -250,7 +250,7 @@ class _Conducting:
         elif isinstance(event, Said):
             try:
                 self._take_said(event.node_rank, event.message)
-            except (KeyError, TypeError, ValueError, ValidationError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
                 why = f"sent what cannot be read: {one_line(str(error), limit=200)}"
                 host = self.plan.nodes[event.node_rank].host
                 self.conductor.node_lost(NodeLoss(event.node_rank, host, why), now=now)

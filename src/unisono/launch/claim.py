@@ -56,10 +56,11 @@ def claim(
         with _locked(run, host, say):  # nobody renames a run under the feet of one that lives
             moved = set_aside(run)
         say(f"the earlier run is now {moved}")
-    made = not run.root.exists()
+    missing, made = not run.root.exists(), False
     _make(run)
     try:
         with _locked(run, host, say):
+            made = missing  # from here on: who is refused may not take away what another start has just made
             decision = decide_start(run, config, resume=resume, fresh=False, allow=allow)
             claimed = Claim(run, decision, made)
             earlier = Earlier.of(run)

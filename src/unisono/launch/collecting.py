@@ -3,7 +3,6 @@
 import contextlib
 import secrets
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,15 +17,19 @@ from unisono.events import Message
 from unisono.launch.attempt import Attempt
 from unisono.launch.interrupts import Interrupts
 from unisono.launch.kept import KeptMemory
+from unisono.launch.nodes.words import stop_of
 from unisono.launch.postmortem import NodeLoss
 from unisono.launch.rescue import Found
 from unisono.plan import RunPlan
+from unisono.units import parse_seconds
 
 WANTED = "kept_wanted"
 SENT = "kept_sent"
 _KEPT = "kept"
 _LIMIT_S = 60.0
 """An adapter's state is small: what has not come by then does not come."""
+_AT_LEAST_S = 2.0
+_FOR_THE_RESCUE_S = 1.0
 
 
 class KeptSender:
@@ -75,27 +78,36 @@ def collect(
         interrupts: a wish to stop that a node tells meanwhile is noted there.
     """
     waiting = {node.node_rank for node in plan.nodes[1:]} - {loss.node_rank for loss in attempt.lost}
-    limit = time.monotonic() + _LIMIT_S
+    began = time.monotonic()
     with (
         _folder(checkpoints) as folder,
         Receiving(server, {_KEPT: lambda offer: _place(plan, folder, offer)}),
     ):
         for node_rank in waiting:
             server.send(node_rank, {"kind": WANTED})
-        while waiting and time.monotonic() < limit:
+        while waiting and time.monotonic() < _limit(plan, interrupts, began):
             for event in server.receive(0.2):
                 match event:
                     case Arrived(label={"kind": "kept", "rank": int(rank)}, path=Path() as path):
                         found.steps[rank], found.damage[rank] = read_slots(memoryview(path.read_bytes()))
                     case Said(message={"kind": "kept_sent"}):
                         waiting.discard(event.node_rank)
-                    case Said(message={"kind": "stop", "signal": str(name)}):
-                        interrupts.ask(signal.Signals[name], where=plan.nodes[event.node_rank].host)
+                    case Said(message={"kind": "stop", "signal": name, **rest}):
+                        stopped = stop_of(name, plan.nodes[event.node_rank].host)
+                        interrupts.ask(stopped.number, where=stopped.where, again=rest.get("again") is True)
                     case Left():
                         waiting.discard(event.node_rank)
                         attempt.lost.append(NodeLoss(event.node_rank, event.host, event.why))
                     case _:
                         pass  # the last words of ranks that are gone
+
+
+def _limit(plan: RunPlan, interrupts: Interrupts, began: float) -> float:
+    """When it goes on with what has come, in monotonic seconds: a job that is asked to stop has its grace time, and no more."""
+    if interrupts.first is None:
+        return began + _LIMIT_S
+    grace = 0.0 if interrupts.twice else parse_seconds(plan.config.grace)
+    return min(began + _LIMIT_S, max(began + _AT_LEAST_S, interrupts.at + grace - _FOR_THE_RESCUE_S))
 
 
 def _place(plan: RunPlan, folder: Path, offer: Offer) -> Path:

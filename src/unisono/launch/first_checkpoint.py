@@ -15,7 +15,7 @@ from unisono.events import Message
 from unisono.files import read_object
 from unisono.launch.attempt import Show
 from unisono.launch.command import Programs, child_environment
-from unisono.launch.tasks import TaskProcess
+from unisono.launch.tasks import TaskProcess, cannot_start
 from unisono.plan import ResumePoint, RunPlan
 from unisono.rundir import RunDir
 from unisono.units import show_bytes, show_seconds
@@ -100,10 +100,10 @@ class FirstCheckpoint:
         """What the run cannot live with, once that is known."""
         if self._is_over or self._error is not None or self._saved is None:
             return self._error
-        if self._task is None:
-            self._start(self._saved)
-        assert self._task is not None
         try:
+            if self._task is None:
+                self._start(self._saved)
+            assert self._task is not None
             for message in self._task.news():
                 self._take(message, self._saved)
         except RankDied as error:  # it says nothing of the checkpoint; one that is damaged is refused
@@ -125,8 +125,11 @@ class FirstCheckpoint:
     def _start(self, saved: Saved) -> None:
         environment = child_environment(threads=1, without=self._leftovers)  # the ranks have the other cores
         request = {"path": str(saved.path), "run_id": self._plan.run_id}
-        self._task = TaskProcess("rehearsed", request, programs=self._programs, environment=environment)
         self._began = time.monotonic()
+        try:
+            self._task = TaskProcess("rehearsed", request, programs=self._programs, environment=environment)
+        except OSError as error:
+            raise cannot_start("rehearsed", error) from error
 
     def _end(self) -> None:
         self._is_over = True

@@ -65,6 +65,11 @@ class ChildProcess:
         finally:
             os.close(write_end)
         os.set_blocking(read_end, False)
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError, AttributeError):
+                fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            os.set_blocking(self._process.stdin.fileno(), False)  # this end alone
+        self._unsent = b""
         self._fd = read_end
         self._open = True
         self._rest = b""
@@ -84,6 +89,7 @@ class ChildProcess:
 
     def read(self, timeout_s: float = _POLL_S) -> list[Message]:
         """The messages that have come, after waiting for the first of them at most `timeout_s`."""
+        self._send_more()
         if not self._open:
             self._reap(timeout_s)
             return []
@@ -107,11 +113,23 @@ class ChildProcess:
         return self._fd if self._open else None
 
     def send(self, message: Message) -> None:
-        """Writes a message to the child's stdin, as a line. A child that is gone is seen by `read`."""
+        """Writes a message to the child's stdin, as a line. A child that is gone is seen by `read`.
+
+        It never waits for a child that is stopped or busy: what its pipe does not take follows with the next `read`.
+        """
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write((json.dumps(message, ensure_ascii=False) + "\n").encode())
-            self._process.stdin.flush()
+        self._unsent += (json.dumps(message, ensure_ascii=False) + "\n").encode()
+        self._send_more()
+
+    def _send_more(self) -> None:
+        stdin = self._process.stdin
+        while self._unsent and stdin is not None and not stdin.closed:
+            try:
+                self._unsent = self._unsent[os.write(stdin.fileno(), self._unsent) :]
+            except BlockingIOError:
+                return
+            except OSError:  # the child is gone
+                self._unsent = b""
 
     def close_input(self) -> None:
         """Tells the child that nothing more will be sent."""

@@ -102,7 +102,7 @@ def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
 def _train(done: Rehearsal, request: TrainRequest, show: Show, *, steps: int, resume: bool) -> None:
     small = (
         f"duration={steps} steps", f"eval.every={_STEPS} steps", f"checkpoint.every={_STEPS} steps",
-        "track=[]",
+        "track=[]", "checkpoint.storage=null",
     )  # fmt: skip
     asked = replace(
         request,

@@ -98,7 +98,7 @@ def rescue(
             return False
         _complete_metrics(run, pieces[0])
         path = _save(plan, pieces, store=store)
-    except (StorageFailed, OSError) as error:
+    except (StorageFailed, OSError, ValueError) as error:  # ValueError: another node sent no rank's state
         why = "; ".join(p.what for p in error.problems) if isinstance(error, StorageFailed) else str(error)
         _warn(show, "checkpoint_failed", f"step {step}, kept in memory, cannot be saved: {why}")
         return False

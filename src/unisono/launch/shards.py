@@ -174,8 +174,11 @@ class ShardArrivals:
         if node.node_rank == 0 or node.shares_output:
             return told
         error = one_line(str(message.get("error") or ""), limit=1_000)
-        error = error or self._missing(str(message.get("temporary")), message.get("files") or {})
-        self._forget(str(message.get("temporary")), message.get("files") or {})
+        temporary, files = str(message.get("temporary")), message.get("files") or {}
+        if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+            raise ValueError("the files of a part are none")
+        error = error or self._missing(temporary, files)
+        self._forget(temporary, files)
         return {**told, "error": error}
 
     def _missing(self, temporary: str, files: Mapping[str, Any]) -> str:

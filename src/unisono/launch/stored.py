@@ -98,7 +98,7 @@ class _Bringing:
 
     def do(self, manifest: Manifest, host: str, *, is_new: bool) -> None:
         """Under the directory's lock; leaves nothing half."""
-        made = not self._run.root.exists()
+        missing, made = not self._run.root.exists(), False
         make_private_dir(self._run.root)
         lock = RunLock(self._run.lock)
         nonce = secrets.token_hex(4)
@@ -107,6 +107,7 @@ class _Bringing:
         whole = False
         try:
             lock.acquire(host, os.getpid())
+            made = missing  # only who has the lock may take it away again
             make_private_dir(self._run.checkpoints)
             for folder in (temporary, beside):
                 folder.mkdir(mode=0o700)

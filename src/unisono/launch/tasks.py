@@ -173,6 +173,15 @@ def refusal(message: Message) -> UnisonoError:
     return kind(*problems, verdict=Verdict.from_json(verdict) if verdict else None)
 
 
+def cannot_start(name: str, error: OSError) -> RankDied:
+    """What is said of a task that the system does not let begin."""
+    place = f"{error.filename}: " if error.filename else ""
+    return RankDied.of(
+        f"the task {name} cannot be started: {place}{error.strerror or error}",
+        fix="look at the room in the directory for temporary files, and at the limits of memory and processes",
+    )
+
+
 def how_it_ended(returncode: int) -> str:
     """`killed by SIGKILL` or `exit status 3, without a word`."""
     if returncode < 0:

@@ -1,5 +1,6 @@
 """Beside the ranks: copies of published checkpoints go to checkpoint.storage, by a child process, one at a time."""
 
+import math
 import time
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from unisono.events import Message
 from unisono.launch.attempt import Show
 from unisono.launch.command import Programs, child_environment
 from unisono.launch.interrupts import Interrupts
-from unisono.launch.tasks import TaskProcess
+from unisono.launch.tasks import TaskProcess, cannot_start
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.units import parse_seconds, show_bytes, show_seconds
@@ -96,11 +97,10 @@ class Uploading:
         newest = self._newest()
         if newest is not None and newest not in (self.uploaded, self._path if self._task else None):
             self._due = newest
-        limit, said = time.monotonic() + END_S, time.monotonic()
-        if self._interrupts.first is not None:
-            limit = self._interrupts.at + parse_seconds(self._plan.config.grace) - _FOR_THE_RESULT_S
-        while (self._task is not None or self._due is not None) and time.monotonic() < limit:
-            if self._interrupts.twice:
+        patience, said = time.monotonic() + END_S, time.monotonic()
+        while self._task is not None or self._due is not None:
+            limit = min(patience, self._end_of_grace())
+            if self._interrupts.twice or time.monotonic() >= limit:
                 break
             self.look()
             if time.monotonic() - said > _SAYS_EVERY_S:
@@ -114,6 +114,12 @@ class Uploading:
                 "it is whole in the output_dir; a start that goes on with the run uploads it",
             )
         self._close()
+
+    def _end_of_grace(self) -> float:
+        """In monotonic seconds; the wish to stop may come while the end is waited for."""
+        if self._interrupts.first is None:
+            return math.inf
+        return self._interrupts.at + parse_seconds(self._plan.config.grace) - _FOR_THE_RESULT_S
 
     def _newest(self) -> Path | None:
         found = [path for path in self._run.checkpoints.glob("step-*") if path.name[5:].isdigit()]
@@ -130,9 +136,12 @@ class Uploading:
             "keep": self._plan.config.checkpoint.keep, "beside": str(self._run.root),
         }  # fmt: skip
         environment = child_environment(threads=1, without=self._leftovers)  # the ranks have the other cores
-        self._task = TaskProcess("storage", request, programs=self._programs, environment=environment)
-        self._moved = time.monotonic()
         self._done_bytes = self._of_bytes = 0
+        try:
+            self._task = TaskProcess("storage", request, programs=self._programs, environment=environment)
+        except OSError as error:  # no room in /tmp, no more processes: nothing that training should end for
+            self._failed(cannot_start("storage", error))
+        self._moved = time.monotonic()
 
     def _take(self, message: Message) -> None:
         self._moved = time.monotonic()

@@ -1,0 +1,98 @@
+"""Work beside the ranks that cannot begin, or must end early. Run: pytest tests/launch/test_beside.py"""
+
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unisono.errors import UsageError
+from unisono.events import Message
+from unisono.launch import claim as claiming
+from unisono.launch.command import Programs
+from unisono.launch.first_checkpoint import FirstCheckpoint
+from unisono.launch.interrupts import Interrupts
+from unisono.launch.shards import ShardArrivals
+from unisono.launch.uploading import Uploading
+from unisono.rundir import RunDir
+from unisono.rundir.lock import RunLock
+
+SLEEPS = Programs(task=(sys.executable, "-c", "import time; time.sleep(600)"))
+
+
+def uploading(
+    tmp_path: Path, interrupts: Interrupts, said: list[Message], *, grace: str = "1 second"
+) -> Uploading:
+    run = RunDir(tmp_path / "out")
+    run.checkpoint(3).mkdir(parents=True)
+    section = SimpleNamespace(storage=f"file://{tmp_path}/copies", keep=3)
+    plan: Any = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=section, grace=grace), run_id="r", keep_every=None
+    )
+    return Uploading(plan, run, programs=SLEEPS, leftovers={}, interrupts=interrupts, show=said.append)
+
+
+def test_a_signal_while_the_last_upload_is_waited_for_leaves_no_more_than_the_grace_time(
+    tmp_path: Path,
+) -> None:
+    interrupts, said = Interrupts(), list[Message]()
+    later = threading.Timer(0.5, lambda: interrupts.ask(signal.SIGTERM, where="node 1 (b)"))
+    began = time.monotonic()
+    with uploading(tmp_path, interrupts, said) as upload:
+        later.start()
+        upload.wait()
+    assert time.monotonic() - began < 20
+    assert [message["code"] for message in said if message["kind"] == "warning"] == ["upload_failed"]
+
+
+def test_no_room_for_temporary_files_is_said_and_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Message] = []
+    plan: Any = SimpleNamespace(rehearse=True, rehearsed_step=1, run_id="r")
+    first = FirstCheckpoint(plan, programs=SLEEPS, leftovers={}, show=said.append)
+    first.heard(0, {"kind": "checkpoint", "step": 1, "path": str(tmp_path), "bytes": 1, "seconds": 0.1})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert first.look() is None
+    assert first.look() is None
+    with uploading(tmp_path, Interrupts(), said) as upload:
+        assert upload.look() is None
+        assert upload.look() is None
+    assert [message["code"] for message in said] == ["rehearsal_died", "upload_failed"]
+    assert all("cannot be started" in message["text"] for message in said)
+
+
+def test_what_is_no_list_of_files_is_refused_as_unreadable(tmp_path: Path) -> None:
+    nodes = [SimpleNamespace(node_rank=rank, shares_output=rank == 0) for rank in range(2)]
+    plan: Any = SimpleNamespace(nodes=nodes, ranks=[SimpleNamespace(node_rank=rank) for rank in range(2)])
+    arrivals = ShardArrivals(plan, tmp_path)
+    for files in (["a"], {"a": "b"}, "a"):
+        with pytest.raises(ValueError, match="files"):
+            arrivals.confirmed(
+                1, {"kind": "shard_written", "temporary": "step-00000001.tmp-a", "files": files}
+            )
+
+
+def test_a_start_that_is_refused_takes_nothing_of_a_quicker_one_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, make = RunDir(tmp_path / "out"), claiming._make
+
+    def quicker(of: RunDir) -> None:  # another start, between this one's look and its making of the directory
+        make(of)
+        other.acquire("other", 1)
+
+    other = RunLock(run.lock)
+    monkeypatch.setattr(claiming, "_make", quicker)
+    monkeypatch.setattr(claiming, "decide_start", lambda *_, **__: None)
+    config: Any = SimpleNamespace(output_dir=str(run.root))
+    refused = claiming.claim(config, host="here", resume=False, fresh=False, say=print)
+    with pytest.raises(UsageError, match="going on"), refused:
+        pass
+    assert run.lock.exists()
+    other.release()
