@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from unisono.checkpoint import verify
 from unisono.checkpoint.resume import require_intact, resume_point
 from unisono.checkpoint.store import CheckpointStore, Damage, StorageFailed, StorageFull
 from unisono.errors import IntegrityError
@@ -353,3 +354,21 @@ def test_storage_that_fails_otherwise_is_named(tmp_path: Path) -> None:
         store.save(1, lambda directory: None, **WRITING)  # type: ignore[arg-type]
     assert not isinstance(caught.value, StorageFull)
     assert caught.value.exit_code == 6
+
+
+def test_one_that_its_run_prunes_while_it_is_read_is_passed_over(
+    store: CheckpointStore, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(1)
+    path = save(2)
+    read = verify.digest_file
+
+    def prune_meanwhile(fd: int, pace: verify.Pace | None = None) -> tuple[int, str]:
+        if path.exists():
+            path.rename(store.root / ".trash-00000002-00000000")
+        return read(fd, pace)
+
+    monkeypatch.setattr(verify, "digest_file", prune_meanwhile)
+    found = store.newest_intact()
+    assert found is not None
+    assert found.step == 1

@@ -129,15 +129,23 @@ def inspect(
         if finding is not None:
             findings.append(finding)
     findings += [
-        Damage(entry.name, "it is not in the manifest, and is not read", "extra")
-        for entry in sorted(os.scandir(path), key=lambda entry: entry.name)
-        if entry.name != MANIFEST and entry.name not in manifest.files
+        Damage(name, "it is not in the manifest, and is not read", "extra")
+        for name in _names(path)
+        if name != MANIFEST and name not in manifest.files
     ]
     if not manifest.is_signed_by(key):
         findings.append(
             Damage(MANIFEST, "it is not signed with this user's key: the checkpoint is foreign", "foreign")
         )
     return manifest, findings
+
+
+def _names(path: Path) -> list[str]:
+    """What is in the directory; nothing where its run has pruned it while we looked, and its files are missing already."""
+    try:
+        return sorted(entry.name for entry in os.scandir(path))
+    except FileNotFoundError:
+        return []
 
 
 def _misplaced(path: Path, manifest: Manifest, run_id: str | None) -> list[Damage]:
