@@ -50,6 +50,15 @@ def test_cutting_leaves_each_step_once(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_an_evaluation_that_is_due_again_is_cut_and_its_step_stays(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 2}\n{"step": 2, "eval_loss": 1.0}\n{"step": 3}\n{"step": 3, "eval_loss": 1.0}\n{"step": 4}\n'
+    )
+    assert cut_after(path, 3, evaluated=False) == 2
+    assert path.read_text() == '{"step": 2}\n{"step": 2, "eval_loss": 1.0}\n{"step": 3}\n'
+
+
 def test_what_stays_keeps_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step":1,  "loss":1e-07}\n{"step": 2}\n')

@@ -57,3 +57,29 @@ def test_what_is_measured_after_the_last_step_is_left_for_the_next_start(train_h
     assert (again.result["outcome"], again.result["step"]) == ("completed", 6)
     assert again.result["weights"]
     assert again.result["eval"]["exact_match"] is not None
+
+
+def test_an_evaluation_that_a_stop_cut_short_is_written_once_also_if_the_next_start_dies(
+    train_here: Train,
+) -> None:
+    """The checkpoint says that it is due. The next start makes it, and dies before there is a newer checkpoint."""
+    sections = {
+        "data": {"eval": 0.2}, "eval": {"every": "3 steps"}, "checkpoint": {"every": "100 steps"},
+    }  # fmt: skip
+    stopped = train_here(on_message=asked_at("step", step=3), **sections)
+    assert (stopped.result["outcome"], stopped.result["step"]) == ("preempted", 3)
+    again = {
+        "resume": (3, stopped.directory / "checkpoints" / "step-00000003"),
+        "directory": stopped.directory,
+    }
+
+    def die(message: dict[str, Any], stop: StopRequest) -> None:
+        del stop
+        if message["kind"] == "step" and message["step"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_here(on_message=die, **again, **sections)
+    ended = train_here(**again, **sections)
+    assert [line["step"] for line in ended.metrics if "eval_loss" in line] == [3, 6]
+    assert [line["step"] for line in ended.metrics if "eval_loss" not in line] == [1, 2, 3, 4, 5, 6]

@@ -53,8 +53,13 @@ class MetricsWriter:
             self._waiting.pop(0)
 
 
-def cut_after(path: Path, step: int) -> int:
+def cut_after(path: Path, step: int, *, evaluated: bool = True) -> int:
     """Removes the lines of later steps and what is no whole line, a torn last one above all. Gives how many went.
+
+    Args:
+        path: of the file.
+        step: the last that stays.
+        evaluated: whether that step's evaluation stays, too; False where it is yet to be made.
 
     Raises:
         OSError: if there is no room for the shorter file beside the old one; the old one stays.
@@ -62,12 +67,12 @@ def cut_after(path: Path, step: int) -> int:
     if not path.exists():
         return 0
     with path.open("rb") as file:
-        gone = sum(not _stays(line, step) for line in file)
+        gone = sum(not _stays(line, step, evaluated=evaluated) for line in file)
         if not gone:
             return 0
         file.seek(0)
         with whole_file(path) as temporary, temporary.open("wb") as shorter:
-            shorter.writelines(line for line in file if _stays(line, step))
+            shorter.writelines(line for line in file if _stays(line, step, evaluated=evaluated))
     return gone
 
 
@@ -100,9 +105,11 @@ def without_nan(value: Any) -> Any:
     return value
 
 
-def _stays(line: bytes, step: int) -> bool:
+def _stays(line: bytes, step: int, *, evaluated: bool) -> bool:
     value = _parse(line)
-    return value is not None and value["step"] <= step
+    if value is None or value["step"] > step:
+        return False
+    return evaluated or value["step"] < step or "eval_loss" not in value
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

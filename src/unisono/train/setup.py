@@ -73,16 +73,18 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest)
         eval_table=eval_table,
         state=TrainState(),
         store=_open_store(files) if group.is_main else None,
-        metrics=_open_metrics(plan, files) if group.is_main else None,
+        metrics=None,
         board=_open_board(plan, files) if group.is_main else None,
         stop=stop,
         watch=GlobalStateWatch(torch_is_used=_uses_dropout(loaded)),
-        saver=Saver(Staging(device)),
+        saver=Saver(Staging(device, sharers=len(plan.on_node(place.node_rank)) if sharded else 1)),
         front_line=front_line() if sharded is not None and group.is_main else None,
     )
     if plan.resume is not None:
         report.phase("resume", f"reading checkpoint {plan.resume.step}")
         restore(run, Path(plan.resume.path), trust=plan.resume.trust)
+    if group.is_main:
+        run.metrics = _open_metrics(files, run.state)
     return run
 
 
@@ -145,9 +147,9 @@ def _open_store(files: RunDir) -> CheckpointStore:
     return CheckpointStore(files.checkpoints, key=user_key(read_environment().settings_dir))
 
 
-def _open_metrics(plan: RunPlan, files: RunDir) -> MetricsWriter:
-    """Lines after the step that the run goes on from are of a future that did not happen."""
-    cut_after(files.metrics, plan.resume.step if plan.resume else 0)
+def _open_metrics(files: RunDir, state: TrainState) -> MetricsWriter:
+    """Lines after the state that the run goes on from are of a future that did not happen: later steps, an evaluation still due."""
+    cut_after(files.metrics, state.step, evaluated=not state.evaluation_due)
     return MetricsWriter(files.metrics)
 
 

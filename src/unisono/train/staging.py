@@ -17,7 +17,7 @@ from unisono.train.part import Part
 Groups = dict[str, list[Part]]
 Files = dict[str, list[TensorPart]]
 
-_SHARE = 0.5  # of the free memory that copies may take
+_SHARE = 0.5  # of the free memory that the copies of a node's ranks may take together
 
 
 class Staging:
@@ -25,10 +25,12 @@ class Staging:
 
     Args:
         device: on which the tensors are.
+        sharers: ranks on this machine that make copies, all at the same time.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, sharers: int = 1) -> None:
         self._device = device
+        self._share = _SHARE / sharers
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
@@ -36,7 +38,7 @@ class Staging:
     def has_room(self, groups: Groups) -> bool:
         """Whether there is memory for copies of all this, beside the buffers that there are."""
         more = sum(part.tensor.nbytes for _, part in self._new(groups))
-        return more == 0 or more < _SHARE * available_memory()
+        return more == 0 or more < self._share * available_memory()
 
     def follow(self) -> None:
         """Has the copies wait for what the device has been told to compute up to now. Called by the thread that computes."""
