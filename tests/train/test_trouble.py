@@ -3,13 +3,17 @@
 import contextlib
 import math
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from unisono.checkpoint.store import CheckpointStore
 from unisono.errors import RankDied
+from unisono.train import loop
+from unisono.train.trouble import too_many_skipped
 
 Train = Callable[..., Any]
 
@@ -32,6 +36,29 @@ def test_three_in_twenty_end_the_run_with_a_verdict(train_here: Train) -> None:
     assert verdict["cause"] == "nan_loss"
     assert verdict["step"] == 6
     assert "2, 4, 6" in verdict["summary"]
+
+
+def test_a_save_in_flight_is_not_lost_with_such_an_end(
+    train_here: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stalled = threading.Event()
+    save = CheckpointStore.save
+
+    def late(self: CheckpointStore, *args: Any, **named: Any) -> Path:
+        assert stalled.wait(5)  # less than STUCK_S
+        return save(self, *args, **named)
+
+    def judge(*args: Any) -> Any:
+        verdict = too_many_skipped(*args)
+        if verdict is not None:
+            stalled.set()
+        return verdict
+
+    monkeypatch.setattr(CheckpointStore, "save", late)
+    monkeypatch.setattr(loop, "too_many_skipped", judge)
+    run = train_here(faults={"nan_steps": [2, 4, 6]}, duration="30 steps", checkpoint={"every": "5 steps"})
+    assert run.result["outcome"] == "stalled"
+    assert run.result["checkpoint"].endswith("step-00000005")
 
 
 def test_three_in_more_than_twenty_do_not(train_here: Train) -> None:

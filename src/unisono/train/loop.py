@@ -27,6 +27,7 @@ def train(run: Run) -> dict[str, Any]:
         # An evaluation that is due already was cut short by a stop, and is made up for.
         verdict = None if run.state.evaluation_due else _advance(run)
         if verdict is not None:
+            finish_saving(run)  # what was begun before is good
             return {"outcome": "stalled", "exit_code": 4, "verdict": verdict.to_json()}
         if run.state.evaluation_due:
             _evaluate(run)
