@@ -36,6 +36,11 @@ _WAITING_EVERY_S = 10.0
 _ONLY_OF_RANK_0 = ("phase", "step", "eval", "sample", "checkpoint", "ready", "note")
 
 
+def say(show: Show, text: str) -> None:
+    """A line for people."""
+    show({"kind": "note", "time": time.time(), "text": text})
+
+
 @dataclass
 class Attempt:
     """What is known of one start of the ranks.

@@ -11,8 +11,8 @@ from typing import Any
 from unisono.errors import UsageError
 from unisono.events import Message
 from unisono.launch.asked import TrainRequest
-from unisono.launch.attempt import Show
-from unisono.launch.session import plan_only, say, train
+from unisono.launch.attempt import Show, say
+from unisono.launch.session import plan_only, train
 from unisono.launch.tasks import run_task
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
