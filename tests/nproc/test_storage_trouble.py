@@ -110,6 +110,7 @@ def test_where_not_even_the_weights_fit_it_is_said_and_the_same_command_goes_on_
     assert [line["step"] for line in solo.metrics()] == list(range(1, 61))
 
 
+@pytest.mark.long
 @pytest.mark.fault("the storage turns read-only while a checkpoint is written")
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_directory_that_turns_read_only_costs_the_new_checkpoint_and_nothing_else(
@@ -149,7 +150,8 @@ def test_storage_that_hangs_is_named_and_training_goes_on(
     stopped(solo, front)
 
 
-@pytest.mark.parametrize("world", [pytest.param((1, "auto"), marks=pytest.mark.long), (2, "fsdp")])
+@pytest.mark.long
+@pytest.mark.parametrize("world", [(1, "auto"), (2, "fsdp")], ids=["one rank", "fsdp"])
 def test_a_rank_that_not_even_sigkill_ends_is_not_waited_for(
     solo: Job, mounts: ExitStack, world: tuple[int, str], tmp_path: Path
 ) -> None:
