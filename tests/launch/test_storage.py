@@ -71,6 +71,20 @@ def test_what_is_pruned_here_is_pruned_there(front: Any, copies: Path) -> None:
     assert [path.name[-2:] for path in stored(copies, front)] == ["09", "10"]
 
 
+@pytest.mark.long
+def test_what_is_kept_for_ever_stays_there_also_where_a_run_goes_on_elsewhere(
+    front: Any, copies: Path
+) -> None:
+    use(front, copies, keep=1, keep_every="3 steps")
+    for steps in (3, 6):
+        assert front.run("--resume", f"duration={steps} steps").returncode == 0
+    shutil.rmtree(front.out)
+    assert front.run("--resume").returncode == 0
+    there = [path.name[-2:] for path in stored(copies, front)]
+    assert there[:2] == ["03", "06"]
+    assert there[-1] == "10"
+
+
 def test_another_machine_goes_on_from_there(front: Any, copies: Path) -> None:
     del copies
     front.run("duration=6 steps")
@@ -161,7 +175,7 @@ def test_a_full_storage_is_a_warning_and_nothing_there_counts(front: Any, small_
     assert done.returncode == 0, done.stderr
     assert front.steps() == list(range(1, 11))
     assert "No space left on device" in done.stderr
-    assert "training goes on, and the next checkpoint is tried again" in done.stderr
+    assert "it is whole in the output_dir; a start that goes on with the run uploads it" in done.stderr
     assert stored(small_disk, front) == []
 
 
@@ -211,7 +225,7 @@ def test_an_upload_that_is_killed_leaves_nothing_that_counts(front: Any, copies:
     front.run("--resume", "duration=6 steps", "checkpoint.storage=null", faults={"weighs": 192 << 20})
     url = f"file://{copies}/out"
     request = {
-        "action": "upload", "url": url, "run_id": run_id, "path": str(front.out / "checkpoints" / "step-00000006"), "keep": 3,
+        "action": "upload", "url": url, "run_id": run_id, "path": str(front.out / "checkpoints" / "step-00000006"), "keep": 3, "keep_every": None,
         "beside": str(front.out),
     }  # fmt: skip
     half = copies / "out" / run_id / "step-00000006" / "trainable.safetensors"

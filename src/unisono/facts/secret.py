@@ -13,6 +13,18 @@ _SECRET_NAME = re.compile(
     r"(^|_)(token|secret|password|passwd|passphrase|api_?key|access_?key|private_?key|credential)s?(_|$)",
     re.IGNORECASE,
 )
+# The same within a longer text.
+_VEILED = re.compile(
+    r"(?<=://)[^/@\s]+(?=@)"
+    r"|(?<=[?&])((?:\w*token|sig|x-amz-(?:signature|credential|security-token)|password|api_?key|secret)=)[^&\s\"']+"
+    r"|\b(?:hf_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{30,})\b",
+    re.IGNORECASE,
+)
+
+
+def veil(text: str) -> str:
+    """Another program's text with `…` in place of what is a secret by its looks: errors of storages quote URLs."""
+    return _VEILED.sub(lambda found: f"{found[1] or ''}…", text)
 
 
 def is_secret(value: object) -> bool:

@@ -18,6 +18,7 @@ END_S = 600.0
 """How long the end of a run waits for the last upload; after a wish to stop it is what is left of `grace`."""
 STALLED_S = 120.0
 """An upload that has made no progress for so long is ended, and tried again with the next checkpoint."""
+_STAYS = "it is whole in the output_dir; a start that goes on with the run uploads it"
 _FOR_THE_RESULT_S = 0.5
 _SAYS_EVERY_S = 10.0
 
@@ -56,6 +57,7 @@ class Uploading:
         self._path = Path()
         self._done_bytes = self._of_bytes = 0
         self._moved = 0.0
+        self._ending = False
         self.uploaded: Path | None = None
 
     def __enter__(self) -> "Uploading":
@@ -97,6 +99,7 @@ class Uploading:
         newest = self._newest()
         if newest is not None and newest not in (self.uploaded, self._path if self._task else None):
             self._due = newest
+        self._ending = True
         patience, said = time.monotonic() + END_S, time.monotonic()
         while self._task is not None or self._due is not None:
             limit = min(patience, self._end_of_grace())
@@ -111,7 +114,7 @@ class Uploading:
             left = self._due or self._path
             self._warn(
                 f"the newest checkpoint, {left}, is not in {self._url}: its upload was not done in time",
-                "it is whole in the output_dir; a start that goes on with the run uploads it",
+                _STAYS,
             )
         self._close()
 
@@ -133,7 +136,7 @@ class Uploading:
             return
         request = {
             "action": "upload", "url": self._url, "run_id": self._plan.run_id, "path": str(self._path),
-            "keep": self._plan.config.checkpoint.keep, "beside": str(self._run.root),
+            "keep": self._plan.config.checkpoint.keep, "keep_every": self._plan.keep_every, "beside": str(self._run.root),
         }  # fmt: skip
         environment = child_environment(threads=1, without=self._leftovers)  # the ranks have the other cores
         self._done_bytes = self._of_bytes = 0
@@ -148,8 +151,12 @@ class Uploading:
         if message["kind"] == "progress":
             self._done_bytes, self._of_bytes = int(message["bytes"]), int(message["of"])
         elif message["kind"] == "result":
-            self.uploaded = self._path
             self._close()
+            if message["pruned"]:
+                text = f"{self._path.name} is not copied to {self._url}: it was pruned here before its copy began; checkpoints come faster than uploads"
+                self._say(text)
+                return
+            self.uploaded = self._path
             if message["bytes"]:
                 size, seconds = show_bytes(message["bytes"]), show_seconds(message["seconds"])
                 self._say(f"{self._path.name} is in {self._url}/{self._plan.run_id}: {size} in {seconds}")
@@ -160,13 +167,16 @@ class Uploading:
         what = f"{self._path.name} was not copied to {self._url}: "
         if error is None:
             text = what + f"nothing moved for {show_seconds(STALLED_S)} ({self._progress()})"
-            self._warn(text, "look at the storage and the network; the next checkpoint is tried again")
+            self._warn(text, f"look at the storage and the network; {self._and_then()}")
             return
         problem = error.problems[0]
         self._warn(
             what + "; ".join(part for part in (problem.what, problem.why) if part),
-            f"{problem.fix or 'see there'}; training goes on, and the next checkpoint is tried again",
+            f"{problem.fix or 'see there'}; {self._and_then()}",
         )
+
+    def _and_then(self) -> str:
+        return _STAYS if self._ending else "training goes on, and the next checkpoint is tried again"
 
     def _progress(self) -> str:
         share = (

@@ -3,30 +3,36 @@
     URL/RUN_ID/plan.json, config.yaml, environment.json, data.json, metrics.jsonl     as they were at the last upload
     URL/RUN_ID/step-00000100/*                                                        manifest.json last: without it nothing counts
 
-Requests: {action: look, url, run_id or null, before: step or null}, {action: upload, url, run_id, path, keep, beside}, {action: fetch, url, run_id, step,
-to, beside}. Message `progress`: bytes, of. Credentials are those that the storage's package finds in the environment.
+Requests: {action: look, url, run_id or null, before: step or null}, {action: upload, url, run_id, path, keep, keep_every: steps or null, beside},
+{action: fetch, url, run_id, step, to, beside}. Message `progress`: bytes, of. Credentials are those that the storage's package finds in the environment.
 """
 
 import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import xxhash
 
+from unisono.checkpoint.keeping import Rules
 from unisono.checkpoint.manifest import MANIFEST, Manifest, ManifestError
 from unisono.data.remote import open_storage
 from unisono.errors import IntegrityError, UnfitError, UnisonoError
 from unisono.events import Reporter
+from unisono.facts.secret import veil
 from unisono.text import one_line
 
 BESIDE = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "plan.json")
 """Files of a run that go with its checkpoints; the plan last, since with it a directory counts as a run."""
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _STEP = re.compile(r"step-(\d{8,})")
+_IN_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"})
+"""Storages without directories: what their packages make in place of one is the bucket, be its name mistyped."""
+_TELL_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs"})
+"""Those whose packages list an empty bucket as empty, and only a missing one as not found."""
 _CHUNK_BYTES = 8 << 20
 _PROGRESS_S = 1.0
 
@@ -44,7 +50,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     except (UnisonoError, AssertionError):
         raise
     except Exception as error:  # each storage package has errors of its own; what it says is handed on
-        text = one_line(str(error), limit=300)
+        text = one_line(veil(str(error)), limit=300)
         raise UnfitError.of(
             f"{request['url']} cannot be {'written' if request['action'] == 'upload' else 'read'}", where="checkpoint.storage",
             why=f"{type(error).__name__}: {text}", fix="check the URL, the room there, the network and the credentials in the environment",
@@ -56,7 +62,8 @@ def _carry_out(request: dict[str, Any], storage: "Storage") -> dict[str, Any]:
         return storage.newest(request["run_id"], before=request["before"])
     run_id, beside = request["run_id"], Path(request["beside"])
     if request["action"] == "upload":
-        return storage.upload(run_id, Path(request["path"]), keep=request["keep"], beside=beside)
+        rules = Rules(request["keep"], request["keep_every"])
+        return storage.upload(run_id, Path(request["path"]), rules=rules, beside=beside)
     assert request["action"] == "fetch"
     return storage.fetch(run_id, request["step"], Path(request["to"]), beside=beside)
 
@@ -67,6 +74,8 @@ class Storage:
     def __init__(self, url: str, report: Reporter) -> None:
         self._url = url
         self._fs, self._root = open_storage(url, "checkpoint.storage")
+        protocol = self._fs.protocol
+        self._protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self._report = report
         self._of = self._done = 0
         self._told = 0.0
@@ -83,22 +92,30 @@ class Storage:
                     return {"run_id": run, "step": step, "manifest": manifest.to_bytes().decode()}
         return {"run_id": None, "step": None, "manifest": None}
 
-    def upload(self, run_id: str, path: Path, *, keep: int, beside: Path) -> dict[str, Any]:
-        """Copies a checkpoint, its manifest last; then deletes old ones. Gives bytes, seconds, deleted (steps)."""
+    def upload(self, run_id: str, path: Path, *, rules: Rules, beside: Path) -> dict[str, Any]:
+        """Copies a checkpoint, its manifest last; then deletes old ones. Gives bytes, seconds, deleted (steps), pruned (it was gone here)."""
         began = time.monotonic()
-        manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
-        there = self._manifest(run_id, manifest.step)
-        new = there is None or there.checksum != manifest.checksum or not self._is_complete(run_id, there)
-        if new:
-            self._copy(run_id, path, manifest)
+        with contextlib.ExitStack() as stack:
+            # All are opened first: the checkpoint may be pruned here while it is copied, and what is open stays.
+            try:
+                manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
+                files = {name: stack.enter_context((path / name).open("rb")) for name in manifest.files}
+            except FileNotFoundError:
+                if (path / MANIFEST).exists():  # a file of it is missing
+                    raise
+                return {"bytes": 0, "seconds": time.monotonic() - began, "deleted": [], "pruned": True}
+            there = self._manifest(run_id, manifest.step)
+            new = there is None or there.checksum != manifest.checksum or not self._is_complete(run_id, there)
+            if new:
+                self._copy(run_id, path, manifest, files)
         for name in BESIDE:
             if (beside / name).is_file():
                 self._write(f"{self._root}/{run_id}/{name}", (beside / name).read_bytes())
         if new:  # what stands beside must be there before anything counts on it
             self._write(f"{self._place(run_id, manifest.step)}/{MANIFEST}", manifest.to_bytes())
-        deleted = self._prune(run_id, keep=keep, local=path.parent)
+        deleted = self._prune(run_id, rules=rules, local=path.parent)
         size = manifest.total_bytes if new else 0
-        return {"bytes": size, "seconds": time.monotonic() - began, "deleted": deleted}
+        return {"bytes": size, "seconds": time.monotonic() - began, "deleted": deleted, "pruned": False}
 
     def fetch(self, run_id: str, step: int, to: Path, *, beside: Path) -> dict[str, Any]:
         """Brings a checkpoint's files, all but its manifest, into a directory, and what goes with it into another. Gives bytes, seconds.
@@ -124,20 +141,18 @@ class Storage:
                 (beside / name).write_bytes(self._fs.cat_file(f"{self._root}/{run_id}/{name}"))
         return {"bytes": manifest.total_bytes, "seconds": time.monotonic() - began}
 
-    def _copy(self, run_id: str, path: Path, manifest: Manifest) -> None:
+    def _copy(self, run_id: str, path: Path, manifest: Manifest, files: Mapping[str, BinaryIO]) -> None:
         place = self._place(run_id, manifest.step)
         self._remove_marker(place)
-        self._fs.makedirs(place, exist_ok=True)
+        if not self._protocols & _IN_BUCKETS:
+            self._fs.makedirs(place, exist_ok=True)
         self._of = manifest.total_bytes
-        with contextlib.ExitStack() as stack:
-            # All are opened first: the checkpoint may be pruned here while it is copied, and what is open stays.
-            files = {name: stack.enter_context((path / name).open("rb")) for name in manifest.files}
-            for name, source in files.items():
-                entry = manifest.files[name]
-                with self._fs.open(f"{place}/{name}", "wb") as target:
-                    found = self._pour(source, target)
-                if found != (entry.bytes, entry.xxh3_128):
-                    raise _damaged(str(path / name), found, (entry.bytes, entry.xxh3_128))
+        for name, source in files.items():
+            entry = manifest.files[name]
+            with self._fs.open(f"{place}/{name}", "wb") as target:
+                found = self._pour(source, target)
+            if found != (entry.bytes, entry.xxh3_128):
+                raise _damaged(str(path / name), found, (entry.bytes, entry.xxh3_128))
 
     def _pour(self, source: IO[bytes], target: IO[bytes]) -> tuple[int, str]:
         """Copies, and gives size and digest of what was copied."""
@@ -156,11 +171,12 @@ class Storage:
             self._told = now
             self._report.send("progress", bytes=self._done, of=self._of)
 
-    def _prune(self, run_id: str, *, keep: int, local: Path) -> list[int]:
-        """Deletes what is neither here any more nor among the newest: what its own run has pruned."""
+    def _prune(self, run_id: str, *, rules: Rules, local: Path) -> list[int]:
+        """Deletes what is neither here any more nor among the newest nor for ever: what its own run has pruned."""
         steps = sorted(self._steps(run_id))
         here = {int(found[1]) for path in local.iterdir() if (found := _STEP.fullmatch(path.name))}
-        gone = [step for step in steps[: max(0, len(steps) - keep)] if step not in here]
+        old = steps[: max(0, len(steps) - rules.keep)]
+        gone = [step for step in old if step not in here and not rules.protects(step)]
         for step in gone:
             place = self._place(run_id, step)
             self._remove_marker(place)
@@ -180,7 +196,22 @@ class Storage:
         try:
             return [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(place, detail=False)]
         except FileNotFoundError:
+            self._need_bucket()
             return []
+
+    def _need_bucket(self) -> None:
+        """A bucket that is not there is a mistake, and no empty storage: a run that began anew would go beside the one that is meant."""
+        bucket = self._root.partition("/")[0]
+        if not self._protocols & _TELL_BUCKETS:
+            return
+        try:
+            self._fs.ls(bucket, detail=False)
+        except PermissionError:  # what may be read begins further below
+            return
+        except FileNotFoundError:
+            raise UnfitError.of(
+                f"there is no bucket {bucket}", where="checkpoint.storage", why=f"{self._url} would be in it", fix="correct the URL, or make the bucket"
+            ) from None  # fmt: skip
 
     def _steps(self, run_id: str) -> Iterator[int]:
         for name in self._names(f"{self._root}/{run_id}"):
