@@ -5,10 +5,12 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from unisono.checkpoint.store import CheckpointStore
 from unisono.train import saver as saving
 from unisono.train.part import Part
 from unisono.train.saver import Save, Saver
@@ -36,9 +38,9 @@ class Held(Staging):
         super().__init__(torch.device("cpu"))
         self.may_copy = threading.Event()
 
-    def copy(self, groups: Groups, *, abandoned: Callable[[], bool]) -> Files:
+    def copy(self, groups: Groups) -> Files:
         assert self.may_copy.wait(LIMIT_S)
-        return super().copy(groups, abandoned=abandoned)
+        return super().copy(groups)
 
 
 class Poor(Staging):
@@ -153,3 +155,41 @@ def test_tensors_that_come_later_and_views_are_saved_too() -> None:
         saver.begin(step, _groups(tensors), _keep(found))
         assert saver.wait()
         assert found == {n: t.contiguous().numpy().tobytes() for n, t in tensors.items()}
+
+
+def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(
+    train_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where they are in a lower layer of a container's file system, which a directory cannot be renamed in."""
+
+    def refuse(self: CheckpointStore, path: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link", str(path))
+
+    monkeypatch.setattr(CheckpointStore, "_delete", refuse)
+    run = train_here(checkpoint={"every": "2 steps", "keep": 1})
+    assert run.result["outcome"] == "completed"
+    assert run.result["checkpoint"].endswith("step-00000006")
+    assert {m["code"] for m in run.of_kind("warning")} >= {"prune_failed"}
+
+
+def test_an_exception_in_a_step_does_not_cost_the_save_in_flight(
+    train_here: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    died = threading.Event()
+    save = CheckpointStore.save
+
+    def late(self: CheckpointStore, *args: Any, **named: Any) -> Path:
+        assert died.wait(5)  # less than STUCK_S
+        return save(self, *args, **named)
+
+    def die(message: dict[str, Any], stop: object) -> None:
+        del stop
+        if message["kind"] == "step" and message["step"] == 3:
+            threading.Timer(0.5, died.set).start()
+            raise ValueError("user code")
+
+    monkeypatch.setattr(CheckpointStore, "save", late)
+    directory = tmp_path / "run"
+    with pytest.raises(ValueError, match="user code"):
+        train_here(directory=directory, on_message=die, checkpoint={"every": "2 steps"})
+    assert (directory / "checkpoints" / "step-00000002" / "manifest.json").is_file()

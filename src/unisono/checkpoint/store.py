@@ -75,7 +75,7 @@ class CheckpointStore:
             names = [entry.name for entry in os.scandir(self.root) if _PUBLISHED.fullmatch(entry.name)]
         except FileNotFoundError:
             return []
-        return [self.root / name for name in sorted(names, key=_step_of)]
+        return [self.root / name for name in sorted(names, key=step_of)]
 
     def save(
         self,
@@ -229,7 +229,7 @@ class CheckpointStore:
             protect: steps that stay, as that of the best.
             every: those at its multiples stay for ever, in steps.
         """
-        candidates = {step: Candidate(step) for step in map(_step_of, (path.name for path in self.list()))}
+        candidates = {step: Candidate(step) for step in map(step_of, (path.name for path in self.list()))}
         rules = Rules(keep, every, protect)
         while (decision := decide(candidates.values(), rules)).ask is not None:
             candidates[decision.ask] = self._look_at(self.path(decision.ask))
@@ -293,7 +293,7 @@ class CheckpointStore:
 
     def _look_at(self, path: Path) -> Candidate:
         """What keeping must know. It is read through unless it looks as it did when this process, or one that kept a record, read it."""
-        step = _step_of(path.name)
+        step = step_of(path.name)
         known = self._verified.get(path.name)
         try:
             manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
@@ -317,7 +317,7 @@ class CheckpointStore:
 
     def _delete(self, path: Path) -> None:
         """Renames before deleting, so that a death half-way leaves no published directory with files missing."""
-        trash = self.root / f".trash-{_step_of(path.name):08d}-{secrets.token_hex(4)}"
+        trash = self.root / f".trash-{step_of(path.name):08d}-{secrets.token_hex(4)}"
         path.rename(trash)
         fsync_dir(self.root)
         shutil.rmtree(trash, ignore_errors=True)  # what is left of it is swept at the next start
@@ -330,7 +330,8 @@ class CheckpointStore:
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 
-def _step_of(name: str) -> int:
+def step_of(name: str) -> int:
+    """The step of a published checkpoint, from its directory's name."""
     found = _PUBLISHED.match(name)
     assert found is not None
     return int(found[1])

@@ -110,15 +110,10 @@ def _keeping(files: "RunDir") -> tuple[dict[str, Any], int | None]:
 
 def _best_step(store: "CheckpointStore", files: "RunDir") -> int | None:
     """The step of the lowest eval_loss among those that have a checkpoint."""
-    from unisono.rundir.metrics import iterate_metrics
+    from unisono.rundir.metrics import best_evaluated
 
-    there = {_step(path) for path in store.list()}
-    measured = [
-        (line["eval_loss"], line["step"])
-        for line in iterate_metrics(files.metrics)
-        if isinstance(line.get("eval_loss"), float) and line["step"] in there
-    ]
-    return min(measured)[1] if measured else None
+    found = best_evaluated(files.metrics, {_step(path) for path in store.list()})
+    return found[0] if found else None
 
 
 def _step(path: Path) -> int:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,19 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
             value = _parse(line)
             if value is not None:
                 yield value
+
+
+def best_evaluated(path: Path, steps: Collection[int]) -> tuple[int, float] | None:
+    """The step of the lowest eval_loss among `steps`, and that loss; None if none of them was evaluated."""
+    measured = [
+        (line["eval_loss"], line["step"])
+        for line in iterate_metrics(path)
+        if isinstance(line.get("eval_loss"), float) and line["step"] in steps
+    ]
+    if not measured:
+        return None
+    loss, step = min(measured)
+    return step, loss
 
 
 def without_nan(value: Any) -> Any:

@@ -7,7 +7,7 @@ from unisono.train import faults
 from unisono.train.evaluate import evaluation_loss, exact_match_share, show_samples
 from unisono.train.longest import is_out_of_memory, out_of_memory, peak_bytes
 from unisono.train.run import Run
-from unisono.train.saving import finish_saving, save_checkpoint
+from unisono.train.saving import finish_saving, require_checkpoint, save_checkpoint
 from unisono.train.step import StepOutcome, optimizer_step
 from unisono.train.stop import EXIT_CODES
 from unisono.train.trouble import note_skipped_step, too_many_skipped
@@ -34,6 +34,7 @@ def train(run: Run) -> dict[str, Any]:
         if run.stopping is not None and _goes_on(run):  # after the last step the result comes first
             save_checkpoint(run)
             finish_saving(run)
+            require_checkpoint(run)
             return {"outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping], "verdict": None}
         if _is_due(run.plan.checkpoint_every, run.state.step) or _is_rehearsed(run) or not _goes_on(run):
             save_checkpoint(run)

@@ -33,6 +33,7 @@ class Save:
         doing: what the thread does, for people; as "writing /out/checkpoints/…".
         thread_id: the kernel's number of the thread that writes.
         waits_for_others: whether it has written its own part, and others have not.
+        is_abandoned: training has gone on while it was reading live tensors; what it read must not be published.
         on_stuck: told once, with the reason, when it has made no progress for STUCK_S.
     """
 
@@ -44,6 +45,7 @@ class Save:
     doing: str = "copying"
     thread_id: int = 0
     waits_for_others: bool = False
+    is_abandoned: bool = False
     on_stuck: Callable[[str], None] | None = None
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -60,10 +62,10 @@ class Save:
         """Seconds without progress."""
         return time.monotonic() - self.moved
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether nobody should wait for it any longer."""
-        return not self.done.is_set() and self.idle_s >= (OTHERS_S if self.waits_for_others else STUCK_S)
+    def is_stuck(self, patience_s: float = STUCK_S) -> bool:
+        """Whether it has not moved for so long that nobody should wait for it."""
+        limit_s = max(OTHERS_S, patience_s) if self.waits_for_others else patience_s
+        return not self.done.is_set() and self.idle_s >= limit_s
 
 
 class Saver:
@@ -75,7 +77,6 @@ class Saver:
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
-        self._leaving = False
         self.last: Save | None = None
 
     def begin(self, step: int, groups: Groups, write: Write) -> Save:
@@ -96,18 +97,25 @@ class Saver:
         return save
 
     def before_update(self) -> None:
-        """Waits until what is being saved has been copied. To be called before anything trained is changed."""
+        """Waits until what is being saved has been copied. To be called before anything trained is changed.
+
+        A save without memory for copies reads the live tensors while it writes; one that hangs in that is abandoned.
+        """
         save = self.last
         if save is None:
             return
-        if not save.copied.is_set():
+        if not save.copied.is_set() and not save.is_abandoned:
             began = time.perf_counter()
-            save.copied.wait()
+            while not save.copied.wait(0.2) and not save.is_abandoned:
+                save.is_abandoned = save.is_stuck()
             save.blocking_s += time.perf_counter() - began
         self._staging.hold_back()
 
-    def wait(self) -> bool:
+    def wait(self, patience_s: float = STUCK_S) -> bool:
         """Waits for the end of the save in flight for as long as it makes progress; whether there is none now.
+
+        Args:
+            patience_s: seconds without progress after which it is not waited for.
 
         Raises:
             Exception: what the writing has raised, if it was not the storage's fault.
@@ -116,7 +124,7 @@ class Saver:
         if save is None:
             return True
         began = time.perf_counter()
-        while not save.done.wait(0.2) and not save.is_stuck:
+        while not save.done.wait(0.2) and not save.is_stuck(patience_s):
             pass
         save.blocking_s += time.perf_counter() - began
         if not save.done.is_set():
@@ -129,7 +137,7 @@ class Saver:
         save.thread_id = threading.get_native_id()
         try:
             if self._staging.has_room(groups):
-                files = self._staging.copy(groups, abandoned=lambda: self._leaving)
+                files = self._staging.copy(groups)
                 save.copied.set()
             else:
                 files = in_place(groups)

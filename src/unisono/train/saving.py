@@ -18,7 +18,7 @@ import torch
 from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.reader import CheckpointReader
 from unisono.checkpoint.state import load_optimizer
-from unisono.checkpoint.store import StorageFailed, temporary_name
+from unisono.checkpoint.store import StorageFailed, step_of, temporary_name
 from unisono.checkpoint.tensor_file import group_file
 from unisono.checkpoint.trouble import storage_trouble
 from unisono.checkpoint.values import STATE, state_text
@@ -26,15 +26,17 @@ from unisono.checkpoint.writing import TensorFile, write_files
 from unisono.errors import IntegrityError, Problem
 from unisono.files import make_private_dir
 from unisono.model.shard import like
-from unisono.rundir.metrics import MetricsWriter
+from unisono.rundir.metrics import MetricsWriter, best_evaluated
 from unisono.train.contents import contents_of
 from unisono.train.run import Run
-from unisono.train.saver import Save
+from unisono.train.saver import STUCK_S, Save
 from unisono.train.sharing import SharedState
 from unisono.train.staging import Files
 from unisono.train.state import TrainState
+from unisono.units import parse_seconds
 
 _SHARDS_EVERY_S = 1.0
+_DIRECTORY_S = 30.0  # a network file system shows new names late
 
 
 def save_checkpoint(run: Run) -> None:
@@ -59,8 +61,9 @@ def save_checkpoint(run: Run) -> None:
 
 def finish_saving(run: Run) -> None:
     """Waits for the save in flight; one that the storage has failed is tried once more. All ranks must call it."""
+    patience_s = max(STUCK_S, parse_seconds(run.plan.config.grace))  # nothing else is left to be done
     for again in (True, False):
-        is_free = run.saver.wait()
+        is_free = run.saver.wait(patience_s)
         lost = run.begun_step is not None and run.group.is_main and run.saved_step != run.begun_step
         if run.sharded is not None:
             lost, is_free = run.group.any(lost), not run.group.any(not is_free)
@@ -68,6 +71,21 @@ def finish_saving(run: Run) -> None:
             return
         run.begun_step = None
         save_checkpoint(run)
+
+
+def require_checkpoint(run: Run) -> None:
+    """Refuses to leave as if the state were safe, where it is not. Rank 0 knows; the others end with it.
+
+    Raises:
+        StorageFailed: if the run has no checkpoint at all.
+    """
+    if run.group.is_main and run.saved_step is None:
+        path = run.files.checkpoints
+        problem = Problem(
+            f"the run was asked to stop after step {run.state.step}, and no checkpoint could be written", str(path),
+            "the warnings before tell why", "mend the storage, and start it again: it begins anew",
+        )  # fmt: skip
+        raise StorageFailed(problem, path=path)
 
 
 def restore(run: Run, path: Path, *, trust: bool = False) -> None:
@@ -95,6 +113,7 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
             f"checkpoint {path.name} does not hold what this run trains", where=str(path), why=f"for example {odd[0]}",
             fix="start with --fresh, or with the config that the checkpoint was made with",
         )  # fmt: skip
+    run.saver.before_update()  # a save that hangs may not have read what it saves yet
     with torch.no_grad():
         for name, tensor in shared.tensors("trainable"):
             trainable[name].copy_(like(trainable[name], tensor))
@@ -117,13 +136,11 @@ class _Job:
         step: optimizer steps done.
         temporary: the name of the directory that is written.
         shards: ranks that write into it.
-        protect: steps whose checkpoints must stay.
     """
 
     step: int
     temporary: str
     shards: int
-    protect: set[int]
 
 
 def _is_free(run: Run) -> bool:
@@ -147,9 +164,8 @@ def _is_free(run: Run) -> bool:
 def _job_of(run: Run) -> _Job | None:
     """Agrees on the directory's name where several ranks write into it; None if rank 0 has this step already."""
     step = run.state.step
-    protect = {run.state.best_step} if run.plan.config.checkpoint.best and run.state.best_step else set()
     if run.sharded is None:
-        return _Job(step, temporary_name(step, secrets.token_hex(4)), 1, protect)
+        return _Job(step, temporary_name(step, secrets.token_hex(4)), 1)
     number = torch.zeros((), dtype=torch.int64, device=run.device)
     if run.store is not None:
         number.fill_(0 if run.store.is_saved(step, run.plan.run_id) else 1 + secrets.randbits(32))
@@ -157,7 +173,7 @@ def _job_of(run: Run) -> _Job | None:
     if int(number) == 0:
         run.begun_step = run.saved_step = step
         return None
-    return _Job(step, temporary_name(step, f"{int(number):09x}"), run.group.world_size, protect)
+    return _Job(step, temporary_name(step, f"{int(number):09x}"), run.group.world_size)
 
 
 def _write(run: Run, job: _Job, text: bytes | None, save: Save, files: Files) -> Path | None:
@@ -174,7 +190,9 @@ def _write(run: Run, job: _Job, text: bytes | None, save: Save, files: Files) ->
 
         def write(directory: Path) -> Mapping[str, FileEntry]:
             own = _write_files(run, job, save, files, directory, {STATE: text})
-            return own | _shards_of_others(run, job, save)
+            found = own | _shards_of_others(run, job, save)
+            _refuse_abandoned(save, directory)
+            return found
 
         path = run.store.save(
             job.step, write, run_id=plan.run_id, config_digest=plan.config_digest, world_size=plan.world_size,
@@ -186,8 +204,20 @@ def _write(run: Run, job: _Job, text: bytes | None, save: Save, files: Files) ->
     save.advance("pruning")
     run.saved_step = job.step
     _tell(run, job, path, save)
-    run.store.prune(run.plan.config.checkpoint.keep, protect=job.protect, every=run.plan.keep_every)
+    try:
+        run.store.prune(run.plan.config.checkpoint.keep, protect=_best_saved(run), every=run.plan.keep_every)
+    except OSError as error:  # the new one is safe; what could not go is tried again after the next save
+        what = f"older checkpoints cannot be deleted: {error}"
+        run.report.warning("prune_failed", what, fix="delete them by hand, or mend the storage")
     return path
+
+
+def _best_saved(run: Run) -> set[int]:
+    """The best step that has a checkpoint. It may not be the best of all: that one's save may have failed."""
+    if run.plan.config.checkpoint.best is None or run.store is None:
+        return set()
+    found = best_evaluated(run.files.metrics, {step_of(path.name) for path in run.store.list()})
+    return {found[0]} if found else set()
 
 
 def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
@@ -232,13 +262,44 @@ def _write_shard(run: Run, job: _Job, save: Save, files: Files) -> None:
     )
     save.advance(f"writing {directory}")
     try:
-        make_private_dir(directory)
+        _enter(run, directory)
         entries = _write_files(run, job, save, files, directory, {})
+        _refuse_abandoned(save, directory)
     except (OSError, StorageFailed) as failure:
         trouble = storage_trouble(failure, directory, directory)
         error = "; ".join(str(problem.what) for problem in trouble.problems) if trouble else str(failure)
     told = {name: entry.model_dump() for name, entry in entries.items()}
     run.report.send("shard_written", step=job.step, temporary=job.temporary, files=told, error=error)
+
+
+def _enter(run: Run, directory: Path) -> None:
+    """Waits until rank 0 has made the directory, where this node sees it; a save that it has given up is not begun anew.
+
+    Raises:
+        StorageFailed: if it does not come.
+    """
+    if any(node.node_rank == run.place.node_rank and not node.shares_output for node in run.plan.nodes):
+        make_private_dir(directory)
+        return
+    limit = time.monotonic() + _DIRECTORY_S
+    while not directory.is_dir():
+        if time.monotonic() > limit:
+            raise _given_up(f"rank 0 has not made {directory.name}", directory)
+        time.sleep(0.02)
+
+
+def _refuse_abandoned(save: Save, directory: Path) -> None:
+    """What was read while training changed it must not be published.
+
+    Raises:
+        StorageFailed: if training has gone on meanwhile.
+    """
+    if save.is_abandoned:
+        raise _given_up("the storage hung while the live tensors were read, and training went on", directory)
+
+
+def _given_up(what: str, path: Path) -> StorageFailed:
+    return StorageFailed(Problem(what, str(path), "", "the older checkpoints are as they were"), path=path)
 
 
 def _shards_of_others(run: Run, job: _Job, save: Save) -> dict[str, FileEntry]:
@@ -263,10 +324,7 @@ def _shards_of_others(run: Run, job: _Job, save: Save) -> dict[str, FileEntry]:
         if message["error"]:
             label = run.plan.ranks[rank].label
             path = run.files.checkpoints / job.temporary
-            raise StorageFailed(
-                Problem(f"the part of {label} could not be written: {message['error']}", str(path), "", "see there; the older checkpoints are as they were"),
-                path=path,
-            )  # fmt: skip
+            raise _given_up(f"the part of {label} could not be written: {message['error']}", path)
         missing.discard(rank)
         found |= {name: FileEntry.model_validate(entry) for name, entry in message["files"].items()}
     save.waits_for_others = False

@@ -45,12 +45,11 @@ class Staging:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def copy(self, groups: Groups, *, abandoned: Callable[[], bool]) -> Files:
+    def copy(self, groups: Groups) -> Files:
         """Copies, and gives the copies as parts of files. Called by the thread that writes.
 
         Args:
             groups: live tensors, which must not change until this has returned; see `hold_back`.
-            abandoned: whether to stop, since nobody waits any more.
         """
         for key, part in self._new(groups):
             self._buffers[key] = torch.empty(
@@ -59,8 +58,6 @@ class Staging:
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             for group, parts in groups.items():
                 for part in parts:
-                    if abandoned():
-                        return {}
                     _copy(part.tensor, self._buffers[group, part.name])
             if self._stream is not None:
                 self._copied = self._stream.record_event()

@@ -1,12 +1,17 @@
 """A run from plan to result."""
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from unisono.checkpoint.store import step_of
 from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.plan import RunPlan
+from unisono.rundir.metrics import best_evaluated
 from unisono.train.evaluate import asks_for_exact_match, exact_match_share
 from unisono.train.finish import write_result
 from unisono.train.longest import try_longest
@@ -36,7 +41,13 @@ def run_plan(
         run.snapshots = Snapshots(snapshot_fd)
     try:
         with StorageWatch(run.saver, report) as run.storage:
-            return _to_the_end(run)
+            try:
+                return _to_the_end(run)
+            except Exception:
+                if run.group.world_size == 1:  # of several, the others would wait for a rank that is lost
+                    with contextlib.suppress(Exception):
+                        run.saver.wait()
+                raise
     finally:
         if run.metrics is not None:
             run.metrics.close()
@@ -86,20 +97,34 @@ def _write_result(run: Run) -> Path | None:
 
 
 def _take_best(run: Run) -> None:
-    """With `checkpoint.best` the result is the best checkpoint, which may be an earlier one."""
+    """With `checkpoint.best` the result is the best checkpoint that there is, which may be an earlier one. All ranks must call it."""
     best = run.state.best_step
     if run.plan.config.checkpoint.best is None or best is None or best == run.state.step:
         return
-    path = run.files.checkpoint(best)
-    if not run.group.any(run.store is not None and path.exists()):
-        # It was allowed in the middle of the run to set `checkpoint.best`; until then nothing protected the best.
-        if run.group.is_main:
-            text = f"the checkpoint of the best step, {best}, is gone; the result is that of step {run.state.step}"
-            run.report.warning("best_is_gone", text)
+    step, loss = _best_there(run)
+    if step != best and run.group.is_main:
+        text = f"the checkpoint of the best step, {best}, is not there; the result is that of step {step or run.state.step}"
+        run.report.warning("best_is_gone", text)
+    if step in (0, run.state.step):
         return
-    run.report.phase("finish", f"taking the best checkpoint, step {best}")
-    state, eval_figures = run.state, run.state.eval
-    restore(run, path, trust=True)  # also a stranger's weights may be the result; the rest goes unused
-    run.state = state
-    if state.best_loss is not None:
-        eval_figures["loss"] = state.best_loss
+    run.report.phase("finish", f"taking the best checkpoint, step {step}")
+    state, saved = run.state, run.saved_step
+    restore(
+        run, run.files.checkpoint(step), trust=True
+    )  # also a stranger's weights may be the result; the rest goes unused
+    run.state, run.saved_step = state, saved
+    run.state.eval["loss"] = loss
+
+
+def _best_there(run: Run) -> tuple[int, float]:
+    """The intact checkpoint of the lowest eval_loss, and that loss; step 0 where there is none. Rank 0 looks, all ranks must call it."""
+    found = torch.zeros(2, dtype=torch.float64, device=run.device)
+    if run.store is not None:
+        there = {step_of(path.name): path for path in run.store.list()}
+        while (best := best_evaluated(run.files.metrics, there)) is not None:
+            if not any(finding.is_fatal for finding in run.store.verify(there[best[0]])):
+                found = torch.tensor(best, dtype=torch.float64, device=run.device)
+                break
+            del there[best[0]]
+    run.group.broadcast(found)
+    return int(found[0]), float(found[1])
