@@ -193,3 +193,25 @@ def test_an_exception_in_a_step_does_not_cost_the_save_in_flight(
     with pytest.raises(ValueError, match="user code"):
         train_here(directory=directory, on_message=die, checkpoint={"every": "2 steps"})
     assert (directory / "checkpoints" / "step-00000002" / "manifest.json").is_file()
+
+
+def test_a_save_that_hangs_over_live_tensors_is_abandoned_and_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without memory for copies the update would wait for the storage; what was read by then must not be published."""
+    monkeypatch.setattr(saving, "STUCK_S", 0.3)
+    saver = Saver(Poor(torch.device("cpu")))
+    may_write, told = threading.Event(), []
+
+    def write(save: Save, files: Files) -> None:
+        del files
+        assert may_write.wait(LIMIT_S)
+        told.append(save.is_abandoned)
+
+    save = saver.begin(1, _groups({"w": torch.ones(10)}), write)
+    saver.before_update()
+    assert save.is_abandoned
+    assert not save.done.is_set()
+    may_write.set()
+    assert save.done.wait(LIMIT_S)
+    assert told == [True]

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable
@@ -97,6 +98,31 @@ def test_memory_that_does_not_suffice_is_said_before_step_1_with_two_settings(tr
     assert "batch.micro=24 saves about" in problem.fix
     assert "memory.gradient_checkpointing=true saves about" in problem.fix
     assert not any(message["kind"] == "step" for message in messages)
+
+
+def test_where_the_best_checkpoint_is_gone_the_best_that_is_there_is_the_result(train_here: Train) -> None:
+    """As where the save of the best has failed: its place is not left to the last weights."""
+    asked: dict[str, Any] = {
+        "data": {"eval": 0.3}, "eval": {"every": "2 steps"}, "checkpoint": {"best": "eval_loss", "keep": 20, "every": "2 steps"},
+        "optim": {"lr": 0.3, "schedule": "constant"},
+    }  # fmt: skip
+
+    def lose_the_best(message: dict[str, Any], stop: object) -> None:
+        del stop
+        if message["kind"] == "checkpoint" and message["step"] == 20:
+            folder = Path(message["path"]).parent
+            shutil.rmtree(folder / f"step-{best:08d}")
+
+    whole = train_here(duration="20 steps", **asked)
+    losses = {
+        line["step"]: line["eval_loss"] for line in whole.metrics if "eval_loss" in line and line["step"]
+    }
+    best, second = sorted(losses, key=lambda step: losses[step])[:2]
+    assert best < 20, losses
+    run = train_here(duration="20 steps", on_message=lose_the_best, **asked)
+    assert run.result["eval"]["loss"] == losses[second]
+    (warning,) = [message for message in run.of_kind("warning") if message["code"] == "best_is_gone"]
+    assert f"the best step, {best}, is not there; the result is that of step {second}" in warning["text"]
 
 
 def test_early_stop_and_the_best_checkpoint_is_the_result(train_here: Train) -> None:

@@ -62,9 +62,11 @@ class Save:
         """Seconds without progress."""
         return time.monotonic() - self.moved
 
-    def is_stuck(self, patience_s: float = STUCK_S) -> bool:
+    def is_stuck(self, patience_s: float | None = None) -> bool:
         """Whether it has not moved for so long that nobody should wait for it."""
-        limit_s = max(OTHERS_S, patience_s) if self.waits_for_others else patience_s
+        limit_s = STUCK_S if patience_s is None else patience_s
+        if self.waits_for_others:
+            limit_s = max(OTHERS_S, limit_s)
         return not self.done.is_set() and self.idle_s >= limit_s
 
 
@@ -111,11 +113,11 @@ class Saver:
             save.blocking_s += time.perf_counter() - began
         self._staging.hold_back()
 
-    def wait(self, patience_s: float = STUCK_S) -> bool:
+    def wait(self, patience_s: float | None = None) -> bool:
         """Waits for the end of the save in flight for as long as it makes progress; whether there is none now.
 
         Args:
-            patience_s: seconds without progress after which it is not waited for.
+            patience_s: seconds without progress after which it is not waited for; STUCK_S where none is given.
 
         Raises:
             Exception: what the writing has raised, if it was not the storage's fault.
