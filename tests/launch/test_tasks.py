@@ -27,6 +27,8 @@ def body(report):
         print("printed before"); raise ZeroDivisionError("oh")
     if arguments.name == "kill":
         print("last words", flush=True); os.kill(os.getpid(), signal.SIGKILL)
+    if arguments.name == "hang":
+        os.mkfifo(request["fifo"]); open(request["fifo"])
     if arguments.name == "echo":
         for line in sys.stdin:
             report.send("echo", text=json.loads(line)["text"])
@@ -49,6 +51,16 @@ def test_a_task_gives_its_result_and_its_messages_on_the_way(programs: Programs)
     result = run_task("ask", {"question": "ü"}, on_message=seen.append, programs=programs)
     assert result["answer"] == "ü"
     assert [message["kind"] for message in seen] == ["phase"]
+
+
+def test_one_that_hangs_is_not_waited_for_where_silence_has_a_limit(
+    programs: Programs, tmp_path: Path
+) -> None:
+    """It opens a pipe to which nobody writes, as a dead network disk would hold it."""
+    fifo = tmp_path / "fifo"
+    with pytest.raises(UnfitError, match="nothing has moved for 3.0 s"):
+        run_task("hang", {"fifo": str(fifo)}, programs=programs, silence_s=3.0)
+    assert fifo.exists()
 
 
 def test_its_environment_has_threads_and_no_leftovers(

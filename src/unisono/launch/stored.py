@@ -5,18 +5,19 @@ import secrets
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.signing import KEY_FILE, user_key
 from unisono.checkpoint.store import CheckpointStore, temporary_name
 from unisono.config import RunConfig
-from unisono.errors import IntegrityError
+from unisono.errors import IntegrityError, UnfitError
 from unisono.facts import Environment
 from unisono.files import fsync_dir, make_private_dir, read_object
 from unisono.launch.attempt import Show
 from unisono.launch.command import Programs
 from unisono.launch.tasks import run_task
-from unisono.launch.uploading import storage_url
+from unisono.launch.uploading import STALLED_S, storage_url
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 from unisono.units import show_bytes, show_seconds
@@ -87,7 +88,8 @@ class _Bringing:
     def look(self, run_id: str | None, *, before: int | None) -> Manifest | None:
         """The manifest of the newest complete checkpoint there: of one run or of the newest, before a step or of all."""
         request = {"action": "look", "url": self.url, "run_id": run_id, "before": before}
-        found = run_task("storage", request, programs=self._programs)["manifest"]
+        _say(self._show, f"looking into {self.url} for a checkpoint to go on from")
+        found = self._ask(request)["manifest"]
         return Manifest.from_bytes(found.encode()) if found else None
 
     def warn(self, error: IntegrityError) -> None:
@@ -129,9 +131,21 @@ class _Bringing:
             "action": "fetch", "url": self.url, "run_id": run_id, "step": step, "to": str(temporary), "beside": str(beside)
         }  # fmt: skip
         _say(self._show, f"bringing step {step} of run {run_id} back from {self.url}")
-        result = run_task("storage", request, programs=self._programs)
+        result = self._ask(request)
         took = f"{show_bytes(result['bytes'])} in {show_seconds(result['seconds'])}"
         _say(self._show, f"step {step} of run {run_id} is back from {self.url}: {took}")
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What the storage's task gives; a storage that hangs is not waited for."""
+        try:
+            return run_task("storage", request, programs=self._programs, silence_s=STALLED_S)
+        except UnfitError as error:
+            if error.problems[0].where != "storage":
+                raise
+            raise UnfitError.of(
+                f"{self.url} does not answer: {error.problems[0].what}", where="checkpoint.storage", why="the run would go on from it",
+                fix="mend it, or start without --resume to begin anew here",
+            ) from error  # fmt: skip
 
     def _place(self, beside: Path) -> None:
         """What a run's directory needs besides; the plan last, since with it the directory counts as the run's."""

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Self
@@ -25,6 +26,7 @@ from unisono.facts.machine import Gpu
 from unisono.launch.command import Programs, child_environment, task_command
 from unisono.launch.process import ChildProcess
 from unisono.text import one_line
+from unisono.units import show_seconds
 
 _BY_EXIT_CODE: dict[int, type[UnisonoError]] = {
     2: UsageError, 4: EndedByVerdict, 5: RankDied, 6: UnfitError, 7: IntegrityError,
@@ -38,6 +40,7 @@ def run_task(
     *,
     on_message: Callable[[Message], None] | None = None,
     programs: Programs | None = None,
+    silence_s: float | None = None,
 ) -> dict[str, Any]:
     """Runs a task to its end; gives the fields of its `result` message.
 
@@ -46,14 +49,16 @@ def run_task(
         request: what the task's `run` gets.
         on_message: sees every message before the last.
         programs: what to start; the default is ours.
+        silence_s: seconds without a message after which it is ended; None: it may be silent for ever.
 
     Raises:
         UnisonoError: what the task refused, in the class of its exit code.
+        UnfitError: if it was silent for too long.
         RankDied: if it crashed or was killed.
     """
     with TaskProcess(name, request, programs=programs) as task:
         last: Message = {}
-        for message in task.messages():
+        for message in task.messages(silence_s=silence_s):
             last = message
             if message["kind"] != "result" and on_message is not None:
                 on_message(message)
@@ -99,15 +104,24 @@ class TaskProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self, *, silence_s: float | None = None) -> Iterator[Message]:
         """Every message until the task has ended; the last is `result`.
+
+        Args:
+            silence_s: seconds without a message that are too many; None: none are.
 
         Raises:
             UnisonoError: what the task refused, in the class of its exit code.
+            UnfitError: if it was silent for too long.
             RankDied: if it crashed or was killed.
         """
+        heard = time.monotonic()
         while not self._child.ended:
-            for message in self._child.read():
+            found = self._child.read()
+            heard = time.monotonic() if found else heard
+            if silence_s is not None and time.monotonic() - heard > silence_s:
+                raise UnfitError.of(f"nothing has moved for {show_seconds(silence_s)}", where=self.name)
+            for message in found:
                 yield self._sound(message)
                 if message["kind"] == "result":
                     return
