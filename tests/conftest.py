@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.nodes.ground import Ground, Loopback, Namespaces, why_no_namespaces
 from unisono.config import RunConfig
 from unisono.events import Reporter
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
@@ -20,6 +21,7 @@ from unisono.task import prepare
 from unisono.train.stop import StopRequest
 from unisono.train.whole import run_plan
 
+_NODES = 4
 _WORDS = [
     "red",
     "green",
@@ -175,3 +177,13 @@ def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[...
         return Trained(out, plan, result, report.messages)
 
     return train
+
+
+@pytest.fixture(scope="session")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    """Namespaces, or loopback where they cannot be had."""
+    made: Ground = (
+        Loopback() if why_no_namespaces() else Namespaces(_NODES, tmp_path_factory.mktemp("ground"))
+    )
+    yield made
+    made.close()

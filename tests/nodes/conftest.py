@@ -5,18 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.ground import Ground, Loopback, Namespaces, why_no_namespaces
+from tests.nodes.ground import Ground, Namespaces, why_no_namespaces
 from tests.nodes.harness import Job
-
-NODES = 4
-
-
-@pytest.fixture(scope="session")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    """Namespaces, or loopback where they cannot be had."""
-    made: Ground = Loopback() if why_no_namespaces() else Namespaces(NODES, tmp_path_factory.mktemp("ground"))
-    yield made
-    made.close()
 
 
 @pytest.fixture

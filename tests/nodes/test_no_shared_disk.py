@@ -60,8 +60,9 @@ def test_parts_of_three_nodes_end_whole_at_the_head_and_a_killed_run_goes_on_fro
     for manifest in assert_whole_at_the_head(trio, caches, last=8):
         parts = {name: entry.host for name, entry in manifest.files.items() if ".shard-" in name}
         assert len(parts) in (0, 6), parts  # none: what was rescued after the kill is whole
-        for name, host in parts.items():
-            assert host == hosts[int(name.split(".shard-")[1][:5])], parts
+        wrote = {name: hosts[int(name.split(".shard-")[1][:5])] for name in parts}
+        rescued = dict.fromkeys(parts, hosts[0])  # from memory, after the kill: by the head
+        assert parts in (wrote, rescued)
     assert parts, trio.told()
     screen = fronts[0].text()
     assert "do not see this output_dir: every checkpoint ends whole here, on ada" in screen, screen

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.ground import Ground, Loopback, Namespaces, why_no_namespaces
+from tests.nodes.ground import Ground, Loopback
 from tests.nodes.harness import Job
 from tests.resume.kills import Layout, Undisturbed, undisturbed
 
@@ -15,24 +15,16 @@ Reference = Callable[[Layout, int], Undisturbed]
 
 
 @pytest.fixture(scope="session")
-def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    """Two namespaces, or loopback where they cannot be had."""
-    made: Ground = Loopback() if why_no_namespaces() else Namespaces(2, tmp_path_factory.mktemp("ground"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="session")
 def ready(
-    two_nodes: Ground, model_dir: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory
+    ground: Ground, model_dir: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> _Make:
     """A function that makes a job of so many nodes in a folder."""
     caches = tmp_path_factory.mktemp("caches")
 
     def make(folder: Path, nodes: int) -> Job:
         folder.mkdir()
-        ground = two_nodes if nodes > 1 else Loopback()
-        return Job(ground, folder, model=model_dir, rows=rows_file, caches=caches, nodes=nodes)
+        place = ground if nodes > 1 else Loopback()
+        return Job(place, folder, model=model_dir, rows=rows_file, caches=caches, nodes=nodes)
 
     return make
 

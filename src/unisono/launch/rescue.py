@@ -128,7 +128,8 @@ def _save(plan: RunPlan, pieces: Sequence[Kept], *, store: CheckpointStore) -> P
     texts = {STATE: state_text(groups, pieces[0].values, shards=shards)}
 
     def write(directory: Path) -> dict[str, FileEntry]:
-        return write_files(directory, files, texts)
+        written = write_files(directory, files, texts)
+        return {name: entry.model_copy(update={"host": plan.host}) for name, entry in written.items()}
 
     return store.save(
         pieces[0].step, write, run_id=plan.run_id, config_digest=plan.config_digest, world_size=plan.world_size,

@@ -2,12 +2,14 @@
 
 import functools
 import json
+import os
 import queue
-import sys
 import threading
 from typing import Any
 
 Message = dict[str, Any]
+
+_STDIN = 0
 
 
 class FrontLine:
@@ -37,15 +39,22 @@ class FrontLine:
         return self.next(kind, timeout_s=0.0)
 
     def _read(self) -> None:
-        for line in iter(sys.stdin.buffer.readline, b""):
-            try:
-                message = json.loads(line)
-            except ValueError:
-                continue  # torn by the front's death
-            known = self._of_kind.get(str(message.get("kind"))) if isinstance(message, dict) else None
-            if known is not None:
-                known.put(message)
+        # Not through sys.stdin: a thread that waits in its buffer's lock aborts the process when Python ends.
+        rest = b""
+        while chunk := os.read(_STDIN, 1 << 16):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self._take(line)
         self._over.set()
+
+    def _take(self, line: bytes) -> None:
+        try:
+            message = json.loads(line)
+        except ValueError:
+            return  # torn by the front's death
+        known = self._of_kind.get(str(message.get("kind"))) if isinstance(message, dict) else None
+        if known is not None:
+            known.put(message)
 
 
 @functools.cache
