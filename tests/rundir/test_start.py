@@ -11,6 +11,7 @@ import pytest
 
 from unisono.config import RunConfig, config_digest
 from unisono.errors import UsageError
+from unisono.facts.storage import leave_nonce
 from unisono.rundir import RunDir
 from unisono.rundir.start import StartDecision, decide_start, next_old, refuse_if_shrunk, set_aside
 
@@ -82,6 +83,7 @@ def test_a_start_that_died_before_its_plan_is_begun_anew(tmp_path: Path) -> None
     for folder in ("events", "logs", "checkpoints"):
         (root / folder).mkdir(parents=True)
     (root / "data.json").write_text('{"schema": 1}')
+    leave_nonce(root)  # a head that was killed before the other nodes had come
     (root / "config.yaml").write_text("# Written by unisono 0.1\nseed: 0\n")
     (root / ".plan.json.tmp-123-ab12").write_text("half")
     decision = _decide(root)

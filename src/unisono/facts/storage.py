@@ -77,6 +77,8 @@ def leave_nonce(folder: Path) -> str:
     Raises:
         OSError: what the file system says.
     """
+    for old in folder.glob(f"{_PREFIX}*"):  # of a head that was killed; who calls this has the folder's lock
+        old.unlink(missing_ok=True)
     name = _PREFIX + secrets.token_hex(8)
     write_text(folder / name, "unisono's head put this here for the start; it can be deleted\n")
     return name

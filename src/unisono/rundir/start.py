@@ -26,7 +26,9 @@ from unisono.units import Duration
 CONFIG_HEADER = "# Written by unisono"
 """How a config.yaml of ours begins; a config that somebody wrote by hand is not ours to overwrite."""
 
-_TEMPORARY = re.compile(r"\..+\.tmp-[0-9]+-[0-9a-f]+")  # of files.whole_file
+_TEMPORARY = re.compile(
+    r"\..+\.tmp-[0-9]+-[0-9a-f]+|\.unisono-head-[0-9a-f]+"
+)  # of files.whole_file; of a head that was killed
 
 
 @dataclass(frozen=True, slots=True)
