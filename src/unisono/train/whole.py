@@ -45,7 +45,8 @@ def run_plan(
                 return _to_the_end(run)
             except Exception:
                 if run.group.world_size == 1:  # of several, the others would wait for a rank that is lost
-                    with contextlib.suppress(Exception):  # the failure that ends the run is the one to be told
+                    # The failure that ends the run is the one to be told, not a save's own.
+                    with contextlib.suppress(Exception):
                         run.saver.wait()
                 raise
     finally:
