@@ -9,12 +9,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.ranks.conftest import Workshop
+from unisono.errors import Disagreed
 from unisono.model.forward import Rows, choose_forward
 from unisono.model.load import LoadedModel
 from unisono.model.shard import shard_model, whole
 from unisono.train.digests import checksum
 from unisono.train.exchange import Replicas
 from unisono.train.group import Listener, Ranks, close_group, world_mesh
+from unisono.train.meeting import check_world
 
 _CUDA = pytest.param(
     "cuda",
@@ -103,6 +106,19 @@ def test_a_sharded_model_moves_to_its_device_and_gives_the_same_loss_and_gradien
         mine = sharded.trainable[name].grad
         assert mine is not None
         torch.testing.assert_close(whole(mine), parameter.grad, rtol=1e-2, atol=1e-4)
+
+
+def test_a_world_that_is_not_the_planned_one_is_refused(group: Ranks, workshop: Workshop) -> None:
+    """A real group of one, and plans of one and of two ranks."""
+    plan = workshop.plan("narrow")
+    check_world(plan, plan.ranks[0], group)
+    plan = workshop.plan("narrow", world=2, strategy="ddp")
+    with pytest.raises(Disagreed) as caught:
+        check_world(plan, plan.ranks[0], group)
+    assert caught.value.exit_code == 3
+    assert caught.value.verdict is not None
+    assert caught.value.verdict.cause == "world_mismatch"
+    assert "has 1 ranks, and the plan has 2" in caught.value.problems[0].what
 
 
 @pytest.mark.gpu

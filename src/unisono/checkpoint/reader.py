@@ -65,8 +65,9 @@ class CheckpointReader:
                 self._open(group, [directory / name for name in group_files(group, shards)])
         except IntegrityError:
             raise
-        except Exception as error:
-            # whatever a reader says of files that are not ours, it is damage; the cause is chained
+        except (
+            Exception
+        ) as error:  # whatever a reader says of files that are not ours, it is damage; the cause is chained
             raise _unreadable(directory, str(error)) from error
 
     def tensor(self, group: str, name: str) -> torch.Tensor:

@@ -21,6 +21,7 @@ TASKS = {
     "export": "export",
     "storage": "storage",
     "rehearsed": "rehearsed",
+    "rows": "rows",
 }
 
 

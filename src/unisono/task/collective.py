@@ -40,6 +40,8 @@ class _Asked:
     device: torch.device
     deadline_s: float
     rounds: int
+    large_bytes: int
+    store_ports: list[int]
     names: list[str]
 
     @classmethod
@@ -54,12 +56,16 @@ class _Asked:
             device=torch.device("cpu") if index is None else torch.device("cuda", int(index)),
             deadline_s=float(request.get("deadline_s", 15.0)),
             rounds=int(request.get("rounds", _ROUNDS)),
+            large_bytes=int(request.get("large_bytes", _LARGE_BYTES)),
+            store_ports=[int(port) for port in request.get("store_ports") or []],
             names=[str(name) for name in request.get("names") or [f"rank {r}" for r in range(world_size)]],
         )
 
 
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Gives `ok`, `text` (what was found, one line), `seconds`, `missing` (ranks that never came), `bytes_per_second`.
+    """Gives `ok`, `text` (what was found, one line), `seconds`, `missing` (ranks that never came), `bytes_per_second`, `small_s`.
+
+    `small_s` is of a sum of one number, once connections are made; null: it never came to that.
 
     A failure is no crash: `ok` is false, and `text` says what torch said. What hangs past the deadline says so and ends itself:
     gloo, for one, waits on for ever in init_process_group if a peer dies while they connect (torch 2.13), whatever its time-out.
@@ -67,11 +73,12 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     Args:
         request: `rank`, `world_size`; `backend` (gloo, nccl); `device_index` (of the visible accelerators, or null);
             `store_host` (rank 0: where the store listens); `deadline_s` (from the line on stdin); `names` (of the ranks,
-            for `text`); `rounds` of the large sum.
+            for `text`); `rounds` of the large sum; `large_bytes`
+            in it; `store_ports` to be tried before one that the system chooses.
         report: told the phases, and by rank 0 the store's port.
     """
     asked = _Asked.read(request)
-    found: dict[str, Any] = {"ok": False, "missing": [], "bytes_per_second": None}
+    found: dict[str, Any] = {"ok": False, "missing": [], "bytes_per_second": None, "small_s": None}
     began = time.monotonic()
     try:
         listening = _listen(asked, report)
@@ -79,8 +86,8 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         host, port = _read_store()
         began = time.monotonic()
         limit = began + asked.deadline_s
-        with _given_up(asked, report):
-            found |= _try(asked, report, _store(host, port, listening, limit), limit)
+        with _given_up(asked, report, found):
+            found |= _try(asked, report, _store(host, port, listening, limit), limit, found)
     except (RuntimeError, OSError, EOFError) as error:  # torch.distributed's own are RuntimeErrors
         found["text"] = f"{asked.backend}: {one_line(str(error), limit=400) or type(error).__name__}"
     seconds = time.monotonic() - began
@@ -91,14 +98,12 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _given_up(asked: _Asked, report: Reporter) -> Iterator[None]:
+def _given_up(asked: _Asked, report: Reporter, found: dict[str, Any]) -> Iterator[None]:
     """Reports a failure in this process's name, and ends it, if what is done inside takes longer than the deadline."""
 
     def give_up() -> None:
         text = f"{asked.backend}: nothing came of it within {asked.deadline_s:g} s, and torch's own time-out did not end it"
-        report.send(
-            "result", ok=False, text=text, missing=[], bytes_per_second=None, seconds=asked.deadline_s
-        )
+        report.send("result", **{**found, "ok": False, "text": text, "seconds": asked.deadline_s})
         os._exit(0)
 
     timer = threading.Timer(asked.deadline_s + _GRACE_S / 2, give_up)
@@ -120,10 +125,18 @@ def _listen(asked: _Asked, report: Reporter) -> socket.socket | None:
     """Rank 0 binds the store's port itself: one that was found free and is bound later may be taken by then."""
     if asked.rank != 0:
         return None
-    family = socket.AF_INET6 if ":" in asked.store_host else socket.AF_INET
-    listening = socket.create_server((asked.store_host, 0), family=family)
+    listening = _bound(asked.store_host, [*asked.store_ports, 0])
     report.send("store", port=listening.getsockname()[1])
     return listening
+
+
+def _bound(host: str, ports: list[int]) -> socket.socket:
+    """Listens on the first port that is free. The last is 0: what the system chooses."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports[:-1]:
+        with contextlib.suppress(OSError):  # somebody has it
+            return socket.create_server((host, port), family=family)
+    return socket.create_server((host, ports[-1]), family=family)
 
 
 def _store(host: str, port: int, listening: socket.socket | None, limit: float) -> "dist.TCPStore":
@@ -135,7 +148,9 @@ def _store(host: str, port: int, listening: socket.socket | None, limit: float) 
     )  # fmt: skip
 
 
-def _try(asked: _Asked, report: Reporter, store: "dist.TCPStore", limit: float) -> dict[str, Any]:
+def _try(
+    asked: _Asked, report: Reporter, store: "dist.TCPStore", limit: float, found: dict[str, Any]
+) -> dict[str, Any]:
     missing = _roll_call(store, asked, limit)
     if missing:
         who = ", ".join(asked.names[rank] for rank in missing)
@@ -152,7 +167,7 @@ def _try(asked: _Asked, report: Reporter, store: "dist.TCPStore", limit: float) 
         timeout=_left(limit), device_id=asked.device if on_gpu else None,
     )  # fmt: skip
     report.phase("collective.sum", "adds numbers over all ranks")
-    return _sum(asked, limit)
+    return _small(asked, limit, found) or _large(asked, limit)
 
 
 def _read_store() -> tuple[str, int]:
@@ -195,26 +210,36 @@ def _wait_until_all_know(store: "dist.TCPStore", asked: _Asked, missing: list[in
         time.sleep(_POLL_S if waiting else 0)
 
 
-def _sum(asked: _Asked, limit: float) -> dict[str, Any]:
-    """Adds the numbers of all ranks, which must give W(W-1)/2, and then a large tensor. All ranks take part."""
+def _small(asked: _Asked, limit: float, found: dict[str, Any]) -> dict[str, Any]:
+    """Adds the numbers of all ranks, which must give W(W-1)/2; what is wrong, or nothing. All ranks take part."""
     total = torch.tensor([float(asked.rank)], device=asked.device)
+    _all_reduce(total.clone(), limit)  # makes the connections
+    began = time.monotonic()
     _all_reduce(total, limit)
+    value = total.item()
+    found["small_s"] = time.monotonic() - began
     wanted = asked.world_size * (asked.world_size - 1) / 2
-    if total.item() != wanted:
-        return {"text": f"the sum over all ranks is {total.item():g} and must be {wanted:g}"}
-    large = torch.ones(_LARGE_BYTES // 4, device=asked.device)
+    if value != wanted:
+        return {"text": f"the sum over all ranks is {value:g} and must be {wanted:g}"}
+    return {}
+
+
+def _large(asked: _Asked, limit: float) -> dict[str, Any]:
+    """Adds a large tensor, and measures that. All ranks take part."""
+    large = torch.ones(asked.large_bytes // 4, device=asked.device)
+    _all_reduce(large, limit)  # connections and kernels for this size are made when it first comes
+    bool((large == asked.world_size).all())
     began = time.monotonic()
     for _ in range(asked.rounds):
         large.fill_(1.0)
         _all_reduce(large, limit)
     same = bool((large == asked.world_size).all())  # waits for the device, too
     seconds = max(time.monotonic() - began, 1e-9)
+    size = f"{asked.large_bytes >> 20} MiB"
     if not same:
-        return {"text": f"a sum of {_LARGE_BYTES >> 20} MiB over all ranks came back wrong"}
-    speed = asked.rounds * _LARGE_BYTES / seconds
-    text = (
-        f"{asked.backend}: {asked.world_size} ranks add {_LARGE_BYTES >> 20} MiB at {speed / 1e6:,.0f} MB/s"
-    )
+        return {"text": f"a sum of {size} over all ranks came back wrong"}
+    speed = asked.rounds * asked.large_bytes / seconds
+    text = f"{asked.backend}: {asked.world_size} ranks add {size} at {speed / 1e6:,.0f} MB/s"
     return {"ok": True, "text": text, "bytes_per_second": speed}
 
 

@@ -3,15 +3,18 @@
     URL/RUN_ID/plan.json, config.yaml, environment.json, data.json, metrics.jsonl     as they were at the last upload
     URL/RUN_ID/step-00000100/*                                                        manifest.json last: without it nothing counts
 
-Requests: {action: look, url, run_id or null, before: step or null}, {action: upload, url, run_id, path, keep, keep_every: steps or null, beside},
-{action: fetch, url, run_id, step, to, beside}. Message `progress`: bytes, of. Credentials are those that the storage's package finds in the environment.
+Requests: {action: try, url, run_id}, {action: look, url, run_id or null, before: step or null},
+{action: upload, url, run_id, path, keep, keep_every: steps or null, best: whether the best stays, beside}, {action: fetch, url, run_id, step, to, beside}.
+Message `progress`: bytes, of. Credentials are those that the storage's package finds in the environment.
 """
 
 import contextlib
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -20,13 +23,16 @@ import xxhash
 from unisono.checkpoint.keeping import Rules
 from unisono.checkpoint.manifest import MANIFEST, Manifest, ManifestError
 from unisono.data.remote import open_storage
-from unisono.errors import IntegrityError, UnfitError, UnisonoError
+from unisono.errors import DataError, IntegrityError, UnfitError, UnisonoError
 from unisono.events import Reporter
 from unisono.facts.secret import veil
+from unisono.rundir.metrics import best_evaluated
 from unisono.text import one_line
 
 BESIDE = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "plan.json")
 """Files of a run that go with its checkpoints; the plan last, since with it a directory counts as a run."""
+TRIED = "tried"
+"""The object that is written to try the storage; a try that was killed leaves it, and the next one removes it."""
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _STEP = re.compile(r"step-(\d{8,})")
 _IN_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"})
@@ -41,18 +47,24 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Carries out one request.
 
     Raises:
-        UnfitError: if the storage cannot be reached, read or written.
+        UnfitError: if the storage cannot be reached, read or written, or its package is missing.
         IntegrityError: if what was fetched, or was to be uploaded, is not what its manifest says.
-        DataError: if the URL has no known scheme, or its package is missing.
+        DataError: if the URL has no known scheme.
     """
+    storage = None
     try:
-        return _carry_out(request, Storage(request["url"], report))
+        storage = Storage(request["url"], report)
+        return _carry_out(request, storage)
+    except DataError as error:
+        if isinstance(error.__cause__, ImportError):  # the URL is right, and this machine is not fit for it
+            raise UnfitError(*error.problems) from error
+        raise
     except (UnisonoError, AssertionError):
         raise
     except Exception as error:  # each storage package has errors of its own; what it says is handed on
         text = one_line(veil(str(error)), limit=300)
         raise UnfitError.of(
-            f"{request['url']} cannot be {'written' if request['action'] == 'upload' else 'read'}", where="checkpoint.storage",
+            f"{request['url']} cannot be {storage.doing if storage else 'read'}", where="checkpoint.storage",
             why=f"{type(error).__name__}: {text}", fix="check the URL, the room there, the network and the credentials in the environment",
         ) from error  # fmt: skip
 
@@ -60,16 +72,22 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 def _carry_out(request: dict[str, Any], storage: "Storage") -> dict[str, Any]:
     if request["action"] == "look":
         return storage.newest(request["run_id"], before=request["before"])
+    if request["action"] == "try":
+        return storage.try_out(request["run_id"])
     run_id, beside = request["run_id"], Path(request["beside"])
     if request["action"] == "upload":
         rules = Rules(request["keep"], request["keep_every"])
-        return storage.upload(run_id, Path(request["path"]), rules=rules, beside=beside)
+        return storage.upload(run_id, Path(request["path"]), rules=rules, best=request["best"], beside=beside)
     assert request["action"] == "fetch"
     return storage.fetch(run_id, request["step"], Path(request["to"]), beside=beside)
 
 
 class Storage:
-    """The copies below one URL."""
+    """The copies below one URL.
+
+    Attributes:
+        doing: what is done to it, for the sentence that it cannot be done: read, written, deleted.
+    """
 
     def __init__(self, url: str, report: Reporter) -> None:
         self._url = url
@@ -77,6 +95,7 @@ class Storage:
         protocol = self._fs.protocol
         self._protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self._report = report
+        self.doing = "read"
         self._of = self._done = 0
         self._told = 0.0
 
@@ -92,9 +111,38 @@ class Storage:
                     return {"run_id": run, "step": step, "manifest": manifest.to_bytes().decode()}
         return {"run_id": None, "step": None, "manifest": None}
 
-    def upload(self, run_id: str, path: Path, *, rules: Rules, beside: Path) -> dict[str, Any]:
+    def try_out(self, run_id: str) -> dict[str, Any]:
+        """Lists a run's place, writes a small object there, reads it back and removes it: all that uploads will do. Gives seconds.
+
+        Raises:
+            UnfitError: if another object is read than was written.
+        """
+        began = time.monotonic()
+        folder = f"{self._root}/{run_id}"
+        place, words = f"{folder}/{TRIED}", secrets.token_hex(16).encode()
+        self._names(folder)
+        self.doing = "written"
+        made = self._make_directories(folder)
+        self._write(place, words)
+        self.doing = "read"
+        self._fs.invalidate_cache()
+        found = self._fs.cat_file(place)
+        self.doing = "deleted"
+        self._fs.rm_file(place)
+        for directory in made:
+            with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+                self._fs.rmdir(directory)
+        if found != words:
+            raise UnfitError.of(
+                f"{self._url} gives back other bytes than were written to it", where="checkpoint.storage",
+                why=f"{len(words)} bytes were written to {place}, and {len(found)} bytes that are not these were read", fix="use another storage",
+            )  # fmt: skip
+        return {"seconds": time.monotonic() - began}
+
+    def upload(self, run_id: str, path: Path, *, rules: Rules, best: bool, beside: Path) -> dict[str, Any]:
         """Copies a checkpoint, its manifest last; then deletes old ones. Gives bytes, seconds, deleted (steps), pruned (it was gone here)."""
         began = time.monotonic()
+        self.doing = "written"
         with contextlib.ExitStack() as stack:
             # All are opened first: the checkpoint may be pruned here while it is copied, and what is open stays.
             try:
@@ -113,6 +161,8 @@ class Storage:
                 self._write(f"{self._root}/{run_id}/{name}", (beside / name).read_bytes())
         if new:  # what stands beside must be there before anything counts on it
             self._write(f"{self._place(run_id, manifest.step)}/{MANIFEST}", manifest.to_bytes())
+        if best:
+            rules = replace(rules, protect=self._best(run_id, beside / "metrics.jsonl"))
         deleted = self._prune(run_id, rules=rules, local=path.parent)
         size = manifest.total_bytes if new else 0
         return {"bytes": size, "seconds": time.monotonic() - began, "deleted": deleted, "pruned": False}
@@ -144,8 +194,7 @@ class Storage:
     def _copy(self, run_id: str, path: Path, manifest: Manifest, files: Mapping[str, BinaryIO]) -> None:
         place = self._place(run_id, manifest.step)
         self._remove_marker(place)
-        if not self._protocols & _IN_BUCKETS:
-            self._fs.makedirs(place, exist_ok=True)
+        self._make_directories(place)
         self._of = manifest.total_bytes
         for name, source in files.items():
             entry = manifest.files[name]
@@ -182,6 +231,23 @@ class Storage:
             self._remove_marker(place)
             self._fs.rm(place, recursive=True)
         return gone
+
+    def _best(self, run_id: str, metrics: Path) -> set[int]:
+        """The best step that is whole in the storage. A run that goes on on another machine has its checkpoint only there."""
+        steps = set(self._steps(run_id))
+        while (found := best_evaluated(metrics, steps)) is not None:
+            if self._manifest(run_id, found[0]) is not None:
+                return {found[0]}
+            steps.discard(found[0])
+        return set()
+
+    def _make_directories(self, place: str) -> list[str]:
+        """Where the storage has directories, those of a place; gives the run's and the root where they were missing, the deepest first."""
+        if self._protocols & _IN_BUCKETS:
+            return []
+        missing = [folder for folder in (place, place.rpartition("/")[0]) if not self._fs.exists(folder)]
+        self._fs.makedirs(place, exist_ok=True)
+        return missing
 
     def _remove_marker(self, place: str) -> None:
         """Without its manifest a checkpoint is none, so that a death half-way leaves nothing that could be taken for whole."""

@@ -9,6 +9,7 @@ from unisono.data.table import TokenTable
 from unisono.model.generate import generate
 from unisono.score import exact_match
 from unisono.text import plain
+from unisono.train import faults
 from unisono.train.batches import load_rows
 from unisono.train.run import Run
 from unisono.train.stop import flags_of, outcome_of
@@ -25,21 +26,24 @@ def evaluation_loss(run: Run) -> float | None:
     table, groups = run.eval_table, run.evaluation
     if table is None or groups is None:
         return None
+    run.beats.enter("evaluate", total=table.sequences)
     count = int(table.sequence_loss_tokens().sum())
     total = 0.0
     with torch.no_grad(), evaluating(run):
         done, told = 0, time.monotonic()
         for group in groups.rounds():
             # All ranks take part in each sum, also those that have no group in the last round.
+            faults.pause(run.plan, run.group.rank, run.state.step, "evaluate")
             part = [evaluation_part(run, group, count=count), *flags_of(run.stop.outcome)]
             summed = torch.tensor(part, dtype=torch.float64, device=run.device)
             run.group.sum(summed)
-            loss, *flags = summed.tolist()
+            loss, *flags = run.group.figures(summed)
             total += loss
             run.agreed_stop = outcome_of(flags)
             if run.stopping:  # an evaluation is not worth the grace time; the caller drops it
                 return None
             done = min(done + groups.micro_batch * groups.world_size, table.sequences)
+            run.beats.enter("evaluate", done=done, total=table.sequences)
             if time.monotonic() - told > _TELL_EVERY_S:
                 told = time.monotonic()
                 run.report.phase("evaluate", "evaluating", done=done, total=table.sequences)
@@ -139,7 +143,7 @@ def exact_match_share(run: Run) -> float | None:
     counts = [right, len(pairs), *flags_of(run.stop.outcome)]
     summed = torch.tensor(counts, dtype=torch.float64, device=run.device)
     run.group.sum(summed)
-    right_of_all, of_all, *flags = summed.tolist()
+    right_of_all, of_all, *flags = run.group.figures(summed)
     run.agreed_stop = outcome_of(flags)
     return right_of_all / of_all if run.stopping is None and of_all else None
 
@@ -162,6 +166,7 @@ def _answers(
     longest = max(len(q.answer) for q in among) + 8
     tokenizer = run.tokenizer
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    run.beats.enter("sample")
     with torch.no_grad(), evaluating(run), run.forward.ready_to_generate() as model:
         answers = run.forward.within(lambda: generate(
             model, [q.prompt for q in questions], max_new_tokens=min(limit or longest, longest), stop_ids=_stop_ids(run, among),
@@ -186,6 +191,7 @@ class _Stop:
     def __call__(self) -> bool:
         own = self._run.stop.outcome is not None
         self._tokens += 1
+        self._run.beats.enter("sample", done=self._tokens)
         if self._run.sharded is None:
             self.came = own
         elif self._tokens % _ASK_EVERY_TOKENS == 0:

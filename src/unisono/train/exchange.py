@@ -34,6 +34,9 @@ class Exchange(Protocol):
     def finish(self, scalars: torch.Tensor) -> torch.Tensor:
         """After it: gradients and `scalars` (float32) become the sums over all ranks. All ranks must call it."""
 
+    def wait_for_own(self) -> None:
+        """Waits until this rank's own part is computed, where that can be told; the device is waited for next in any case."""
+
     def settle(self) -> float:
         """After the device was waited for: seconds that were spent on nothing but waiting for the others' gradients."""
 
@@ -52,6 +55,9 @@ class NoExchange:
     def finish(self, scalars: torch.Tensor) -> torch.Tensor:
         """What came."""
         return scalars
+
+    def wait_for_own(self) -> None:
+        """All is its own."""
 
     def settle(self) -> float:
         """None."""
@@ -73,6 +79,11 @@ class Stopwatch:
             self._times[end] = time.perf_counter()
         else:
             self._events[end].record()
+
+    def wait_for_begin(self) -> None:
+        """Waits until the stream has come to the begin."""
+        if self._events is not None:
+            self._events[0].synchronize()
 
     def seconds(self) -> float:
         """Between the two; the device must have been waited for."""
@@ -147,6 +158,10 @@ class Replicas:
             bucket.wait()
         self._watch.mark(1)
         return self._tail[: self.scalars]
+
+    def wait_for_own(self) -> None:
+        """So that time which this rank's device computes is not taken for waiting for the others."""
+        self._watch.wait_for_begin()
 
     def settle(self) -> float:
         """Takes gradients away that no rank has made; gives the seconds of waiting."""
@@ -228,6 +243,9 @@ class Shards:
         self.group.sum(scalars)
         self._watch.mark(1)
         return scalars
+
+    def wait_for_own(self) -> None:
+        """Nothing: forward and backward wait for the others, too, and which of it is its own nobody can tell."""
 
     def settle(self) -> float:
         """Seconds of the scalars' sum."""

@@ -53,8 +53,9 @@ def _storage_trouble_told(run: Run, temporary: Path, target: Path) -> Iterator[N
     """A full disk at the very end costs no training: the last checkpoint is there, and is said to be."""
     try:
         yield
-    except Exception as error:
-        # safetensors raises one of its own for a full disk; what is neither is raised again
+    except (
+        Exception
+    ) as error:  # safetensors raises one of its own for a full disk; what is neither is raised again
         if not (isinstance(error, OSError) or is_full(error)):
             raise
         shutil.rmtree(temporary, ignore_errors=True)

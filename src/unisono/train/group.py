@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from unisono.watch import Beats
+
 CLOSE_LIMIT_S = 15.0
 # The front judges who is stuck, and long before this; it is what ends ranks whose front is gone, too.
 _PATIENCE = timedelta(minutes=30)
@@ -45,6 +47,9 @@ class Group(Protocol):
     def barrier(self) -> None:
         """Waits until all ranks are here."""
 
+    def figures(self, summed: torch.Tensor) -> list[float]:
+        """What a sum has given, (n,); on a GPU it is here that the others are waited for."""
+
 
 class Alone:
     """One rank: nothing to wait for."""
@@ -70,6 +75,10 @@ class Alone:
 
     def barrier(self) -> None:
         """All are here."""
+
+    def figures(self, summed: torch.Tensor) -> list[float]:
+        """Its numbers."""
+        return list(summed.tolist())
 
 
 class Listener:
@@ -101,6 +110,7 @@ class Ranks:
         device: torch.device,
         store: tuple[str, int],
         listener: Listener | None,
+        beats: Beats | None = None,
     ) -> None:
         """Joins the others. All ranks must.
 
@@ -111,9 +121,11 @@ class Ranks:
             device: that is bound.
             store: host and port of rank 0's store.
             listener: rank 0's.
+            beats: are told of every collective.
         """
         assert not dist.is_initialized(), "the process group has one owner"
         self.rank, self.world_size, self.device = rank, world_size, device
+        self._beats = beats or Beats()
         host, port = store
         if listener is not None:
             base = listener.store()
@@ -132,30 +144,54 @@ class Ranks:
         """Whether this is rank 0, the only writer."""
         return self.rank == 0
 
+    @property
+    def joined(self) -> int:
+        """How many ranks torch has brought together."""
+        return dist.get_world_size()
+
     def sum(self, tensor: torch.Tensor) -> None:
         """Makes `tensor` the sum of all ranks', on all ranks to the same bits."""
-        dist.all_reduce(tensor)
+        self._beats.begin_collective("all_reduce", tensor.numel())
+        with self._beats.waiting():
+            dist.all_reduce(tensor)
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
         """Begins that; what it gives waits for the end."""
+        self._beats.begin_collective("all_reduce", tensor.numel())
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
-        return work.wait
+
+        def wait() -> None:
+            with self._beats.waiting():
+                work.wait()
+
+        return wait
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Makes `tensor` rank 0's."""
-        dist.broadcast(tensor, 0)
+        self._beats.begin_collective("broadcast", tensor.numel())
+        with self._beats.waiting():
+            dist.broadcast(tensor, 0)
 
     def any(self, statement: bool) -> bool:  # noqa: FBT001
         """Whether it is true on any rank."""
         count = torch.tensor(int(statement), device=self.device)
         self.sum(count)
-        return bool(count)
+        return self.figures(count.view(1)) != [0]
 
     def barrier(self) -> None:
         """Waits until all ranks are here."""
         # Without its device NCCL takes the current one, and hangs where that is another's.
-        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+        self._beats.begin_collective("barrier", 0)
+        with self._beats.waiting():
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def figures(self, summed: torch.Tensor) -> list[float]:
+        """What a sum has given, (n,); on a GPU it is here that the others are waited for."""
+        if summed.device.type == "cpu":
+            return list(summed.tolist())
+        with self._beats.waiting():
+            return list(summed.tolist())
 
 
 def world_mesh(device: torch.device, world_size: int) -> DeviceMesh:

@@ -22,6 +22,7 @@ def try_longest(run: Run) -> int:
         RankDied: with a verdict that names the batch's shape and two settings, if memory does not suffice.
     """
     run.report.phase("rehearse", "trying the longest batch")
+    run.beats.enter("rehearse")
     group = run.data.longest()
     rows, batch = load_rows(run.data.table, group, run.device)
     shape = f"{len(group)} sequences, {batch.tokens} tokens, longest row {max(batch.lengths)}"

@@ -4,6 +4,7 @@ from typing import Any
 
 from unisono.causes import Verdict
 from unisono.train import faults
+from unisono.train.drift import tell_digest
 from unisono.train.evaluate import evaluation_loss, exact_match_share, show_samples
 from unisono.train.longest import is_out_of_memory, out_of_memory, peak_bytes
 from unisono.train.run import Run
@@ -71,8 +72,11 @@ def _has_enough(run: Run) -> bool:
 
 def _advance(run: Run) -> Verdict | None:
     """Does the next optimizer step; gives a verdict if the run should not go on."""
+    run.beats.begin_step(run.state.step + 1)
+    run.beats.enter("data")
+    faults.in_data(run.plan, run.group.rank, run.state.step + 1)
     batches = run.data.step(run.state.step + 1)
-    faults.die(run.plan, run.group.rank, batches.step)
+    run.beats.note_batch(batches.sequences)
     try:
         outcome = optimizer_step(run, batches)
     except RuntimeError as error:
@@ -90,6 +94,7 @@ def _advance(run: Run) -> Verdict | None:
     if not outcome.is_sound:
         note_skipped_step(run, batches, outcome)
     _log_step(run, outcome, tokens=batches.tokens)
+    tell_digest(run)
     _tell_moved_generators(run)
     return None if outcome.is_sound else too_many_skipped(run, batches, outcome)
 
@@ -131,8 +136,7 @@ def _evaluate(run: Run) -> None:
     line = {"step": state.step, "eval_loss": loss}
     if run.snapshots is not None:
         run.snapshots.publish(run, line)
-    if run.metrics is not None:
-        run.metrics.append(line)
+    _keep_line(run, line)
     run.report.send("eval", step=state.step, eval_loss=loss, best=state.best_step == state.step)
     if run.board is not None:
         run.board.scalars(state.step, {"eval/loss": loss})
@@ -151,6 +155,7 @@ def _tell_early_stop(run: Run) -> None:
 
 
 def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
+    run.beats.enter("log")
     state = run.state
     state.loss = outcome.loss
     line = {
@@ -170,12 +175,19 @@ def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
     }
     if run.snapshots is not None:  # first: a step that is seen is never lost
         run.snapshots.publish(run, line, step_time_s=outcome.step_time_s)
-    if run.metrics is not None:
-        run.metrics.append(line)
+    _keep_line(run, line)
     run.report.send("step", **line)
     if run.board is not None:
         names = ("loss", "lr", "grad_norm", "tokens_per_second")
         run.board.scalars(state.step, {f"train/{name}": float(line[name]) for name in names})
+
+
+def _keep_line(run: Run, line: dict[str, Any]) -> None:
+    """Writes a line of metrics.jsonl, by rank 0. What is seen is kept: where the storage does not answer, the run ends there."""
+    if run.metrics is not None:
+        assert run.storage is not None
+        with run.storage.ends_if_stuck("writing metrics.jsonl", run.files.metrics, only_files=True):
+            run.metrics.append(line)
 
 
 def _tell_moved_generators(run: Run) -> None:

@@ -10,10 +10,12 @@ from unisono.events import Reporter
 from unisono.facts import Environment
 from unisono.model.load import LoadedModel
 from unisono.plan import RankPlace, RunPlan
+from unisono.train import faults
 from unisono.train.batches import TrainingData
 from unisono.train.front_line import front_line
 from unisono.train.group import Group, Listener, Ranks
 from unisono.train.rank_report import bound_uuid, report_rank
+from unisono.watch import Beats
 
 
 def find_place(plan: RunPlan, environment: Environment) -> RankPlace:
@@ -61,6 +63,7 @@ def meet(
     plan: RunPlan,
     place: RankPlace,
     report: Reporter,
+    beats: Beats,
     *,
     device: torch.device,
     loaded: LoadedModel,
@@ -69,6 +72,9 @@ def meet(
     """Reports, waits for the front's word that all ranks mean the same run, and joins them. All ranks must call it.
 
     The process ends here if the front goes, or ends the run because ranks differ.
+
+    Raises:
+        Disagreed: if those who have joined are not those of the plan.
     """
     report.phase("agree.ranks", "comparing what the ranks hold")
     listener = Listener(plan.store_host) if place.rank == 0 else None
@@ -76,11 +82,39 @@ def meet(
         plan, place, device=device, loaded=loaded, data=data, store_port=listener.port if listener else None
     )
     report.send("rank_report", report=mine.to_json())
+    beats.enter("agree.ranks")
     host, port = _wait_for_go()
     report.phase("join", "joining the other ranks")
-    return Ranks(
+    beats.enter("join")
+    group = Ranks(
         f"{plan.run_id}/{plan.epoch}", rank=place.rank, world_size=plan.world_size, device=device, store=(host, port),
-        listener=listener,
+        listener=listener, beats=beats,
+    )  # fmt: skip
+    check_world(plan, place, group)
+    return faults.among(group, plan, beats)
+
+
+def check_world(plan: RunPlan, place: RankPlace, group: Ranks) -> None:
+    """Holds those who have joined against the plan, by the group's own word and by counting them. All ranks must call it.
+
+    Raises:
+        Disagreed: if there are more or fewer. A smaller world would train, and on other batches than were meant.
+    """
+    here = torch.ones((), dtype=torch.int64, device=group.device)
+    group.sum(here)
+    for what, found in (("the group has", group.joined), ("counted are", int(here))):
+        if found != plan.world_size:
+            raise _another_world(place, f"{what} {found} ranks, and the plan has {plan.world_size}")
+
+
+def _another_world(place: RankPlace, what: str) -> Disagreed:
+    fix = "start all nodes again, with the same --nodes and --nproc as in the plan"
+    summary = f"{place.label}: {what}"
+    verdict = Verdict(
+        cause="world_mismatch", when="before", summary=summary, phase="join", evidence=(Evidence(where=place.label, text=what),), fix=(fix,),
+    )  # fmt: skip
+    return Disagreed(
+        Problem(summary, place.label, "a smaller or larger world trains on other batches than were meant", fix), verdict=verdict,
     )  # fmt: skip
 
 

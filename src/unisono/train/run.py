@@ -24,6 +24,7 @@ from unisono.train.state import TrainState
 from unisono.train.stop import Outcome, StopRequest
 from unisono.train.storage_watch import StorageWatch
 from unisono.train.streams import GlobalStateWatch
+from unisono.watch import Beats
 
 
 class KeepsSteps(Protocol):
@@ -42,6 +43,7 @@ class Run:
     group: Group
     files: RunDir
     report: Reporter
+    beats: Beats
     device: torch.device
     forward: Forward
     optimizers: Optimizers

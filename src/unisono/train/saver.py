@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.train.staging import Files, Groups, Staging, in_place
+from unisono.watch import Beats
 
 Write = Callable[["Save", Files], Path | None]
 
@@ -77,8 +78,9 @@ class Saver:
         last: the save in flight, or the last one.
     """
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: Staging, beats: Beats | None = None) -> None:
         self._staging = staging
+        self._beats = beats or Beats()
         self.last: Save | None = None
 
     def begin(self, step: int, groups: Groups, write: Write) -> Save:
@@ -108,7 +110,9 @@ class Saver:
             return
         if not save.copied.is_set() and not save.is_abandoned:
             began = time.perf_counter()
+            moved = 0.0
             while not save.copied.wait(0.2) and not save.is_abandoned:
+                moved = self._beat_if_it_moved(save, moved)
                 save.is_abandoned = save.is_stuck()
             save.blocking_s += time.perf_counter() - began
         self._staging.hold_back()
@@ -122,18 +126,43 @@ class Saver:
         Raises:
             Exception: what the writing has raised, if it was not the storage's fault.
         """
+        while self.moves(patience_s):
+            pass
+        return self.is_free
+
+    @property
+    def is_free(self) -> bool:
+        """Whether there is no save in flight."""
+        return self.last is None or self.last.done.is_set()
+
+    def moves(self, patience_s: float | None = None, *, turn_s: float = 1.0) -> bool:
+        """Waits for the end of the save in flight, at most `turn_s` seconds; whether it goes on then, and makes progress.
+
+        Args:
+            patience_s: seconds without progress after which it counts as one that hangs; STUCK_S where none is given.
+            turn_s: seconds.
+
+        Raises:
+            Exception: what the writing has raised, if it was not the storage's fault.
+        """
         save = self.last
         if save is None:
-            return True
-        began = time.perf_counter()
-        while not save.done.wait(0.2) and not save.is_stuck(patience_s):
-            pass
-        save.blocking_s += time.perf_counter() - began
-        if not save.done.is_set():
             return False
-        if save.error is not None:
+        began = time.perf_counter()
+        limit = began + turn_s
+        moved = 0.0
+        while not save.done.wait(0.2) and not save.is_stuck(patience_s) and time.perf_counter() < limit:
+            moved = self._beat_if_it_moved(save, moved)
+        save.blocking_s += time.perf_counter() - began
+        if save.done.is_set() and save.error is not None:
             raise save.error
-        return True
+        return not save.done.is_set() and not save.is_stuck(patience_s)
+
+    def _beat_if_it_moved(self, save: Save, moved: float) -> float:
+        """While the main thread waits for a save, the save's progress is its own."""
+        if save.moved != moved:
+            self._beats.enter("save", done=int((save.moved - save.began) * 1000))
+        return save.moved
 
     def _run(self, save: Save, groups: Groups, write: Write) -> None:
         save.thread_id = threading.get_native_id()

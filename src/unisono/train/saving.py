@@ -27,6 +27,7 @@ from unisono.errors import IntegrityError, Problem
 from unisono.files import make_private_dir
 from unisono.model.shard import like
 from unisono.rundir.metrics import MetricsWriter, best_evaluated
+from unisono.train import faults
 from unisono.train.contents import contents_of
 from unisono.train.run import Run
 from unisono.train.saver import STUCK_S, Save
@@ -36,6 +37,7 @@ from unisono.train.state import TrainState
 from unisono.units import parse_seconds
 
 _SHARDS_EVERY_S = 1.0
+_TURN_S = 10.0
 _DIRECTORY_S = 30.0  # a network file system shows new names late
 
 
@@ -45,9 +47,13 @@ def save_checkpoint(run: Run) -> None:
     What comes of it is said when it is known. A full disk costs the new checkpoint, never an older one and never the training: it is tried
     again next time.
     """
-    if run.begun_step == run.state.step or not (run.group.is_main or run.sharded is not None):
+    if run.begun_step == run.state.step:
         return
+    run.beats.enter("save")
     if not _is_free(run):
+        return
+    if not run.group.is_main and run.sharded is None:  # rank 0 has all of it, and writes it alone
+        run.begun_step = run.state.step
         return
     job = _job_of(run)
     if job is None:
@@ -61,13 +67,12 @@ def save_checkpoint(run: Run) -> None:
 
 def finish_saving(run: Run) -> None:
     """Waits for the save in flight; one that the storage has failed is tried once more. All ranks must call it."""
+    run.beats.enter("save")
     patience_s = max(STUCK_S, parse_seconds(run.plan.config.grace))  # nothing else is left to be done
     for again in (True, False):
-        is_free = run.saver.wait(patience_s)
+        is_free = _wait_for_save(run, patience_s)
         lost = run.begun_step is not None and run.group.is_main and run.saved_step != run.begun_step
-        if run.sharded is not None:
-            lost, is_free = run.group.any(lost), not run.group.any(not is_free)
-        if not lost or not is_free or not again or run.begun_step != run.state.step:
+        if not run.group.any(lost) or not is_free or not again or run.begun_step != run.state.step:
             return
         run.begun_step = None
         save_checkpoint(run)
@@ -146,10 +151,7 @@ class _Job:
 def _is_free(run: Run) -> bool:
     """Whether no save is in flight on any rank; one that moves is waited for, one that hangs is not."""
     began = time.perf_counter()
-    stuck = not run.saver.wait()
-    if run.sharded is not None:
-        stuck = run.group.any(stuck)
-    if not stuck:
+    if _wait_for_save(run):
         return True
     save = run.saver.last
     if save is not None and not save.done.is_set():
@@ -161,6 +163,16 @@ def _is_free(run: Run) -> bool:
     return False
 
 
+def _wait_for_save(run: Run, patience_s: float | None = None) -> bool:
+    """Waits for the save in flight while it moves; whether there is none now, on any rank. All ranks must call it.
+
+    The ranks wait in turns: a save may take hours, and no collective may take longer than the process group's patience.
+    """
+    while run.group.any(run.saver.moves(patience_s, turn_s=_TURN_S)):
+        pass
+    return not run.group.any(not run.saver.is_free)
+
+
 def _job_of(run: Run) -> _Job | None:
     """Agrees on the directory's name where several ranks write into it; None if rank 0 has this step already."""
     step = run.state.step
@@ -168,7 +180,10 @@ def _job_of(run: Run) -> _Job | None:
         return _Job(step, temporary_name(step, secrets.token_hex(4)), 1)
     number = torch.zeros((), dtype=torch.int64, device=run.device)
     if run.store is not None:
-        number.fill_(0 if run.store.is_saved(step, run.plan.run_id) else 1 + secrets.randbits(32))
+        assert run.storage is not None
+        with run.storage.ends_if_stuck("looking for a checkpoint of this step", run.files.checkpoints):
+            is_saved = run.store.is_saved(step, run.plan.run_id)
+        number.fill_(0 if is_saved else 1 + secrets.randbits(32))
     run.group.broadcast(number)
     if int(number) == 0:
         run.begun_step = run.saved_step = step
@@ -248,6 +263,7 @@ def _write_files(
         save.advance()
 
     save.advance(f"writing {directory}")
+    faults.pause(run.plan, run.group.rank, job.step, "save", on_slice=save.advance)
     written = write_files(directory, named, texts, on_bytes=progress)
     return {name: entry.model_copy(update={"host": run.place.host}) for name, entry in written.items()}
 

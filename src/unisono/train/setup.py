@@ -33,9 +33,10 @@ from unisono.train.state import TrainState
 from unisono.train.step import scalars_of_a_step
 from unisono.train.stop import StopRequest
 from unisono.train.streams import GlobalStateWatch, seed_torch
+from unisono.watch import Beats
 
 
-def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest) -> Run:
+def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest, beats: Beats) -> Run:
     """Loads everything, and joins the other ranks where there are any; afterwards only training is left.
 
     Raises:
@@ -48,22 +49,25 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest)
     check_device(place, device)
     torch.set_num_threads(plan.threads)
     report.phase("load_model", f"loading {plan.config.model.path}")
+    beats.enter("load_model")
     # Weights that will be sharded are whole in host memory first: they may not fit on one device.
     loaded = _load_model(plan, place, torch.device("cpu") if plan.strategy == "fsdp" else device)
     report.phase("load_data", "mapping the token table")
+    beats.enter("load_data")
     data, eval_table = _open_data(plan, place)
     group: Group = Alone()
     if plan.world_size > 1:
-        group = meet(plan, place, report, device=device, loaded=loaded, data=data)
+        group = meet(plan, place, report, beats, device=device, loaded=loaded, data=data)
     sharded = shard_model(loaded, world_mesh(device, plan.world_size)) if plan.strategy == "fsdp" else None
     forward = _choose_forward(plan, loaded, sharded)
     loaded.model.train()
     run = Run(
-        plan=plan,
+        plan=faults.believed(plan, place.rank),
         place=place,
         group=group,
         files=files,
         report=report,
+        beats=beats,
         device=device,
         forward=forward,
         optimizers=build_optimizers(plan.config.optim, loaded.trainable, not_matrices=_tables(loaded)),
@@ -74,14 +78,15 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest)
         state=TrainState(),
         store=_open_store(files) if group.is_main else None,
         metrics=None,
-        board=_open_board(plan, files) if group.is_main else None,
+        board=_open_board(plan, files, report) if group.is_main else None,
         stop=stop,
         watch=GlobalStateWatch(torch_is_used=_uses_dropout(loaded)),
-        saver=Saver(Staging(device, sharers=len(plan.on_node(place.node_rank)) if sharded else 1)),
+        saver=Saver(Staging(device, sharers=len(plan.on_node(place.node_rank)) if sharded else 1), beats),
         front_line=front_line() if sharded is not None and group.is_main else None,
     )
     if plan.resume is not None:
         report.phase("resume", f"reading checkpoint {plan.resume.step}")
+        beats.enter("resume")
         restore(run, Path(plan.resume.path), trust=plan.resume.trust)
     if group.is_main:
         run.metrics = _open_metrics(files, run.state)
@@ -153,10 +158,11 @@ def _open_metrics(files: RunDir, state: TrainState) -> MetricsWriter:
     return MetricsWriter(files.metrics)
 
 
-def _open_board(plan: RunPlan, files: RunDir) -> TensorboardWriter | None:
+def _open_board(plan: RunPlan, files: RunDir, report: Reporter) -> TensorboardWriter | None:
     if "tensorboard" not in plan.config.track:
         return None
-    return TensorboardWriter(files.tensorboard, purge_step=plan.resume.step + 1 if plan.resume else None)
+    purge_step = plan.resume.step + 1 if plan.resume else None
+    return TensorboardWriter(files.tensorboard, report, purge_step=purge_step)
 
 
 def _tables(loaded: LoadedModel) -> set[int]:

@@ -69,10 +69,12 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     summed = run.exchange.finish(_scalars(run, total))
     norm = _clip(run, section.max_grad_norm)
     # One wait for the device a step: these figures decide whether the update is made at all, and whether it is the last.
-    (loss, *wishes), norm_value = summed.tolist(), float(norm)
+    run.exchange.wait_for_own()
+    (loss, *wishes), norm_value = run.group.figures(summed), float(norm)
     comm_time = run.exchange.settle()
     flags, odd = wishes[:2], wishes[2:]
     run.agreed_stop = outcome_of(flags)
+    run.beats.enter("update")
     if math.isfinite(loss) and math.isfinite(norm_value):
         run.saver.before_update()
         run.optimizers.step()
@@ -100,17 +102,22 @@ def _add_up(run: Run, batches: StepBatches) -> tuple[torch.Tensor, float]:
     data_time = 0.0
     for number, turn in enumerate(turns, start=1):
         sequences, position = turn or (run.data.shortest(), 0)
+        run.beats.begin_micro(sequences)
         before = time.perf_counter()
         rows, batch = load_rows(run.data.table, sequences, run.device)
         data_time += time.perf_counter() - before
+        run.beats.enter("compute")
         if turn is not None:
             faults.write_rows(run.plan, run.group.rank, batches.step, batch)
+        if number == 1:
+            faults.in_compute(run, batches.step)
         seed_torch(run.plan.config.seed, "dropout", position)
         run.watch.torch_was_seeded()
         if number == len(turns):
             run.exchange.last_comes()
         if len(rows.labels) or run.exchange.keeps_pace:
             loss = run.forward.loss(rows, count=batches.loss_tokens)
+            loss = faults.spoil_loss(run.plan, run.group.rank, batches.step, loss)
             if turn is None:
                 loss = loss * 0.0
             loss.backward()

@@ -12,6 +12,7 @@ from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.plan import RunPlan
 from unisono.rundir.metrics import best_evaluated
+from unisono.train import faults
 from unisono.train.evaluate import asks_for_exact_match, exact_match_share
 from unisono.train.finish import write_result
 from unisono.train.longest import try_longest
@@ -24,10 +25,16 @@ from unisono.train.setup import ready_facts, set_up
 from unisono.train.snapshot import Snapshots
 from unisono.train.stop import EXIT_CODES, StopRequest
 from unisono.train.storage_watch import StorageWatch
+from unisono.watch import Beats
 
 
 def run_plan(
-    plan: RunPlan, report: Reporter, stop: StopRequest, *, snapshot_fd: int | None = None
+    plan: RunPlan,
+    report: Reporter,
+    stop: StopRequest,
+    *,
+    snapshot_fd: int | None = None,
+    beats: Beats | None = None,
 ) -> dict[str, Any]:
     """Sets up, tries the longest batch, trains, and writes the result; gives the fields of the `result` message.
 
@@ -36,24 +43,28 @@ def run_plan(
     place = find_place(plan, read_environment())
     if place.rank > 0:
         report = OtherRankReporter(report)
-    run = set_up(plan.of_rank(place.rank), place, report, stop)
+    run = set_up(plan.of_rank(place.rank), place, report, stop, beats or Beats())
     if plan.config.adapter is not None:
         run.snapshots = Snapshots(snapshot_fd)
-    try:
-        with StorageWatch(run.saver, report) as run.storage:
-            try:
-                return _to_the_end(run)
-            except Exception:
-                if run.group.world_size == 1:  # of several, the others would wait for a rank that is lost
-                    # The failure that ends the run is the one to be told, not a save's own.
-                    with contextlib.suppress(Exception):
-                        run.saver.wait()
-                raise
-    finally:
-        if run.metrics is not None:
+    with StorageWatch(run.saver, report) as run.storage:
+        try:
+            return _to_the_end(run)
+        except Exception:  # raised again, once the save in flight has come to its end
+            if run.group.world_size == 1:  # of several, the others would wait for a rank that is lost
+                # The failure that ends the run is the one to be told, not a save's own.
+                with contextlib.suppress(Exception):
+                    run.saver.wait()
+            raise
+        finally:
+            _close(run, run.storage)
+
+
+def _close(run: Run, storage: StorageWatch) -> None:
+    if run.metrics is not None:
+        with storage.ends_if_stuck("writing metrics.jsonl", run.files.metrics, only_files=True):
             run.metrics.close()
-        if run.board is not None:
-            run.board.close()
+    if run.board is not None:
+        run.board.close()
 
 
 def _to_the_end(run: Run) -> dict[str, Any]:
@@ -66,6 +77,7 @@ def _to_the_end(run: Run) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     weights = None
     if ending["outcome"] == "completed":
+        run.beats.enter("finish")
         _take_best(run)
         share = exact_match_share(run)
         if share is not None:
@@ -74,7 +86,9 @@ def _to_the_end(run: Run) -> dict[str, Any]:
             ending = {**ending, "outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping]}
     if ending["outcome"] == "completed":
         report.phase("finish", "writing the result")
+        run.beats.enter("finish")
         weights = _write_result(run)
+    faults.at_the_end(run.plan, run.group.rank)
     if not run.group.is_main:
         return {"outcome": ending["outcome"], "exit_code": ending["exit_code"], "step": run.state.step}
     newest = run.files.checkpoint(run.saved_step) if run.saved_step is not None else None
@@ -102,7 +116,9 @@ def _take_best(run: Run) -> None:
     best = run.state.best_step
     if run.plan.config.checkpoint.best is None or best is None or best == run.state.step:
         return
-    step, loss = _best_there(run)
+    assert run.storage is not None
+    with run.storage.ends_if_stuck("looking for the best checkpoint", run.files.checkpoints):
+        step, loss = _best_there(run)
     if step != best and run.group.is_main:
         text = f"the checkpoint of the best step, {best}, is not there; the result is that of step {step or run.state.step}"
         run.report.warning("best_is_gone", text)
@@ -110,9 +126,9 @@ def _take_best(run: Run) -> None:
         return
     run.report.phase("finish", f"taking the best checkpoint, step {step}")
     state, saved = run.state, run.saved_step
-    restore(
-        run, run.files.checkpoint(step), trust=True
-    )  # also a stranger's weights may be the result; the rest goes unused
+    path = run.files.checkpoint(step)
+    with run.storage.ends_if_stuck("reading the best checkpoint", path):
+        restore(run, path, trust=True)  # also a stranger's weights may be the result; the rest goes unused
     run.state, run.saved_step = state, saved
     run.state.eval["loss"] = loss
 

@@ -1,7 +1,9 @@
 """Entry of a rank."""
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +13,8 @@ from unisono.errors import UsageError
 from unisono.events import Reporter
 from unisono.plan import RunPlan
 from unisono.text import one_line
+from unisono.watch import Beats, Pulse
+from unisono.watch.beat import beat_while_collecting
 
 _GOOD_ENDS = (0, 75, 130)
 
@@ -19,12 +23,14 @@ def main(argv: list[str]) -> int:
     """Runs one rank to its end; gives the exit code."""
     closing: list[Callable[..., bool]] = []
     arguments = parse_child_arguments(argv, named=False)
+    beats, pulse = _begin_to_beat(arguments.beat_fds)
 
     def body(report: Reporter) -> dict[str, Any]:
         from unisono.train.stop import (
             StopRequest,
         )  # with torch, seconds; a signal until then simply ends the process
 
+        beats.enter("start")
         stop = StopRequest()
         has_front = arguments.report_fd is not None
         stop.install((lambda name: report.send("asked", signal=name)) if has_front else None)
@@ -36,14 +42,35 @@ def main(argv: list[str]) -> int:
             ) from error
         report.phase("start", "loading torch")
         from unisono.train.group import close_group
+        from unisono.train.recorder import flight_record
         from unisono.train.whole import run_plan
 
         closing.append(close_group)
-        return run_plan(plan, report, stop, snapshot_fd=arguments.snapshot_fd)
+        pulse.answer = flight_record
+        return run_plan(plan, report, stop, snapshot_fd=arguments.snapshot_fd, beats=beats)
 
     code = run_child(body, arguments)
+    if code in _GOOD_ENDS:  # else its last sign of life stays that of what failed
+        beats.enter("close")
     _leave(code, closing)
     return code
+
+
+def _begin_to_beat(fds: str | None) -> tuple[Beats, Pulse]:
+    """Signs of life in the front's memory, and Python's stacks there at a signal; without a front for nobody.
+
+    The signal is not SIGUSR1, which is preemption. It is not chained: SIGUSR2's own default ends the process.
+    """
+    if fds is None:
+        beats = Beats()
+        return beats, beats.pulse()
+    record, stacks, answers = map(int, fds.split(","))
+    beats = Beats.inherited(record)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=False)
+    pulse = beats.pulse(answers_fd=answers)
+    pulse.start()
+    beat_while_collecting(beats)
+    return beats, pulse
 
 
 def _leave(code: int, closing: list[Callable[..., bool]]) -> None:

@@ -1,0 +1,47 @@
+"""Sees while a run is going who does what, and names who does not.
+
+The names are loaded when they are asked for: a rank of somebody else's program needs only `unisono.watch.beat`, which is of the standard
+library alone, and starts without what the judge needs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.watch.beat import Beat, BeatMemory, Beats, Pulse
+    from unisono.watch.finding import Suspicion
+    from unisono.watch.phases import PHASES, Phase, phase_named
+    from unisono.watch.picture import Collective, Look, NodeView, Picture
+    from unisono.watch.views import ProcessView, RankView
+
+__all__ = [
+    "PHASES",
+    "Beat",
+    "BeatMemory",
+    "Beats",
+    "Collective",
+    "Look",
+    "NodeView",
+    "Phase",
+    "Picture",
+    "ProcessView",
+    "Pulse",
+    "RankView",
+    "Suspicion",
+    "phase_named",
+]
+_HOME = {
+    "beat": ("Beat", "BeatMemory", "Beats", "Pulse"),
+    "finding": ("Suspicion",),
+    "phases": ("PHASES", "Phase", "phase_named"),
+    "picture": ("Collective", "Look", "NodeView", "Picture"),
+    "views": ("ProcessView", "RankView"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:  # each name has its own type, which the imports above tell
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,0 +1,108 @@
+"""Reads the dump of torch's flight recorder, as torch 2.11 to 2.13 write it for gloo and NCCL. Pure.
+
+An entry's own `state` is not to be trusted: gloo leaves it at "scheduled" for ever. What has begun and ended stands in `pg_status`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.text import one_line
+from unisono.watch.picture import Collective
+
+_DEFAULT = "default_pg"
+_TEXT_LIMIT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """The collectives of one rank, in the group that it waits in, or else in the group of all ranks.
+
+    Attributes:
+        begun: the last one that was begun; None where the recorder does not have it any more. Not the first that is not completed: gloo
+            counts a collective as completed late, and one that has long ended would be told.
+        completed: the number of the last that was completed; None where none was.
+    """
+
+    begun: Collective | None = None
+    completed: int | None = None
+
+
+def read_flight(text: str) -> Flight:
+    """What a dump says; nothing where it is empty, torn, or of another form."""
+    try:
+        dump: Any = json.loads(text)
+        groups = [Group.of(str(number), status) for number, status in dump["pg_status"].items()]
+        entries = [entry for entry in dump.get("entries") or () if not entry.get("is_p2p")]
+        found = [(group, group.entry(entries)) for group in groups if group.enqueued > 0]
+        if not found:
+            return Flight()
+        group, entry = max(found, key=lambda pair: (pair[0].waits, _is_default(pair[1]), pair[0].enqueued))
+        return Flight(_collective(entry, group) if entry is not None else None, group.completed)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return Flight()
+
+
+def shortened(text: str, *, limit: int) -> str:
+    """A dump of at most so many characters: its oldest entries are left out first. One that cannot be read is cut."""
+    if len(text) <= limit:
+        return text
+    try:
+        dump: Any = json.loads(text)
+        entries = list(dump["entries"])
+    except (ValueError, LookupError, TypeError):
+        return text[:limit]
+    while entries and len(text) > limit:
+        entries = entries[(len(entries) + 1) // 2 :]
+        text = json.dumps({**dump, "entries": entries})
+    return text if len(text) <= limit else text[:limit]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """How far a rank is in one process group.
+
+    Attributes:
+        number: the group's, on this rank.
+        enqueued: the number of the last collective that was begun; completed: of the last that is done, None where none is.
+    """
+
+    number: str
+    enqueued: int
+    completed: int | None
+
+    @classmethod
+    def of(cls, number: str, status: Mapping[str, Any]) -> "Group":
+        """What `pg_status` says of one group."""
+        completed = int(status["last_completed_collective"])
+        return cls(number, int(status["last_enqueued_collective"]), completed if completed >= 0 else None)
+
+    @property
+    def waits(self) -> bool:
+        """Whether one was begun and is not done."""
+        return self.enqueued > (self.completed or 0)
+
+    @property
+    def first(self) -> int:
+        """The number of the first that is not completed; of the last, where all are. In a live run gloo may still count one that has ended."""
+        return (self.completed or 0) + 1 if self.waits else self.enqueued
+
+    def entry(self, entries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """The youngest that has the number of the last that was begun."""
+        for entry in reversed(entries):
+            if str(entry["pg_id"]) == self.number and int(entry["collective_seq_id"]) == self.enqueued:
+                return entry
+        return None
+
+
+def _is_default(entry: Mapping[str, Any] | None) -> bool:
+    return entry is not None and _DEFAULT in entry["process_group"]
+
+
+def _collective(entry: Mapping[str, Any], group: Group) -> Collective:
+    name = str(entry["profiling_name"]).partition(":")
+    return Collective(
+        group=one_line(":".join(map(str, entry["process_group"])), limit=_TEXT_LIMIT), number=group.enqueued,
+        name=one_line(name[2] or name[0], limit=_TEXT_LIMIT), sizes=one_line(json.dumps(entry["input_sizes"]), limit=_TEXT_LIMIT),
+    )  # fmt: skip

@@ -1,0 +1,374 @@
+"""Who is to blame where a run does not move: a pure function of what is known of its ranks.
+
+The rules, in order. A rank that is stopped, or whose interpreter does not run, is to blame whatever else there is. Else whoever does not
+move and does not wait for others; of several that seem to wait for nobody, those whose stack or flight recorder shows that they wait
+are victims. Else all who do not move are in collectives: then the ranks that are behind, or in another collective than the rest, are
+to blame; and if all of them are in the same one, the network is. (Op counts as in NCCL's RAS; kinds and sizes as in torch's flight recorder,
+because counts alone do not show them.) Who is named and who is ended differ in how long they must have been silent: see patience.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from unisono.causes import Evidence, Verdict
+from unisono.watch.beat import Beat
+from unisono.watch.finding import Suspicion
+from unisono.watch.foreign import alike, holds_up_others, left_the_loop
+from unisono.watch.foreign import waits as foreign_waits
+from unisono.watch.patience import Limits, Patience
+from unisono.watch.phases import PHASES, phase_named
+from unisono.watch.picture import Picture
+from unisono.watch.telling import doing, labels, verdict
+from unisono.watch.views import RankView
+
+_STIRS_S = 1.0  # no rule asks less; as a rule all ranks have beaten since, and that is seen at once
+_STOPPED_S = 3.0
+_GIL_S = 3.0
+_FROZEN = ("__refrigerator", "do_freezer_trap")  # of control groups, version 1 and 2
+_SILENT_S = 3.0
+_LAST_WORD_S = 2.0
+_WAITS_IN_TORCH = ("torch/distributed/", "torch/_C/_distributed")
+_WAITING_FRAMES = 4
+_LOOK_S = 1.5
+_LONG_COLLECTIVE_S = 30.0  # of somebody else's program, which may send a whole model in one
+_UNKNOWN = ""
+"""In place of a collective that nobody has looked up."""
+
+
+def judge(picture: Picture, patience: Patience) -> Suspicion | Verdict | None:
+    """What is wrong with a run at this moment; None while it moves.
+
+    A Verdict ends the run; a Suspicion does not. Whoever moves is never judged, and whoever waits for others is never blamed.
+    """
+    if all(view.idle_s <= _STIRS_S for view in picture.views.values()):
+        return None
+    picture = replace(picture, views=dict(sorted(picture.views.items())))
+    # One that has handed over its result can lose nothing any more: what holds it up on its way out is no trouble of the run.
+    alive = [
+        view
+        for view in picture.views.values()
+        if view.beat is not None and not view.has_ended and not view.told_result
+    ]
+    if not alive:
+        return None
+    return (
+        _stopped(picture, alive)
+        or _left_early(picture, alive)
+        or _interpreter_stands(picture, alive, patience)
+        or _does_not_come(picture, alive, patience)
+        or _apart_in_collectives(picture, alive, patience)
+        or _together_in_a_collective(picture, alive, patience)
+    )
+
+
+def mismatch(picture: Picture, views: Sequence[RankView]) -> Verdict | None:
+    """Whether the last collectives of some ranks do not belong together: also of ranks that have died of it. None if they do."""
+    steps = Counter(view.beat.step for view in views if view.beat is not None)
+    since_s = max((view.idle_s for view in views), default=0.0)
+    if len(steps) > 1 and not _in_one_collective(picture, views):
+        most = max(steps)
+        behind = [v.rank for v in views if v.beat is not None and v.beat.step < most]
+        ahead = [v.rank for v in views if v.beat is not None and v.beat.step == most]
+        at = ", ".join(f"{step}" for step in sorted(steps)[:-1])
+        summary = f"{labels(picture, behind)} made fewer steps: step {at} was the last, and {labels(picture, ahead)} went on to step {most}"
+        return verdict("unequal_steps", summary, picture, ranks=behind, since_s=since_s)
+    beats = {view.rank: view.beat for view in views if view.beat is not None and view.beat.is_foreign}
+    if left_the_loop(list(beats.values())):
+        return _left_the_loop(picture, beats, since_s)
+    kinds: dict[str, list[int]] = {}
+    for view in views:
+        kinds.setdefault(_collective(view, picture), []).append(view.rank)
+    if len(kinds) < 2 or _UNKNOWN in kinds:
+        return None
+    groups = sorted(kinds.items(), key=lambda item: (len(item[1]), item[1]))
+    odd = groups[0][1] if len(groups[0][1]) < len(groups[1][1]) else []
+    told = "; ".join(f"{labels(picture, ranks)}: {kind}" for kind, ranks in groups)
+    summary = f"ranks are in different collectives: {told}"
+    evidence = [Evidence(where=labels(picture, ranks), text=kind) for kind, ranks in groups]
+    return verdict("collective_mismatch", summary, picture, ranks=odd, since_s=since_s, evidence=evidence)
+
+
+def _in_one_collective(picture: Picture, views: Sequence[RankView]) -> bool:
+    """Whether ranks of somebody else's program wait in the same one: how many steps each has made is then their own affair."""
+    if not all(view.beat is not None and view.beat.is_foreign for view in views):
+        return False
+    looks = [picture.looks.get(view.rank) for view in views]
+    begun = {alike(look.begun) if look is not None and look.begun is not None else _UNKNOWN for look in looks}
+    return len(begun) == 1 and _UNKNOWN not in begun
+
+
+def _left_the_loop(picture: Picture, beats: Mapping[int, Beat], since_s: float) -> Verdict | None:
+    """Ranks that have not taken a batch for the step that others are in; only where they are in another collective."""
+    begun = {
+        alike(look.begun)
+        for rank in beats
+        if (look := picture.looks.get(rank)) is not None and look.begun is not None
+    }
+    if len(begun) < 2:
+        return None
+    behind = [rank for rank, beat in beats.items() if not beat.micro]
+    ahead = [rank for rank, beat in beats.items() if beat.micro]
+    step = beats[ahead[0]].step
+    summary = f"{labels(picture, behind)} made fewer steps: step {step - 1} was the last, and {labels(picture, ahead)} went on to step {step}"
+    return verdict("unequal_steps", summary, picture, ranks=behind, since_s=since_s)
+
+
+def _stopped(picture: Picture, alive: Sequence[RankView]) -> Suspicion | Verdict | None:
+    stopped = [view for view in alive if _is_stopped(view) and view.idle_s > 1.0]
+    if not stopped:
+        return None
+    since_s = min(view.idle_s for view in stopped)
+    ranks = [view.rank for view in stopped]
+    are = "is" if len(ranks) == 1 else "are"
+    how = "state T" if stopped[0].process.state == "T" else "its control group is frozen"
+    summary = f"{labels(picture, ranks)} {are} stopped ({how}), {doing(stopped[0])}, for {since_s:.0f} s"
+    found = verdict("rank_stopped", summary, picture, ranks=ranks, since_s=since_s)
+    if since_s >= _STOPPED_S:
+        return found
+    return Suspicion(found, since_s, is_named=False, ends_in_s=_STOPPED_S - since_s, wanted=tuple(ranks))
+
+
+def _is_stopped(view: RankView) -> bool:
+    return view.process.state == "T" or view.process.waits_in in _FROZEN
+
+
+def _left_early(picture: Picture, alive: Sequence[RankView]) -> Verdict | None:
+    """A rank has said its last word while others are in the middle of a step."""
+    early = [view.rank for view in picture.views.values() if view.told_result]
+    stuck = [view for view in alive if _waits(view, picture) and view.idle_s > _LAST_WORD_S]
+    if not early or len(stuck) < len(alive):
+        return None
+    since_s = min(view.idle_s for view in stuck)
+    summary = f"{labels(picture, early)} left before the others, who wait {doing(stuck[0])}"
+    return verdict("unequal_steps", summary, picture, ranks=early, since_s=since_s)
+
+
+def _interpreter_stands(
+    picture: Picture, alive: Sequence[RankView], patience: Patience
+) -> Suspicion | Verdict | None:
+    """The second thread of a rank is silent, too: native code holds Python's lock, or the process gets no processor at all."""
+    found = [
+        view
+        for view in alive
+        if min(view.pulse_idle_s, view.idle_s) >= _GIL_S
+        and view.process.state not in ("T", "t", "Z", "")
+        and _may_be_named(view, alive, picture)
+    ]
+    if not found:
+        return None
+    view = max(found, key=lambda v: v.pulse_idle_s)
+    if view.process.state == "D":
+        return _graded(
+            "io_blocked",
+            f"does not run: it waits in the kernel ({view.process.waits_in or 'state D'})",
+            picture,
+            view,
+            patience,
+        )
+    what = "does not run any Python thread: native code holds the interpreter's lock"
+    return _graded("gil_held", what, picture, view, patience)
+
+
+def _does_not_come(
+    picture: Picture, alive: Sequence[RankView], patience: Patience
+) -> Suspicion | Verdict | None:
+    """A rank that does not wait for others has made no progress for too long."""
+    late = [
+        v
+        for v in alive
+        if not _waits(v, picture)
+        and v.idle_s >= _limits(v, patience).suspect_s
+        and _may_be_named(v, alive, picture)
+    ]
+    if not late:
+        return None
+    view = min(late, key=lambda v: (_position(v, picture), -v.idle_s))
+    cause, how = _how_it_is_late(view)
+    found = _graded(cause, how, picture, view, patience)
+    unseen = tuple(v.rank for v in late if v.rank not in picture.looks)
+    if not isinstance(found, Suspicion) or not unseen:
+        return found
+    # Which of several waits for the others only their stacks tell; a look that never comes does not put the name off for ever.
+    is_ours = (
+        view.beat is not None and not view.beat.is_foreign
+    )  # else it is told with its line, or not at once
+    sure = (len(late) == 1 and is_ours) or found.since_s > _limits(view, patience).name_s + _LOOK_S
+    return replace(found, is_named=found.is_named and sure, wanted=(*found.wanted, *unseen))
+
+
+def _may_be_named(view: RankView, alive: Sequence[RankView], picture: Picture) -> bool:
+    """Whether silence says anything of it: of a rank of our own always, else where it is certain to hold up others."""
+    if view.beat is None or not view.beat.is_foreign:
+        return True
+    return holds_up_others(view, [other for other in alive if other is not view and _waits(other, picture)])
+
+
+def _how_it_is_late(view: RankView) -> tuple[str, str]:
+    """Cause and words for a rank that does not come back, by its phase and its process."""
+    process = view.process
+    if process.state == "D":
+        where = f" ({process.waits_in})" if process.waits_in else ""
+        return "io_blocked", f"waits for storage in the kernel{where}"
+    if view.beat is not None and view.beat.phase == "data":
+        dead = "; a process that loads data is dead" if "Z" in process.children else ""
+        return "data_starved", f"waits for its data{dead}"
+    if process.state == "R":
+        return "user_code_stuck", "is busy, and does not come back"
+    return "user_code_stuck", "sleeps or waits, and does not come back"
+
+
+def _apart_in_collectives(
+    picture: Picture, alive: Sequence[RankView], patience: Patience
+) -> Verdict | Suspicion | None:
+    """All who do not move wait for others, and not in the same place."""
+    stuck = [view for view in alive if _waits(view, picture)]
+    if len(stuck) < 2 or len(stuck) < len(alive):
+        return None
+    limits, since_s = _limits_of_all(stuck, patience), min(view.idle_s for view in stuck)
+    if since_s < limits.suspect_s:
+        return None
+    found = mismatch(picture, stuck)
+    if found is None or _network_is_in_trouble(picture):
+        return None
+    unseen = tuple(view.rank for view in stuck if view.rank not in picture.looks)
+    name_s = limits.name_s
+    if since_s >= name_s + (_LOOK_S if unseen else 0.0):
+        return found
+    return Suspicion(found, since_s, is_named=not unseen, ends_in_s=name_s - since_s, wanted=unseen)
+
+
+def _network_is_in_trouble(picture: Picture) -> bool:
+    """Then ranks are in different collectives for no fault of theirs: who has sent the last piece of one goes on, whether or not it arrives."""
+    return any(node.links or node.silent_s >= _SILENT_S for node in picture.nodes.values())
+
+
+def _together_in_a_collective(
+    picture: Picture, alive: Sequence[RankView], patience: Patience
+) -> Suspicion | Verdict | None:
+    """All ranks are in collectives, mostly in the same, and it does not end: something between them does not carry it."""
+    stuck = [view for view in alive if _waits(view, picture)]
+    if not stuck or len(stuck) < len(alive):
+        return None
+    limits, since_s = _limits_of_all(stuck, patience), min(view.idle_s for view in stuck)
+    if since_s < limits.suspect_s:
+        return None
+    first = max(stuck, key=lambda view: view.idle_s)
+    silent = [node for node in picture.nodes.values() if node.silent_s >= _SILENT_S]
+    links = [
+        Evidence(where=f"node {n.node_rank} ({n.host})", text=link)
+        for n in picture.nodes.values()
+        for link in n.links
+    ]
+    if silent:
+        names = ", ".join(f"node {node.node_rank} ({node.host})" for node in silent)
+        summary = f"all ranks that are heard wait {doing(first)}, and nothing comes from {names}"
+        found = verdict(
+            "node_unreachable",
+            summary,
+            picture,
+            ranks=(),
+            hosts=[n.host for n in silent],
+            since_s=since_s,
+            evidence=links,
+        )
+    elif links:
+        summary = f"all ranks wait ({doing(first)}), and what they send does not arrive: {links[0].text}"
+        found = verdict("node_unreachable", summary, picture, ranks=(), since_s=since_s, evidence=links)
+    else:
+        summary = (
+            f"all ranks wait {doing(first)}, and it does not end; which of them or what between them is silent is not known:"
+            " NCCL_DEBUG=INFO (--debug-comm) would tell"
+        )
+        found = verdict("rank_stalled", summary, picture, ranks=(), since_s=since_s, confidence=0.5)
+    is_foreign = any(view.beat is not None and view.beat.is_foreign for view in stuck)
+    name_s = max(limits.name_s, _LONG_COLLECTIVE_S) if is_foreign else limits.name_s
+    wanted = [view.rank for view in stuck if not is_foreign or view.rank not in picture.looks]
+    return _by_time(found, since_s, name_s, limits.act_s, wanted=wanted)
+
+
+def _graded(
+    cause: str, what: str, picture: Picture, view: RankView, patience: Patience
+) -> Suspicion | Verdict | None:
+    """A finding on one rank: suspected, named or final by how long it has been silent."""
+    limits = _limits(view, patience)
+    since_s = view.idle_s
+    if since_s < limits.suspect_s:
+        return None
+    at = _top(view, picture)
+    summary = f"{labels(picture, [view.rank])} {what}; it has been {doing(view)} for {since_s:.0f} s{at}"
+    found = verdict(cause, summary, picture, ranks=[view.rank], since_s=since_s)
+    others = [
+        v.rank
+        for v in picture.views.values()
+        if v.rank != view.rank and not v.has_ended and _waits(v, picture)
+    ]
+    return _by_time(found, since_s, limits.name_s, limits.act_s, wanted=[view.rank, *others[:1]])
+
+
+def _by_time(
+    found: Verdict, since_s: float, name_s: float, act_s: float, *, wanted: Sequence[int]
+) -> Suspicion | Verdict:
+    if since_s >= act_s:
+        return found
+    return Suspicion(
+        found, since_s, is_named=since_s >= name_s, ends_in_s=act_s - since_s, wanted=tuple(wanted)
+    )
+
+
+def _limits(view: RankView, patience: Patience) -> Limits:
+    assert view.beat is not None
+    return patience.limits(view.beat)
+
+
+def _limits_of_all(waiting: Sequence[RankView], patience: Patience) -> Limits:
+    """For ranks that all wait at once: of the one that has waited least so far.
+
+    A rank also waits while another one evaluates or saves alone, however long that takes; the one that comes last never does. So the time
+    that a collective itself takes, with everybody in it, is no more than the shortest of their longest times.
+    """
+    return min((_limits(view, patience) for view in waiting), key=lambda limits: limits.name_s)
+
+
+def _waits(view: RankView, picture: Picture) -> bool:
+    """Whether a rank waits for others: by its phase, or by its stack, since sharded weights meet others inside of forward and backward."""
+    if view.beat is None:
+        return False
+    if PHASES[phase_named(view.beat.phase)].waits:
+        return True
+    if view.beat.is_foreign:
+        return foreign_waits(view.beat)
+    look = picture.looks.get(view.rank)
+    if look is None or not _is_in_torch_distributed(look.stack):
+        return False
+    # Of ranks that all wait inside of the same kind of phase, one that has begun fewer collectives than another is late, not waiting.
+    return look.begun is None or look.completed is None or look.begun.number > look.completed
+
+
+def _is_in_torch_distributed(stack: Sequence[str]) -> bool:
+    return any(part in line for line in stack[:_WAITING_FRAMES] for part in _WAITS_IN_TORCH)
+
+
+def _position(view: RankView, picture: Picture) -> tuple[int, int, int]:
+    """How far a rank has come: step, our collectives, the flight recorder's."""
+    assert view.beat is not None
+    look = picture.looks.get(view.rank)
+    number = look.begun.number if look is not None and look.begun is not None else 0
+    return view.beat.step, view.beat.comm, number
+
+
+def _collective(view: RankView, picture: Picture) -> str:
+    """The collective that a rank is in, such that equal ones are written alike. The flight recorder sees those that are torch's own."""
+    assert view.beat is not None
+    look = picture.looks.get(view.rank)
+    if look is not None and look.begun is not None:
+        return alike(look.begun) if view.beat.is_foreign else str(look.begun)
+    if view.beat.is_foreign:
+        return _UNKNOWN
+    return f"collective {view.beat.comm}, {view.beat.kind} of {view.beat.elements} elements"
+
+
+def _top(view: RankView, picture: Picture) -> str:
+    """Where it is, by its stack: the innermost line."""
+    look = picture.looks.get(view.rank)
+    return f", at {look.stack[0]}" if look is not None and look.stack else ""

@@ -1,0 +1,124 @@
+"""Which rank is slower than the rest, step after step: a warning, never an end. Pure, with the clock passed in."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from unisono.causes import Evidence, Verdict
+from unisono.watch.beat import Beat
+from unisono.watch.picture import Picture
+from unisono.watch.telling import verdict
+from unisono.watch.views import RankView
+
+_STEPS = 5
+_SECONDS = 10.0
+_TIMES = 1.3
+_AT_LEAST_S = 0.005  # a step: less is noise of the clock and the scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    now: float
+    step: int
+    data_s: float
+    compute_s: float
+    comm_s: float
+
+
+@dataclass
+class Pace:
+    """Remembers how long each rank took for what."""
+
+    _first: dict[int, _Mark] = field(default_factory=dict)
+    _last: dict[int, _Mark] = field(default_factory=dict)
+    _told: set[int] = field(default_factory=set)
+    _slow_once: int | None = None
+
+    def note(self, views: Mapping[int, RankView], now: float) -> None:
+        """Takes in where the ranks are; `now` in seconds of one clock."""
+        for rank, view in views.items():
+            if view.beat is None or view.has_ended:
+                continue
+            if rank not in self._last or view.beat.step > self._last[rank].step:
+                self._last[rank] = _mark(view.beat, now)
+                self._first.setdefault(rank, self._last[rank])
+
+    def straggler(self, picture: Picture) -> Verdict | None:
+        """The rank whose own time a step is 1.3 times the median over at least 5 steps and 10 s, and again over as much after it; told once.
+
+        A rank's own time is that in data and in computing. Where others wait for it, it has the least time in collectives. Of two ranks the
+        quicker one is the median. One such span alone is what a busy machine does to any rank now and then.
+        """
+        spans = {
+            rank: span
+            for rank in self._last
+            if (span := _span(self._first[rank], self._last[rank])) is not None
+        }
+        if len(spans) < 2 or len(spans) < len(picture.places):
+            return None
+        self._first = dict(self._last)  # the next span begins where this one ends
+        before, self._slow_once = self._slow_once, _slowest(spans)
+        rank = self._slow_once
+        if rank is None or rank != before or rank in self._told:
+            return None
+        self._told.add(rank)
+        return _tell(picture, spans, rank)
+
+
+def _slowest(spans: Mapping[int, _Mark]) -> int | None:
+    """The rank that is slower than the rest by more than noise; None where none is."""
+    own = {rank: _own_s(span) for rank, span in spans.items()}
+    middle = statistics.median_low(own.values())
+    rank = max(own, key=lambda r: own[r])
+    return rank if own[rank] >= _TIMES * middle and own[rank] - middle >= _AT_LEAST_S else None
+
+
+def _own_s(span: _Mark) -> float:
+    return span.data_s + span.compute_s
+
+
+def _mark(beat: Beat, now: float) -> _Mark:
+    data, compute, comm, _ = beat.shares_s
+    return _Mark(now, beat.step, data, compute, comm)
+
+
+def _span(first: _Mark, last: _Mark) -> _Mark | None:
+    """Seconds a step between two marks, if they are far enough apart. `step` is the number of steps, `now` the seconds together."""
+    steps = last.step - first.step
+    if steps < _STEPS or last.now - first.now < _SECONDS:
+        return None
+    return _Mark(
+        last.now - first.now, steps, (last.data_s - first.data_s) / steps, (last.compute_s - first.compute_s) / steps,
+        (last.comm_s - first.comm_s) / steps,
+    )  # fmt: skip
+
+
+def _tell(picture: Picture, spans: Mapping[int, _Mark], rank: int) -> Verdict:
+    own, middle = _own_s(spans[rank]), statistics.median_low(_own_s(span) for span in spans.values())
+    shares = {
+        name: getattr(spans[rank], name)
+        - statistics.median_low(getattr(span, name) for span in spans.values())
+        for name in ("data_s", "compute_s")
+    }
+    phase = "data" if shares["data_s"] > shares["compute_s"] else "computing"
+    place = picture.places[rank]
+    summary = (
+        f"{place.label} takes {own * 1000:.0f} ms a step where the median takes {middle * 1000:.0f} ms, over {spans[rank].step} steps;"
+        f" it loses the time in {phase}, and the others wait for it"
+    )
+    evidence = [
+        Evidence(
+            where=picture.places[r].label,
+            text=f"a step: data {s.data_s * 1000:.1f} ms, computing {s.compute_s * 1000:.1f} ms, collectives {s.comm_s * 1000:.1f} ms",
+        )
+        for r, s in sorted(spans.items())
+    ]
+    return verdict(
+        "straggler",
+        summary,
+        picture,
+        ranks=[rank],
+        since_s=spans[rank].now,
+        evidence=evidence[:8],
+        severity="warning",
+    )

@@ -1,0 +1,150 @@
+"""The words of a finding on a run that is going: what, who, since when, by what it is seen, what to do."""
+
+from collections.abc import Iterable, Sequence
+
+from unisono.causes import Evidence, Verdict, find_cause
+from unisono.text import one_line
+from unisono.watch.phases import PHASES, phase_named
+from unisono.watch.picture import Look, Picture
+from unisono.watch.views import RankView
+
+_STACK_LINES = 6
+_MOST_WAITING = 4
+_OF_OUR_OWN = {
+    "rank_stopped": (
+        "Find out who stopped it: Ctrl-Z in a terminal, a debugger, a scheduler that suspends jobs, a paused container.",
+        "It has been ended with the run; the same command goes on from the newest checkpoint.",
+    ),
+    "rank_stalled": (
+        "If such collectives are meant to take so long, set watch.stall_after; else --debug-comm lets NCCL say what it waits for.",
+        "Look at the network between the hosts, and, with GPUs, at `dmesg` and `nvidia-smi` on each of them.",
+    ),
+}
+"""What helps in a run of our own, in place of what the catalogue says for any program's."""
+_STATES = {
+    "R": "runs",
+    "S": "sleeps",
+    "D": "waits in the kernel",
+    "T": "is stopped",
+    "Z": "has ended",
+    "t": "is held by a debugger",
+}
+
+
+def verdict(
+    cause: str, summary: str, picture: Picture, *, ranks: Sequence[int], since_s: float, evidence: Iterable[Evidence] = (),
+    confidence: float = 1.0, fix: Sequence[str] = (), severity: str = "fatal", hosts: Sequence[str] = (),
+) -> Verdict:  # fmt: skip
+    """A verdict on some ranks, with what is known of them and of those that wait for them.
+
+    Args:
+        cause: of the catalogue.
+        summary: one line.
+        picture: of the run.
+        ranks: the culprits.
+        since_s: seconds for which it has been so.
+        evidence: beside what is known of every rank.
+        confidence: 0 to 1.
+        fix: what to do first, before what the catalogue says.
+        severity: as in Verdict.
+        hosts: where no ranks but nodes are to blame.
+    """
+    known = find_cause(cause)
+    views = [picture.views[rank] for rank in ranks if rank in picture.views]
+    beats = [view.beat for view in views if view.beat is not None]
+    found = [
+        *evidence,
+        *(item for view in views for item in of_rank(view, picture)),
+        *waiting(picture, ranks),
+    ]
+    return Verdict.model_validate({
+        "cause": cause, "when": "during", "severity": severity, "summary": summary, "ranks": tuple(ranks),
+        "hosts": tuple(hosts) or tuple(dict.fromkeys(picture.places[rank].host for rank in ranks)),
+        "phase": beats[0].phase if beats else None, "step": (beats[0].step or None) if beats else None, "evidence": tuple(found),
+        "fix": (*fix, *(_OF_OUR_OWN.get(cause) or (known.remedy if known else ()))), "confidence": confidence, "named_after_s": since_s,
+    })  # fmt: skip
+
+
+def doing(view: RankView) -> str:
+    """What a rank does, for people: "in forward and backward of step 12"."""
+    beat = view.beat
+    if beat is None:
+        return "starting"
+    text = PHASES[phase_named(beat.phase)].text
+    if beat.phase == "comm":
+        size = f" of {beat.elements} elements" if beat.elements else ""
+        text = f"in collective {beat.comm}, {beat.kind}{size}"
+    at = f" of step {beat.step}" if PHASES[phase_named(beat.phase)].in_step and beat.step else ""
+    far = f", {beat.done} of {beat.total} done" if beat.total else ""
+    return f"{text}{at}{far}"
+
+
+def of_rank(view: RankView, picture: Picture) -> list[Evidence]:
+    """What is known of one rank: its phase, its process, its stack, its last collective."""
+    where = picture.places[view.rank].label
+    process = view.process
+    state = (
+        f"state {process.state} ({_STATES.get(process.state, 'see ps(1)')})"
+        if process.state
+        else "no process"
+    )
+    waits = f" in {process.waits_in}" if process.waits_in else ""
+    text = f"{doing(view)}; no progress for {view.idle_s:.1f} s; {state}{waits}"
+    text += (
+        f"; its second thread has been silent for {view.pulse_idle_s:.1f} s" if view.pulse_idle_s > 1 else ""
+    )
+    text += f"; its GPU is at {process.gpu_percent} %" if process.gpu_percent is not None else ""
+    text += f"; its child processes are in state {', '.join(process.children)}" if process.children else ""
+    found = [Evidence(where=where, text=text)]
+    look = picture.looks.get(view.rank)
+    if look is not None:
+        found += _of_look(look, where)
+    return found
+
+
+def waiting(picture: Picture, culprits: Sequence[int]) -> list[Evidence]:
+    """Those who wait for the culprits: victims, told as such."""
+    found = []
+    for rank, view in sorted(picture.views.items()):
+        if rank in culprits or view.beat is None or view.has_ended:
+            continue
+        begun = picture.looks[rank].begun if rank in picture.looks else None
+        recorder = f" (flight recorder: {begun})" if begun is not None else ""
+        found.append(Evidence(
+            where=picture.places[rank].label, text=f"{'waits, ' if _waits(view) else ''}{doing(view)}, for {view.idle_s:.1f} s{recorder}"
+        ))  # fmt: skip
+    more = len(found) - _MOST_WAITING
+    rest = [Evidence(where=f"{more} more ranks", text="wait, too")] if more > 0 else []
+    return [*found[:_MOST_WAITING], *rest]
+
+
+def _waits(view: RankView) -> bool:
+    return view.beat is not None and PHASES[phase_named(view.beat.phase)].waits
+
+
+def _of_look(look: Look, where: str) -> list[Evidence]:
+    found = [
+        Evidence(where=f"{where}, stack", text=one_line(line, limit=200))
+        for line in look.stack[:_STACK_LINES]
+    ]
+    if not look.stack and look.how:
+        found.append(Evidence(where=f"{where}, stack", text=f"none: {one_line(look.how, limit=200)}"))
+    if look.begun is not None:
+        found.append(
+            Evidence(
+                where=f"{where}, flight recorder",
+                text=f"in {look.begun}; last completed: #{look.completed}",
+            )
+        )
+    if look.note:
+        found.append(Evidence(where=where, text=one_line(look.note, limit=200)))
+    return found
+
+
+def labels(picture: Picture, ranks: Sequence[int]) -> str:
+    """Who they are: "rank 1, node 0 (a)", or of several "ranks 1, 3 and 5"."""
+    places = [picture.places[rank] for rank in ranks]
+    if len(places) == 1:
+        return places[0].label
+    numbers = [str(place.rank) for place in places]
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"

@@ -1,0 +1,88 @@
+"""Real ranks that do one deed each, and a front's view of them."""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from unisono.launch.command import Programs
+from unisono.launch.ranks import LocalRanks
+from unisono.launch.signs import Signs
+from unisono.plan import DeviceChoice, RankPlace
+from unisono.rundir import RunDir
+from unisono.watch import Look, RankView
+
+LIMIT_S = 60.0
+_STANDIN = Path(__file__).parent / "standins" / "rank.py"
+_CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1 << 30, bfloat16=False)
+
+
+@dataclass
+class Watched:
+    """Ranks and their signs."""
+
+    local: LocalRanks
+    signs: Signs
+    folder: Path
+
+    def until(self, condition: Callable[[list[RankView]], bool]) -> list[RankView]:
+        """The views that first fulfil a condition; they are taken ten times a second, as a front does."""
+        limit = time.monotonic() + LIMIT_S
+        while True:
+            self.local.poll(0.02)
+            views = self.signs.views(time.monotonic())
+            if condition(views):
+                return views
+            assert time.monotonic() < limit, views
+            time.sleep(0.08)
+
+    def idle(self, seconds: float = 1.2) -> list[RankView]:
+        """The views once all ranks have beaten, and none has for so long."""
+        return self.until(
+            lambda views: all(view.beat is not None and view.idle_s > seconds for view in views)
+        )
+
+    def look(self, *ranks: int) -> dict[int, Look]:
+        """What a look at the ranks gives."""
+        self.signs.look(ranks)
+        found: dict[int, Look] = {}
+        limit = time.monotonic() + LIMIT_S
+        while len(found) < len(ranks):
+            assert time.monotonic() < limit, found
+            self.local.poll(0.01)
+            self.signs.views(time.monotonic())
+            found |= {look.rank: look for look in self.signs.looks()}
+        return found
+
+
+def watch_deeds(folder: Path, deeds: Sequence[str], stack: contextlib.ExitStack) -> Watched:
+    """Starts a rank for each deed. "stopped" works until somebody stops it."""
+    os.mkfifo(folder / "fifo")
+    plan = folder / "plan.json"
+    deeds_of = {str(rank): {"stopped": "work"}.get(deed, deed) for rank, deed in enumerate(deeds)}
+    plan.write_text(json.dumps({"deeds": deeds_of, "folder": str(folder)}))
+    places = [
+        RankPlace(rank=rank, node_rank=0, local_rank=rank, host="here", device=_CPU)
+        for rank in range(len(deeds))
+    ]
+    environments = [
+        dict(os.environ, RANK=str(rank), WORLD_SIZE=str(len(deeds)), OMP_NUM_THREADS="1", TORCH_FR_BUFFER_SIZE="64")
+        for rank in range(len(deeds))
+    ]  # fmt: skip
+    programs = Programs(worker=(sys.executable, str(_STANDIN)))
+    local = LocalRanks(places, RunDir(folder / "run"), plan, programs, environments)
+    stack.enter_context(local)
+    return Watched(local, stack.enter_context(contextlib.closing(Signs(local, 0))), folder)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
+    """Starts ranks; see watch_deeds."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *deeds: watch_deeds(tmp_path, deeds, stack)

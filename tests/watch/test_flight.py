@@ -1,0 +1,75 @@
+"""Dumps of torch's flight recorder, recorded from real gloo ranks with torch 2.13. Run: pytest tests/watch/test_flight.py"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.watch import Collective
+from unisono.watch.flight import Flight, read_flight, shortened
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+def dump(name: str) -> str:
+    return (RECORDED / f"flight-{name}.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "begun", "completed"),
+    [
+        ("all_reduce", "all_reduce #6 [[1000]]", 5),
+        ("all_gather", "all_gather #6 [[3]]", 5),
+        ("barrier", "barrier #6 []", 5),
+        ("behind", "all_reduce #5 [[7]]", 5),
+    ],
+)
+def test_the_last_collective_is_known_with_its_kind_and_sizes(name: str, begun: str, completed: int) -> None:
+    found = read_flight(dump(name))
+    assert (str(found.begun), found.completed) == (begun, completed)
+
+
+def test_of_several_groups_the_one_that_a_rank_waits_in_counts() -> None:
+    assert read_flight(dump("two_groups")) == Flight(Collective("1:pairs", 3, "all_reduce", "[[6]]"), 2)
+
+
+def test_where_it_waits_in_none_the_group_of_all_ranks_counts() -> None:
+    found: dict[str, Any] = json.loads(dump("two_groups"))
+    found["pg_status"]["1"]["last_completed_collective"] = "3"
+    begun = read_flight(json.dumps(found)).begun
+    assert begun == Collective("0:default_pg", 1, "all_reduce", "[[4]]")
+
+
+def test_numbers_count_where_the_entry_is_no_longer_kept() -> None:
+    found = json.loads(dump("all_reduce"))
+    found["entries"] = []
+    assert read_flight(json.dumps(found)) == Flight(None, 5)
+
+
+def test_before_the_first_collective_nothing_is_completed() -> None:
+    found = json.loads(dump("all_reduce"))
+    found["pg_status"]["0"] |= {"last_completed_collective": "-1", "last_enqueued_collective": "1"}
+    flight = read_flight(json.dumps(found))
+    assert (str(flight.begun), flight.completed) == ("all_reduce #1 [[7]]", None)
+
+
+def test_the_names_of_nccl_lose_their_backend_too() -> None:
+    found = dump("all_reduce").replace("gloo:", "nccl:")
+    assert str(read_flight(found).begun) == "all_reduce #6 [[1000]]"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "{}", '{"error": "RuntimeError"}', '{"pg_status": {}}', '{"pg_status": {"0": {}}}', '{"pg_status": []}']
+)  # fmt: skip
+def test_what_is_no_dump_says_nothing(text: str) -> None:
+    assert read_flight(text) == Flight()
+
+
+def test_a_long_dump_loses_its_oldest_entries_and_says_the_same() -> None:
+    text = dump("all_gather")
+    short = shortened(text, limit=1500)
+    assert len(short) <= 1500
+    assert read_flight(short) == read_flight(text)
+    assert shortened(text, limit=1 << 20) == text
+    assert shortened("x" * 100, limit=10) == "x" * 10

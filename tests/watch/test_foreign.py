@@ -1,0 +1,143 @@
+"""Who is named in somebody else's program, and who never is. Run: pytest tests/watch/test_foreign.py"""
+
+from collections.abc import Sequence
+
+import pytest
+
+from unisono.causes import Verdict
+from unisono.plan import DeviceChoice, RankPlace
+from unisono.watch import Beat, Collective, Look, Picture, ProcessView, RankView, Suspicion
+from unisono.watch.beat import PhaseTimes
+from unisono.watch.judge import judge
+from unisono.watch.patience import Patience
+
+_CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1 << 30, bfloat16=False)
+
+
+def rank(
+    number: int, *, idle: float = 6.0, pending: int = 0, still: float = 0.0, phase: str = "program", step: int = 9,
+    micro: int = 1, longest: float = 0.01, pulse_idle: float = 0.1, state: str = "S",
+) -> RankView:  # fmt: skip
+    beat = Beat(
+        version=9, at_ns=0, phase=phase, step=step, micro=micro, comm=3, kind="barrier", elements=0, done=0, total=0, digest=0,
+        shares_s=(0, 0, 0, 0), pulse_ns=1, answered=0, times=PhaseTimes(50, 1.0, longest), begun=20, pending=pending, still_s=still,
+        is_foreign=True,
+    )  # fmt: skip
+    return RankView(number, 0, beat, idle, pulse_idle, ProcessView(state=state))
+
+
+def judged(*views: RankView, looks: Sequence[Look] = ()) -> Suspicion | Verdict | None:
+    places = {
+        v.rank: RankPlace(rank=v.rank, node_rank=0, local_rank=v.rank, host="a", device=_CPU) for v in views
+    }
+    picture = Picture(places, {v.rank: v for v in views}, looks={look.rank: look for look in looks})
+    return judge(picture, Patience())
+
+
+def begun(number: int, name: str, count: int, sizes: str = "[[72]]") -> Look:
+    return Look(number, stack=("x.py:1 in f",), begun=Collective("0:default_pg", count, name, sizes))
+
+
+def named(found: Suspicion | Verdict | None) -> tuple[str, tuple[int, ...]] | None:
+    if isinstance(found, Verdict):
+        return found.cause, found.ranks
+    return (found.verdict.cause, found.verdict.ranks) if found is not None and found.is_named else None
+
+
+@pytest.mark.parametrize("idle", [5.0, 60.0, 599.0, 5000.0])
+def test_silence_of_all_is_no_finding_where_nobody_waits(idle: float) -> None:
+    """They evaluate, compile, or sleep between two jobs: who knows."""
+    assert judged(rank(0, idle=idle, still=idle), rank(1, idle=idle, still=idle)) is None
+
+
+@pytest.mark.parametrize("idle", [5.0, 60.0, 5000.0])
+def test_a_rank_that_works_is_not_named_however_long_others_wait(idle: float) -> None:
+    for state in "RSD":
+        found = judged(rank(0, idle=idle, pending=1), rank(1, idle=idle, still=0.5, state=state))
+        assert named(found) is None
+        assert not isinstance(found, Verdict)
+
+
+def test_a_rank_that_stands_still_while_others_wait_is_named_with_its_line_and_ended_when_torch_would() -> (
+    None
+):
+    waiting, still = rank(0, pending=1), rank(1, still=4.0)
+    first = judged(waiting, still)
+    assert isinstance(first, Suspicion)
+    assert not first.is_named, "it has not been looked at"
+    assert set(first.wanted) >= {0, 1}
+    looked = judged(waiting, still, looks=[begun(1, "all_reduce", 8)])
+    assert named(looked) == ("user_code_stuck", (1,))
+    assert isinstance(looked, Suspicion)
+    assert "x.py:1" in looked.verdict.summary
+    late = judged(rank(0, idle=601, pending=1), rank(1, idle=601, still=600))
+    assert isinstance(late, Verdict)
+
+
+def test_a_rank_that_others_wait_for_but_only_since_now_is_not_named() -> None:
+    assert judged(rank(0, idle=2.0, pending=1), rank(1, idle=60, still=60)) is None
+
+
+def test_other_collectives_are_a_verdict_as_soon_as_they_are_named() -> None:
+    looks = [begun(0, "all_reduce", 9), begun(1, "barrier", 9, "[]"), begun(2, "all_reduce", 9)]
+    views = [rank(0, pending=1), rank(1, pending=1, phase="comm"), rank(2, pending=1)]
+    found = judged(*views, looks=looks)
+    assert isinstance(found, Verdict)
+    assert (found.cause, found.ranks) == ("collective_mismatch", (1,))
+
+
+def test_ranks_that_nobody_has_looked_at_are_in_no_known_collective() -> None:
+    found = judged(rank(0, pending=1), rank(1, pending=1, phase="comm"))
+    assert isinstance(found, Suspicion)
+    assert not found.is_named
+    assert set(found.wanted) == {0, 1}
+
+
+def test_unequal_pieces_of_an_all_to_all_are_one_collective() -> None:
+    looks = [begun(0, "all_to_all", 9, "[[3]]"), begun(1, "all_to_all", 9, "[[5]]")]
+    assert named(judged(rank(0, pending=1), rank(1, pending=1), looks=looks)) is None
+
+
+def test_a_rank_that_has_taken_no_batch_for_the_step_of_the_others_made_fewer_steps() -> None:
+    looks = [begun(0, "all_reduce", 9), begun(1, "barrier", 9, "[]")]
+    found = judged(rank(0, pending=1), rank(1, pending=1, phase="comm", micro=0), looks=looks)
+    assert isinstance(found, Verdict)
+    assert (found.cause, found.ranks) == ("unequal_steps", (1,))
+    assert "step 8 was the last" in found.summary
+
+
+def test_a_long_collective_of_all_is_no_finding_at_first() -> None:
+    looks = [begun(0, "broadcast", 1), begun(1, "broadcast", 1)]
+    assert named(judged(rank(0, idle=20, pending=1), rank(1, idle=20, pending=1), looks=looks)) is None
+    assert named(judged(rank(0, idle=31, pending=1), rank(1, idle=31, pending=1), looks=looks)) == (
+        "rank_stalled",
+        (),
+    )
+
+
+def test_an_interpreter_that_stands_is_named_where_others_wait_for_it() -> None:
+    alone = [rank(0, idle=12, still=0), rank(1, idle=12, pulse_idle=12)]
+    assert judged(*alone) is None
+    found = judged(
+        rank(0, idle=12, pending=1),
+        rank(1, idle=12, pulse_idle=12, state="R"),
+        looks=[begun(1, "barrier", 3)],
+    )
+    assert named(found) == ("gil_held", (1,))
+
+
+def test_a_stopped_rank_is_named_whatever_others_do() -> None:
+    found = judged(rank(0, idle=0.2), rank(1, idle=3.5, state="T"))
+    assert isinstance(found, Verdict)
+    assert (found.cause, found.ranks) == ("rank_stopped", (1,))
+
+
+def test_ranks_of_unlike_step_counts_that_wait_in_one_collective_are_together() -> None:
+    """A generator and a trainer make steps of their own, and meet."""
+    ranks = [rank(0, pending=1, phase="comm", step=9), rank(1, pending=1, phase="comm", step=3)]
+    together = [begun(0, "broadcast", 4), begun(1, "broadcast", 4)]
+    assert named(judged(*ranks, looks=together)) is None
+    apart = [begun(0, "all_reduce", 4), begun(1, "barrier", 4, "[]")]
+    found = judged(*ranks, looks=apart)
+    assert isinstance(found, Verdict)
+    assert (found.cause, found.ranks) == ("unequal_steps", (1,))
