@@ -9,6 +9,7 @@ Kinds, and the fields that each carries beside `kind` and `time` (UTC, seconds):
     sample      step, prompt, text
     checkpoint  step, path, bytes, seconds, blocking_s (of which training stood still)
     shard_written  step, temporary, files, error: this rank's part of a checkpoint is on its disk, or why not
+    digest      step, digest, arithmetic: of the weights that a rank trains, and what decides how it rounds
     asked       signal: its name; somebody sent it to the rank itself, or its front did
     warning     code, text, fix
     token       text: a piece of an answer, as it comes          (generate, chat)
@@ -25,16 +26,22 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TextIO
 
+from unisono.aside import Aside
 from unisono.text import one_line
 
 Message = dict[str, Any]
 
+_CLOSE_S = 2.0
+
 
 class Reporter:
-    """Sends messages to the front, and to a file of events where one is given. Reporting never raises.
+    """Sends messages to the front, and keeps them in a file of events where one is given. Reporting never raises.
 
+    The front hears first, and does not wait for the file: a disk that hangs silences nobody.
     Without a front (`python -m unisono.worker plan.json` under pdb) messages become plain lines on `fallback`.
     """
 
@@ -44,27 +51,25 @@ class Reporter:
         self._fd = fd
         self._lock = threading.Lock()  # a save reports from a thread of its own
         self._fallback = fallback
-        self._log = open(log_path, "a", encoding="utf-8") if log_path else None  # noqa: SIM115, PTH123 - held for the run
+        self._log = _EventsLog(log_path, self._log_failed) if log_path else None
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends one message. A front that is gone, or a full disk, is not the sender's death."""
         message = {"kind": kind, "time": time.time(), **fields}
-        line = json.dumps(message, ensure_ascii=False) + "\n"
+        data = (json.dumps(message, ensure_ascii=False) + "\n").encode()
         with self._lock:
-            self._put(kind, message, line)
-
-    def _put(self, kind: str, message: Message, line: str) -> None:
+            if self._fd is not None:
+                self._write(data)
+            elif self._fallback is not None:
+                self._fallback.write(_as_text(message) + "\n")
+                self._fallback.flush()
         if self._log is not None and kind != "step":
-            try:
-                self._log.write(line)
-                self._log.flush()
-            except OSError:
-                self._log = None  # the disk is full or gone; the checkpoint writer says so in its own words
-        if self._fd is not None:
-            self._write(line.encode())
-        elif self._fallback is not None:
-            self._fallback.write(_as_text(message) + "\n")
-            self._fallback.flush()
+            self._log.keep(data)
+
+    def close(self) -> None:
+        """Waits a little for the file of events. The process's end is near."""
+        if self._log is not None:
+            self._log.finish()
 
     def phase(self, name: str, text: str, *, done: int | None = None, total: int | None = None) -> None:
         """Says which phase has begun, or how far it is."""
@@ -77,10 +82,43 @@ class Reporter:
     def _write(self, data: bytes) -> None:
         assert self._fd is not None
         try:
-            while data:
-                data = data[os.write(self._fd, data) :]
+            _write_all(self._fd, data)
         except OSError:
             self._fd = None  # the front is gone; PDEATHSIG or its lock will end us
+
+    def _log_failed(self, why: str) -> None:
+        assert self._log is not None
+        self.send(
+            "warning", code="events_log", where=self._log.path, fix="look at that file system",
+            text=f"this rank's messages are not kept in {self._log.path} from here on: {why}; they are shown all the same",
+        )  # fmt: skip
+
+
+class _EventsLog:
+    """The file of events; it is opened and written aside."""
+
+    def __init__(self, path: str, on_trouble: Callable[[str], None]) -> None:
+        self.path = path
+        self._fd: int | None = None
+        self._aside = Aside("events-log", on_trouble)
+
+    def keep(self, data: bytes) -> None:
+        """Has a line written."""
+        self._aside.do(partial(self._write, data))
+
+    def finish(self) -> None:
+        """Waits until all lines are written, if that takes no time."""
+        self._aside.finish(_CLOSE_S)
+
+    def _write(self, data: bytes) -> None:
+        if self._fd is None:
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        _write_all(self._fd, data)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
 
 
 def _as_text(message: Message) -> str:

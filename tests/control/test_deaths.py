@@ -89,8 +89,8 @@ def test_silence_is_suspected_and_then_ends_the_connection_on_both_sides(
     left, lost = room.hears(head, Left)[0], room.hears(node, Left)[0]
     assert SILENCE_S - 1 < time.monotonic() - began < 2 * SILENCE_S + 5
     assert (left.node_rank, left.clean, lost.node_rank, lost.clean) == (1, False, 0, False)
-    assert left.why.startswith("silent for 1")
-    assert lost.why.startswith("silent for 1")
+    assert left.why.startswith("silent for ")
+    assert lost.why.startswith("silent for ")
     os.kill(far_head.pid, signal.SIGCONT)
     assert line_of(far_head).startswith("Left(node_rank=1")
 

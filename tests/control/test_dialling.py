@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.ports import free_port
 from unisono.control.frames import ANSWERS, preamble
 from unisono.control.handshake import Greeting, fresh_nonce
 from unisono.control.link import NodeLink
@@ -68,11 +69,6 @@ def refused(room: "Room", address: tuple[str, int], **options: Any) -> tuple[str
     assert verdict is not None
     assert verdict.fix
     return verdict.cause, verdict.summary
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_a_head_that_is_not_there_is_called_until_the_time_is_over(room: "Room") -> None:

@@ -31,7 +31,7 @@ from unisono.control.frames import (
 from unisono.control.handshake import hello_seal, session_seal
 from unisono.control.server import HeadServer
 from unisono.control.transfer import Content, Offer, Outcome, Receiving, Refused, Transfers
-from unisono.control.transfer.receiving import WINDOW
+from unisono.control.transfer.receiving import AT_ONCE, MOST_OPEN, OF_A_NODE, WINDOW
 
 if TYPE_CHECKING:
     from tests.control.conftest import Room
@@ -342,8 +342,8 @@ def joined(head: HeadServer, token: bytes) -> tuple[socket.socket, Seal]:
     return sock, session_seal(token, greeting, me, sends=TO_HEAD)
 
 
-def offer_body(size: int = 10 * MIB) -> dict[str, Any]:
-    return Offer(0, "", 0, Content(size, "0" * 32), label("a")).to_body()
+def offer_body(size: int = 10 * MIB, *, number: int = 0, name: str = "a") -> dict[str, Any]:
+    return Offer(0, "", number, Content(size, "0" * 32), label(name)).to_body()
 
 
 @pytest.mark.parametrize(
@@ -351,6 +351,7 @@ def offer_body(size: int = 10 * MIB) -> dict[str, Any]:
     [
         ([offer_body(), *[Piece(0, n * PIECE_BYTES, bytes(PIECE_BYTES)) for n in range(WINDOW + 1)]], "more of a file than it was asked"),
         ([offer_body(), offer_body()], "offered a file twice"),
+        ([offer_body(number=number) for number in range(MOST_OPEN + 1)], f"offered a file while {MOST_OPEN} of its own wait"),
         ([{**offer_body(), "bytes": -1}], "an offer of a file that is none"),
         ([{**offer_body(), "bytes": 1 << 63}], "an offer of a file that is none"),
         ([{**offer_body(), "xxh3_128": "../../etc"}], "an offer of a file that is none"),
@@ -395,6 +396,60 @@ def test_pieces_that_do_not_follow_each_other_are_refused(room: "Room", desk: Pa
         [event] = room.hears(head, Arrived)
     assert "do not follow each other" in event.error
     assert not list(desk.iterdir())
+
+
+def test_more_than_was_offered_is_refused(room: "Room", desk: Path) -> None:
+    head = room.head()
+    sock, seal = joined(head, room.token)
+    with Receiving(head, keep_in(desk)), sock:
+        sock.sendall(seal.close(encode(offer_body(1))))
+        wait_for_part(desk, "a")
+        time.sleep(0.05)  # as above
+        sock.sendall(seal.close(encode_piece(Piece(0, 0, b"xx"))))
+        [event] = room.hears(head, Arrived)
+    assert "are more than was offered" in event.error
+    assert not list(desk.iterdir())
+
+
+def test_a_node_that_offers_much_and_sends_nothing_keeps_nobody_waiting(room: "Room", desk: Path) -> None:
+    head = room.head()
+    sock, seal = joined(head, room.token)
+    with Receiving(head, keep_in(desk)), sock:
+        for number in range(2 * AT_ONCE):
+            sock.sendall(seal.close(encode(offer_body(number=number, name=f"greedy{number}"))))
+        for number in range(OF_A_NODE):
+            wait_for_part(desk, f"greedy{number}")
+        with Transfers(room.node(head, node_rank=2)) as transfers:
+            transfers.send(b"x" * MIB, label("other"))
+            assert outcome_of(transfers).error == ""
+        assert len(list(desk.glob(".greedy*"))) == OF_A_NODE
+    assert [path.name for path in desk.iterdir()] == ["other"]
+
+
+def test_a_file_of_which_nothing_comes_is_given_up_and_its_place_is_free(room: "Room", desk: Path) -> None:
+    head = room.head()
+    sock, seal = joined(head, room.token)
+    with Receiving(head, keep_in(desk), silent_s=0.2), sock:
+        for number in range(AT_ONCE + 1):
+            sock.sendall(seal.close(encode(offer_body(number=number, name=f"f{number}"))))
+        arrived = room.hears(head, Arrived, AT_ONCE + 1)
+    assert {event.error for event in arrived} == {"nothing of it has come for 0.2 s"}
+    assert not list(desk.iterdir())
+
+
+def test_names_that_lead_elsewhere_or_are_none_are_refused_and_cost_no_place(
+    room: "Room", tmp_path: Path, desk: Path
+) -> None:
+    head = room.head()
+    with Receiving(head, keep_in(desk)), Transfers(room.node(head)) as transfers:
+        for name in ("../a", "a/../../a", "..", "a\0b", "\ud800", "a\nb", "x" * 300):
+            for _ in range(AT_ONCE):
+                transfers.send(b"x", label(name))
+                assert outcome_of(transfers).error != "", name
+        transfers.send(b"x", label("a"))
+        assert outcome_of(transfers).error == ""
+    assert [path.name for path in desk.iterdir()] == ["a"]
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
 
 def test_nobody_sends_a_piece_before_proof_or_from_the_head(room: "Room", desk: Path) -> None:

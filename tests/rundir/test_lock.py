@@ -5,13 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.nproc.disks import on_a_device
 from unisono.errors import UsageError
+from unisono.facts.threads import stuck_threads
+from unisono.rundir import lock as lock_file
 from unisono.rundir.lock import RunLock, read_holder
 
 HOLD = """
@@ -167,3 +171,22 @@ def test_a_torn_lock_file_is_taken(content: str, tmp_path: Path) -> None:
     with RunLock(tmp_path / "run.lock") as lock:
         assert lock.acquire("host-a", os.getpid()) is None
         assert json.loads((tmp_path / "run.lock").read_text())["host"] == "host-a"
+
+
+def test_a_lock_on_storage_that_hangs_holds_up_nobodys_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_file, "_LAST_BEAT_S", 0.5)
+    with on_a_device(tmp_path / "disk", tmp_path / "image", size=16 << 20) as disk:
+        with _holder(disk.path / "run.lock") as holder:
+            disk.hang()
+            time.sleep(0.5)  # several of its beats; none of them is a thread of the holder
+            assert stuck_threads(holder.pid) == []
+        assert holder.returncode == -signal.SIGKILL, "it could end"
+        disk.answer()
+        lock = RunLock(disk.path / "run.lock", beat_s=0.05)
+        lock.acquire("host-a", os.getpid())
+        disk.hang()
+        time.sleep(0.2)
+        lock.release()
+        disk.answer()

@@ -107,6 +107,8 @@ def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path) -> None:
         for step in range(2, 60):
             writer.append({"step": step, "text": "x" * 1000})
         assert writer.waiting > 0
+        with pytest.raises(OSError, match="No space left"):
+            writer.sync()  # a checkpoint does not come before its lines
         assert all(line.endswith(b"}") for line in (disk / "metrics.jsonl").read_bytes().splitlines())
         (disk / "other").unlink()
         writer.append({"step": 60})

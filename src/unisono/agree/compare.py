@@ -49,6 +49,16 @@ IN_ORDER: tuple[Callable[[Members], Agreement], ...] = (
 """Cheap and decisive first: what stands above may be the reason of what stands below."""
 
 
+BEFORE_A_RESTART = (judge_devices, judge_interfaces, judge_storage, judge_limits)
+"""What may have changed while ranks ran. What files hold, and what was set, has been agreed on."""
+
+
+def compare_again(reports: Sequence[NodeReport]) -> Agreement:
+    """The checks before ranks are started again."""
+    members = _in_order(reports)
+    return Agreement().merged(*(judge(members) for judge in BEFORE_A_RESTART))
+
+
 def compare_nodes(reports: Sequence[NodeReport]) -> Agreement:
     """All checks of the nodes, and a verdict for each thing that is wrong, the decisive one first."""
     members = _in_order(reports)

@@ -66,15 +66,20 @@ def judge_nodes(members: Members) -> Agreement:
     return Agreement.noted(rule.id, "pass", f"all {wanted:,} here" if wanted > 1 else "one node")
 
 
-def judge_nproc(members: Members) -> Agreement:
-    """The ranks of each node: equal, or unequal and declared on every node."""
+def judge_nproc(members: Members, *, may_differ: bool = True) -> Agreement:
+    """The ranks of each node: equal, or unequal and declared on every node.
+
+    Args:
+        members: the nodes.
+        may_differ: whether it is enough that all are declared; other people's programs take the world for nodes × ranks.
+    """
     rule = NODE_RULES["nproc"]
     groups = partition((who, report.nproc) for who, report in members)
     if len(groups) == 1:
         where = f"each of {count(len(members), 'node')}" if len(members) > 1 else "one node"
         return Agreement.noted(rule.id, "pass", f"{count(groups[0].value, 'rank')} on {where}")
     inferring = {who for who, report in members if not report.nproc_declared}
-    if not inferring:
+    if not inferring and may_differ:
         told_groups = say_groups(told(groups, ()), NODES, lambda value: count(value, "rank"))
         return Agreement.noted(rule.id, "pass", f"unequal as declared on every node: {told_groups}")
     odd = _blamed(groups, inferring, everybody=len(members))
@@ -86,7 +91,7 @@ def judge_nproc(members: Members) -> Agreement:
 
 def _blamed(groups: Sequence[Group[int]], inferring: set[Who], *, everybody: int) -> tuple[Who, ...]:
     """Explicit beats inferred: where both are there, those who inferred another number than most are odd, and nobody else."""
-    if len(inferring) == everybody:
+    if len(inferring) in (0, everybody):
         return odd_out(groups)
     most = majority(groups)
     return tuple(
@@ -136,7 +141,7 @@ def _remedies(
         wanted = rest[0].value if len(rest) == 1 else None
     numbers = enumerate_words([f"--nproc {group.value}" for group in groups if wanted in (None, group.value)])
     declare = f"pass {numbers.replace(' and ', ' or ')} on every node"
-    if not odd and len(inferring) < len(members):
+    if not odd and 0 < len(inferring) < len(members):
         return [f"{declare}; or pass --nproc on {name_all(inferring)} too, if unequal numbers are meant"]
     reports = dict(members)
     masked = [who for who in odd if reports[who].visible_variable is not None]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from unisono.agree.rule import Need
 from unisono.causes.variable import Group
 from unisono.causes.variables import VARIABLES, find_variable
+from unisono.causes.variables_libraries import KNOWN_TO_LIBRARIES
 from unisono.text import nearest
 
 _NEED: dict[Group, Need] = {"equal": "equal", "unique": "unique", "per-node": "valid", "free": "free"}
@@ -86,5 +87,7 @@ def unknown_names(names: Iterable[str]) -> dict[str, str | None]:
     """Names of NCCL, gloo or torch's NCCL that nobody knows, each with the nearest known one."""
     known = [variable.name for variable in VARIABLES]
     return {
-        name: nearest(name, known) for name in sorted(set(names)) if _OURS_TO_KNOW.match(name) and find_variable(name) is None
-    }  # fmt: skip
+        name: nearest(name, known)
+        for name in sorted(set(names) - KNOWN_TO_LIBRARIES)
+        if _OURS_TO_KNOW.match(name) and find_variable(name) is None
+    }

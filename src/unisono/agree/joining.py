@@ -105,7 +105,7 @@ def wrong_token(call: Call) -> Verdict:
     )  # fmt: skip
 
 
-def lost_node(node_rank: int, host: str, why: str, *, silent: bool) -> Verdict:
+def lost_node(node_rank: int, host: str, why: str, *, silent: bool, moment: str = "the start") -> Verdict:
     """A node was here and is gone before anything was started.
 
     Args:
@@ -113,12 +113,13 @@ def lost_node(node_rank: int, host: str, why: str, *, silent: bool) -> Verdict:
         host: its name.
         why: one line.
         silent: whether it fell silent; otherwise its connection was closed, so that its own terminal says why.
+        moment: before what.
     """
     who = name_node(node_rank, host)
     cause = "node_unreachable" if silent else "node_missing"
     return Verdict(
         cause=cause, when="before", phase=_PHASE, hosts=(plain_host(host),),
-        summary=f"{who} was here, and {'has fallen silent' if silent else 'left'} before the start: {one_line(why, limit=160)}",
+        summary=f"{who} was here, and {'has fallen silent' if silent else 'left'} before {moment}: {one_line(why, limit=160)}",
         fix=(f"look at the terminal of {who}",) if not silent else _remedy(cause),
     )  # fmt: skip
 
@@ -139,9 +140,13 @@ def refused_node(
     first = verdict.summary if verdict else (texts[0] if texts else "no reason was given")
     more = f"; and {count(len(texts) - 1, 'more problem')}" if not verdict and len(texts) > 1 else ""
     fixes = [one_line(str(problem["fix"]), limit=200) for problem in problems if problem.get("fix")]
+    whys = [one_line(str(problem.get("why") or ""), limit=300) for problem in problems]
     evidence = [
-        Evidence(where=one_line(str(problem.get("where") or who), limit=120), text=text)
-        for problem, text in zip(problems[:_SHOWN_CALLS], texts, strict=False)
+        Evidence(
+            where=one_line(str(problem.get("where") or who), limit=120),
+            text=f"{text}: {why}" if why else text,
+        )
+        for problem, text, why in zip(problems[:_SHOWN_CALLS], texts, whys, strict=False)
     ]
     return Verdict(
         cause=verdict.cause if verdict and find_cause(verdict.cause) else "node_refused", when="before", phase=_PHASE,

@@ -310,7 +310,7 @@ CAUSES: tuple[Cause, ...] = (
             "If one device is always the odd one, take it out and test its memory.",
         ),
         exit_code=4,
-        retry_helps=True,
+        retry_helps=False,  # the newest checkpoint may hold weights that have drifted
         when=("during",),
     ),
     Cause(

@@ -30,3 +30,33 @@ class Variable:
     meaning: str
     suspicious: str = ""
     causes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What it costs to set a variable, and when that is right.
+
+    Attributes:
+        costs: what a run pays while it is set as `explain` says.
+        right: when to set it, and how long to leave it set.
+    """
+
+    costs: str
+    right: str
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """Which values a variable has.
+
+    Attributes:
+        text: for people: `0 or 1`.
+        pattern: a whole value, in any case.
+        otherwise: what comes of another value.
+        fatal: whether a process group with NCCL cannot be made with another value.
+    """
+
+    text: str
+    pattern: str
+    otherwise: str = "it is ignored, without a word"
+    fatal: bool = False

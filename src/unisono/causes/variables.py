@@ -1,6 +1,7 @@
 """The environment variables that decide how ranks find and understand each other, and when they are suspicious."""
 
 from unisono.causes.variable import Variable
+from unisono.causes.variables_libraries import LIBRARY_VARIABLES
 from unisono.causes.variables_nccl import NCCL_VARIABLES
 
 _ENV = "env_mismatch"
@@ -156,7 +157,7 @@ _FILES = (
     Variable("NO_COLOR", "free", "set to anything: no colour in terminals"),
 )  # fmt: skip
 
-VARIABLES: tuple[Variable, ...] = (*_LAUNCH, *_DEVICES, *_TORCH, *NCCL_VARIABLES, *_FILES)
+VARIABLES: tuple[Variable, ...] = (*_LAUNCH, *_DEVICES, *_TORCH, *NCCL_VARIABLES, *_FILES, *LIBRARY_VARIABLES)
 """In the order in which `explain` lists them."""
 
 _BY_NAME = {variable.name: variable for variable in VARIABLES}

@@ -74,6 +74,11 @@ WarmupText = Annotated[
     str, AfterValidator(_check_warmup), Says("a share or a number of steps, as `3%` or `100 steps`")
 ]
 SecondsText = Annotated[str, AfterValidator(_check_seconds), Says("a time, as `25 seconds` or `2 minutes`")]
+PatienceText = Annotated[
+    str,
+    AfterValidator(lambda text: text if text == "auto" else _check_seconds(text)),
+    Says("`auto`, or a time, as `5 minutes`"),
+]
 BytesText = Annotated[str, AfterValidator(_check_bytes), Says("a size, as `1 GB` or `50 MB`")]
 StorageText = Annotated[
     str, AfterValidator(_check_storage), Says("a URL, as `s3://bucket/runs` or `file:///mnt/copies`")
@@ -278,6 +283,21 @@ class MemorySection(Section):
     )
 
 
+class WatchSection(Section):
+    """What is looked at while the run goes."""
+
+    stall_after: PatienceText = Field(
+        default="auto",
+        description="a rank that makes no progress for so long ends the run, as `5 minutes`; auto: at least 30 s, and five times the longest"
+        " that its phase has taken",
+    )
+    digest_every: DurationText | None = Field(
+        default="100 steps",
+        description="a period: ranks that each hold the whole model (ddp) compare a digest of what they train, and end where one has drifted;"
+        " null: never",
+    )
+
+
 class RunConfig(Section):
     """A whole config: what was asked."""
 
@@ -303,6 +323,7 @@ class RunConfig(Section):
         default="auto", description="auto: the first visible accelerator, else the CPU"
     )
     memory: MemorySection = MemorySection()
+    watch: WatchSection = WatchSection()
     restarts: int = Field(default=2, ge=0, le=100, description="how often a run that died goes on by itself")
     grace: SecondsText = Field(default="25 seconds", description="from SIGTERM to the end, with a checkpoint")
     track: list[Literal["tensorboard"]] = Field(

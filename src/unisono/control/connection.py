@@ -14,7 +14,7 @@ BEAT_S = 0.5
 """Who has said nothing for so long sends a ping."""
 SUSPECT_S = 3.0
 """Silence of the other side from which on it is suspicious."""
-SILENCE_S = 10.0
+SILENCE_S = 8.0
 """Silence of the other side that ends the connection."""
 UNREAD_BYTES = 64 << 20
 """Whoever lets so much wait unread is dropped."""

@@ -14,7 +14,7 @@ import hmac
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -95,6 +95,9 @@ class Session:
         return body
 
 
+Talk = Callable[[Session], Awaitable[None]]
+
+
 async def call(reader: Reader, writer: Writer, key: bytes) -> Session:
     """The dialler's side of the proof.
 
@@ -146,19 +149,21 @@ class EchoListener:
         ports: chosen by binding.
     """
 
-    def __init__(self, address: str, key: bytes, *, ports: int = PORTS) -> None:
+    def __init__(self, address: str, key: bytes, *, ports: int = PORTS, talk: "Talk | None" = None) -> None:
         """Binds.
 
         Args:
             address: literal, one of this machine's; never 0.0.0.0.
             key: of `reach_key`.
             ports: how many.
+            talk: what is said to a caller that has proven itself; None: its messages are sent back.
 
         Raises:
             OSError: if the address is not this machine's.
         """
         self.address = address
         self._key = key
+        self._talk = talk
         self._sockets = list(_bound(address, ports))
         self.ports = [sock.getsockname()[1] for sock in self._sockets]
         self._handlers: set[asyncio.Task[None]] = set()
@@ -231,6 +236,9 @@ class EchoListener:
                 session = await answer(reader, writer, self._key)
         finally:
             self._unproven -= 1
+        if self._talk is not None:
+            await self._talk(session)
+            return
         for _ in range(_MOST_MESSAGES):
             async with asyncio.timeout(_IDLE_S):
                 length, mac = await session.length()

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-RejectedKind = Literal["token", "duplicate", "stale", "malformed", "late", "misfit"]
+RejectedKind = Literal["token", "duplicate", "stale", "malformed", "late", "misfit", "left_out"]
 """token: the proof does not fit. duplicate: its rank is taken. stale: of another start of the job. malformed: not our
-protocol, or too slow. late: it came after the last word, and was told it. misfit: it means another number of nodes."""
+protocol, or too slow. late: it came after the last word, and was told it. misfit: it means another number of nodes.
+left_out: the job goes on without its node."""
 
 
 @dataclass(frozen=True, slots=True)

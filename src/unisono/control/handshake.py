@@ -147,7 +147,9 @@ class Refusal:
         return {"t": "refused", **asdict(self)}
 
 
-def judge(hello: Hello, *, run: str, epoch: int, nodes: int, holder: str, settled: bool) -> Refusal | None:
+def judge(
+    hello: Hello, *, run: str, epoch: int, nodes: int, holder: str, settled: bool, left_out: str = ""
+) -> Refusal | None:
     """Whether a proven caller may come in, and if not, why.
 
     Args:
@@ -157,6 +159,7 @@ def judge(hello: Hello, *, run: str, epoch: int, nodes: int, holder: str, settle
         nodes: how many the head expects.
         holder: who has its rank already, for people; empty: nobody.
         settled: whether the last word has been said.
+        left_out: why the job goes on without its node; empty: it does not.
     """
     if hello.run != run:
         return Refusal(
@@ -171,6 +174,8 @@ def judge(hello: Hello, *, run: str, epoch: int, nodes: int, holder: str, settle
         return Refusal("misfit", f"is none of the {nodes} nodes: ranks go from 0 to {nodes - 1}")
     if settled:
         return Refusal("late", "came after the last word")
+    if left_out:
+        return Refusal("left_out", left_out)
     if holder:
         return Refusal("duplicate", f"is here already: {holder} has this rank", holder)
     return None

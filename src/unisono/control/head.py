@@ -48,6 +48,7 @@ class Head:
         self.last_word: bytes | None = None
         self.words = 0  # how many last words there have been: an acknowledgement says which one it means
         self.taker: Taker | None = None
+        self.left_out: dict[int, str] = {}  # nodes that may not come in any more, and why
         self.closing = False
         self.empty = asyncio.Event()
         self._own_name = f"the head itself ({host})"
@@ -83,6 +84,7 @@ class Head:
             nodes=self.nodes,
             holder=holder,
             settled=self.last_word is not None,
+            left_out=self.left_out.get(hello.node_rank, ""),
         )
 
     def admit(self, caller: "Caller", hello: Hello) -> None:
@@ -144,6 +146,10 @@ class Head:
             self.taker.heard(caller, item)
         elif isinstance(item, dict) and item["t"] == "offer":
             caller.write(encode({"t": "done", "id": item["id"], "why": "the head does not take files now"}))
+
+    def leave_out(self, node_rank: int, why: str) -> None:
+        """Lets a node in no more. One that is here stays until it hangs up."""
+        self.left_out[node_rank] = why
 
     def send(self, node_rank: int, body: bytes) -> None:
         """Sends to one node, if it is here."""

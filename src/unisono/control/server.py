@@ -82,6 +82,10 @@ class HeadServer:
         """
         SHARED.post(self._head.tell_all, encode({"t": "say", "m": message}))
 
+    def leave_out(self, node_rank: int, why: str) -> None:
+        """Lets a node in no more until the job ends; `why` goes on from `node R (HOST) `. What it still says is heard until it hangs up."""
+        SHARED.post(self._head.leave_out, node_rank, why)
+
     def settle(self, message: dict[str, Any]) -> None:
         """Says the last word: to all who are here, and, until `close`, to everybody who still comes.
 
@@ -103,8 +107,12 @@ class HeadServer:
         """Adds to what `receive` gives."""
         self._inbox.put(event)
 
+    def here(self) -> set[int]:
+        """The nodes that are connected now."""
+        return set(self._head.members)
+
     def silences(self) -> dict[int, float]:
-        """Nodes that have said nothing for more than 3 s, and for how long. After 10 s they have Left."""
+        """Nodes that have said nothing for more than 3 s, and for how long. After 8 s they have Left."""
         now = time.monotonic()
         members = list(self._head.members.items())
         return {rank: now - member.heard for rank, member in members if now - member.heard > SUSPECT_S}

@@ -91,10 +91,16 @@ def wrong_token(me: str, host: str, address: str) -> Disagreed:
     )  # fmt: skip
 
 
-_CAUSE_OF = {"duplicate": "node_duplicate", "stale": "stale_process", "misfit": "world_mismatch"}
+_CAUSE_OF = {
+    "duplicate": "node_duplicate",
+    "stale": "stale_process",
+    "misfit": "world_mismatch",
+    "left_out": "node_missing",
+}
 _FIX_OF = {
     "duplicate": ("give each node its own rank: --node-rank 0, 1, 2 …", "if the holder is left over, end it by its pid"),
     "stale": ("end this process and start the command again",),
+    "left_out": ("when the job has ended, start it again on all nodes: it goes on from its newest checkpoint",),
     "misfit": ("give the same --nodes to all nodes, and each its own --node-rank from 0",),
 }  # fmt: skip
 

@@ -20,4 +20,8 @@ def code_digests(root: Path | None = None) -> dict[str, str]:
 
 
 def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:  # listed, and gone since: the package is being changed
+        return "gone"
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from unisono.causes.variables import find_variable
 from unisono.facts.secret import is_secret, names_secret
+from unisono.facts.slurm import SlurmStep, read_slurm_step
 
 # Left behind by launchers and by accelerate; they would make torch or peft look for other ranks.
 _LEFTOVER = re.compile(
@@ -18,6 +19,10 @@ _LEFTOVER = re.compile(
 # Also what the catalogue does not know: a misspelt NCCL_ALGOO is worth a line.
 _FAMILY = re.compile(
     r"^(NCCL|TORCH_NCCL|GLOO|TORCH_GLOO|TORCH_DISTRIBUTED|TORCH_FR|ACCELERATE|FSDP|DS|TORCHINDUCTOR|TORCH_COMPILE)_"
+)
+# Where a misspelt name would stand: also those that begin almost as the families do.
+_NEAR = re.compile(
+    r"^(N[A-Z]{2,4}|GLOO|TORCH[A-Z]*|PYTORCH|CUDA|CUBLAS|NVIDIA|OMP|MKL|HF|MASTER|WORLD|LOCAL|NODE|UNISONO|TOKENIZERS?|PYTHONHASH[A-Z]*)_?[A-Z0-9_]*$"
 )
 _CREDENTIALS = re.compile(r"\S:\S+@")  # user:password@proxy, with a scheme or without
 _TOKEN = "UNISONO_TOKEN"  # noqa: S105 - the variable's name
@@ -31,9 +36,13 @@ class Environment:
     """Variables of a distributed job. On one device they are ignored, and named."""
     variables: dict[str, str] = field(default_factory=dict)
     """Those of the catalogue and of the families NCCL_…, GLOO_… and the like, as they are set; never a secret."""
+    strangers: tuple[str, ...] = ()
+    """Names in the neighbourhood of those that matter to us, which nobody here knows; without their values."""
     torchelastic_run: str | None = None
     slurm_tasks: int | None = None
     slurm_nodes: int | None = None
+    slurm_step: SlurmStep | None = None
+    """The step that this process is a task of."""
     world_size: int | None = None
     rank: int | None = None
     local_rank: int | None = None
@@ -44,7 +53,10 @@ class Environment:
     """Where huggingface_hub keeps what it downloaded."""
     settings_dir: Path = Path("~/.config/unisono")
     """The user's own folder: the key that signs checkpoints."""
+    temporary_dir: Path = Path("/tmp")  # noqa: S108 - it is named, nothing is written
+    """Where temporary files go."""
     visible_devices: str | None = None
+    ray_address: str | None = None
     colour: bool = True
 
     @property
@@ -69,9 +81,15 @@ def read_environment() -> Environment:
     return Environment(
         leftovers={name: value for name, value in sorted(env.items()) if _LEFTOVER.match(name)},
         variables=_telling(env),
+        strangers=tuple(
+            name
+            for name in sorted(env)
+            if _NEAR.match(name) and find_variable(name) is None and name != _TOKEN
+        ),
         torchelastic_run=env.get("TORCHELASTIC_RUN_ID"),
         slurm_tasks=_whole(env.get("SLURM_NTASKS")),
         slurm_nodes=_whole(env.get("SLURM_NNODES")),
+        slurm_step=read_slurm_step(env),
         world_size=_whole(env.get("WORLD_SIZE")),
         rank=_whole(env.get("RANK")),
         local_rank=_whole(env.get("LOCAL_RANK")),
@@ -79,9 +97,16 @@ def read_environment() -> Environment:
         cache_dir=_folder(env.get("XDG_CACHE_HOME"), "~/.cache") / "unisono",
         hub_cache=_hub_cache(env),
         settings_dir=_folder(env.get("XDG_CONFIG_HOME"), "~/.config") / "unisono",
+        temporary_dir=_folder(env.get("TMPDIR"), "/tmp"),  # noqa: S108
         visible_devices=env.get("CUDA_VISIBLE_DEVICES"),
+        ray_address=env.get("RAY_ADDRESS") or None,
         colour="NO_COLOR" not in env and env.get("TERM") != "dumb",
     )
+
+
+def whole_environment() -> dict[str, str]:
+    """All variables, for a program that is to find what this process has found. Take the token out first."""
+    return dict(os.environ)
 
 
 def take_token() -> str | None:

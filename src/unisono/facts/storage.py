@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import selectors
+import shutil
 import subprocess
 import sys
 import threading
@@ -108,23 +109,31 @@ def remove_nonce(folder: Path, name: str) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def answers(folder: Path, *, limit_s: float = 5.0) -> bool:
-    """Whether making a file in a folder comes to an end, well or not, within the limit.
+def answers(path: Path, *, limit_s: float | None = 5.0) -> bool:
+    """Whether a change to a file or folder, of its times, comes to an end, well or not, within the limit.
 
     It is tried in a process of its own, which is left behind where it hangs: whoever wrote there itself could not even end.
+
+    Args:
+        path: of what is there already.
+        limit_s: None: it is waited for.
     """
-    name = folder / f".unisono-answers-{secrets.token_hex(8)}"
-    _, in_time = _run([sys.executable, "-I", "-S", "-c", _TOUCH, str(name)], limit_s)
+    _, in_time = _run([*_TOUCH, str(path)], limit_s)
     return in_time
 
 
-_TOUCH = "import os, sys; os.close(os.open(sys.argv[1], os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)); os.unlink(sys.argv[1])"
+# A millisecond, where Python would take twenty-five: the lock of a run is touched every few seconds.
+_TOUCH = (
+    ("touch", "-c", "--")
+    if shutil.which("touch")
+    else (sys.executable, "-I", "-S", "-c", "import os, sys; os.utime(sys.argv[1])")
+)
 
 # Isolated and without site: nothing of the user's own setup is imported, and it starts in a hundredth of a second.
 _PROGRAM = (sys.executable, "-I", "-S", storage_child.__file__)
 
 
-def _run(command: list[str], limit_s: float) -> tuple[dict[str, Any], bool]:
+def _run(command: list[str], limit_s: float | None) -> tuple[dict[str, Any], bool]:
     """What the child said, and whether it came to its end without a silence of more than `limit_s`."""
     process = subprocess.Popen(
         command,
@@ -150,7 +159,7 @@ def _run(command: list[str], limit_s: float) -> tuple[dict[str, Any], bool]:
     return said, in_time
 
 
-def _read_to_end(fd: int, into: list[bytes], limit_s: float) -> bool:
+def _read_to_end(fd: int, into: list[bytes], limit_s: float | None) -> bool:
     """Reads until the other end is closed; False if it said nothing for `limit_s`."""
     with (
         selectors.DefaultSelector() as selector

@@ -62,7 +62,7 @@ def look_at_thread(pid: int, number: int) -> ThreadLook | None:
     fields = rest.split()
     switches = sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
     return ThreadLook(
-        number, name, fields[0], _waits_in(base), Moves(switches, int(fields[_UTIME]) + int(fields[_STIME]))
+        number, name, fields[0], waits_in(base), Moves(switches, int(fields[_UTIME]) + int(fields[_STIME]))
     )
 
 
@@ -76,7 +76,8 @@ def stuck_threads(pid: int) -> list[ThreadLook]:
     return [look for look in looks if look is not None and look.is_uninterruptible]
 
 
-def _waits_in(base: Path) -> str:
+def waits_in(base: Path) -> str:
+    """What a thread waits in, of its folder in /proc; an empty string where it runs, or the kernel does not tell."""
     try:
         found = (base / "wchan").read_text().strip()
     except OSError:

@@ -154,6 +154,7 @@ class RunPlan(Part):
     world_size: int
     strategy: Strategy = "single"
     nodes: list[NodePlace] = []
+    """By node_rank, the head's first. A job that goes on with fewer keeps the numbers of those that are left; ranks are numbered anew."""
     ranks: list[RankPlace] = []
     """All ranks, by rank; node after node, so that rank 0 is on the head's machine."""
     store_host: str = "127.0.0.1"
@@ -183,6 +184,8 @@ class RunPlan(Part):
     """Steps."""
     keep_every: int | None = None
     """Steps; checkpoints at its multiples stay for ever."""
+    digest_every: int | None = None
+    """Steps, after which ranks compare a digest of what they train; None where no two hold the same."""
     rehearse: bool = False
     """Whether a checkpoint is made after this start's first step, and read back."""
     memory: MemoryEstimate
@@ -212,6 +215,14 @@ class RunPlan(Part):
     def rehearsed_step(self) -> int | None:
         """The step after which a checkpoint is made only to see that it can be; None without."""
         return (self.resume.step if self.resume else 0) + 1 if self.rehearse else None
+
+    def node(self, node_rank: int) -> NodePlace:
+        """One node by its number. A job that goes on without some nodes keeps the numbers of the others, so `nodes` may have gaps.
+
+        Raises:
+            KeyError: if it is none of the plan's.
+        """
+        return {node.node_rank: node for node in self.nodes}[node_rank]
 
     def on_node(self, node_rank: int) -> list[RankPlace]:
         """The ranks of one node, by local rank."""

@@ -103,6 +103,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         eval_every=_period(config.eval.every, config, data) if data.eval else None,
         checkpoint_every=_period(config.checkpoint.every, config, data) or total_steps,
         keep_every=_period(config.checkpoint.keep_every, config, data),
+        digest_every=_period(config.watch.digest_every, config, data) if strategy == "ddp" else None,
         memory=memory,
         resume=given.resume,
         resume_reason=given.resume_reason,

@@ -76,6 +76,11 @@ class RunDir:
         return self.root / "run.lock"
 
     @property
+    def bringing(self) -> Path:
+        """Only while a run is brought here from elsewhere. With it and without a plan, what is here is half a copy."""
+        return self.root / ".bringing"
+
+    @property
     def adapter(self) -> Path:
         """The trained adapter in peft's layout."""
         return self.root / "adapter"
@@ -89,6 +94,11 @@ class RunDir:
     def tensorboard(self) -> Path:
         """TensorBoard's event files, when asked for."""
         return self.root / "tensorboard"
+
+    @property
+    def slurm(self) -> Path:
+        """The batch script, its job's number, and what its fronts say; only with `--launcher slurm`."""
+        return self.root / "slurm"
 
     def node_plan(self, node_rank: int) -> Path:
         """A node's copy of the plan, with its own paths; while its ranks run."""

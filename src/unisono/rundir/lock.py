@@ -1,11 +1,10 @@
 """The lock of a run's directory: one start at a time, and a dead holder's lock is taken over.
 
 The kernel's flock decides between processes that it can see; it ends with its holder, also by kill -9. A file system may
-keep flock to one node. So the holder also writes its host into the file and beats: it touches the file every few
-seconds. Who finds another host's name in a lock that it could take watches for beats before it believes in a death.
+keep flock to one node. So the holder also writes its host into the file and beats: it has the file touched every few
+seconds, by a process of its own, since storage may hang. Who finds another host's name in a lock that it could take watches for beats before it believes in a death.
 """
 
-import contextlib
 import fcntl
 import json
 import os
@@ -19,11 +18,13 @@ from pathlib import Path
 from typing import Self
 
 from unisono.errors import UsageError
+from unisono.facts.storage import answers
 from unisono.files import make_private_dir
 from unisono.text import one_line
 
 BEAT_S = 5.0
 _BEATS_OF_PATIENCE = 3
+_LAST_BEAT_S = 5.0
 _WRITING_S = 1.0  # a holder writes its name right after it took the lock
 
 
@@ -77,17 +78,21 @@ class RunLock:
             raise
         self._fd = fd
         self._ended.clear()
-        self._thread = threading.Thread(target=self._beat, args=(fd,), name="run.lock", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="run.lock", daemon=True)
         self._thread.start()
         return f"took over the lock of {earlier}, which has ended" if earlier is not None else None
 
     def release(self) -> None:
-        """Gives the lock back and removes the file. Releasing twice is once."""
+        """Gives the lock back and removes the file, unless the storage has stopped answering. Releasing twice is once."""
         if self._fd is None:
             return
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
+        assert self._thread is not None
+        self._thread.join(_LAST_BEAT_S)
+        if (
+            self._thread.is_alive()
+        ):  # whoever touched the file now would hang, too; the lock ends with the process
+            return
         if _is_at(self._fd, self.path):  # the directory may have been renamed with it
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
@@ -132,10 +137,9 @@ class RunLock:
             if _beat_of(fd) != first:
                 raise _taken(self.path, earlier)
 
-    def _beat(self, fd: int) -> None:
+    def _beat(self) -> None:
         while not self._ended.wait(self._beat_s):
-            with contextlib.suppress(OSError):  # storage that is away for a while; flock stands
-                os.utime(fd)
+            answers(self.path, limit_s=None)  # storage may be away for a while; flock stands
 
 
 def read_holder(path: Path) -> Holder | None:

@@ -1,8 +1,10 @@
 """metrics.jsonl: one writer, a whole line a write; on resume, what came after the checkpoint is cut off."""
 
+import errno
 import json
 import math
 import os
+import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,16 @@ from unisono.files import whole_file
 
 
 class MetricsWriter:
-    """Appends lines. A full disk delays lines, and ends no training: they are written once there is room again."""
+    """Appends lines. A full disk delays lines, and ends no training: they are written once there is room again.
+
+    One thread appends; `sync` is for another one, too.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._waiting: list[bytes] = []
+        self._lock = threading.Lock()
 
     @property
     def waiting(self) -> int:
@@ -24,33 +31,46 @@ class MetricsWriter:
 
     def append(self, line: dict[str, Any]) -> None:
         """Writes one object; floats read back to the same bits, and what is not a number becomes null."""
-        self._waiting.append((json.dumps(without_nan(line), allow_nan=False) + "\n").encode())
-        self._flush()
+        data = (json.dumps(without_nan(line), allow_nan=False) + "\n").encode()
+        with self._lock:
+            self._waiting.append(data)
+            self._flush()
 
     def sync(self) -> None:
-        """Makes what was written survive a power cut; before a checkpoint that counts on it."""
-        if self._fd is not None:
+        """Makes what was appended survive a power cut; before a checkpoint that counts on it.
+
+        Raises:
+            OSError: if a line cannot be written, or the file cannot be synced.
+        """
+        with self._lock:
+            error = self._flush() if self._fd is not None else None
+        if error is not None:
+            raise error
+        if self._fd is not None:  # not under the lock: steps go on while the disk takes its time
             os.fsync(self._fd)
 
     def close(self) -> None:
         """Ends the file. Closing twice is once."""
-        if self._fd is not None:
-            self._flush()
-            os.close(self._fd)
-            self._fd = None
+        with self._lock:
+            if self._fd is not None:
+                self._flush()
+                os.close(self._fd)
+                self._fd = None
 
-    def _flush(self) -> None:
+    def _flush(self) -> OSError | None:
+        """Writes what waits; gives why some of it still does."""
         assert self._fd is not None, "closed"
         while self._waiting:
-            end = os.fstat(self._fd).st_size
+            line = self._waiting[0]
             try:
-                written = os.write(self._fd, self._waiting[0])
-            except OSError:
-                return
-            if written < len(self._waiting[0]):  # the disk was full in the middle of the line
-                os.ftruncate(self._fd, end)
-                return
+                written = os.write(self._fd, line)
+            except OSError as error:
+                return error
+            if written < len(line):  # the disk was full in the middle of the line
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+                return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
             self._waiting.pop(0)
+        return None
 
 
 def cut_after(path: Path, step: int, *, evaluated: bool = True) -> int:

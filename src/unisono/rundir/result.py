@@ -25,13 +25,21 @@ Outcome = Literal[
 
 
 class Restart(BaseModel):
-    """One time that the run went on by itself: after which verdict, from which step, and after how many seconds."""
+    """One time that the run went on by itself.
+
+    Attributes:
+        verdict: after which.
+        from_step: from which.
+        seconds: for how long the ranks had run.
+        cost_s: from the verdict to the first step that was made after it; null where none was.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     verdict: dict[str, Any]
     from_step: int
     seconds: float
+    cost_s: float | None = None
 
 
 class RunResult(BaseModel):
@@ -100,6 +108,11 @@ def set_verdict(run: RunDir, verdict: Verdict | None) -> None:
         run.verdict.rename(_next_number(run.verdicts))
     if verdict is not None:
         write_json(run.verdict, verdict.to_json(), mode=0o600)
+
+
+def complete_verdict(run: RunDir, verdict: Verdict) -> None:
+    """Puts what has been found out since into this start's verdict.json."""
+    write_json(run.verdict, verdict.to_json(), mode=0o600)
 
 
 def _next_number(directory: Path) -> Path:

@@ -146,6 +146,8 @@ def _refuse_what_is_no_run(run: RunDir) -> None:
     """Without a plan there may be what a start leaves before it has made one, and nothing else."""
     if not run.root.is_dir():
         return
+    if run.bringing.exists():  # half a copy, of a start that was killed, is not in the way
+        return
     if _has_checkpoints(run):
         raise UsageError.of(
             f"{run.root} holds checkpoints, but no plan that can be read", where=str(run.plan),
@@ -173,7 +175,14 @@ def _is_left_by_a_start(run: RunDir, name: str) -> bool:
         return read_object(path).get("outcome", "disagreed") == "disagreed"
     if path == run.config:
         return _starts_with(path, CONFIG_HEADER)
-    folders = (run.checkpoints, run.events(0).parent, run.log("", 0).parent, run.verdicts, run.evidence)
+    folders = (
+        run.checkpoints,
+        run.events(0).parent,
+        run.log("", 0).parent,
+        run.verdicts,
+        run.evidence,
+        run.slurm,
+    )
     return path == run.lock or (path in folders and path.is_dir()) or _TEMPORARY.fullmatch(name) is not None
 
 

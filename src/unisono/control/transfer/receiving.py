@@ -6,7 +6,7 @@ import queue
 import shutil
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Self
@@ -19,13 +19,18 @@ from unisono.control.frames import Body, Malformed, Piece
 from unisono.control.server import HeadServer
 from unisono.control.transfer.content import Content, Offer, Refused
 from unisono.text import one_line
-from unisono.units import show_bytes
+from unisono.units import show_bytes, show_seconds
 
 WINDOW = 8
 """So many pieces of a file may be on their way."""
 AT_ONCE = 8
 """So many files are taken at the same time, over all nodes; others wait. Bounds memory, with WINDOW, to 32 MiB."""
-_MOST_WAITING = 4096
+OF_A_NODE = 2
+"""So many of them are one node's, so that none keeps the others waiting. Ours send one after the other."""
+MOST_OPEN = 64
+"""So many files of one node may be under way or wait; who offers more is hung up on."""
+SILENT_S = 120.0
+"""A file of which nothing has come for so long, though it was asked for, is given up, so that its place is free again."""
 _CLOSING_S = 2.0
 
 Place = Callable[[Offer], Path]
@@ -71,17 +76,23 @@ class _Incoming:
 class Receiving:
     """Takes files from now until `close`; as a context manager, to its end. There is one of it for a server at a time."""
 
-    def __init__(self, server: HeadServer, places: Mapping[str, Place]) -> None:
+    def __init__(
+        self, server: HeadServer, places: Mapping[str, Place], *, silent_s: float = SILENT_S
+    ) -> None:
         """Begins.
 
         Args:
             server: the head's end of the channel. Each end of a file is an Arrived among its events.
             places: by the label's `kind`.
+            silent_s: see SILENT_S.
         """
         self._server = server
         self._places = dict(places)
+        self._silent_s = silent_s
         self._lock = threading.Lock()
         self._known: dict[tuple[Caller, int], _Incoming] = {}
+        self._open: Counter[Caller] = Counter()
+        self._taken: Counter[Caller] = Counter()
         self._waiting: deque[_Incoming] = deque()
         self._threads: set[threading.Thread] = set()
         server.take_files(self)
@@ -136,41 +147,46 @@ class Receiving:
         with self._lock:
             if (caller, offer.transfer) in self._known:
                 raise Malformed("offered a file twice under one number")
-            if len(self._waiting) >= _MOST_WAITING:
-                raise Malformed(f"offered a file while {_MOST_WAITING} wait")
+            if self._open[caller] >= MOST_OPEN:
+                raise Malformed(f"offered a file while {MOST_OPEN} of its own wait")
             self._known[caller, offer.transfer] = incoming
-            if len(self._threads) >= AT_ONCE:
-                self._waiting.append(incoming)
-            else:
-                self._start(incoming)
+            self._open[caller] += 1
+            self._waiting.append(incoming)
+            self._start_next()
 
-    def _start(self, incoming: _Incoming) -> None:
-        thread = threading.Thread(target=self._work, args=(incoming,), name="unisono.receive", daemon=True)
-        self._threads.add(thread)
-        thread.start()
+    def _start_next(self) -> None:
+        """Under the lock: begins with the first of those that wait whose node has not enough under way already."""
+        if len(self._threads) >= AT_ONCE:
+            return
+        for incoming in self._waiting:
+            if self._taken[incoming.caller] < OF_A_NODE:
+                self._waiting.remove(incoming)
+                self._taken[incoming.caller] += 1
+                thread = threading.Thread(target=self._work, args=(incoming,), name="unisono.receive", daemon=True)  # fmt: skip
+                self._threads.add(thread)
+                thread.start()
+                return
 
     def _work(self, incoming: _Incoming) -> None:
-        """A thread's life: this file, and then those that wait."""
-        following: _Incoming | None = incoming
-        while following is not None:
-            self._take(following)
+        """A thread's life: one file. Its place is free again whatever becomes of it."""
+        try:
+            self._take(incoming)
+        finally:
             with self._lock:
-                following = self._waiting.popleft() if self._waiting else None
-                if following is None:
-                    self._threads.discard(threading.current_thread())
+                self._threads.discard(threading.current_thread())
+                _subtract(self._taken, incoming.caller)
+                self._start_next()
 
     def _take(self, incoming: _Incoming) -> None:
+        path, why = None, "the head has failed on it: its log tells more"
         try:
-            path = self._keep(incoming)
+            path, why = self._keep(incoming), ""
         except Refused as error:
-            self._end(incoming, None, str(error))
+            why = str(error)
         except OSError as error:
-            self._end(
-                incoming, None,
-                f"{error.filename or 'it'} cannot be written on the head's node: {error.strerror or error}",
-            )  # fmt: skip
-        else:
-            self._end(incoming, path, "")
+            why = f"{error.filename or 'it'} cannot be written on the head's node: {error.strerror or error}"
+        finally:
+            self._end(incoming, path, why)
 
     def _keep(self, incoming: _Incoming) -> Path:
         """Writes what comes; gives where it is once it is whole."""
@@ -182,6 +198,8 @@ class Receiving:
             path = place(offer)
         except (KeyError, TypeError, ValueError) as error:
             raise Refused("the head cannot read what kind of file it is") from error
+        if ".." in path.parts or not path.name.isprintable():
+            raise Refused("its name is none of a file")
         with _part_of(path, offer.content.bytes) as (fd, finish):
             self._more(incoming, WINDOW)
             try:
@@ -197,7 +215,7 @@ class Receiving:
 
     def _write(self, incoming: _Incoming, fd: int) -> Content:
         digest, size, most = xxhash.xxh3_128(), 0, incoming.offer.content.bytes
-        while (item := incoming.items.get()) is not None:
+        while (item := self._next_of(incoming)) is not None:
             if isinstance(item, _Stop):
                 raise Refused(item)
             if item.offset != size or size + len(item.data) > most:
@@ -208,6 +226,12 @@ class Receiving:
             self._more(incoming, 1)
         return Content(size, digest.hexdigest())
 
+    def _next_of(self, incoming: _Incoming) -> Piece | _Stop | None:
+        try:
+            return incoming.items.get(timeout=self._silent_s)
+        except queue.Empty:
+            return _Stop(f"nothing of it has come for {show_seconds(self._silent_s)}")
+
     def _more(self, incoming: _Incoming, pieces: int) -> None:
         incoming.grant(pieces)
         self._server.reply(incoming.caller, {"t": "more", "id": incoming.offer.transfer, "pieces": pieces})
@@ -216,11 +240,19 @@ class Receiving:
         """Tells both sides; the front first, since the sender speaks next."""
         offer = incoming.offer
         with self._lock:
-            self._known.pop((incoming.caller, offer.transfer), None)
+            if self._known.pop((incoming.caller, offer.transfer), None) is not None:
+                _subtract(self._open, incoming.caller)
         seconds = time.monotonic() - incoming.began
         size, digest = offer.content.bytes, offer.content.xxh3_128
         self._server.tell(Arrived(offer.node_rank, offer.label, path, size, digest, seconds, why))
         self._server.reply(incoming.caller, {"t": "done", "id": offer.transfer, "why": why})
+
+
+def _subtract(counts: Counter[Caller], caller: Caller) -> None:
+    """One less; a connection of which there is nothing left is forgotten."""
+    counts[caller] -= 1
+    if not counts[caller]:
+        del counts[caller]
 
 
 @contextlib.contextmanager

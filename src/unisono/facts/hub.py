@@ -1,0 +1,92 @@
+"""The Hugging Face hub as this machine sees it: where it is, whether it may be asked, whether there is a token, and whether it answers."""
+
+import http.client
+import os
+import threading
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+_PUBLIC = "https://huggingface.co"
+_TRUE = ("1", "ON", "YES", "TRUE")
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """What the environment says of it.
+
+    Attributes:
+        endpoint: its address, without credentials.
+        offline: the variable that forbids to ask it; empty where none does.
+        token: where a token is kept; empty where there is none. Never the token.
+    """
+
+    endpoint: str
+    offline: str
+    token: str
+
+
+def read_hub(cache: Path) -> Hub:
+    """Reads the environment.
+
+    Args:
+        cache: where downloads are kept, below HF_HOME as a rule; the token's file is beside it.
+    """
+    env = os.environ
+    offline = next(
+        (name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if env.get(name, "").upper() in _TRUE),
+        "",
+    )
+    return Hub(_without_credentials(env.get("HF_ENDPOINT") or _PUBLIC), offline, _token_place(cache))
+
+
+def is_cached(cache: Path, kind: str, name: str) -> bool:
+    """Whether a repository was downloaded, at least in part. `kind`: models or datasets."""
+    folder = cache / f"{kind}--{name.replace('/', '--')}" / "snapshots"
+    try:
+        return any(any(entry.iterdir()) for entry in folder.iterdir())
+    except OSError:
+        return False
+
+
+def ask(url: str, *, limit_s: float) -> str:
+    """Empty where anything answers within the limit, whatever it says; else why not. Proxies are those of the environment.
+
+    In a thread: a name server that is down holds its caller for half a minute.
+    """
+    answers: list[str] = []
+
+    def work() -> None:
+        try:
+            request = urllib.request.Request(url, method="HEAD")  # noqa: S310 - checked below
+            urllib.request.urlopen(request, timeout=limit_s).close()  # noqa: S310
+            answers.append("")
+        except urllib.error.HTTPError:  # it answers, and that is what was asked
+            answers.append("")
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            answers.append(str(getattr(error, "reason", error)) or type(error).__name__)
+
+    if not url.startswith(("https://", "http://")):
+        return "it is no http address"
+    thread = threading.Thread(target=work, name="hub", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return answers[0] if answers else f"no answer within {limit_s:g} s"
+
+
+def _without_credentials(url: str) -> str:
+    scheme, found, rest = url.partition("://")
+    return f"{scheme}{found}{rest.rpartition('@')[2]}".rstrip("/")
+
+
+def _token_place(cache: Path) -> str:
+    env = os.environ
+    named = next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if env.get(name)), None)
+    if named is not None:
+        return named
+    file = Path(env["HF_TOKEN_PATH"]).expanduser() if env.get("HF_TOKEN_PATH") else cache.parent / "token"
+    try:
+        return str(file) if file.stat().st_size > 0 else ""
+    except OSError:
+        return ""

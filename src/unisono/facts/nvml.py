@@ -1,0 +1,270 @@
+"""Asks the NVIDIA driver about its devices and what joins them, through nvidia-ml-py, without a CUDA context.
+
+NVML's numbers are written out here: they are part of its interface, and nvidia-ml-py has some of its constants wrong
+(NVML_P2P_CAPS_INDEX_READ is the tuple (0,) in 13.x).
+"""
+
+import ctypes
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Protocol
+
+from unisono.facts.holders import holder_of_driver
+from unisono.facts.kernel_log import KernelLine, read_kernel_log
+from unisono.facts.machine import numa_node_of, pci_address
+from unisono.facts.pci import nvidia_devices
+from unisono.facts.topology_of_devices import (
+    DeviceDetails,
+    DevicesDetails,
+    Health,
+    Holder,
+    Level,
+    NvLink,
+    Pair,
+    Peer,
+    Xid,
+)
+
+INSTALL = "pip install nvidia-ml-py"
+_LIMIT_S = 30.0  # without its persistence daemon the driver sets up each device anew, some seconds for each
+SLOW = "the driver did not answer for"
+_LEVELS: dict[int, Level] = {
+    0: "internal", 10: "single", 20: "multiple", 30: "hostbridge", 40: "node", 50: "system",
+}  # fmt: skip
+_READ, _WRITE = 0, 1  # nvmlGpuP2PCapsIndex_t
+_PEER_ACCESS = {
+    0: "", 1: "the chipset does not support it", 2: "the device does not support it", 3: "the way between them does not support it",
+    4: "it is disabled in the driver's settings", 5: "not supported",
+}  # fmt: skip
+_SLOWED = {
+    0x4: "its power limit", 0x8: "the hardware (power or heat)", 0x20: "heat, by the driver", 0x40: "heat, by the hardware",
+    0x80: "the power supply (power brake)",
+}  # fmt: skip
+"""Idle (0x1), clocks that somebody has set (0x2, 0x100) and boost in step (0x10) are no trouble."""
+_PEERS: dict[int, Peer] = {0: "gpu", 2: "switch"}
+_MOST_LINKS = 36
+_COMPUTE_MODES = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive"}
+_FABRIC = {0: "", 1: "not started", 2: "in progress", 3: "completed"}
+_UNCORRECTED, _SINCE_THE_DRIVER = 1, 0
+_XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9A-Fa-f:.]+)\): (?P<number>\d+)(?:, )?(?P<text>.*)")
+
+
+class DetailsProbe(Protocol):
+    """Tells what this machine's accelerators are, and how they are joined."""
+
+    def __call__(self) -> DevicesDetails:
+        """All of it, read anew."""
+        ...
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What the driver's answers are put together with; tests hand in recorded ones.
+
+    Attributes:
+        numa_node: of an address on the bus.
+        on_bus: the accelerators there.
+        kernel_log: its lines, or None.
+        holder: who a process is.
+    """
+
+    numa_node: Callable[[str], int | None] = numa_node_of
+    on_bus: Callable[[], tuple[str, ...]] = nvidia_devices
+    kernel_log: Callable[[], Sequence[KernelLine] | None] = read_kernel_log
+    holder: Callable[[int, int | None], Holder] = holder_of_driver
+
+
+def probe_details(*, limit_s: float = _LIMIT_S) -> DevicesDetails:
+    """Asks this machine's driver, for some seconds at the most; what keeps it from answering is in `note`."""
+    beside = Beside()
+    on_bus = beside.on_bus()
+    try:
+        import pynvml  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        note = (
+            f"{len(on_bus)} NVIDIA devices are on the bus, and nvidia-ml-py is not installed"
+            if on_bus
+            else ""
+        )
+        return DevicesDetails(on_bus=on_bus, note=note)
+    found: list[DevicesDetails] = []
+    thread = threading.Thread(
+        target=lambda: found.append(read_nvml(pynvml, beside)), name="nvml", daemon=True
+    )
+    thread.start()
+    thread.join(limit_s)
+    return found[0] if found else DevicesDetails(on_bus=on_bus, note=f"{SLOW} {limit_s:g} s")
+
+
+def read_nvml(nvml: Any, beside: Beside) -> DevicesDetails:
+    """All that the driver tells.
+
+    Args:
+        nvml: the module pynvml, or one that answers as it does.
+        beside: the rest.
+    """
+    on_bus = beside.on_bus()
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        note = f"the NVIDIA driver cannot be used: {error}" if on_bus else ""
+        return DevicesDetails(on_bus=on_bus, note=note)
+    try:
+        return _Reader(nvml, beside).read(on_bus)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def xids_in(lines: Sequence[KernelLine]) -> tuple[Xid, ...]:
+    """The errors of the driver among the lines of the kernel's log."""
+    found = ((line, _XID.search(line.text)) for line in lines)
+    return tuple(
+        Xid(_bus(matched["bus"]), int(matched["number"]), matched["text"].strip(), line.age_s)
+        for line, matched in found
+        if matched is not None
+    )
+
+
+def _bus(text: str) -> str:
+    """The log leaves out the function of a device: `0000:3b:00`."""
+    address = pci_address(text)
+    return address if "." in address else f"{address}.0"
+
+
+class _Reader:
+    """The questions. A question that a device does not know has the answer None."""
+
+    def __init__(self, nvml: Any, beside: Beside) -> None:
+        self._nvml = nvml
+        self._beside = beside
+
+    def read(self, on_bus: tuple[str, ...]) -> DevicesDetails:
+        handles: dict[int, Any] = {}
+        devices = []
+        for index in range(self._ask("nvmlDeviceGetCount") or 0):
+            try:
+                handles[index] = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            except self._nvml.NVMLError as error:
+                devices.append(DeviceDetails(index, trouble=str(error)))
+                continue
+            devices.append(self._device(index, handles[index]))
+        log = self._beside.kernel_log()
+        cuda = self._ask("nvmlSystemGetCudaDriverVersion")
+        return DevicesDetails(
+            devices=tuple(devices), pairs=self._pairs(handles), driver=_text(self._ask("nvmlSystemGetDriverVersion")),
+            driver_cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10), on_bus=on_bus,
+            xids=None if log is None else xids_in(log),
+        )  # fmt: skip
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        """The driver's answer; None where it, or this nvidia-ml-py, does not know the question."""
+        question = getattr(self._nvml, name, None)
+        if question is None:
+            return None
+        try:
+            return question(*arguments)
+        except self._nvml.NVMLError:
+            return None
+
+    def _device(self, index: int, handle: Any) -> DeviceDetails:
+        try:
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        except self._nvml.NVMLError as error:  # a device that is lost answers nothing else either
+            return DeviceDetails(
+                index, uuid=_text(self._ask("nvmlDeviceGetUUID", handle)), trouble=str(error)
+            )
+        pci = self._ask("nvmlDeviceGetPciInfo", handle)
+        bus_id = "" if pci is None else pci_address(_text(pci.busId))
+        links = list(self._links(handle))
+        major, minor = self._ask("nvmlDeviceGetCudaComputeCapability", handle) or (0, 0)
+        return DeviceDetails(
+            index=index, uuid=_text(self._ask("nvmlDeviceGetUUID", handle)), bus_id=bus_id,
+            name=_text(self._ask("nvmlDeviceGetName", handle)), memory_bytes=int(memory.total),
+            memory_used_bytes=int(memory.used), numa_node=self._beside.numa_node(bus_id) if bus_id else None,
+            capability=(int(major), int(minor)), nvlinks=tuple(link for link in links if link is not None),
+            nvlinks_down=links.count(None), holders=self._holders(handle), health=self._health(handle), mig=self._mig(handle),
+            compute_mode=_COMPUTE_MODES.get(self._ask("nvmlDeviceGetComputeMode", handle), "default"),
+        )  # fmt: skip
+
+    def _links(self, handle: Any) -> Iterator[NvLink | None]:
+        """Each NVLink that the device has; None for one that is down."""
+        for link in range(_MOST_LINKS):
+            state = self._ask("nvmlDeviceGetNvLinkState", handle, link)
+            if state is None:
+                return
+            if not state:
+                yield None
+                continue
+            kind = self._ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+            pci = self._ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
+            yield NvLink(_PEERS.get(kind, "other"), "" if pci is None else pci_address(_text(pci.busId)))
+
+    def _holders(self, handle: Any) -> tuple[Holder, ...] | None:
+        found = self._ask("nvmlDeviceGetComputeRunningProcesses", handle)
+        if found is None:
+            return None
+        return tuple(self._beside.holder(int(one.pid), one.usedGpuMemory) for one in found)
+
+    def _health(self, handle: Any) -> Health:
+        ecc = self._ask("nvmlDeviceGetEccMode", handle)
+        rows = self._ask("nvmlDeviceGetRemappedRows", handle)
+        pages = self._ask("nvmlDeviceGetRetiredPagesPendingStatus", handle)
+        slowed = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+        return Health(
+            ecc=None if ecc is None else bool(ecc[0]),
+            uncorrected=self._ask("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _SINCE_THE_DRIVER),
+            pages_pending=None if pages is None else bool(pages),
+            rows_pending=None if rows is None else bool(rows[2]),
+            rows_failed=None if rows is None else bool(rows[3]),
+            slowed=tuple(words for bit, words in _SLOWED.items() if int(slowed) & bit),
+            fabric=self._fabric(handle),
+        )
+
+    def _fabric(self, handle: Any) -> str:
+        make = getattr(self._nvml, "c_nvmlGpuFabricInfo_t", None)
+        if make is None:
+            return ""
+        info = make()
+        if self._ask("nvmlDeviceGetGpuFabricInfo", handle, ctypes.byref(info)) is None:
+            return ""
+        if info.state == 3 and info.status:
+            return f"failed (NVML error {info.status})"
+        return _FABRIC.get(info.state, "")
+
+    def _mig(self, handle: Any) -> tuple[str, ...] | None:
+        mode = self._ask("nvmlDeviceGetMigMode", handle)
+        if mode is None or not mode[0]:
+            return None
+        slices = (
+            self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
+            for index in range(self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+        )
+        return tuple(_text(self._ask("nvmlDeviceGetUUID", one)) for one in slices if one is not None)
+
+    def _pairs(self, handles: dict[int, Any]) -> dict[tuple[int, int], Pair]:
+        return {
+            (one, other): Pair(
+                _LEVELS.get(
+                    self._ask("nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other]), "unknown"
+                ),
+                self._peer_access(handles[one], handles[other]),
+            )
+            for one, other in combinations(sorted(handles), 2)
+        }
+
+    def _peer_access(self, one: Any, other: Any) -> str:
+        """Empty where each can read and write the other; the first reason why not."""
+        for source, target in ((one, other), (other, one)):
+            for ability in (_READ, _WRITE):
+                status = self._ask("nvmlDeviceGetP2PStatus", source, target, ability)
+                words = "not told" if status is None else _PEER_ACCESS.get(int(status), "not told")
+                if words:
+                    return words
+        return ""
+
+
+def _text(value: str | bytes | None) -> str:
+    return (value.decode() if isinstance(value, bytes) else value or "").strip("\0")

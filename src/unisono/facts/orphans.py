@@ -1,0 +1,163 @@
+"""Processes of earlier runs whose front is gone: ranks, what they have forked, and programs under `unisono run` (Linux)."""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.facts.process import read_stat
+
+_STARTED = 19  # field of stat after the name and its bracket; the first of them is the state
+_TICKS = os.sysconf("SC_CLK_TCK")
+_MOST_BYTES = 64 << 20  # of a plan
+_POLL_S = 0.05
+_GUARDED = b"UNISONO_GUARD="  # unisono.integrations.border: the path of guard.json, with run_id and front_pid
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A process that an earlier run has left behind.
+
+    Attributes:
+        pid: of the process.
+        run_id: of its run; empty where its plan is gone.
+        plan: the run's plan; of a guarded program its guard.json.
+        age_s: seconds since it began.
+        state: of its main thread: D waits in the kernel, where no signal reaches it.
+        mine: whether it belongs to this user.
+        began: in ticks since the machine's start: a number that is given again to another process has another one.
+    """
+
+    pid: int
+    run_id: str
+    plan: str
+    age_s: float
+    state: str
+    mine: bool
+    began: int
+
+
+def find_orphans(proc: Path = Path("/proc")) -> list[Orphan]:
+    """All of them that can be seen, the oldest first."""
+    found = [orphan for pid in _pids(proc) if (orphan := _orphan(proc, pid)) is not None]
+    return sorted(found, key=lambda orphan: (orphan.began, orphan.pid))
+
+
+def end_orphan(orphan: Orphan, *, limit_s: float = 3.0) -> bool:
+    """Ends it if it is this user's, and still the same process; gives whether it is gone. SIGKILL: its front, which would tidy up, is gone."""
+    if not orphan.mine or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        fd = os.pidfd_open(orphan.pid)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    try:
+        if _began(Path("/proc"), orphan.pid) != orphan.began:
+            return True
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except PermissionError:
+        return False
+    finally:
+        os.close(fd)
+    return _is_gone(orphan, limit_s)
+
+
+def _is_gone(orphan: Orphan, limit_s: float) -> bool:
+    limit = time.monotonic() + limit_s
+    while _lives(orphan):
+        if time.monotonic() > limit:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _lives(orphan: Orphan) -> bool:
+    stat = read_stat(orphan.pid)
+    return stat is not None and stat.state not in "ZX" and _began(Path("/proc"), orphan.pid) == orphan.began
+
+
+def _pids(proc: Path) -> Iterator[int]:
+    for folder in proc.iterdir():
+        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+            yield int(folder.name)
+
+
+def _orphan(proc: Path, pid: int) -> Orphan | None:
+    folder = proc / str(pid)
+    try:
+        words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        owner = folder.stat().st_uid
+    except OSError:  # it has just ended, or is not ours to read
+        return None
+    front, file = _front_of(words) or _front_of_guarded(folder) or (None, Path())
+    if front is not None and not _counts_as_we_do(folder):
+        return None
+    began, stat = _began(proc, pid), read_stat(pid)
+    if front is None or began is None or stat is None or stat.state in "ZX":
+        return None
+    began_of_front = _began(proc, front)
+    if began_of_front is not None and began_of_front <= began:  # a later one only has the number of the front
+        return None
+    age_s = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began / _TICKS)
+    run_id = str(_content(file).get("run_id") or "")
+    return Orphan(pid, run_id, str(file), age_s, stat.state, owner == os.geteuid(), began)
+
+
+def _counts_as_we_do(folder: Path) -> bool:
+    """Whether its numbers are ours: to a process in a container its front has another number than it has here."""
+    try:
+        lines = (folder / "status").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    return all(len(line.split()) <= 2 for line in lines if line.startswith("NSpid:"))
+
+
+def _front_of(words: list[str]) -> tuple[int, Path] | None:
+    """The number of the front, and the plan, of a rank's command line; None for any other."""
+    for place, word in enumerate(words[:-1]):
+        if word == "unisono.worker" and words[place - 1] == "-m" and "--front-pid" in words[:-1]:
+            number = words[words.index("--front-pid") + 1]
+            return (int(number), Path(words[place + 1])) if number.isdecimal() else None
+    return None
+
+
+def _front_of_guarded(folder: Path) -> tuple[int, Path] | None:
+    """The same of a process under `unisono run`, whose environment names its guard.json."""
+    try:
+        variables = (folder / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    named = next((value[len(_GUARDED) :] for value in variables if value.startswith(_GUARDED)), None)
+    if named is None:
+        return None
+    file = Path(os.fsdecode(named))
+    front = _content(file).get("front_pid")
+    return (front, file) if isinstance(front, int) else None
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """A JSON object in a file; empty where it cannot be had."""
+    try:
+        if not file.is_file() or file.stat().st_size > _MOST_BYTES:
+            return {}
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _began(proc: Path, pid: int) -> int | None:
+    """When a process began, in ticks since the machine's start; None if there is none."""
+    try:
+        fields = (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        return int(fields[_STARTED])
+    except (OSError, IndexError, ValueError):
+        return None

@@ -1,0 +1,77 @@
+"""What stands beside NVML: the bus, the kernel's log, and who holds a device. Run: pytest tests/facts/test_device_facts.py"""
+
+import os
+import pwd
+import subprocess
+import sys
+from pathlib import Path
+
+from unisono.facts.holders import holder_of
+from unisono.facts.kernel_log import KernelLine, read_kernel_log
+from unisono.facts.nvml import probe_details, xids_in
+from unisono.facts.pci import nvidia_devices
+from unisono.facts.topology_of_devices import Holder, Xid
+
+
+def test_a_process_is_named_by_its_user_and_program_and_no_argument_that_may_be_a_secret() -> None:
+    code = "import sys; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "hf_secret"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # by then it is the program, and no copy of this process
+        found = holder_of(child.pid, 5)
+        child.communicate()
+    assert found == Holder(child.pid, 5, pwd.getpwuid(os.getuid()).pw_name, Path(sys.executable).name)
+    assert holder_of(child.pid, 5) == Holder(child.pid, 5)
+
+
+def test_a_script_is_shown_without_its_folder_and_options(tmp_path: Path) -> None:
+    folder = tmp_path / "77"
+    folder.mkdir()
+    (folder / "cmdline").write_bytes(b"/usr/bin/python3\0-u\0/home/ann/train.py\0--token=abc\0")
+    assert holder_of(77, proc=tmp_path).command == "python3 train.py"
+
+
+def test_the_kernels_log_is_read_to_its_end_or_not_at_all(tmp_path: Path) -> None:
+    found = read_kernel_log()
+    assert found is None or all(line.text and (line.age_s is None or line.age_s >= 0) for line in found)
+    assert read_kernel_log(tmp_path / "none") is None
+
+
+def test_a_record_of_the_kernels_log_is_taken_apart(tmp_path: Path) -> None:
+    (tmp_path / "kmsg").write_text(
+        "4,1234,0,-;NVRM: Xid (PCI:0000:2a:00): 79, pid=9, GPU has fallen off the bus.\n SUBSYSTEM=pci\n"
+    )
+    found = read_kernel_log(tmp_path / "kmsg")
+    assert found is not None
+    assert [line.text for line in found] == [
+        "NVRM: Xid (PCI:0000:2a:00): 79, pid=9, GPU has fallen off the bus."
+    ]
+    assert xids_in(found)[0].number == 79
+
+
+def test_xids_are_found_with_their_device() -> None:
+    lines = [
+        KernelLine("usb 1-1: new device", 1.0),
+        KernelLine("NVRM: Xid (PCI:0000:3B:00): 48, pid=1, DBE", 2.0),
+    ]
+    assert xids_in(lines) == (Xid("0000:3b:00.0", 48, "pid=1, DBE", 2.0),)
+
+
+def test_accelerators_on_the_bus_are_told_from_other_devices(tmp_path: Path) -> None:
+    for name, vendor, kind in (
+        ("0000:07:00.0", "0x10de", "0x030200"),
+        ("0000:07:00.1", "0x10de", "0x040300"),
+        ("0000:00:02.0", "0x8086", "0x030000"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(vendor + "\n")
+        (tmp_path / name / "class").write_text(kind + "\n")
+    assert nvidia_devices(tmp_path) == ("0000:07:00.0",)
+    assert nvidia_devices(tmp_path / "none") == ()
+
+
+def test_a_machine_without_such_hardware_is_told_nothing_about_packages() -> None:
+    found = probe_details()
+    assert found.devices or found.on_bus or found.note == ""
