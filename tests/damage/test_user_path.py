@@ -46,11 +46,13 @@ def _damage(trained: Trained, job: Job, how: How, *, seed: int) -> Injected:
 
 
 def _says(front: Front, injected: Injected) -> bool:
-    """Whether a line names the checkpoint, a file that was hit, and a tensor where any was."""
+    """Whether a line names the checkpoint, a file that was hit, and a tensor where any was; of a whole file that is another's, whose."""
     place = f"{injected.path.name}: "
+    another = injected.how.startswith("file of another")
     lines = [line for line in front.text().splitlines() if place in line]
     return any(
-        file in line and (not injected.tensors or any(tensor in line for tensor in injected.tensors))
+        file in line
+        and (not injected.tensors or another or any(tensor in line for tensor in injected.tensors))
         for line in lines
         for file in injected.files
     )

@@ -75,13 +75,18 @@ class Front:
 
 
 class Place:
-    """A folder with a model, rows, a config and a user's settings; real ranks train in it."""
+    """A folder with a model, rows, a config and a user's settings; real ranks train in it.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: it.
+        cache: where what is prepared of the rows is kept; places may share it.
+    """
+
+    def __init__(self, folder: Path, cache: Path) -> None:
         self.folder = folder
         self.model, self.rows = folder / "model", folder / "rows.jsonl"
         self.environment = {
-            **os.environ, "XDG_CONFIG_HOME": str(folder / "settings"), "XDG_CACHE_HOME": str(folder.parent / "cache"),
+            **os.environ, "XDG_CONFIG_HOME": str(folder / "settings"), "XDG_CACHE_HOME": str(cache),
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         body = {
@@ -139,8 +144,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, rows_file
     folder.mkdir()
     shutil.copytree(model_dir, folder / "model")
     shutil.copy(rows_file, folder / "rows.jsonl")
-    place = Place(folder)
+    place = Place(folder, folder.parent / "cache")
     done = place.train()
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+@pytest.fixture(scope="session")
+def straight(trained: Place, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """The finished run, carried elsewhere and made two steps longer with nothing changed; not to be touched."""
+    folder = tmp_path_factory.mktemp("straight") / "place"
+    shutil.copytree(trained.folder, folder)
+    place = Place(folder, trained.folder.parent / "cache")
+    done = place.train("--resume", "duration=5 steps")
     assert done.returncode == 0, done.stderr
     return place
 
@@ -149,7 +165,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, rows_file
 def finished(trained: Place, tmp_path: Path) -> Place:
     """A finished run of three steps, with everything that it came from, carried to another folder."""
     shutil.copytree(trained.folder, tmp_path / "place")
-    return Place(tmp_path / "place")
+    return Place(tmp_path / "place", trained.folder.parent / "cache")
 
 
 @pytest.fixture

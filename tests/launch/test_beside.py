@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from unisono.control.transfer import Content, Offer, Refused
 from unisono.errors import UsageError
 from unisono.events import Message
 from unisono.launch import claim as claiming
@@ -30,7 +31,7 @@ def uploading(
 ) -> Uploading:
     run = RunDir(tmp_path / "out")
     run.checkpoint(3).mkdir(parents=True)
-    section = SimpleNamespace(storage=f"file://{tmp_path}/copies", keep=3)
+    section = SimpleNamespace(storage=f"file://{tmp_path}/copies", keep=3, best=None)
     plan: Any = SimpleNamespace(
         config=SimpleNamespace(checkpoint=section, grace=grace), run_id="r", keep_every=None
     )
@@ -67,9 +68,36 @@ def test_no_room_for_temporary_files_is_said_and_ends_no_training(
     assert all("cannot be started" in message["text"] for message in said)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"rank": 0}, {"rank": "1"}, {"rank": None}, {"temporary": "../out"}, {"temporary": "step-00000001"}, {"temporary": None},
+        {"temporary": "step-00000001.tmp-a/../.."}, {"temporary": "step-00000001.tmp-a\n"}, {"name": "../trainable.shard-00001-of-00002.safetensors"},
+        {"name": "trainable.shard-00000-of-00002.safetensors"}, {"name": ".trainable.shard-00001-of-00002.safetensors"}, {"name": "manifest.json"},
+        {"name": "/etc/passwd"}, {"name": "a\0.shard-00001-of-00002.safetensors"}, {"name": ["trainable"]},
+    ],
+)  # fmt: skip
+def test_a_node_puts_nothing_but_its_own_parts_into_a_checkpoint_that_is_written(
+    tmp_path: Path, odd: dict[str, Any]
+) -> None:
+    plan: Any = SimpleNamespace(on_node=lambda _: [SimpleNamespace(rank=1)], world_size=2)
+    (tmp_path / "step-00000001.tmp-a").mkdir()
+    good: dict[str, Any] = {
+        "kind": "shard",
+        "rank": 1,
+        "temporary": "step-00000001.tmp-a",
+        "name": "trainable.shard-00001-of-00002.safetensors",
+    }
+    arrivals, content = ShardArrivals(plan, tmp_path), Content(1, "0" * 32)
+    assert arrivals.place(Offer(1, "b", 0, content, good)) == tmp_path / "step-00000001.tmp-a" / good["name"]
+    with pytest.raises(Refused):
+        arrivals.place(Offer(1, "b", 0, content, {**good, **odd}))
+
+
 def test_what_is_no_list_of_files_is_refused_as_unreadable(tmp_path: Path) -> None:
     nodes = [SimpleNamespace(node_rank=rank, shares_output=rank == 0) for rank in range(2)]
-    plan: Any = SimpleNamespace(nodes=nodes, ranks=[SimpleNamespace(node_rank=rank) for rank in range(2)])
+    places = [SimpleNamespace(node_rank=rank) for rank in range(2)]
+    plan: Any = SimpleNamespace(nodes=nodes, node=nodes.__getitem__, ranks=places)
     arrivals = ShardArrivals(plan, tmp_path)
     for files in (["a"], {"a": "b"}, "a"):
         with pytest.raises(ValueError, match="files"):

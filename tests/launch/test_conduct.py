@@ -1,17 +1,30 @@
 """Who is named when several ranks end: pure. Run: pytest tests/launch/test_conduct.py"""
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.launch.conduct import Conductor
+from tests.watch.seeing import picture, view
+from unisono.causes import Verdict
+from unisono.launch.attempt import Attempt
+from unisono.launch.conduct import Conductor, Decision
 from unisono.launch.nodes.words import node_refused
-from unisono.launch.postmortem import NodeLoss, first_cause, name_death, name_lost_node, name_victims
+from unisono.launch.outcome import ending_of
+from unisono.launch.postmortem import (
+    NodeLoss,
+    apart,
+    first_cause,
+    name_death,
+    name_lost_node,
+    name_victims,
+)
 from unisono.launch.ranks import RankEnd
 from unisono.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
+from unisono.watch import RankView
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
 LOST_PEER = "RuntimeError: Connection closed by peer [127.0.0.1]:29416"
@@ -35,6 +48,8 @@ def plan(world_size: int, per_node: int = 2) -> RunPlan:
         "nodes": nodes,
         "store_host": "127.0.0.1",
         "resume": None,
+        "total_steps": 10,
+        "last_step": None,
     }
     return RunPlan.model_construct(**looked_at)
 
@@ -74,6 +89,42 @@ def test_an_exception_waits_a_moment_for_a_kill_that_may_have_caused_it() -> Non
     assert decision is not None
     assert decision.culprit is not None
     assert decision.culprit.rank == 1
+
+
+def died_in(comm: int, *, rank: int, step: int = 12, elements: int = 1000) -> RankView:
+    return view(rank, "comm", comm=comm, step=step, elements=elements, has_ended=True)
+
+
+def test_ranks_that_lost_each_other_a_collective_apart_are_not_taken_for_ranks_in_different_ones() -> None:
+    cut = picture([died_in(41, rank=0), died_in(42, rank=1, step=13), died_in(41, rank=2)])
+    assert apart(cut, None) is None
+    found = apart(
+        picture([died_in(41, rank=0), died_in(41, rank=1, elements=1001), died_in(41, rank=2)]), None
+    )
+    assert found is not None
+    assert (found.cause, found.ranks) == ("collective_mismatch", (1,))
+
+
+def test_after_an_abort_only_what_is_known_for_sure_of_the_others_counts() -> None:
+    aborted = end(1, -signal.SIGABRT)
+    others = [view(0, "comm", comm=35, step=10), died_in(41, rank=2)]
+    assert apart(picture([others[0], died_in(41, rank=1), others[1]]), aborted) is None, (
+        "rank 0 has moved since"
+    )
+    in_own_code = view(1, "compute", has_ended=True)
+    assert apart(picture([died_in(41, rank=0), in_own_code, died_in(40, rank=2)]), aborted) is None
+    found = apart(
+        picture([died_in(41, rank=0), died_in(41, rank=1, elements=9), died_in(41, rank=2)]), aborted
+    )
+    assert found is not None
+    assert found.ranks == (1,)
+
+
+def test_an_abort_waits_a_moment_until_it_is_known_where_the_others_were() -> None:
+    conductor = Conductor(plan(3))
+    conductor.rank_ended(end(1, -signal.SIGABRT), now=1.0)
+    assert conductor.decide(now=1.1) is None
+    assert conductor.decide(now=1.4) is not None
 
 
 def test_an_exception_alone_is_named_with_its_own_words() -> None:
@@ -163,3 +214,36 @@ def test_a_node_that_refuses_the_plan_ends_the_start_with_its_own_words() -> Non
     [verdict] = decision.agreement.fatal
     assert (verdict.cause, verdict.hosts) == ("node_refused", ("b",))
     assert "cannot be written" in verdict.summary
+
+
+def test_who_holds_up_an_end_that_was_asked_for_does_not_make_it_a_stall() -> None:
+    stuck = Verdict(cause="rank_stopped", when="during", summary="rank 1 is stopped", ranks=(1,))
+    attempt = Attempt(0, 5, None, decision=Decision(verdict=stuck))
+    assert ending_of(attempt, plan(2)).exit_code == 4
+    attempt.asked_to_stop = signal.SIGTERM
+    ending = ending_of(attempt, plan(2))
+    assert (ending.exit_code, ending.outcome, ending.verdict) == (75, "preempted", stuck)
+
+
+def test_rank_0_that_believes_the_run_whole_a_step_early_has_left_the_others() -> None:
+    job = plan(2)
+    early = Attempt(
+        9,
+        5,
+        None,
+        last={"kind": "result", "exit_code": 0, "step": 9},
+        ends={0: end(0, 0, kind="result", step=9)},
+    )
+    ending = ending_of(early, job)
+    assert (ending.exit_code, ending.outcome, ending.fields["step"]) == (4, "stalled", 9)
+    assert ending.verdict is not None
+    assert (ending.verdict.cause, ending.verdict.ranks) == ("unequal_steps", (0,))
+    hangs = ending_of(replace(early, ends={}), job)  # after its last word: there is no end of it yet
+    assert hangs.verdict is not None
+    assert (hangs.exit_code, hangs.verdict.cause, hangs.verdict.ranks) == (4, "unequal_steps", (0,))
+    whole = replace(early, last={"kind": "result", "exit_code": 0, "step": 10})
+    assert ending_of(whole, job).exit_code == 0
+    asked = replace(early, last={"kind": "result", "exit_code": 75, "step": 9})
+    assert ending_of(asked, job).exit_code == 75
+    replayed = job.model_copy(update={"last_step": 9})
+    assert ending_of(early, replayed).exit_code == 0

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from unisono.checkpoint.room import Room
-from unisono.launch.first_checkpoint import Saved, still_due, summary
+from unisono.launch.command import Programs
+from unisono.launch.first_checkpoint import FirstCheckpoint, Saved, estimate, still_due, summary
 from unisono.plan import ResumePoint, RunPlan
 
 GB = 10**9
@@ -70,3 +71,26 @@ def test_a_start_after_a_death_rehearses_only_where_the_one_before_left_nothing(
     assert not still_due(fresh, ResumePoint(step=1, path="p"))
     assert still_due(later, ResumePoint(step=3, path="p"))
     assert not still_due(later, ResumePoint(step=4, path="p"))
+
+
+def test_programs_get_the_same_figures_in_the_first_checkpoints_object() -> None:
+    saved = Saved(1, Path("checkpoints/step-00000001"), int(1.6 * GB), 3.2, 0.1)
+    room = Room(50 * GB, saved.bytes, (1,))
+    assert estimate(plan_of(2400, 200), saved, room, read_s=1.1) == {
+        "more": 12, "at_once": 4, "bytes": 4 * saved.bytes, "free_bytes": room.bytes, "seconds": 12 * 3.2, "read_back_s": 1.1,
+    }  # fmt: skip
+    alone = estimate(plan_of(1, 200), saved, room, read_s=1.1)
+    assert (alone["more"], alone["at_once"], alone["bytes"], alone["seconds"]) == (0, 1, saved.bytes, 0)
+
+
+def test_its_object_waits_for_them_and_is_shown_without_where_they_never_come() -> None:
+    said: list[dict[str, Any]] = []
+    first = FirstCheckpoint(plan_of(9, 3), programs=Programs(), leftovers={}, show=said.append)
+    step = {"kind": "step", "step": 1}
+    saved = {"kind": "checkpoint", "step": 1, "path": "p", "bytes": 1, "seconds": 0.1}
+    later = {**saved, "step": 3}
+    for message in (step, saved, later):
+        first.pass_on(message)
+    assert said == [step, later]
+    first.finish()
+    assert said == [step, later, saved]

@@ -1,13 +1,19 @@
 """All ranks' logs and events, merged in time. Run: pytest tests/launch/test_logs.py"""
 
 import json
+import os
+import queue
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from unisono.errors import UsageError
-from unisono.launch.logs import merged_logs
+from unisono.launch.logs import followed_logs, merged_logs
 
 
 def write(path: Path, text: str) -> None:
@@ -30,6 +36,90 @@ def test_printed_lines_take_the_time_at_which_the_log_was_seen_to_grow(tmp_path:
         (10.0, 0, "box", "printed"), (12.5, 1, "other", "printed"), (15.0, 0, "", "told"), (20.0, 0, "box", "printed"),
         (20.0, 0, "box", "printed"),
     ]  # fmt: skip
+
+
+def two_nodes(root: Path, *, ahead_s: float) -> None:
+    """A run of two nodes, the second of which has a clock that is ahead; rank 1 fails at 100 s, and rank 0 says so half a second later."""
+    plan = {"ranks": [{"rank": 0, "node_rank": 0, "host": "a"}, {"rank": 1, "node_rank": 1, "host": "b"}]}
+    nodes = [
+        {"node_rank": 0, "host": "a", "clock_offset_s": 0.0},
+        {"node_rank": 1, "host": "b", "clock_offset_s": ahead_s},
+    ]
+    write(root / "plan.json", json.dumps(plan))
+    write(root / "agreement.json", json.dumps({"nodes": nodes}))
+    write(root / "logs" / "a-rank-00000.log", "Connection closed by peer\n")
+    write(root / "logs" / "a-rank-00000.times", "[100.5, 26]\n")
+    write(root / "logs" / "b-rank-00001.log", "KeyError: 'labels'\n")
+    write(root / "logs" / "b-rank-00001.times", json.dumps([100 + ahead_s, 19]) + "\n")
+    write(root / "events" / "rank-00001.jsonl", event(100.2 + ahead_s, "crashed", error="KeyError: 'labels'"))
+
+
+@given(st.floats(-1e6, 1e6))
+def test_a_clock_that_is_off_changes_nothing_of_the_order(ahead_s: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        two_nodes(Path(folder), ahead_s=ahead_s)
+        lines = list(merged_logs(Path(folder)))
+    assert [(line.rank, line.source) for line in lines] == [(1, "printed"), (1, "told"), (0, "printed")]
+    assert [line.time for line in lines] == pytest.approx([100.0, 100.2, 100.5], abs=1e-3)
+
+
+def test_a_host_that_has_another_rank_now_is_told_by_its_name(tmp_path: Path) -> None:
+    """A run that went on without a node has numbered its ranks anew; the log's name still says where it was."""
+    two_nodes(tmp_path, ahead_s=60.0)
+    write(tmp_path / "logs" / "b-rank-00000.log", "earlier\n")
+    write(tmp_path / "logs" / "b-rank-00000.times", "[110.0, 8]\n")
+    (line,) = [line for line in merged_logs(tmp_path) if line.text == "earlier"]
+    assert (line.rank, line.time) == (0, 50.0)
+
+
+def test_verdicts_stand_where_they_were_made_and_known_words_are_marked(tmp_path: Path) -> None:
+    two_nodes(tmp_path, ahead_s=0.0)
+    write(
+        tmp_path / "verdicts" / "0001.json", json.dumps({"cause": "rank_killed", "summary": "rank 1 is gone"})
+    )
+    os.utime(tmp_path / "verdicts" / "0001.json", (100.3, 100.3))
+    lines = list(merged_logs(tmp_path))
+    assert [line.source for line in lines] == ["printed", "told", "verdict", "printed"]
+    assert lines[2].text == "verdict: rank 1 is gone [rank_killed]"
+    assert lines[2].label == "the run *"
+    assert (lines[3].signatures, lines[3].label) == (["peer_closed"], "rank 0 a !")
+
+
+def test_of_a_progress_bar_its_last_state_is_shown(tmp_path: Path) -> None:
+    write(tmp_path / "logs" / "a-rank-00000.log", " 1%|\r 2%|\r100%|\r\nnext\r\n")
+    assert [line.text for line in merged_logs(tmp_path)] == ["100%|", "next"]
+
+
+def test_a_run_that_goes_on_is_followed_to_its_end(tmp_path: Path) -> None:
+    """Half lines wait for their other half; new ranks are taken in; without its lock the run has ended."""
+    write(tmp_path / "run.lock", "{}")
+    log = tmp_path / "logs" / "a-rank-00000.log"
+    write(log, "one\nhal")
+    found: queue.Queue[str | None] = queue.Queue()
+
+    def follow() -> None:
+        for line in followed_logs(tmp_path):
+            found.put(line.text)
+        found.put(None)
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    assert found.get(timeout=20) == "one"
+    with log.open("a") as file:
+        file.write("f\n")
+    assert found.get(timeout=20) == "half"
+    write(tmp_path / "logs" / "b-rank-00001.log", "of another\n")
+    assert found.get(timeout=20) == "of another"
+    with log.open("a") as file:
+        file.write("the end without its newline")
+    write(tmp_path / "verdict.json", json.dumps({"cause": "rank_killed", "summary": "rank 1 is gone"}))
+    (tmp_path / "run.lock").unlink()
+    left = list(iter(lambda: found.get(timeout=20), None))
+    assert sorted(text for text in left if text) == [
+        "the end without its newline",
+        "verdict: rank 1 is gone [rank_killed]",
+    ]
+    follower.join(20)
 
 
 def test_a_log_without_times_is_shown_all_the_same(tmp_path: Path) -> None:

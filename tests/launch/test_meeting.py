@@ -17,16 +17,11 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from unisono.causes import Verdict
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 90.0
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 class Node:

@@ -58,8 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def environment(front: Any) -> dict[str, str]:
-    found: dict[str, str] = front.environment
+def environment(folder: Path, front: Any) -> dict[str, str]:
+    """Settings of the test's own; what is prepared of the rows is shared."""
+    found: dict[str, str] = {**front.environment, "XDG_CACHE_HOME": str(folder / "cache")}
     return found
 
 
@@ -95,12 +96,15 @@ def test_a_hostile_environment_is_ignored_in_one_line_and_no_socket_is_opened(
     assert plan["world_size"] == 1
 
 
+STEPS = 30
+
+
 def run_under_torchrun(
     folder: Path, environment: dict[str, str], out: Path, *, ranks: int
 ) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "unisono", "train",
-        "c.yaml", f"output_dir={out}",
+        "c.yaml", f"output_dir={out}", f"duration={STEPS} steps",
     ]  # fmt: skip
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
@@ -118,33 +122,17 @@ def test_a_real_torchrun_of_two_is_refused_with_the_right_command(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_real_torchrun_of_one_trains(folder: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    done = run_under_torchrun(folder, environment, tmp_path / "out", ranks=1)
-    assert done.returncode == 0, done.stderr
-    assert "ignored" in done.stderr
-    assert json.loads((tmp_path / "out" / "result.json").read_text())["outcome"] == "completed"
-
-
-def test_a_preempted_run_and_its_resumption_are_bit_equal_to_an_undisturbed_one(
+def test_a_real_torchrun_of_one_trains_and_a_preempted_run_and_its_resumption_end_bit_equal(
     folder: Path, environment: dict[str, str], tmp_path: Path, until: Callable[..., None]
 ) -> None:
-    def command(out: str) -> list[str]:
-        return [
-            sys.executable,
-            "-m",
-            "unisono",
-            "train",
-            "c.yaml",
-            f"output_dir={tmp_path / out}",
-            "duration=30 steps",
-        ]
-
-    whole = subprocess.run(
-        command("whole"), cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert whole.returncode == 0, whole.stderr
+    done = run_under_torchrun(folder, environment, tmp_path / "whole", ranks=1)
+    assert done.returncode == 0, done.stderr
+    assert "ignored" in done.stderr
+    assert json.loads((tmp_path / "whole" / "result.json").read_text())["outcome"] == "completed"
+    out = f"output_dir={tmp_path / 'parts'}"
+    command = [sys.executable, "-m", "unisono", "train", "c.yaml", out, f"duration={STEPS} steps"]
     process = subprocess.Popen(
-        command("parts"),
+        command,
         cwd=folder,
         env=environment,
         text=True,
@@ -158,7 +146,7 @@ def test_a_preempted_run_and_its_resumption_are_bit_equal_to_an_undisturbed_one(
     assert process.returncode in (75, 0), stderr  # 0: it was through before the signal came
     if process.returncode == 75:
         again = subprocess.run(
-            command("parts"), cwd=folder, env=environment, capture_output=True, text=True, check=False
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
         assert again.returncode == 0, again.stderr
 

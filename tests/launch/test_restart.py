@@ -4,6 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.causes import Verdict
+from unisono.causes.catalogue import ALL_CAUSES
+from unisono.config import RunConfig
 from unisono.launch.restart import Death, may_restart
 
 
@@ -18,6 +20,33 @@ def test_a_killed_rank_starts_again() -> None:
 def test_an_exception_in_code_does_not() -> None:
     assert not may_restart(verdict("user_code_error"), step=7, earlier=[], allowed=2)[0]
     assert not may_restart(verdict("a cause that is in no catalogue"), step=7, earlier=[], allowed=2)[0]
+
+
+def test_restarts_follow_the_catalogue_and_two_are_the_default() -> None:
+    """Also after what the watch finds in ranks that live, but for a drift: what was saved last may have drifted, too."""
+    allowed = RunConfig.model_fields["restarts"].default
+    assert allowed == 2
+    for cause in ALL_CAUSES:
+        assert may_restart(verdict(cause.id), step=7, earlier=[], allowed=allowed)[0] == cause.retry_helps, (
+            cause.id
+        )
+    stalls = (
+        "rank_stopped",
+        "rank_stalled",
+        "gil_held",
+        "user_code_stuck",
+        "io_blocked",
+        "data_starved",
+    )
+    assert all(may_restart(verdict(one), step=7, earlier=[], allowed=allowed)[0] for one in stalls)
+    assert not may_restart(verdict("replicas_diverged"), step=7, earlier=[], allowed=allowed)[0]
+
+
+def test_without_the_node_at_fault_the_cause_and_its_history_do_not_count_but_the_number_does() -> None:
+    fault, earlier = verdict("gpu_fell_off"), [Death("gpu_fell_off", 7)]
+    assert not may_restart(fault, step=7, earlier=[], allowed=2)[0]
+    assert may_restart(fault, step=7, earlier=earlier, allowed=2, without_culprit=True)[0]
+    assert not may_restart(fault, step=7, earlier=earlier, allowed=1, without_culprit=True)[0]
 
 
 def test_the_same_finding_twice_without_progress_is_called_deterministic() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ports import free_port
 from unisono.errors import UsageError
 from unisono.facts.network import SystemNetwork
 from unisono.launch.asked import TrainRequest
@@ -71,9 +72,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
     shutil.copy(folder / "user.pub", folder / "authorized")
     (folder / "authorized").chmod(0o600)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     lines = [
         f"Port {port}", "ListenAddress 127.0.0.1", "ListenAddress 127.0.0.2", f"HostKey {folder / 'host'}", "UsePAM no",
         f"AuthorizedKeysFile {folder / 'authorized'}", f"PidFile {folder / 'pid'}", "StrictModes no",
@@ -185,9 +184,7 @@ def test_a_front_that_ends_early_is_named_with_the_end_of_what_it_printed(
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
 def test_a_host_that_cannot_be_reached_is_named_in_seconds(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     began = time.monotonic()
     with start(("ssh", "-p", str(port), "-F", "none"), tmp_path / "logs", "127.0.0.1") as fronts:
         wait_until(fronts.failures, "it failed")

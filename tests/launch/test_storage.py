@@ -2,22 +2,29 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from pydantic import ValidationError
 
 from unisono.checkpoint.manifest import MANIFEST, Manifest
 from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore
+from unisono.config import RunConfig
 from unisono.config.schema import CheckpointSection
 from unisono.launch.command import Programs
+from unisono.launch.storage_trial import storage_tried
 from unisono.launch.tasks import TaskProcess, run_task
+from unisono.rundir import RunDir
 
 Until = Callable[[Callable[[], bool]], None]
 
@@ -32,7 +39,9 @@ def copies(front: Any) -> Path:
 
 
 def use(front: Any, folder: Path, **checkpoint: Any) -> None:
-    front.config(train="rows", checkpoint={"every": "3 steps", "storage": f"file://{folder}", **checkpoint})
+    data = {"train": "rows", "eval": 0.1 if "best" in checkpoint else None}
+    section = {"every": "3 steps", "storage": f"file://{folder}", **checkpoint}
+    front.config(train="rows", data=data, checkpoint=section)
 
 
 def stored(copies: Path, front: Any) -> list[Path]:
@@ -82,6 +91,28 @@ def test_what_is_kept_for_ever_stays_there_also_where_a_run_goes_on_elsewhere(
     assert front.run("--resume").returncode == 0
     there = [path.name[-2:] for path in stored(copies, front)]
     assert there[:2] == ["03", "06"]
+    assert there[-1] == "10"
+
+
+@pytest.mark.long
+def test_the_best_stays_there_also_where_a_run_goes_on_elsewhere(front: Any, copies: Path) -> None:
+    """And what is not the best any more goes."""
+    use(front, copies, keep=1, best="eval_loss")
+    for steps, loss in ((3, 0.5), (6, 0.9), (9, 0.4)):
+        assert front.run("--resume", f"duration={steps} steps").returncode == 0
+        with (front.out / "metrics.jsonl").open("a") as metrics:  # the stand-in evaluates nothing
+            metrics.write(json.dumps({"step": steps, "eval_loss": loss}) + "\n")
+        if steps == 6:
+            assert front.run("--resume", "duration=7 steps").returncode == 0  # and the line is in the storage
+            shutil.rmtree(front.out)
+            assert front.run("--resume", "duration=8 steps").returncode == 0
+            there = [path.name[-2:] for path in stored(copies, front)]
+            assert "03" in there
+            assert "06" not in there
+    shutil.rmtree(front.out / "checkpoints" / "step-00000008")
+    assert front.run("--resume").returncode == 0
+    there = [path.name[-2:] for path in stored(copies, front)]
+    assert "03" not in there
     assert there[-1] == "10"
 
 
@@ -179,13 +210,129 @@ def test_a_full_storage_is_a_warning_and_nothing_there_counts(front: Any, small_
     assert stored(small_disk, front) == []
 
 
-def test_a_storage_that_cannot_be_written_is_a_warning(front: Any) -> None:
+def test_a_storage_that_cannot_be_written_ends_the_run_before_its_first_step(front: Any) -> None:
     use(front, Path("/proc/nowhere"))
     done = front.run()
-    assert done.returncode == 0, done.stderr
-    assert "was not copied to file:///proc/nowhere/out: " in done.stderr
+    assert done.returncode == 6, done.stderr
+    assert "error: file:///proc/nowhere/out cannot be written" in done.stderr
+    assert "where: checkpoint.storage" in done.stderr
+    assert "why:   FileNotFoundError: " in done.stderr
     assert "check the URL, the room there, the network and the credentials" in done.stderr
-    assert "the newest checkpoint" not in done.stderr or "it is whole in the output_dir" in done.stderr
+    assert "or train without copies: checkpoint.storage=null" in done.stderr
+    assert not front.out.exists()
+
+
+def test_a_storage_that_cannot_be_written_any_more_is_a_warning(
+    front: Any, copies: Path, started: Any, until: Until
+) -> None:
+    process = started(faults={"wait": 2})
+    until(front.waits_before(2))
+    (copies / "out").write_text("a file where a directory should be")
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 75, told
+    assert f"was not copied to file://{copies}/out: " in told
+    assert "check the URL, the room there, the network and the credentials" in told
+    assert "it is whole in the output_dir" in told
+
+
+def test_a_start_that_comes_to_nothing_leaves_nothing_in_the_storage(front: Any, copies: Path) -> None:
+    use(front, copies)
+    assert front.run("data.train=refuse").returncode == 2
+    assert front.run("data.train=rows", faults={"refuse": 1}).returncode == 2
+    assert list(copies.iterdir()) == []
+
+
+def test_a_storage_that_does_not_answer_is_not_waited_for_beyond_its_time(tmp_path: Path) -> None:
+    """A pipe that nobody reads stands where the object is to be."""
+    config = RunConfig.model_validate(
+        {"model": "m", "data": {"train": "t"}, "output_dir": "out", "checkpoint": {"storage": f"file://{tmp_path}"}}
+    )  # fmt: skip
+    place = tmp_path / "out" / "run"
+    place.mkdir(parents=True)
+    os.mkfifo(place / "tried")
+    said: list[dict[str, Any]] = []
+    with storage_tried(
+        config, RunDir(tmp_path / "out"), "run", programs=Programs(), leftovers={}, show=said.append, patience_s=2.2
+    ):  # fmt: skip
+        assert not said
+    assert [message["kind"] for message in said] == ["note", "warning"]
+    assert said[0]["text"].startswith(f"waiting for file://{tmp_path}/out to answer; at most ")
+    assert "was not tried before the first step: it has not answered within 2.2 s" in said[1]["text"]
+    assert "training begins, and each copy that fails will be told" in said[1]["text"]
+
+
+@pytest.mark.parametrize(
+    "moment", ["adopted", *(pytest.param(one, marks=pytest.mark.long) for one in ("fetched", "placed"))]
+)
+def test_a_start_that_is_killed_while_it_brings_a_run_back_is_in_nobodys_way(
+    front: Any, copies: Path, moment: str
+) -> None:
+    """SIGKILL between the checkpoint's name and the plan's, before and after; the next start goes on all the same."""
+    del copies
+    front.run("duration=6 steps")
+    shutil.rmtree(front.out)
+    _, _, *words = front.arguments("--resume")
+    killer = Path(__file__).parent / "standins" / "dies_bringing.py"
+    command = [sys.executable, str(killer), moment, *words]
+    killed = subprocess.run(
+        command,
+        cwd=front.folder,
+        env=front.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (front.out / "checkpoints" / "step-00000006").exists() == (moment != "fetched")
+    assert (front.out / "plan.json").exists() == (moment == "placed")
+    done = front.run("--resume")
+    assert done.returncode == 0, done.stderr
+    assert (f"had begun to bring into {front.out} is removed" in done.stderr) == (moment != "placed")
+    assert front.read("plan.json")["resume"]["step"] == 6
+    assert front.steps() == list(range(1, 11))
+    assert not [path.name for path in front.out.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.long
+def test_after_such_a_kill_a_start_without_resume_begins_anew(front: Any, copies: Path) -> None:
+    front.run("duration=6 steps")
+    shutil.rmtree(front.out)
+    _, _, *words = front.arguments("--resume")
+    killer = Path(__file__).parent / "standins" / "dies_bringing.py"
+    command = [sys.executable, str(killer), "adopted", *words]
+    subprocess.run(
+        command, cwd=front.folder, env=front.environment, capture_output=True, timeout=60, check=False
+    )
+    done = front.run()
+    assert done.returncode == 0, done.stderr
+    assert front.read("plan.json")["resume"] is None
+    assert front.steps() == list(range(1, 11))
+    assert len(list((copies / "out").iterdir())) == 2
+
+
+@pytest.mark.long
+def test_a_fetch_that_takes_long_says_how_far_it_is(
+    front: Any, copies: Path, started: Any, until: Until
+) -> None:
+    """The child that fetches is stopped for longer than the first line takes."""
+    front.run("duration=3 steps", faults={"weighs": 256 << 20})
+    shutil.rmtree(front.out)
+    process = started("--resume")
+    until(lambda: any(path.stat().st_size for path in front.out.glob("checkpoints/*.tmp-*/trainable*")))
+    (child,) = [
+        one for one in psutil.Process(process.pid).children(recursive=True) if "storage" in one.cmdline()
+    ]
+    child.suspend()
+    stopped = time.monotonic()
+    until(lambda: time.monotonic() - stopped > 2.5)  # longer than the first line takes
+    child.resume()
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 0, told
+    run_id = front.read("plan.json")["run_id"]
+    line = rf"fetching step 3 of run {run_id} from file://{copies}/out: [\d.]+ MB of 268 MB"
+    assert re.search(line, told), told
 
 
 @pytest.mark.long
@@ -226,7 +373,7 @@ def test_an_upload_that_is_killed_leaves_nothing_that_counts(front: Any, copies:
     url = f"file://{copies}/out"
     request = {
         "action": "upload", "url": url, "run_id": run_id, "path": str(front.out / "checkpoints" / "step-00000006"), "keep": 3, "keep_every": None,
-        "beside": str(front.out),
+        "best": False, "beside": str(front.out),
     }  # fmt: skip
     half = copies / "out" / run_id / "step-00000006" / "trainable.safetensors"
     with TaskProcess("storage", request) as task:

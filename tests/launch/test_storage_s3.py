@@ -6,6 +6,7 @@ Needs `pip install s3fs "moto[server]"`; without them all but one of these tests
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -137,6 +138,8 @@ def test_a_real_run_goes_on_from_the_bucket_on_another_machine(place: Any, bucke
         written = [line for line in changes if line.startswith(f"PUT runs/out/{run_id}/step-{step:08d}/")]
         assert len(written) == 4
         assert written[-1].endswith("/manifest.json")
+    tried = [line for line in changes if line.endswith(f"/{run_id}/tried")]
+    assert tried == [f"{word} runs/out/{run_id}/tried" for _ in range(3) for word in ("PUT", "DELETE")]
 
     assert holders_of_credentials(place.folder) == []
     there = bucket.names()
@@ -178,42 +181,51 @@ def a_secret_in_the_endpoint(front: Any, bucket: Bucket) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cause", "writing", "reading"),
+    ("cause", "words"),
     [
-        (no_bucket, "FileNotFoundError: The specified bucket does not exist", "there is no bucket buckte"),
-        (refused, "PermissionError: ", "PermissionError: "),
-        (no_server, "Could not connect to the endpoint URL", "Could not connect to the endpoint URL"),
-        (a_secret_in_the_endpoint, "HTTPClientError: ", "HTTPClientError: "),
+        (no_bucket, "there is no bucket buckte"),
+        (refused, "PermissionError: "),
+        (no_server, "Could not connect to the endpoint URL"),
+        (a_secret_in_the_endpoint, "HTTPClientError: "),
     ],
 )
-def test_a_bucket_that_cannot_be_used_is_a_warning_and_with_resume_a_refusal(
-    place: Any, bucket: Bucket, cause: Callable[[Any, Bucket], None], writing: str, reading: str
+def test_a_bucket_that_cannot_be_used_is_refused_before_the_first_step(
+    place: Any, bucket: Bucket, cause: Callable[[Any, Bucket], None], words: str
 ) -> None:
-    """A run that began anew would go beside the one that is there; and no bucket is made of a mistyped name."""
+    """With --resume too: a run that began anew would go beside the one that is there. And no bucket is made of a mistyped name."""
     cause(place, bucket)
-    refusal = place.run("--resume")
-    assert refusal.returncode == 6, refusal.stderr
-    assert reading in refusal.stderr
-    assert "where: checkpoint.storage" in refusal.stderr
-    assert "fix: " in refusal.stderr
-    assert not place.out.exists()
-
-    done = place.run()
-    assert done.returncode == 0, done.stderr
-    assert place.steps() == list(range(1, 11))
-    (last,) = [line for line in done.stderr.splitlines() if "step-00000010 was not copied to s3://" in line][
-        -1:
-    ]
-    assert writing in last
-    assert "check the URL, the room there, the network and the credentials in the environment" in last
-    assert "it is whole in the output_dir; a start that goes on with the run uploads it" in last
+    said = ""
+    for resume in (["--resume"], []):
+        refusal = place.run(*resume)
+        assert refusal.returncode == 6, refusal.stderr
+        assert words in refusal.stderr
+        assert "where: checkpoint.storage" in refusal.stderr
+        assert "fix: " in refusal.stderr
+        assert not place.out.exists()
+        said += refusal.stderr
 
     if cause is not refused:
         assert bucket.buckets() == ["bucket"]
         assert bucket.names() == []
-    said = refusal.stderr + done.stderr
     assert not [word for word in (KEY, SECRET, "hunter2") if word in said]
     assert holders_of_credentials(place.folder) == []
+
+
+def test_a_bucket_that_refuses_while_the_run_goes_on_is_a_warning(
+    place: Any, bucket: Bucket, started: Any, until: Callable[..., None]
+) -> None:
+    process = started(faults={"wait": 2})
+    until(place.waits_before(2))
+    assert bucket.names() == [], "the try has left nothing"
+    bucket.be_strict()
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 75, told
+    (line,) = [line for line in told.splitlines() if "step-00000002 was not copied to s3://" in line]
+    assert "PermissionError: " in line
+    assert "check the URL, the room there, the network and the credentials in the environment" in line
+    assert "it is whole in the output_dir; a start that goes on with the run uploads it" in line
+    assert not [word for word in (KEY, SECRET) if word in told]
 
 
 def test_a_missing_package_is_named_with_the_line_that_installs_it(front: Any) -> None:
@@ -223,11 +235,9 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(front: Any) -
     (hidden / "s3fs.py").write_text("raise ImportError('not here')\n")
     use(front, "http://127.0.0.1:9")
     front.environment["PYTHONPATH"] = str(hidden)
-    refusal = front.run("--resume")
-    assert refusal.returncode == 2, refusal.stderr
-    assert "s3:// needs the package s3fs" in refusal.stderr
-    assert "fix:   pip install s3fs" in refusal.stderr
-    done = front.run()
-    assert done.returncode == 0, done.stderr
-    assert "was not copied to s3://bucket/runs/out: s3:// needs the package s3fs" in done.stderr
-    assert "(pip install s3fs; " in done.stderr
+    for resume in (["--resume"], []):
+        refusal = front.run(*resume)
+        assert refusal.returncode == 6, refusal.stderr
+        assert "s3:// needs the package s3fs" in refusal.stderr
+        assert "fix:   pip install s3fs" in refusal.stderr
+        assert not front.out.exists()

@@ -108,6 +108,18 @@ def test_torchruns_variables_make_the_same_job_as_the_flags() -> None:
     assert set(by_variables.used_variables) == {*variables, "NPROC_PER_NODE"}
 
 
+@pytest.mark.parametrize(
+    ("text", "nodes", "enough"), [("3", 3, 3), ("2:3", 3, 2), ("3:3", 3, 3), ("1:3", 3, 1)]
+)
+def test_the_fewest_nodes_stand_before_the_colon(text: str, nodes: int, enough: int) -> None:
+    for found in (
+        shape(nodes=text, node_rank=nodes - 1, head="a"),
+        shape({"NNODES": text, "NODE_RANK": str(nodes - 1), "MASTER_ADDR": "a"}),
+        shape(nodes=text, hosts=tuple("bcd"[: nodes - 1])),
+    ):
+        assert (found.nodes, found.enough) == (nodes, enough)
+
+
 def test_leftovers_of_one_node_do_not_count() -> None:
     found = shape({"NNODES": "1", "NODE_RANK": "3", "MASTER_ADDR": "-x", "MASTER_PORT": "no"})
     assert (found.nodes, found.node_rank, found.head_host) == (1, 0, "")
@@ -120,7 +132,11 @@ def test_leftovers_of_one_node_do_not_count() -> None:
         ({}, {"nodes": "3", "node_rank": 1}, "unisono train CONFIG --nodes 3 --node-rank 1 --head HOST:29577"),
         ({"NNODES": "2"}, {}, "NNODES=2"),
         ({}, {"nodes": "3", "node_rank": 3, "head": "a"}, "outside of 0 to 2"),
-        ({}, {"nodes": "2:4", "node_rank": 0, "head": "a"}, "a fixed number of nodes"),
+        ({}, {"nodes": "4:2", "node_rank": 0, "head": "a"}, "--nodes 2:4"),
+        ({}, {"nodes": "0:2", "node_rank": 0, "head": "a"}, "at least 1"),
+        ({}, {"nodes": "2:3:4", "node_rank": 0, "head": "a"}, "no whole number"),
+        ({}, {"nodes": "2:3"}, "unisono train CONFIG --nodes 3 --node-rank R"),
+        ({}, {"hosts": ("b", "c"), "nodes": "1:2"}, "--nodes MIN:3"),
         ({}, {"nodes": "0"}, "at least 1"),
         ({"NNODES": "two"}, {}, "no whole number"),
         ({"NPROC_PER_NODE": "many"}, {}, "NPROC_PER_NODE"),

@@ -18,12 +18,6 @@ def networks(ground: Ground) -> Iterator[Namespaces]:
     ground.open()
 
 
-@pytest.fixture(scope="session")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the nodes keep over jobs: prepared data, and the user's key."""
-    return tmp_path_factory.mktemp("caches")
-
-
 @pytest.fixture
 def job_of(
     ground: Ground, tmp_path: Path, model_dir: Path, rows_file: Path, caches: Path

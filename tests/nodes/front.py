@@ -1,6 +1,6 @@
 """`unisono …` on a machine that it has not got: `python front.py ANSWERS.json train CONFIG …`, as tests start it.
 
-The answers, each of them optional: `gpus` (fields of facts.machine.Gpu), `packages` (name to version, laid over the installed
+The answers, each of them optional: `gpus` (fields of facts.machine.Gpu), `machine` (a file of tests/doctor/recorded), `packages` (name to version, laid over the installed
 ones), `clock_offset_s` (of the wall clock), `names` (host name to addresses), `faults` (of the plan), `task` (the program that is started
 for tasks).
 """
@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import unisono.doctor.asked
 import unisono.launch.asked
 from unisono.cli.app import main
 from unisono.facts import package_versions
 from unisono.facts.machine import DeviceProbe, Gpu
 from unisono.facts.network import NetworkInterface, SystemNetwork
 from unisono.facts.probes import Probes
+from unisono.facts.topology_of_devices import DevicesDetails
 from unisono.launch.command import Programs
 
 
@@ -53,11 +55,31 @@ def device_probe(gpus: list[dict[str, Any]]) -> DeviceProbe:
     return lambda: (found, "" if found else "no NVIDIA driver")
 
 
+def read_recorded(machine: dict[str, Any]) -> DevicesDetails:
+    """What NVML would say there. This file runs from anywhere, so the tests are not on its path yet."""
+    sys.path.append(str(Path(__file__).parents[2]))
+    from tests.doctor.replay import details_from
+
+    return details_from(machine)
+
+
+def with_details(made: Probes, details: DevicesDetails) -> Probes:
+    """The same with a recorded machine's devices."""
+    gpus = [
+        Gpu(one.index, one.uuid, one.name, one.memory_bytes, one.memory_bytes - one.memory_used_bytes, one.capability, one.bus_id, one.numa_node)
+        for one in details.devices
+        if not one.trouble
+    ]  # fmt: skip
+    return replace(made, details=lambda: details, devices=lambda: (gpus, "" if gpus else "no NVIDIA driver"))
+
+
 def probes(answers: dict[str, Any]) -> Probes:
     """The real probes, with what is recorded in their place."""
     made = Probes()
     if "gpus" in answers:
         made = replace(made, devices=device_probe(answers["gpus"]))
+    if "machine" in answers:
+        made = with_details(made, read_recorded(answers["machine"]))
     if "packages" in answers:
         made = replace(made, packages=lambda: package_versions() | answers["packages"])
     if "clock_offset_s" in answers:
@@ -81,5 +103,14 @@ class Request(unisono.launch.asked.TrainRequest):
             object.__setattr__(self, "programs", Programs(task=tuple(ANSWERS["task"])))
 
 
+class Look(unisono.doctor.asked.DoctorRequest):
+    """What doctor is asked for, with the answers in it."""
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        object.__setattr__(self, "probes", probes(ANSWERS))
+
+
 unisono.launch.asked.TrainRequest = Request  # type: ignore[misc]
+unisono.doctor.asked.DoctorRequest = Look  # type: ignore[misc]
 main(sys.argv[2:])

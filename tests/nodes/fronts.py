@@ -1,7 +1,9 @@
 """One started front: what it says and when, and its certain end."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -38,6 +40,29 @@ class Named:
     verdict: Verdict
     seconds: float
     ended_s: float
+
+
+def stands(group: int) -> str:
+    """What each thread of a process group waits for in the kernel, and where Python is; for a test that fails."""
+    told = []
+    for pid in sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            if os.getpgid(pid) != group:
+                continue
+            told.append(
+                f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')[:200]}"
+            )
+            for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
+                state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                told.append(
+                    f"  {task.name} {(task / 'comm').read_text().strip()} {state} {(task / 'wchan').read_text()}"
+                )
+            words = ("py-spy", "dump", "--nonblocking", "--pid", str(pid))
+            if shutil.which(words[0]):
+                told.append(
+                    subprocess.run(words, capture_output=True, text=True, check=False, timeout=20).stdout
+                )
+    return "\n".join(told)
 
 
 class Front:
@@ -138,9 +163,10 @@ class Front:
         try:
             code = self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
+            where = stands(self._process.pid)
             self.kill()
             raise AssertionError(
-                f"{self.label} did not end in {limit_s:.0f} s; it said:\n{self.text()}"
+                f"{self.label} did not end in {limit_s:.0f} s; it said:\n{self.text()}\nit stands in\n{where}"
             ) from None
         self.ended = self.ended or time.monotonic()
         for reader in self._readers:
@@ -160,7 +186,10 @@ class Front:
         """Ends it with its group, whatever it does."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(30)
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # one that waits for a disk that hangs ends with it
+                self._process.wait(30)
 
     def close(self) -> None:
         """Ends it, and waits until all that it wrote is read; its children must be gone."""

@@ -1,6 +1,7 @@
 """What stands in for several machines: network namespaces where root is to be had, else this machine's own loopback."""
 
 import atexit
+import itertools
 import os
 import re
 import shutil
@@ -11,8 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from tests.ports import free_port
+
 HOSTS = ("ada", "bob", "cyd", "dan")
 _PREFIX = "uni"
+_LETTERS = itertools.cycle("acde")  # a process may have several grounds at a time
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Namespaces:
     nodes: int
     folder: Path
     apart: bool = True
-    _name: str = field(default_factory=lambda: f"{_PREFIX}{os.getpid()}")
+    _name: str = field(default_factory=lambda: f"{_PREFIX}{os.getpid()}{next(_LETTERS)}")
 
     def __post_init__(self) -> None:
         sweep()
@@ -132,6 +136,10 @@ class Namespaces:
         """Has the node drop packets that come in and match a rule of iptables."""
         self.inside(node, "iptables", "-A", "INPUT", *rule, "-j", "DROP")
 
+    def pids(self, node: int) -> list[int]:
+        """What runs in the node's network."""
+        return [int(pid) for pid in _run("ip", "netns", "pids", self.name(node)).stdout.split()]
+
     def open(self) -> None:
         """Takes all rules away, and puts the MTU back."""
         for node in range(self.nodes):
@@ -156,10 +164,10 @@ def sweep() -> None:
     """Removes what a test run left that was killed."""
     for line in _run("ip", "netns", "list").stdout.splitlines():
         name = line.split()[0] if line.split() else ""
-        found = re.fullmatch(rf"{_PREFIX}(\d+)n\d", name)
+        found = re.fullmatch(rf"{_PREFIX}(\d+)[acde]n\d", name)
         if found and not Path(f"/proc/{found[1]}").exists():
             _remove(name)
-    for found in re.finditer(rf"\d+: ({_PREFIX}(\d+)b):", _run("ip", "-o", "link").stdout):
+    for found in re.finditer(rf"\d+: ({_PREFIX}(\d+)[acde]b):", _run("ip", "-o", "link").stdout):
         if not Path(f"/proc/{found[2]}").exists():
             _run("ip", "link", "del", found[1])
 
@@ -182,9 +190,7 @@ class Loopback:
         return "127.0.0.1"
 
     def head_port(self) -> int:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            return int(listener.getsockname()[1])
+        return free_port()
 
     def command(self, node: int, words: Sequence[str], own: Own) -> list[str]:
         assert not own.binds, "mounts of its own need root"

@@ -16,7 +16,7 @@ from tests.nodes.fronts import LIMIT_S, Front
 from tests.nodes.ground import Ground, Own
 
 ENTRY = Path(__file__).parent / "front.py"
-_STRANGERS = re.compile(
+STRANGERS = re.compile(
     r"^(CUDA_|NCCL_|GLOO_|TORCH|MASTER_|RANK$|WORLD_SIZE$|LOCAL_|NNODES$|NODE_RANK$|NPROC_|UNISONO_|SLURM_|OMP_|PET_)"
 )
 
@@ -27,6 +27,7 @@ class Job:
     Attributes:
         out: the output_dir that all nodes name.
         token: the shared secret that they are given.
+        model, rows, caches: what it was made with.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Job:
         self.token = secrets.token_hex(32)
         self.port = ground.head_port()
         self.fronts: list[Front] = []
-        self._caches = caches
+        self.model, self.rows, self.caches = model, rows, caches
         self._mark = secrets.token_hex(8)
         for node in range(nodes):
             self.home(node).mkdir()
@@ -73,7 +74,7 @@ class Job:
     def start(
         self, node: int, *words: str, env: dict[str, str] | None = None, answers: dict[str, Any] | None = None,
         own: Own | None = None, json: bool | None = None, place: int | None = None, topology: bool = True,
-        rehearse: bool = False,
+        rehearse: bool = False, command: str = "train", config: bool = True,
     ) -> Front:  # fmt: skip
         """Starts a node's front.
 
@@ -87,17 +88,19 @@ class Job:
             place: where it runs, if not where a node of its rank does.
             topology: whether --nodes, --node-rank and --head are given.
             rehearse: whether the first checkpoint is read back, by a process that imports torch; most tests are not about it.
+            command: what is started: train, doctor.
+            config: whether it is given the config.
         """
         place = node if place is None else place
         json = node % 2 == 0 if json is None else json
         place_in_job = [
             "--nodes", str(self.nodes), "--node-rank", str(node), "--head", self.head, "--join-timeout", "60"
         ]  # fmt: skip
-        rest = [*(["--json"] if json else []), *([] if rehearse else ["--no-rehearse"])]
+        rest = [*(["--json"] if json else []), *([] if rehearse or command != "train" else ["--no-rehearse"])]
         words = (*(place_in_job if topology else ()), *words, *rest)
-        command = [*self._program(node, answers), "train", "c.yaml", *words]
+        started = [*self._program(node, answers), command, *(["c.yaml"] if config else []), *words]
         front = Front(
-            self.ground.command(place, command, own or Own()), node=node, host=self.ground.host(place), cwd=self.home(node),
+            self.ground.command(place, started, own or Own()), node=node, host=self.ground.host(place), cwd=self.home(node),
             environment=self._environment(place, env or {}), json=json,
         )  # fmt: skip
         self.fronts.append(front)
@@ -115,8 +118,8 @@ class Job:
         return [sys.executable, str(ENTRY), str(path)]
 
     def _environment(self, place: int, changes: dict[str, str]) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not _STRANGERS.match(name)}
-        cache = self._caches / f"place{place}"
+        kept = {name: value for name, value in os.environ.items() if not STRANGERS.match(name)}
+        cache = self.caches / f"place{place}"
         own = {
             "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache / "cache"), "XDG_CONFIG_HOME": str(cache / "settings"),
             "HF_HUB_OFFLINE": "1", "UNISONO_TOKEN": self.token, "TEST_JOB": self._mark,

@@ -32,7 +32,7 @@ def named(fronts: Sequence[Front], *, since: float | None = None) -> Named:
     verdict = same_words(fronts)
     begin = max(front.started for front in fronts) if since is None else since
     said = [
-        front.said('"kind": "verdict"') if front.json else front.said(verdict.lines()[0]) for front in fronts
+        front.said('"kind": "verdict"') if front.json else front.said(verdict.summary) for front in fronts
     ]
     found = Named(
         verdict, max(at or 0.0 for at in said) - begin, max(front.ended or 0.0 for front in fronts) - begin

@@ -9,12 +9,6 @@ from tests.nodes.ground import Loopback
 from tests.nodes.harness import Job
 
 
-@pytest.fixture(scope="session")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What runs share: prepared data, and the user's key."""
-    return tmp_path_factory.mktemp("caches")
-
-
 @pytest.fixture
 def solo_of(tmp_path: Path, model_dir: Path, rows_file: Path, caches: Path) -> Iterator[Callable[[], Job]]:
     """A function that makes a job of one node."""

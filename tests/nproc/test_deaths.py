@@ -54,6 +54,19 @@ def test_the_rank_that_ended_is_named_and_the_other_does_not_outlive_it(
 
 
 @pytest.mark.long
+def test_rank_0_that_leaves_a_step_early_does_not_make_it_a_run_that_came_to_its_end(solo: Job) -> None:
+    solo.config(duration="40 steps", restarts=0)
+    answers = {"faults": {"one_step_less": [0]}}
+    front = solo.start(0, "--nproc", "2", topology=False, answers=answers)
+    assert front.wait(limit_s=120) == 4, front.text()
+    solo.wait_gone(limit_s=5)
+    verdict = front.verdicts[-1]
+    assert (verdict.cause, verdict.ranks) == ("unequal_steps", (0,))
+    result = solo.read("result.json")
+    assert (result["outcome"], result["verdict"]["cause"]) == ("stalled", "unequal_steps")
+
+
+@pytest.mark.long
 def test_rank_zero_is_named_like_any_other(solo: Job) -> None:
     front = training(solo)
     solo.ranks()[0].kill()
@@ -69,6 +82,7 @@ def test_no_rank_outlives_a_front_that_is_killed(solo: Job) -> None:
     solo.wait_gone(limit_s=15)
 
 
+@pytest.mark.long  # test_preemption has it with a signal to all
 def test_a_signal_ends_all_ranks_after_the_same_step_and_the_run_goes_on(solo: Job) -> None:
     front = training(solo)
     front.signal(signal.SIGTERM)

@@ -60,11 +60,6 @@ def test_it_is_pruned_like_others(solo: Job) -> None:
     ]
 
 
-def test_without_it_nothing_is_saved_before_its_time(solo: Job) -> None:
-    assert start(solo, "--no-rehearse").wait() == 0
-    assert saved(solo) == [2, 4]
-
-
 def test_a_run_that_goes_on_rehearses_only_where_its_ranks_are_laid_out_otherwise(solo: Job) -> None:
     solo.config(duration="2 steps")
     assert solo.start(0, topology=False).wait() == 0, solo.told()
@@ -90,14 +85,17 @@ def small_disk(folder: Path, n_bytes: int) -> Iterator[None]:
 
 def size_of_one(job: Job) -> int:
     """Bytes of a checkpoint of such a run."""
-    assert start(job, "--no-rehearse").wait() == 0
     (newest, *_) = sorted(job.out.glob("checkpoints/step-*"), reverse=True)
     return sum(file.stat().st_size for file in newest.iterdir())
 
 
-def test_checkpoints_that_cannot_all_fit_are_refused_in_the_first_steps(solo_of: Callable[[], Job]) -> None:
-    size = size_of_one(solo_of())
-    job = solo_of()
+def test_without_it_nothing_is_saved_before_its_time_and_with_it_checkpoints_that_cannot_all_fit_are_refused(
+    solo_of: Callable[[], Job],
+) -> None:
+    without, job = solo_of(), solo_of()
+    assert start(without, "--no-rehearse").wait() == 0
+    assert saved(without) == [2, 4]
+    size = size_of_one(without)
     job.config(duration=LONG, checkpoint={"every": "500 steps", "keep": 3})
     with small_disk(job.out / "checkpoints", int(3.5 * size)):
         front = start(job)

@@ -167,3 +167,42 @@ def test_a_rank_that_not_even_sigkill_ends_is_not_waited_for(
     assert solo.processes(), "the rank still waits"
     disk.answer()
     solo.wait_gone(limit_s=20)
+
+
+@pytest.mark.fault("the whole output_dir does not answer")
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param((1, "auto"), id="one rank"),
+        pytest.param((2, "ddp"), id="ddp", marks=pytest.mark.long),
+        pytest.param((2, "fsdp"), id="fsdp", marks=pytest.mark.long),
+    ],
+)
+def test_where_no_step_can_be_kept_the_run_ends_and_says_why_and_goes_on_later(
+    solo: Job, mounts: ExitStack, world: tuple[int, str], tmp_path: Path
+) -> None:
+    """Nobody waits for ever: the ranks, their front, and the shell that waits for it."""
+    disk = mounts.enter_context(on_a_device(solo.out, tmp_path / "image", size=256 * MIB))
+    solo.config(track=["tensorboard"], data={"eval": 0.1}, eval={"every": "1 step", "samples": 0})
+    front = start(solo, world)
+    newer(solo, "")
+    disk.hang()
+    began = time.monotonic()
+    named = front.wait_for("has made no progress", limit_s=60)
+    assert named - began < 15
+    assert front.wait(limit_s=90) == 6, front.text()
+    assert front.ended is not None
+    assert front.ended - began < 60
+    told = front.text("err")
+    assert "writing metrics.jsonl has made no progress" in told, told
+    assert str(solo.out / "metrics.jsonl") in told
+    assert "the storage does not answer" in told
+    assert "Traceback" not in told
+    print(front.text(), front.ended - began, named - began)
+    disk.answer()
+    solo.wait_gone(limit_s=20)
+    reached = solo.metrics()[-1]["step"]
+    again = start(solo, world)
+    solo.waits_for_step(reached + 10)
+    stopped(solo, again)
+    assert [line["step"] for line in solo.metrics()] == list(range(1, solo.metrics()[-1]["step"] + 1))

@@ -15,11 +15,8 @@ Reference = Callable[[Layout, int], Undisturbed]
 
 
 @pytest.fixture(scope="session")
-def ready(
-    ground: Ground, model_dir: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> _Make:
+def ready(ground: Ground, model_dir: Path, rows_file: Path, caches: Path) -> _Make:
     """A function that makes a job of so many nodes in a folder."""
-    caches = tmp_path_factory.mktemp("caches")
 
     def make(folder: Path, nodes: int) -> Job:
         folder.mkdir()

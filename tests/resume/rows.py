@@ -1,4 +1,4 @@
-"""Which rows a run trained on, as its ranks wrote them down themselves before each forward (`write_rows` of train/faults.py)."""
+"""Which rows a run trained on, as its ranks wrote them down themselves before each forward (`write_rows` of train/faults)."""
 
 import json
 from collections import Counter, defaultdict
@@ -11,18 +11,21 @@ Rows = dict[int, list[Row]]
 """By step, the rows of all ranks, sorted: within a step there is no order, since the gradient is one sum."""
 
 
-def rows_of(folder: Path) -> Rows:
+def rows_of(folder: Path, *, nodes: int = 1) -> Rows:
     """The rows of each step as it stands, which is as it was made last.
+
+    Args:
+        folder: where the ranks wrote them down.
+        nodes: of the run. The fronts of several are told from one another, and not from those of a start before: give one start.
 
     Raises:
         AssertionError: if an attempt at a step, also one that a kill cut short, took other rows than that which stands.
     """
     attempts: dict[int, dict[Any, Counter[Row]]] = defaultdict(lambda: defaultdict(Counter))
     for line in sorted(_lines(folder), key=lambda line: float(line["time"])):
-        own = attempts[line["step"]].pop((line["front"], line["epoch"]), Counter())  # the newest comes last
-        attempts[line["step"]][line["front"], line["epoch"]] = own + Counter(
-            (name, digest) for name, digest in line["rows"]
-        )
+        attempt = (line["front"] if nodes == 1 else None, line["epoch"])
+        own = attempts[line["step"]].pop(attempt, Counter())  # the newest comes last
+        attempts[line["step"]][attempt] = own + Counter((name, digest) for name, digest in line["rows"])
     stand = {step: list(of_step.values())[-1] for step, of_step in sorted(attempts.items())}
     for step, of_step in attempts.items():
         for attempt, taken in of_step.items():

@@ -9,6 +9,7 @@ from unisono.compat import load_own_config
 from unisono.config import LoadedConfig
 from unisono.errors import UsageError
 from unisono.facts import Environment, Probes
+from unisono.facts.slurm import SlurmStep
 from unisono.launch.command import Programs
 from unisono.launch.device import device_words
 from unisono.launch.resolved import with_absolute_paths
@@ -37,6 +38,11 @@ class TrainRequest:
         hosts: `--hosts` as it was typed: this machine and those that it starts over ssh, between commas.
         token_file: a file with the job's secret; `-`: the first line of stdin, whose end is then this front's end.
         join_timeout_s: how long the nodes wait for each other.
+        launcher: who starts the fronts: local, nodes, ray, slurm; None: this one, and whoever has the same command.
+        ray_address: of the Ray cluster; None: the one that RAY_ADDRESS names, or that runs on this machine.
+        partition: of the Slurm cluster.
+        time: the limit of a Slurm job, as Slurm writes it.
+        origins: where each value of the config came from, where another front has resolved it; None: as it is read here.
         debug_comm: ranks say more about their communication.
         rehearse: several ranks make a checkpoint after the first step, which is read back.
         limit_rows: only so many rows are read; a rehearsal's.
@@ -62,6 +68,11 @@ class TrainRequest:
     hosts: str | None = None
     token_file: str | None = None
     join_timeout_s: float = 300.0
+    launcher: str | None = None
+    ray_address: str | None = None
+    origins: dict[str, str] | None = None
+    partition: str | None = None
+    time: str | None = None
     debug_comm: bool = False
     rehearse: bool = True
     limit_rows: int | None = None
@@ -117,7 +128,8 @@ def load_asked(request: TrainRequest) -> LoadedConfig:
     if request.restarts is not None:
         overrides = (*overrides, f"restarts={request.restarts}")
     loaded = load_own_config(request.config_path, overrides)
-    return replace(loaded, config=with_absolute_paths(loaded.config, Path.cwd()))
+    origins = loaded.origins if request.origins is None else request.origins
+    return replace(loaded, config=with_absolute_paths(loaded.config, Path.cwd()), origins=origins)
 
 
 def refuse_live_launcher(environment: Environment, request: TrainRequest) -> None:
@@ -126,6 +138,7 @@ def refuse_live_launcher(environment: Environment, request: TrainRequest) -> Non
     Raises:
         UsageError: if this process is one of several ranks of torchrun or srun.
     """
+    _refuse_several_tasks(environment.slurm_step, request)
     launcher = environment.live_launcher
     if launcher is None:
         return
@@ -140,6 +153,25 @@ def refuse_live_launcher(environment: Environment, request: TrainRequest) -> Non
         where=f"WORLD_SIZE={environment.world_size}, {variable} is set",
         why="it starts its ranks itself; started several times, all would train the same run",
         fix=f"run it once{' on each node' if many else ''}: {start}{request.command}{ranks}",
+    )
+
+
+def _refuse_several_tasks(step: SlurmStep | None, request: TrainRequest) -> None:
+    """Also without WORLD_SIZE: each task would take the run's directory for its own.
+
+    Raises:
+        UsageError: if this process is one of several tasks of a step on its node.
+    """
+    if step is None or step.tasks <= step.nodes:
+        return
+    each, rest = divmod(step.tasks, step.nodes)
+    ranks = f" --nproc {each}" if request.nproc is None and not rest else ""
+    start = "srun --ntasks-per-node=1" if step.nodes > 1 else "srun --ntasks=1"
+    raise UsageError.of(
+        f"unisono train was started by srun as one of {step.tasks} tasks on {step.nodes} node{'' if step.nodes == 1 else 's'}",
+        where=f"step {step.name}, SLURM_STEP_NUM_TASKS={step.tasks}",
+        why="it starts its ranks itself; started several times, all would train the same run",
+        fix=f"one task on each node: {start} {request.command}{ranks}",
     )
 
 

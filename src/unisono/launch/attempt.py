@@ -11,17 +11,22 @@ from pydantic import ValidationError
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.report import RankReport
+from unisono.causes import Verdict
 from unisono.control.events import Arrived, Event, Left, Said
 from unisono.events import Message
 from unisono.launch.companion import Companion
 from unisono.launch.conduct import Conductor, Decision
+from unisono.launch.evidence import Raw
 from unisono.launch.interrupts import Interrupts
 from unisono.launch.nodes.words import node_refused
 from unisono.launch.postmortem import NodeLoss
 from unisono.launch.ranks import LAST_WORDS, LocalRanks, RankEnd, RankNews
+from unisono.launch.signs import Signs
 from unisono.launch.stopping import Newest, Stopping
+from unisono.launch.watching import Watching
 from unisono.plan import RunPlan
 from unisono.text import one_line
+from unisono.watch import Picture
 
 if TYPE_CHECKING:
     from unisono.control.server import HeadServer
@@ -53,10 +58,13 @@ class Attempt:
         ready: whether rank 0 has loaded everything and trains; before that there is nothing of its own to save.
         last: rank 0's last word: `result`, `refused` or `crashed`; None if it died without one.
         decision: why the ranks were ended, if they were.
+        decided_at: when that was known, in monotonic seconds.
         asked_to_stop: the signal that some front got.
         seconds: from its start to its end.
         ends: of the ranks, by rank.
         lost: nodes that are gone, or that did not say that their ranks are.
+        picture: what was seen of the ranks last.
+        raw: what was gathered of the ranks, as it was written, where something ended them.
     """
 
     from_step: int
@@ -69,11 +77,14 @@ class Attempt:
     ready: bool = False
     last: Message | None = None
     decision: Decision | None = None
+    decided_at: float | None = None
     asked_to_stop: signal.Signals | None = None
     seconds: float = 0.0
     evals: dict[str, Any] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)
     lost: list[NodeLoss] = field(default_factory=list)
+    picture: Picture | None = None
+    raw: dict[int, Raw] = field(default_factory=dict)
 
     def note(self, message: Message) -> None:
         """Keeps what a message of rank 0 tells."""
@@ -120,12 +131,16 @@ def run_attempt(
         stack.enter_context(local)
         interrupts.collect()
         conducting = _Conducting(plan, local, server, interrupts, show, on_agreement, companions)
+        stack.callback(conducting.signs.close)
         if server is not None:
             from unisono.launch.shards import taking_shards  # one node alone needs no channel
 
             conducting.shards = stack.enter_context(taking_shards(plan, server, local.run.checkpoints))
         try:
             conducting.run()
+            conducting.attempt.picture = conducting.watching.picture
+            if conducting.attempt.decision is not None:
+                conducting.attempt.raw = conducting.watching.raw()
         finally:
             for companion in companions:
                 companion.finish()
@@ -158,6 +173,8 @@ class _Conducting:
         self._server = server
         self._show = show
         self._interrupts = interrupts
+        self.signs = Signs(local, 0)
+        self.watching = Watching(plan, self.signs, server, show, stall_after=plan.config.watch.stall_after)
         self._stopping = Stopping(interrupts, grace=plan.config.grace, show=self._show_everywhere)
         self._away = {node.node_rank for node in plan.nodes if node.node_rank != 0}
         self._final_since: float | None = None
@@ -174,7 +191,8 @@ class _Conducting:
             self._ask_companions()
             decision = self.conductor.decide(now=time.monotonic())
             if decision is not None and not self.conductor.has_result:
-                self.attempt.decision = decision
+                self.attempt.decision, self.attempt.decided_at = decision, time.monotonic()
+                self.watching.see()
                 self._end_all("another rank ended the run" if self.plan.world_size > 1 else "")
                 return
             self._pass_on_stop()
@@ -212,6 +230,8 @@ class _Conducting:
             return
         for companion in self._companions:
             companion.heard(rank, message)
+        if message["kind"] == "digest":
+            return
         if message["kind"] == "shard_written":
             told = self.shards.confirmed(rank, message) if self.shards else {**message, "rank": rank}
             self._local.tell(told, rank=0)
@@ -227,11 +247,16 @@ class _Conducting:
             self._show(message if rank == 0 else {**message, "rank": rank})
 
     def _ask_companions(self) -> None:
-        """One may have found what the run cannot live with."""
+        """One may have found what the run cannot live with; so may the watch."""
+        verdict = self.watching.look()
+        if verdict is not None:
+            self.conductor.judged(verdict)
         for companion in self._companions:
-            error = companion.look()
-            if error is not None:
-                self.conductor.refused_by_us(error)
+            found = companion.look()
+            if isinstance(found, Verdict):
+                self.conductor.judged(found)
+            elif found is not None:
+                self.conductor.refused_by_us(found)
 
     def _take_report(self, report: RankReport) -> None:
         store = self.conductor.rank_reported(report)
@@ -252,12 +277,12 @@ class _Conducting:
                 self.conductor.node_lost(NodeLoss(event.node_rank, event.host, event.why), now=now)
         elif isinstance(event, Arrived) and self.shards is not None:
             self.shards.arrived(event)
-        elif isinstance(event, Said):
+        elif isinstance(event, Said) and event.node_rank in {node.node_rank for node in self.plan.nodes}:
             try:
                 self._take_said(event.node_rank, event.message)
             except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
                 why = f"sent what cannot be read: {one_line(str(error), limit=200)}"
-                host = self.plan.nodes[event.node_rank].host
+                host = self.plan.node(event.node_rank).host
                 self.conductor.node_lost(NodeLoss(event.node_rank, host, why), now=now)
 
     def _take_said(self, node_rank: int, message: Message) -> None:
@@ -271,14 +296,16 @@ class _Conducting:
                 self._take_message(int(message["rank"]), dict(message["message"]))
             case "rank_ended" if int(message["end"]["rank"]) in own:
                 self.conductor.rank_ended(RankEnd.from_json(message["end"]), now=time.monotonic())
+            case "beats" | "looked":
+                self.watching.heard(node_rank, message)
             case "all_ended":
                 self._away.discard(node_rank)
             case "refused":  # it has not started its ranks, so there are none to wait for
                 self._away.discard(node_rank)
-                host = self.plan.nodes[node_rank].host
+                host = self.plan.node(node_rank).host
                 self.conductor.node_refused(node_refused(node_rank, host, message))
             case "stop":
-                node = self.plan.nodes[node_rank]
+                node = self.plan.node(node_rank)
                 where = f"node {node_rank} ({node.host})"
                 number = signal.Signals[str(message["signal"])]
                 self._interrupts.ask(number, where=where, again=message.get("again") is True)
@@ -297,7 +324,7 @@ class _Conducting:
             lost = {loss.node_rank for loss in self.conductor.lost}
         for node_rank in sorted(self._away - lost):
             why = f"it did not say within {_GONE_S:g} s that its ranks are gone"
-            self.conductor.lost.append(NodeLoss(node_rank, self.plan.nodes[node_rank].host, why))
+            self.conductor.lost.append(NodeLoss(node_rank, self.plan.node(node_rank).host, why))
 
     def _pass_on_stop(self) -> None:
         attempt = self.attempt

@@ -5,62 +5,73 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
+from unisono.aside import Aside
+from unisono.errors import UnfitError
 from unisono.events import Message
-from unisono.facts.threads import ThreadLook, look_at_thread
+from unisono.facts.storage import answers
+from unisono.facts.threads import look_at_thread
 
 Result = TypeVar("Result")
 
 STUCK_S = 10.0
 _POLL_S = 0.2
+_FIX = "mend or free the storage of output_dir, and run the same command again"
 
 
 class Hung(Exception):  # noqa: N818 - named for what happened, as RankDied is
-    """Some work on files has not moved for too long. Its thread is left behind.
-
-    Attributes:
-        look: the thread.
-    """
-
-    def __init__(self, look: ThreadLook | None, seconds: float) -> None:
-        self.look = look
-        super().__init__(
-            f"nothing has moved for {seconds:.0f} s: {look or 'its thread is not seen any more'}"
-        )
+    """Some work on files has not moved for too long. Its thread is left behind."""
 
 
-def unless_stuck(work: Callable[[], Result], *, stuck_s: float = STUCK_S) -> Result:
+def unless_stuck(
+    work: Callable[[], Result], *, aside: Aside | None = None, stuck_s: float = STUCK_S
+) -> Result:
     """What `work` gives, however long it takes while it moves.
 
     Args:
         work: to be done; what it raises is raised here.
+        aside: who does it, after what it was given before; one of its own where none is given.
         stuck_s: seconds without a sign of life after which it is given up.
 
     Raises:
         Hung: if it does not move.
     """
-    running = _Running(work)
+    aside, job = aside or Aside("files"), _Job(work)
+    aside.do(job)
     moves, since = None, time.monotonic()
-    while not running.done.wait(_POLL_S):
-        look = look_at_thread(os.getpid(), running.number)
+    while not job.done.wait(_POLL_S):
+        look = look_at_thread(os.getpid(), aside.thread_id)
         if look is None or look.moves != moves:
             moves, since = look.moves if look else None, time.monotonic()
         elif time.monotonic() - since > stuck_s:
-            raise Hung(look, stuck_s)
-    return running.result()
+            raise Hung(f"nothing has moved for {stuck_s:.0f} s: {look}")
+    return job.result()
 
 
 class RunsDisk:
-    """The run's directory, as the front writes into it at the end. Once it has hung nothing more is tried.
+    """The run's directory, as the front writes into it while the ranks run and at the end. Once it has hung nothing more is tried.
 
     Attributes:
         hung: how it hung, if it did.
+        root: the directory.
     """
 
-    def __init__(self, show: Callable[[Message], None]) -> None:
+    def __init__(self, root: Path, show: Callable[[Message], None]) -> None:
         self.hung: Hung | None = None
+        self.root = root
         self._show = show
+        self._aside = Aside("files")
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Has it done before what is written next, if the storage answers, and waits for nothing: the ranks, too, write there, and say what is wrong with it."""
+
+        def if_it_answers() -> None:
+            if answers(self.root, limit_s=STUCK_S):
+                work()
+
+        self._aside.do(_Job(if_it_answers))
 
     def write(self, what: str, work: Callable[[], Result]) -> Result | None:
         """Has it written; None if the storage fails or does not answer, which is said: how a run ended does not depend on it.
@@ -69,21 +80,42 @@ class RunsDisk:
             what: is written, for people.
             work: writes it.
         """
-        if self.hung is not None:
-            return None
         try:
-            return unless_stuck(work)
+            return self._written(work)
         except Hung as hung:
-            self.hung = hung
-            self._warn("storage_blocked", f"{what} cannot be written into the run's directory: {hung}")
+            if self.hung is None:
+                self.hung = hung
+                self._warn("storage_blocked", f"{what} cannot be written into the run's directory: {hung}")
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
             self._warn("storage_failed", f"{what} cannot be written: {error.strerror or error}{where}")
         return None
 
+    def need(self, what: str, work: Callable[[], Result]) -> Result:
+        """The same for what a start cannot do without.
+
+        Raises:
+            UnfitError: if the storage does not answer.
+            OSError: what the file system says.
+        """
+        try:
+            return self._written(work)
+        except Hung as hung:
+            self.hung = self.hung or hung
+            raise UnfitError.of(
+                f"{what} cannot be written", where=str(self.root), why=str(hung), fix=_FIX
+            ) from hung
+
+    def _written(self, work: Callable[[], Result]) -> Result:
+        if self.hung is not None:
+            raise self.hung
+        # Asked first, by a process of its own: a thread that hangs in the kernel would keep this whole process from ending.
+        if not answers(self.root, limit_s=STUCK_S):
+            raise Hung(f"the storage does not answer: nothing for {STUCK_S:.0f} s")
+        return unless_stuck(work, aside=self._aside)
+
     def _warn(self, code: str, text: str) -> None:
-        fix = "mend or free the storage of output_dir, and run the same command again"
-        self._show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": fix})
+        self._show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": _FIX})
 
 
 def leave(exit_code: int) -> NoReturn:
@@ -93,25 +125,22 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-class _Running(Generic[Result]):
+class _Job(Generic[Result]):
     def __init__(self, work: Callable[[], Result]) -> None:
         self.done = threading.Event()
-        self.number = 0
         self._work = work
         self._results: list[Result] = []
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="files", daemon=True).start()
 
-    def result(self) -> Result:
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
-
-    def _run(self) -> None:
-        self.number = threading.get_native_id()
+    def __call__(self) -> None:
         try:
             self._results.append(self._work())
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
             self._error = error
         finally:
             self.done.set()
+
+    def result(self) -> Result:
+        if self._error is not None:
+            raise self._error
+        return self._results[0]

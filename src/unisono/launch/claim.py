@@ -11,6 +11,7 @@ from unisono.config import RunConfig
 from unisono.errors import UsageError
 from unisono.files import make_private_dir
 from unisono.launch.resuming import Earlier
+from unisono.launch.stored import remove_half_a_copy
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 from unisono.rundir.start import StartDecision, decide_start, set_aside
@@ -24,6 +25,7 @@ class Claim:
         run: its names.
         decision: what this start is: fresh, resume or extend.
         made: whether this start made the directory.
+        earlier: what the start before has left, to be put back.
         worth_keeping: whether something came of it; otherwise a directory that was made is removed again.
         trained: whether ranks were ready to train; otherwise the plan of the start before is put back.
     """
@@ -31,8 +33,19 @@ class Claim:
     run: RunDir
     decision: StartDecision
     made: bool
+    earlier: Earlier
     worth_keeping: bool = False
     trained: bool = False
+
+    def decide_again(self, config: RunConfig, *, allow: frozenset[str]) -> None:
+        """What this start is, now that a run was brought into the directory.
+
+        Raises:
+            UsageError: if it is another run than the config means.
+        """
+        self.worth_keeping = True
+        self.decision = decide_start(self.run, config, resume=True, fresh=False, allow=allow)
+        self.earlier = Earlier.of(self.run)
 
 
 @contextlib.contextmanager
@@ -61,15 +74,16 @@ def claim(
     try:
         with _locked(run, host, say):
             made = missing  # from here on: who is refused may not take away what another start has just made
+            if remove_half_a_copy(run):
+                say(f"what a start that was killed had begun to bring into {run.root} is removed")
             decision = decide_start(run, config, resume=resume, fresh=False, allow=allow)
-            claimed = Claim(run, decision, made)
-            earlier = Earlier.of(run)
+            claimed = Claim(run, decision, made, Earlier.of(run))
             try:
                 yield claimed
             finally:
                 made = claimed.made and not claimed.worth_keeping
-                if decision.kind != "fresh" and not claimed.trained:
-                    earlier.put_back()
+                if claimed.decision.kind != "fresh" and not claimed.trained:
+                    claimed.earlier.put_back()
     finally:
         if made:
             shutil.rmtree(run.root, ignore_errors=True)

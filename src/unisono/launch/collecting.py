@@ -93,7 +93,7 @@ def collect(
                     case Said(message={"kind": "kept_sent"}):
                         waiting.discard(event.node_rank)
                     case Said(message={"kind": "stop", "signal": name, **rest}):
-                        stopped = stop_of(name, plan.nodes[event.node_rank].host)
+                        stopped = stop_of(name, plan.node(event.node_rank).host)
                         interrupts.ask(stopped.number, where=stopped.where, again=rest.get("again") is True)
                     case Left():
                         waiting.discard(event.node_rank)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +18,12 @@ class Programs:
 
 
 def worker_command(
-    programs: Programs, *, plan: Path, events: Path, report_fd: int, snapshot_fd: int | None = None
-) -> list[str]:
+    programs: Programs, *, plan: Path, events: Path, report_fd: int, snapshot_fd: int | None = None, beat_fds: Sequence[int] = ()
+) -> list[str]:  # fmt: skip
     """The command line of one rank."""
     kept = ["--snapshot-fd", str(snapshot_fd)] if snapshot_fd is not None else []
-    return [*programs.worker, str(plan), "--events", str(events), *kept, *_ties(report_fd)]
+    beats = ["--beat-fds", ",".join(map(str, beat_fds))] if beat_fds else []
+    return [*programs.worker, str(plan), "--events", str(events), *kept, *beats, *_ties(report_fd)]
 
 
 def task_command(programs: Programs, name: str, *, request: Path, report_fd: int) -> list[str]:

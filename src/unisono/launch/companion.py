@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from unisono.causes import Verdict
 from unisono.errors import UnisonoError
 from unisono.events import Message
 
@@ -12,8 +13,8 @@ class Companion(Protocol):
     def heard(self, rank: int, message: Message) -> None:
         """Is told each message of a rank that the head hears; rank 0 tells of steps and of checkpoints."""
 
-    def look(self) -> UnisonoError | None:
-        """Called some times a second. An error ends the ranks, and is how the run ends."""
+    def look(self) -> UnisonoError | Verdict | None:
+        """Called some times a second. An error or a verdict ends the ranks, and is how the run ends."""
 
     def finish(self) -> None:
         """The ranks have ended, or are about to be ended. Must return in bounded time."""

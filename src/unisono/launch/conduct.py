@@ -1,5 +1,6 @@
 """What the head makes of the news of all ranks: who may go, who ended first, when it is over. No clock, no I/O."""
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ class Decision:
         loss: the node that was lost, if that is the cause.
         agreement: what the ranks disagree about, if that is it.
         error: what a companion has found that the run cannot live with.
+        verdict: what was found while all ranks lived.
         after_s: seconds from the first news of it to the decision.
     """
 
@@ -32,6 +34,7 @@ class Decision:
     loss: NodeLoss | None = None
     agreement: Agreement | None = None
     error: UnisonoError | None = None
+    verdict: Verdict | None = None
     after_s: float = 0.0
 
 
@@ -47,6 +50,7 @@ class Conductor:
         lost: nodes that are gone.
         refusal: of a node that does not carry out the plan.
         error: what a companion has found.
+        verdict: of the watch, or of a companion.
     """
 
     plan: RunPlan
@@ -56,6 +60,7 @@ class Conductor:
     lost: list[NodeLoss] = field(default_factory=list)
     refusal: Agreement | None = None
     error: UnisonoError | None = None
+    verdict: Verdict | None = None
     _first_trouble: float | None = None
 
     def rank_reported(self, report: RankReport) -> tuple[str, int] | None:
@@ -92,6 +97,10 @@ class Conductor:
         """Takes what the head itself has found that the run cannot live with; the first word counts."""
         self.error = self.error or error
 
+    def judged(self, verdict: Verdict) -> None:
+        """Takes a verdict on ranks that live; the first one counts."""
+        self.verdict = self.verdict or verdict
+
     @property
     def is_over(self) -> bool:
         """Whether every rank has ended well."""
@@ -110,6 +119,8 @@ class Conductor:
                 return Decision(agreement=found)
         if self.error is not None and self._first_trouble is None:
             return Decision(error=self.error)
+        if self.verdict is not None and self._first_trouble is None:
+            return Decision(verdict=self.verdict)
         if self._first_trouble is None:
             return None
         since = now - self._first_trouble
@@ -118,7 +129,9 @@ class Conductor:
         culprit = first_cause(list(self.ends.values()))
         if culprit is None and since < _ONLY_VICTIMS_S and len(self.ends) < self.plan.world_size:
             return None
-        certain = culprit is not None and (culprit.returncode < 0 or self.plan.world_size == 1)
+        # By SIGABRT torch ends ranks that are in different collectives; where the others are is known a moment later.
+        killed = culprit is not None and culprit.returncode < 0 and culprit.returncode != -signal.SIGABRT
+        certain = killed or (culprit is not None and self.plan.world_size == 1)
         if not certain and since < _SETTLE_S and len(self.ends) < self.plan.world_size:
             return None
         return Decision(culprit=culprit, after_s=since)

@@ -80,6 +80,7 @@ class FirstCheckpoint:
         self._saved: Saved | None = None
         self._error: UnisonoError | None = None
         self._task: TaskProcess | None = None
+        self._held: Message | None = None
         self._room: Room | None = None
         self._began = 0.0
         self._is_over = not plan.rehearse
@@ -95,6 +96,17 @@ class FirstCheckpoint:
             )  # fmt: skip
         elif message["kind"] == "warning" and message.get("code") == "checkpoint_failed":
             self._error = _not_written(message)
+
+    def pass_on(self, message: Message) -> None:
+        """Shows a message. The first checkpoint's waits until it is read back, and then has `estimate`: what all of them will take."""
+        if (
+            message["kind"] == "checkpoint"
+            and message["step"] == self._plan.rehearsed_step
+            and not self._is_over
+        ):
+            self._held = message
+        else:
+            self._show(message)
 
     def look(self) -> UnisonoError | None:
         """What the run cannot live with, once that is known."""
@@ -136,16 +148,25 @@ class FirstCheckpoint:
         if self._task is not None:
             self._task.close(patience_s=0)
             self._task = None
+        self._release()
+
+    def _release(self, found: dict[str, Any] | None = None) -> None:
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._show({**held, "estimate": found} if found is not None else held)
 
     def _take(self, message: Message, saved: Saved) -> None:
         if message["kind"] == "room":
             self._room = Room(message["free_bytes"], message["own_bytes"], tuple(message["steps"]))
             self._error = _refusal(self._plan, saved, self._room)
             if self._error is not None:
+                self._release(estimate(self._plan, saved, self._room, read_s=None))
                 self._end()
         elif message["kind"] == "result" and self._room is not None:
+            read_s = float(message["seconds"])
+            self._release(estimate(self._plan, saved, self._room, read_s=read_s))
             self._end()
-            text = summary(self._plan, saved, self._room, read_s=float(message["seconds"]))
+            text = summary(self._plan, saved, self._room, read_s=read_s)
             self._show({"kind": "note", "time": time.time(), "text": text})
 
     def _tell_if_slow(self, saved: Saved) -> None:
@@ -182,6 +203,16 @@ def summary(plan: RunPlan, saved: Saved, room: Room, *, read_s: float) -> str:
         f"{line}; {more}, at most {at_most} on disk: {show_bytes(at_most * saved.bytes)} of"
         f" {show_bytes(room.bytes)} free; {show_seconds(len(due) * saved.seconds)} in all"
     )
+
+
+def estimate(plan: RunPlan, saved: Saved, room: Room, *, read_s: float | None) -> dict[str, Any]:
+    """The same for programs. `read_back_s` is null where it was not read to its end, since they do not fit."""
+    due = _due(plan, saved.step)
+    at_once = _at_most(plan, room, due) if due else len(room.steps)
+    return {
+        "more": len(due), "at_once": at_once, "bytes": at_once * saved.bytes, "free_bytes": room.bytes,
+        "seconds": len(due) * saved.seconds, "read_back_s": read_s,
+    }  # fmt: skip
 
 
 def _due(plan: RunPlan, step: int) -> list[int]:

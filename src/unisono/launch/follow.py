@@ -1,5 +1,6 @@
 """The part of a node that is not the head: it carries out the head's plan with its own ranks, and ends as the head says."""
 
+import contextlib
 import signal
 import time
 from dataclasses import dataclass, field
@@ -16,26 +17,27 @@ from unisono.launch.interrupts import Interrupts
 from unisono.launch.postmortem import NodeLoss, name_lost_node
 from unisono.launch.ranks import LocalRanks, RankEnd, RankNews
 from unisono.launch.shards import ShardSender
+from unisono.launch.telling import Telling
 
 if TYPE_CHECKING:
     from unisono.launch.nodes.agent import Attendance
 
 _POLL_S = 0.2
 _HEAD_ANSWERS_S = 3.0
-_PASSED_ON = ("warning", "ready", "shard_written", "asked")
+_PASSED_ON = ("warning", "ready", "shard_written", "asked", "digest")
 """What the head hears of a rank's messages, beside its report and its end."""
 
 
 @dataclass(frozen=True)
 class LastWord:
-    """What the head said at the end: `ended` with exit code, verdicts and result, or `plan` for a new start."""
+    """What the head said at the end: `ended` with exit code, verdicts and result; `again` before a new start of the ranks."""
 
     message: Message
 
     @property
-    def is_new_plan(self) -> bool:
-        """Whether the ranks are to be started again."""
-        return self.message["kind"] == "plan"
+    def is_final(self) -> bool:
+        """Whether the ranks are not to be started again."""
+        return self.message["kind"] == "ended"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class LostHead:
 
     host: str
     why: str
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing was closed: the line, or either end of it, may be cut."""
+        return self.why.startswith("silent for ")
 
     @property
     def verdict(self) -> Verdict:
@@ -74,13 +81,15 @@ class Serving:
     checkpoints: Path | None = None
     _shards: ShardSender | None = field(default=None, init=False)
     _kept: KeptSender | None = field(default=None, init=False)
+    _telling: Telling = field(init=False)
     _told_stop: bool = field(default=False, init=False)
     _told_again_at: float | None = field(default=None, init=False)
     _told_gone: bool = field(default=False, init=False)
 
     def run(self) -> LastWord | LostHead:
         """Until the end; the ranks are gone then."""
-        with self.local, Transfers(self.link.link) as transfers:
+        self._telling = Telling(self.local, self.local.places[0].node_rank, self.link.send)
+        with self.local, contextlib.closing(self._telling), Transfers(self.link.link) as transfers:
             self._make_senders(transfers)
             self.interrupts.collect()
             self.link.send({"kind": "ranks_started"})
@@ -98,6 +107,7 @@ class Serving:
                     last = self._obey(event.message)
                     if last is not None:
                         return last
+                self._telling.tell()
                 self._tell_stop()
                 if self._head_is_late():
                     self.local.end("a second signal")
@@ -113,6 +123,7 @@ class Serving:
 
     def _pass_on(self, news: RankNews) -> None:
         if isinstance(news, RankEnd):
+            self._telling.tell_views()
             self.link.send({"kind": "rank_ended", "end": news.to_json()})
         elif news.message["kind"] == "rank_report":
             self.link.send(news.message)
@@ -140,13 +151,15 @@ class Serving:
                 for news in self.local.poll(0):
                     self._pass_on(news)  # the last of them says, once, that all are gone
                 self._tell_gone()
+            case "look":
+                self._telling.look(message)
             case "kept_wanted" if self._kept is not None:
                 self._kept.wanted()
             case "verdict":
                 self._say_verdict(message)
             case "note":
                 self.show({"kind": "note", "time": time.time(), "text": str(message.get("text", ""))})
-            case "ended" | "plan":
+            case "ended" | "again":
                 self.local.end("the run is over")
                 return LastWord(message)
             case _:

@@ -16,6 +16,7 @@ from unisono.launch.node_report import look_at_files, look_at_output, make_node_
 from unisono.launch.nodes.party import MakeReport, Party, Show, Standing
 from unisono.launch.nodes.refusal import tell_refusal
 from unisono.launch.planning import Here
+from unisono.launch.srun import placed_by_slurm
 from unisono.launch.token import make_token, read_token, watch_lifeline
 from unisono.launch.topology import Accelerators, Topology, read_topology
 from unisono.plan import DataSummary, ModelFacts
@@ -58,7 +59,8 @@ def tell_early_refusal(
         request.topology, nproc=1, devices=()
     )  # how many ranks it would have had is no matter now
     try:
-        topology = read_topology(asked, environment.leftovers, Accelerators(0))
+        placed = placed_by_slurm(environment.slurm_step, request.probes.network)
+        topology = read_topology(asked, environment.leftovers, Accelerators(0), placed=placed)
         if topology.nodes == 1 or topology.hosts:
             return
         party = party_of(request, topology, host=read_machine(_no_devices).host, token=token, show=show)

@@ -8,13 +8,27 @@ all of that is one wish. Ranks do not count at all; they only note the wish, how
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Self
 
 _ASKS_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 AGAIN_AFTER_S = 1.0
+
+
+def taken_over(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]
+) -> dict[signal.Signals, Any]:
+    """Has signals handled from here on; gives what handled each before. A SIGHUP that nohup has turned off stays off."""
+    taken: dict[signal.Signals, Any] = {}
+    for number in numbers:
+        before = signal.getsignal(number)
+        if number is signal.SIGHUP and before is signal.SIG_IGN:
+            continue
+        taken[number] = before
+        signal.signal(number, handler)
+    return taken
 
 
 class Stopped(BaseException):
@@ -54,12 +68,7 @@ class Interrupts:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in _ASKS_TO_STOP:
-            before = signal.getsignal(number)
-            if number is signal.SIGHUP and before is signal.SIG_IGN:
-                continue  # started by nohup
-            self._before[number] = before
-            signal.signal(number, self._note)
+        self._before = taken_over(_ASKS_TO_STOP, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:

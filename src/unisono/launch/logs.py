@@ -1,86 +1,211 @@
-"""Merges what the ranks of a run printed with what they told, in the order of time."""
+"""Merges what the ranks of a run printed with what they told and with its verdicts, in the order of time as the head's clock has it."""
 
 import heapq
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from unisono.causes.signatures import match_line
 from unisono.errors import UsageError
 from unisono.events import read_message
+from unisono.files import read_object
 from unisono.rundir.layout import RunDir
 from unisono.text import one_line
 
 _NAME = "-rank-"
+_NOBODY = -1  # in place of a rank: the run as a whole
+_FOLLOW_S = 0.5
+_LINE_BYTES = 1 << 20  # what a rank prints without an end is shown in pieces
+_NOT_SIGNS = ("progress", "finished")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class LogLine:
-    """One line: `printed` by a rank, or `told` as an event.
+    """One line: `printed` by a rank, `told` as an event, or a `verdict` on the run.
 
     Attributes:
-        time: UTC, seconds; of a printed line the moment at which the front saw the log grow past it; 0: not known.
+        time: UTC by the head's clock, seconds; of a printed line the moment at which the front saw the log grow past it; 0: not known.
+        rank: -1: the run as a whole.
     """
 
     time: float
     rank: int
     order: int
     host: str = field(compare=False)
-    source: Literal["printed", "told"] = field(compare=False)
+    source: Literal["printed", "told", "verdict"] = field(compare=False)
     text: str = field(compare=False)
 
     @property
     def label(self) -> str:
-        """Who it is from."""
-        return (
-            f"rank {self.rank}{' ' + self.host if self.host else ''}{' *' if self.source == 'told' else ''}"
-        )
+        """Who it is from; `*`: told, `!`: printed words that are known to mean something."""
+        if self.rank == _NOBODY:
+            return "the run *"
+        mark = " *" if self.source == "told" else " !" if self.signatures else ""
+        return f"rank {self.rank}{' ' + self.host if self.host else ''}{mark}"
+
+    @property
+    def signatures(self) -> list[str]:
+        """Ids of the signatures that a printed line has, without those that only say that work goes on."""
+        found = match_line(self.text) if self.source == "printed" else []
+        return [signature.id for signature in found if signature.kind not in _NOT_SIGNS]
 
 
 def merged_logs(root: Path) -> Iterator[LogLine]:
-    """All lines of all ranks, in time; lines of one file stay in their order.
+    """All lines of all ranks, and the verdicts, in time; lines of one file stay in their order.
 
     Raises:
         UsageError: if the directory is no run, or has no logs.
     """
-    run = RunDir(root)
-    printed = sorted(run.log("HOST", 0).parent.glob(f"*{_NAME}*.log"))
-    told = sorted(run.events(0).parent.glob("rank-*.jsonl"))
-    if not printed and not told:
+    sources = _Sources(RunDir(root))
+    sources.find()
+    if not sources.all:
         raise UsageError.of(
             f"{root} has no logs", where=str(root), why="there is neither logs/ nor events/ with anything in it",
             fix="give the output_dir of a run that has been started",
         )  # fmt: skip
-    return heapq.merge(*(_printed(path) for path in printed), *(_told(path) for path in told))
+    yield from sources.more(whole=False)
 
 
-def _printed(path: Path) -> Iterator[LogLine]:
+def followed_logs(root: Path) -> Iterator[LogLine]:
+    """The same, and then what comes, until the run has ended. Lines that come late are given late.
+
+    Raises:
+        UsageError: if the directory is no run, or has no logs.
+    """
+    sources = _Sources(RunDir(root))
+    sources.find()
+    if not sources.all and not sources.run.lock.exists():
+        yield from merged_logs(root)  # which refuses it
+    while True:
+        is_over = not sources.run.lock.exists()
+        sources.find()
+        yield from sources.more(whole=not is_over)
+        if is_over:
+            break
+        time.sleep(_FOLLOW_S)
+
+
+class _Sources:
+    """The files of a run, as they come."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.all: dict[Path, _Printed | _Told] = {}
+        self._verdicts = _Verdicts(run)
+
+    def find(self) -> None:
+        """Takes in files that are new."""
+        clocks = Clocks(self.run)
+        for path in sorted(self.run.log("HOST", 0).parent.glob(f"*{_NAME}*.log")):
+            if path not in self.all:
+                self.all[path] = _Printed(path, clocks)
+        for path in sorted(self.run.events(0).parent.glob("rank-*.jsonl")):
+            if path not in self.all:
+                self.all[path] = _Told(path, clocks)
+
+    def more(self, *, whole: bool) -> Iterator[LogLine]:
+        """What has come since the last call."""
+        return heapq.merge(*(source.more(whole=whole) for source in self.all.values()), self._verdicts.more())
+
+
+class Clocks:
+    """By how much the clocks of the nodes are ahead of the head's, as it was measured when they called it."""
+
+    def __init__(self, run: RunDir) -> None:
+        nodes = [node for node in read_object(run.agreement).get("nodes") or [] if isinstance(node, dict)]
+        self._of_node = {node.get("node_rank"): _seconds(node.get("clock_offset_s")) for node in nodes}
+        hosts = [node.get("host") for node in nodes]
+        self._of_host = {
+            node.get("host"): _seconds(node.get("clock_offset_s")) for node in nodes if hosts.count(node.get("host")) == 1
+        }  # fmt: skip
+        places = [place for place in read_object(run.plan).get("ranks") or [] if isinstance(place, dict)]
+        self._node_of_rank = {place.get("rank"): place.get("node_rank") for place in places}
+        self._host_of_rank = {place.get("rank"): place.get("host") for place in places}
+
+    def ahead_s(self, rank: int, host: str = "") -> float:
+        """Of the node on which a rank is; its log's name says the host. 0 where it was not measured."""
+        host = host or str(self._host_of_rank.get(rank, ""))
+        if host in self._of_host:
+            return self._of_host[host]
+        return self._of_node.get(self._node_of_rank.get(rank), 0.0)
+
+
+class _Printed:
     """A rank's log. Its lines carry no time; the file of sizes beside it says when it had grown so far."""
-    host, _, rank = path.stem.rpartition(_NAME)
-    sizes = _sizes(path.with_suffix(".times"))
-    place, now = 0, 0.0
-    with path.open("rb") as file:
-        for order, line in enumerate(file):
-            place += len(line)
-            while sizes and sizes[0][1] < place:
-                sizes.pop(0)
-            now = max(now, sizes[0][0] if sizes else now)
-            yield LogLine(
-                now, _number(rank), order, host, "printed", line.decode("utf-8", "replace").rstrip("\n")
-            )
+
+    def __init__(self, path: Path, clocks: Clocks) -> None:
+        self._path = path
+        self._host, _, rank = path.stem.rpartition(_NAME)
+        self._rank = _number(rank)
+        self._ahead_s = clocks.ahead_s(self._rank, self._host)
+        self._place = self._order = 0
+        self._now = 0.0
+
+    def more(self, *, whole: bool) -> Iterator[LogLine]:
+        sizes = iter(_sizes(self._path.with_suffix(".times")))
+        seen = next(sizes, None)
+        with self._path.open("rb") as file:
+            file.seek(self._place)
+            while line := file.readline(_LINE_BYTES):
+                if whole and not line.endswith(b"\n") and len(line) < _LINE_BYTES:
+                    return  # the rest of it is still to come
+                self._place += len(line)
+                while seen is not None and seen[1] < self._place:
+                    seen = next(sizes, None)
+                self._now = max(self._now, seen[0] - self._ahead_s if seen else self._now)
+                self._order += 1
+                text = line.rstrip(b"\r\n").rpartition(b"\r")[
+                    2
+                ]  # what a terminal would have kept of a progress bar
+                yield LogLine(
+                    self._now, self._rank, self._order, self._host, "printed", text.decode("utf-8", "replace")
+                )
 
 
-def _told(path: Path) -> Iterator[LogLine]:
-    rank = _number(path.stem.rpartition("-")[2])
-    now = 0.0
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for order, line in enumerate(file):
-            message = read_message(line)
-            if message is None:  # torn by a kill
-                continue
-            now = max(now, float(message.get("time") or 0.0))
-            yield LogLine(now, rank, order, "", "told", _as_text(message))
+class _Told:
+    """The events of one rank."""
+
+    def __init__(self, path: Path, clocks: Clocks) -> None:
+        self._path = path
+        self._rank = _number(path.stem.rpartition("-")[2])
+        self._ahead_s = clocks.ahead_s(self._rank)
+        self._place = self._order = 0
+        self._now = 0.0
+
+    def more(self, *, whole: bool) -> Iterator[LogLine]:
+        with self._path.open("rb") as file:
+            file.seek(self._place)
+            for line in file:
+                if whole and not line.endswith(b"\n"):
+                    return
+                self._place += len(line)
+                message = read_message(line.decode("utf-8", "replace"))
+                if message is None:  # torn by a kill
+                    continue
+                self._now = max(self._now, float(message.get("time") or 0.0) - self._ahead_s)
+                self._order += 1
+                yield LogLine(self._now, self._rank, self._order, "", "told", _as_text(message))
+
+
+class _Verdicts:
+    """What the run, and its earlier starts, ended with; a file's time says when."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._last = 0.0
+
+    def more(self) -> Iterator[LogLine]:
+        found: list[LogLine] = []
+        for path in (*self._run.verdicts.glob("*.json"), self._run.verdict):
+            body = read_object(path)
+            if body.get("cause") and (at := path.stat().st_mtime) > self._last:
+                text = one_line(f"verdict: {body.get('summary')} [{body['cause']}]")
+                found.append(LogLine(at, _NOBODY, len(found), "", "verdict", text))
+        self._last = max((line.time for line in found), default=self._last)
+        yield from sorted(found)
 
 
 def _sizes(path: Path) -> list[tuple[float, int]]:
@@ -104,6 +229,11 @@ def _as_text(message: dict[str, Any]) -> str:
         k: v for k, v in message.items() if k not in ("kind", "time", "traceback") and v not in (None, "")
     }
     return one_line(f"{message['kind']}: " + ", ".join(f"{name} {value}" for name, value in shown.items()))
+
+
+def _seconds(value: object) -> float:
+    """0 where nothing was measured: the head's own clock, or one rank alone."""
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _number(text: str) -> int:

@@ -5,10 +5,11 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unisono.agree.report import NodeReport
 from unisono.causes import Verdict, find_cause
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnfitError, UsageError
@@ -16,14 +17,17 @@ from unisono.events import Message
 from unisono.files import make_private_dir, read_object, write_json
 from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Show
+from unisono.launch.fitness import look_again
 from unisono.launch.follow import LastWord, LostHead, Serving
 from unisono.launch.gathering import prepared_facts, report_maker
 from unisono.launch.interrupts import Interrupts, exit_code_of
 from unisono.launch.kept import KeptMemory, keeping_ranks
+from unisono.launch.nodes.again import Question, node_again
 from unisono.launch.nodes.agent import Attendance, attend_meeting
 from unisono.launch.nodes.party import MakeReport, Party, Standing
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import Here, prepare
+from unisono.launch.postmortem import NodeLoss, name_cut_off
 from unisono.launch.rank_environment import interface_name, rank_environments
 from unisono.launch.ranks import LocalRanks
 from unisono.launch.received import accept_plan
@@ -52,14 +56,17 @@ def take_part(
             attendance.wait_for("prepare")
             shared = seen.shares_output
             with _own_directory(request, loaded, here, shared=shared, show=show) as run:
-                member = _Member(request, loaded, here, attendance, interrupts, show, run, shared)
+                member = _Member(
+                    request, loaded, here, attendance, interrupts, show, run, shared, seen.report
+                )
                 last = member.run()
     except Disagreed as error:
         if seen.has_own_output:
             _keep_refusal(RunDir(Path(loaded.config.output_dir)), error)
         raise
     if isinstance(last, LostHead):
-        return _cut_off(run, last, asked=interrupts.first, shared=shared, show=show)
+        own = NodeLoss(here.topology.node_rank, here.machine.host, last.why)
+        return _cut_off(run, last, own, asked=interrupts.first, shared=shared, show=show)
     return _keep(
         run, last.message, head=str(attendance.welcome.get("head_host", "")), shared=shared, show=show
     )
@@ -73,9 +80,10 @@ class _Seen:
     shares_output: bool = False
     has_own_output: bool = False
     """The head's mark was looked for in it, and is not there."""
+    report: NodeReport = field(init=False)
 
-    def make(self, standing: Standing, show: Show) -> Any:
-        report = self.maker(standing, show)
+    def make(self, standing: Standing, show: Show) -> NodeReport:
+        report = self.report = self.maker(standing, show)
         self.shares_output = report.output.shared is True
         self.has_own_output = report.output.shared is False
         return report
@@ -91,6 +99,7 @@ class _Member:
     show: Show
     run_dir: RunDir
     shared: bool
+    first: NodeReport
 
     def run(self) -> LastWord | LostHead:
         """Prepares, and then serves one plan after the other until the last word."""
@@ -108,9 +117,19 @@ class _Member:
                 host=self.here.machine.host, devices=self.here.devices, prepared=prepared,
             )  # fmt: skip
             last = self._serve(plan)
-            if isinstance(last, LostHead) or not last.is_new_plan:
+            if isinstance(last, LostHead) or last.is_final:
                 return last
-            message = last.message
+            try:
+                message = node_again(self.attendance, last.message, self._look_again)
+            except Disagreed:
+                if self.attendance.head_gone:
+                    return LostHead(plan.nodes[0].host, self.attendance.head_gone)
+                raise
+            if message["kind"] == "ended":
+                return LastWord(message)
+
+    def _look_again(self, standing: Standing, question: Question) -> NodeReport:
+        return look_again(self.request, self.loaded, self.here, self.first, standing, question)
 
     def _serve(self, plan: RunPlan) -> LastWord | LostHead:
         node_rank = self.here.topology.node_rank
@@ -128,7 +147,7 @@ class _Member:
         own = ", ".join(str(place.rank) for place in plan.on_node(node_rank))
         text = f"node {node_rank} ({self.here.machine.host}): starting rank {own} of {plan.world_size}; steps are shown by node 0"
         self.show({"kind": "note", "time": time.time(), "text": text})
-        interface = interface_name(self.request.probes.network.interfaces(), plan.nodes[node_rank].address)
+        interface = interface_name(self.request.probes.network.interfaces(), plan.node(node_rank).address)
         environments = rank_environments(
             plan, node_rank, variables=self.here.leftovers, interface=interface, debug_comm=self.request.debug_comm
         )  # fmt: skip
@@ -137,7 +156,7 @@ class _Member:
             plan.on_node(node_rank), self.run_dir, plan_file, self.request.programs, environments,
             from_step=plan.resume.step if plan.resume else 0, talks=True, kept=kept,
         )  # fmt: skip
-        parts = None if plan.nodes[node_rank].shares_output else self.run_dir.checkpoints
+        parts = None if plan.node(node_rank).shares_output else self.run_dir.checkpoints
         try:
             if parts is not None:
                 clear_parts(parts)  # of a front that was killed
@@ -221,18 +240,21 @@ def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
 
 
 def _cut_off(
-    run: RunDir, last: LostHead, *, asked: signal.Signals | None, shared: bool, show: Show
+    run: RunDir, last: LostHead, own: NodeLoss, *, asked: signal.Signals | None, shared: bool, show: Show
 ) -> dict[str, Any]:
     """Says that the head is lost, which this node alone can say, and gives the result of that.
+
+    Where the head only fell silent, this node is the one that is cut off, as far as it can know; where the connection was closed, the head is gone.
 
     Args:
         run: this node's directory.
         last: what is known of it.
+        own: this node, by which the head would call it.
         asked: the signal by which the job was asked to stop. Then a head that goes first is how it ends, and no fault.
         shared: whether the directory is the head's.
         show: sees what is said.
     """
-    verdict = last.verdict
+    verdict = name_cut_off(own, head=last.host) if last.is_silent else last.verdict
     known = find_cause(verdict.cause)
     if asked is None:
         show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
@@ -249,12 +271,24 @@ def _cut_off(
     return result
 
 
+def _cited_from(verdict: Verdict, *, head: str) -> Verdict:
+    """The verdict as it is kept on another disk than the head's: the files that it cites are there, and not here."""
+    folder = RunDir(Path()).evidence.name + "/"
+    evidence = [
+        one.model_copy(update={"where": f"{one.where}, on node 0 ({plain(head)})"})
+        if one.where.startswith(folder)
+        else one
+        for one in verdict.evidence
+    ]
+    return verdict.model_copy(update={"evidence": tuple(evidence)})
+
+
 def _keep(run: RunDir, message: Message, *, head: str, shared: bool, show: Show) -> dict[str, Any]:
     """Keeps how the run ended, where the head's directory is not seen here. A verdict on the ranks has been shown already."""
     result = {**dict(message.get("result") or {}), "exit_code": int(message.get("exit_code", 1))}
     for value in message.get("verdicts") or []:
         if not shared:
-            set_verdict(run, Verdict.from_json(value))
+            set_verdict(run, _cited_from(Verdict.from_json(value), head=head))
     problems = message.get("problems") or []
     if problems:
         show({"kind": "refused", "time": time.time(), "problems": problems})

@@ -1,6 +1,7 @@
 """How a start ended, as result.json says it (DESIGN A3). Pure."""
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from unisono.errors import UnisonoError
 from unisono.launch.attempt import Attempt
 from unisono.launch.conduct import Decision
 from unisono.launch.interrupts import exit_code_of
-from unisono.launch.postmortem import name_death, name_lost_node, name_victims
+from unisono.launch.postmortem import apart, name_death, name_lost_node, name_victims
 from unisono.launch.ranks import RankEnd
 from unisono.launch.tasks import refusal
 from unisono.plan import RankPlace, RunPlan
@@ -65,12 +66,21 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
         told = {name: last[name] for name in known if name in last}
         told["checkpoint"] = last.get("checkpoint") or attempt.checkpoint
         verdict = Verdict.from_json(last["verdict"]) if last.get("verdict") else None
+        if verdict is None and _left_early(last, plan):
+            # Its process may hang after its last word, and then has no end yet.
+            end = attempt.ends.get(0) or RankEnd(0, 0, last, "end", attempt.step)
+            return _ended_by(name_death(end, plan, seen=attempt.picture), {**known, **told})
         return Ending(int(last.get("exit_code", 0)), {**known, **told}, verdict)
     decision = attempt.decision or Decision()
     if decision.agreement is not None:
         return Ending(3, known, decision.agreement.fatal[0])
     if decision.error is not None:
         return Ending(decision.error.exit_code, known, decision.error.verdict, decision.error)
+    if decision.verdict is not None:
+        cause = find_cause(decision.verdict.cause)
+        if attempt.asked_to_stop is not None:  # it was to end in any case; who has held it up is told
+            return Ending(exit_code_of(attempt.asked_to_stop), known, decision.verdict)
+        return Ending(cause.exit_code if cause else 4, known, decision.verdict)
     culprit = decision.culprit
     if culprit is not None and culprit.last is not None and culprit.last["kind"] == "refused":
         error = refusal(culprit.last)
@@ -80,9 +90,18 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
     stopped = _stopped(attempt, culprit)
     if stopped and not (culprit is not None and culprit.last is not None):
         return Ending(stopped, known)
-    verdict = _name(decision, attempt, plan)
+    return _ended_by(_name(decision, attempt, plan), known)
+
+
+def _left_early(last: Mapping[str, Any], plan: RunPlan) -> bool:
+    """Whether rank 0 believes that the run is whole, and it is not: the others wait for it in the next step."""
+    planned = min(plan.total_steps, plan.last_step or plan.total_steps)
+    return plan.world_size > 1 and last.get("exit_code", 0) == 0 and int(last.get("step", planned)) < planned
+
+
+def _ended_by(verdict: Verdict, fields: dict[str, Any]) -> Ending:
     cause = find_cause(verdict.cause)
-    return Ending(cause.exit_code if cause else 5, known, verdict)
+    return Ending(cause.exit_code if cause else 5, fields, verdict)
 
 
 def _said_by(error: UnisonoError, place: RankPlace) -> UnisonoError:
@@ -98,8 +117,11 @@ def _name(decision: Decision, attempt: Attempt, plan: RunPlan) -> Verdict:
     after = decision.after_s if plan.world_size > 1 else None
     if decision.loss is not None:
         return name_lost_node(decision.loss, after_s=after)
+    found = apart(attempt.picture, decision.culprit)
+    if found is not None:
+        return found.model_copy(update={"named_after_s": after})
     if decision.culprit is not None:
-        return name_death(decision.culprit, plan, after_s=after)
+        return name_death(decision.culprit, plan, after_s=after, seen=attempt.picture)
     return name_victims(list(attempt.ends.values()), plan, after_s=after)
 
 

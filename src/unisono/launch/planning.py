@@ -12,6 +12,7 @@ from unisono.launch.layout import Layout, NodeOffer, threads_of
 from unisono.launch.nodes.address import is_this_machine
 from unisono.launch.nodes.ssh import find_head
 from unisono.launch.rank_environment import misleading
+from unisono.launch.srun import placed_by_slurm
 from unisono.launch.tasks import run_task
 from unisono.launch.topology import Topology, read_topology
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
@@ -72,7 +73,8 @@ def look_around(
     wish, visible = loaded.config.device, environment.visible_devices
     usable = usable_accelerators(machine, wish=wish, visible=visible, torch_version=torch_version)
     topology = read_topology(
-        request.topology, environment.leftovers, usable, is_here=lambda host: is_this_machine(host, request.probes.network)
+        request.topology, environment.leftovers, usable, is_here=lambda host: is_this_machine(host, request.probes.network),
+        placed=placed_by_slurm(environment.slurm_step, request.probes.network),
     )  # fmt: skip
     topology = find_head(topology, request.probes.network)
     devices, origin = choose_devices(

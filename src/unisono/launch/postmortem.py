@@ -5,12 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.causes import Evidence, Verdict, find_cause
+from unisono.launch.job import Job
 from unisono.launch.ranks import RankEnd
 from unisono.launch.tasks import how_it_ended
-from unisono.plan import RankPlace, RunPlan
+from unisono.plan import RankPlace
 from unisono.text import one_line
+from unisono.watch import Picture
+from unisono.watch.judge import mismatch
+from unisono.watch.telling import doing
 
 _TAIL_LINES = 3
+_STOOD_S = 0.2  # a rank that lives and has beaten since is no longer where it was seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +50,35 @@ def first_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
     return early[0] if early and bad else None
 
 
-def name_death(end: RankEnd, plan: RunPlan, *, after_s: float | None = None) -> Verdict:
+def apart(seen: Picture | None, culprit: RankEnd | None) -> Verdict | None:
+    """Whether ranks died because they were in different collectives: gloo ends those that get another size than they wait for.
+
+    Of ranks that have only lost each other one may have come a collective further, and that is the network's doing.
+    """
+    if seen is None:
+        return None
+    stood = [v for v in seen.views.values() if v.has_ended or v.idle_s >= _STOOD_S]
+    in_collectives = {v.rank: v for v in stood if v.beat is not None and v.beat.phase == "comm"}
+    if culprit is None or is_victim(culprit):
+        counts = {(v.beat.step, v.beat.comm) for v in in_collectives.values() if v.beat is not None}
+        if len(counts) != 1:
+            return None
+    elif culprit.returncode != -signal.SIGABRT or culprit.rank not in in_collectives:
+        return None
+    return mismatch(seen, list(in_collectives.values())) if len(in_collectives) > 1 else None
+
+
+def name_death(
+    end: RankEnd, plan: Job, *, after_s: float | None = None, seen: Picture | None = None
+) -> Verdict:
     """The verdict on a rank that crashed, was killed, or left without a word."""
     place = plan.ranks[end.rank]
     where = place.label
     at = f"in phase {end.phase}" + (f" after step {end.step}" if end.step else " before step 1")
     cause, what, evidence = _how(end, where)
+    view = seen.views.get(end.rank) if seen is not None else None
+    if view is not None and view.beat is not None:
+        evidence.append(Evidence(where=where, text=f"last sign of life: {doing(view)}"))
     evidence += _tail(end, where)
     known = find_cause(cause)
     return Verdict(
@@ -88,7 +116,7 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
     return "user_code_error", f"left by itself {{at}}: {how}", [Evidence(where=where, text=how)]
 
 
-def name_victims(ends: Sequence[RankEnd], plan: RunPlan, *, after_s: float | None = None) -> Verdict:
+def name_victims(ends: Sequence[RankEnd], plan: Job, *, after_s: float | None = None) -> Verdict:
     """The verdict where every rank says that it lost a peer and none ended by itself: nobody can be named."""
     evidence = tuple(_lost_peer(end, plan.ranks[end.rank]) for end in ends if end.last is not None)[:8]
     known = find_cause("rank_died_first")
@@ -108,6 +136,17 @@ def name_lost_node(loss: NodeLoss, *, after_s: float | None = None) -> Verdict:
         summary=f"{where} is not heard any more: {one_line(loss.why, limit=200)}",
         evidence=(Evidence(where="the control channel", text=f"{where}: {one_line(loss.why, limit=200)}"),),
         fix=known.remedy if known else (),
+    )  # fmt: skip
+
+
+def name_cut_off(own: NodeLoss, *, head: str) -> Verdict:
+    """The verdict of a node that does not hear the head any more, on itself."""
+    where = f"node {own.node_rank} ({own.host})"
+    known = find_cause("node_unreachable")
+    text = f"it lost the connection to the head, node 0 ({head}): {one_line(own.why, limit=200)}"
+    return Verdict(
+        cause="node_unreachable", when="during", hosts=(own.host,), summary=f"{where} is cut off: {text}",
+        evidence=(Evidence(where=f"{where}, the control channel", text=text),), fix=known.remedy if known else (),
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The ranks of one node: their processes, messages, logs, and their certain end. The front is their only owner."""
 
-import json
+import contextlib
 import os
 import select
 import signal
@@ -13,12 +13,16 @@ from typing import IO, Any, Self
 from unisono.events import Message
 from unisono.facts.memory_events import oom_kills
 from unisono.facts.threads import stuck_threads
+from unisono.launch.bounded import Hung, unless_stuck
 from unisono.launch.command import Programs, worker_command
 from unisono.launch.kept import KeptMemory
+from unisono.launch.log_events import FollowedLog, Rate
+from unisono.launch.log_times import LogTimes
 from unisono.launch.process import ChildProcess
 from unisono.launch.tasks import tail_of
 from unisono.plan import RankPlace
 from unisono.rundir import RunDir
+from unisono.watch import BeatMemory
 
 LAST_WORDS = ("result", "refused", "crashed")
 _LEAVES_WITHIN_S = 5.0  # after its last word, where that is no result
@@ -85,7 +89,8 @@ class _Rank:
     place: RankPlace
     child: ChildProcess
     log: IO[bytes]
-    times: "LogTimes"
+    times: LogTimes
+    followed: FollowedLog
     phase: str = "start"
     step: int = 0
     last: Message | None = None
@@ -116,6 +121,7 @@ class LocalRanks:
         from_step: where they go on from.
         talks: whether they wait for a word on stdin, as several ranks do before their first collective.
         kept: memory in which some ranks keep their newest step; it outlives them.
+        beats: of each rank, its signs of life, which outlive it, too.
     """
 
     places: Sequence[RankPlace]
@@ -126,13 +132,16 @@ class LocalRanks:
     from_step: int = 0
     talks: bool = False
     kept: KeptMemory | None = None
+    beats: dict[int, BeatMemory] = field(default_factory=dict, init=False)
     _ranks: dict[int, _Rank] = field(default_factory=dict, init=False)
     _kills_before: int = field(default=0, init=False)
+    _rate: Rate = field(default_factory=Rate, init=False)
 
     def __enter__(self) -> Self:
         self._kills_before = oom_kills() or 0
         try:
             for place, environment in zip(self.places, self.environments, strict=True):
+                self.beats[place.rank] = BeatMemory(place.rank)
                 self._ranks[place.rank] = self._start(place, environment)
         except BaseException:  # the ranks that were started do not outlive the one that could not be
             self.__exit__()
@@ -142,7 +151,21 @@ class LocalRanks:
     def __exit__(self, *_: object) -> None:
         for rank in self._ranks.values():
             rank.child.end(patience_s=0)
+            rank.times.close()
             rank.log.close()
+        for memory in self.beats.values():
+            memory.close()
+        self.beats.clear()
+
+    def pid(self, rank: int) -> int | None:
+        """Of the rank's process while it lives."""
+        member = self._ranks.get(rank)
+        return member.child.pid if member is not None and member.child.returncode is None else None
+
+    def last_word(self, rank: int) -> Message | None:
+        """`result`, `refused` or `crashed` of a rank, once it has been heard."""
+        member = self._ranks.get(rank)
+        return member.last if member is not None else None
 
     @property
     def all_ended(self) -> bool:
@@ -166,10 +189,11 @@ class LocalRanks:
             for message in rank.child.read(0):
                 rank.note(message)
                 news.append(RankSaid(number, message))
-            rank.times.note()
+            news += [RankSaid(number, warning) for warning in (*rank.times.note(), *rank.followed.news())]
             self._end_if_it_should_have(rank)
             if rank.child.ended:
                 rank.told_end = True
+                news += [RankSaid(number, hit) for hit in _last_hits(rank)]
                 if rank.child.is_beyond_reach:
                     news.append(RankSaid(number, _beyond_reach(rank)))
                 news.append(self._end_of(rank))
@@ -211,18 +235,22 @@ class LocalRanks:
             child = ChildProcess(
                 lambda fd: worker_command(
                     self.programs, plan=self.plan_file, events=self.run.events(place.rank), report_fd=fd, snapshot_fd=kept,
+                    beat_fds=self.beats[place.rank].fds,
                 ),
-                environment=environment, output=log, talks=self.talks, inherits=() if kept is None else (kept,),
+                environment=environment, output=log, talks=self.talks, inherits=(*(() if kept is None else (kept,)), *self.beats[place.rank].fds),
             )  # fmt: skip
         except BaseException:  # raised again
             log.close()
             raise
-        return _Rank(place, child, log, LogTimes(log, path), step=self.from_step)
+        followed = FollowedLog(log, place.rank, self._rate)
+        return _Rank(
+            place, child, log, LogTimes(log, path, grew=followed.grew), followed, step=self.from_step
+        )
 
     def _end_of(self, rank: _Rank) -> RankEnd:
         return RankEnd(
             rank=rank.place.rank, returncode=rank.child.returncode or 0, last=rank.last, phase=rank.phase, step=rank.step,
-            tail=tail_of(rank.log), oom_killed=(oom_kills() or 0) > self._kills_before, ended_by_us=rank.ended_by_us,
+            tail=_tail_of(rank.log), oom_killed=(oom_kills() or 0) > self._kills_before, ended_by_us=rank.ended_by_us,
         )  # fmt: skip
 
 
@@ -236,25 +264,18 @@ def _beyond_reach(rank: _Rank) -> Message:
     return {"kind": "warning", "time": time.time(), "code": "rank_beyond_reach", "text": text, "fix": fix}
 
 
-class LogTimes:
-    """Notes when a rank's log grew to what size, beside the log, so that `unisono logs` can merge it in time."""
+def _last_hits(rank: _Rank) -> list[Message]:
+    """What the log says at its end: mostly why."""
+    with contextlib.suppress(Hung, OSError):  # the end of the log, which is asked for next, says so
+        unless_stuck(lambda: rank.followed.grew(os.fstat(rank.log.fileno()).st_size))
+    return rank.followed.news()
 
-    def __init__(self, log: IO[bytes], path: Path) -> None:
-        self._log = log
-        self._path = path.with_suffix(".times")
-        self._size = os.fstat(log.fileno()).st_size
 
-    def note(self) -> None:
-        """Looks once; a line is written only where the log has grown."""
-        size = os.fstat(self._log.fileno()).st_size
-        if size == self._size:
-            return
-        self._size = size
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([round(time.time(), 3), size]) + "\n")
-        except OSError:
-            return  # a full disk: the log merges less finely, and the run goes on
+def _tail_of(log: IO[bytes]) -> str:
+    try:
+        return unless_stuck(lambda: tail_of(log))
+    except Hung as hung:
+        return f"the end of the log cannot be read: {hung}"
 
 
 def open_log(path: Path) -> IO[bytes]:

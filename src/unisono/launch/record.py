@@ -1,9 +1,7 @@
 """Writes what a start leaves in the run's directory beside the worker's own files."""
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from unisono.agree.agreement import Agreement
@@ -14,11 +12,9 @@ from unisono.facts import package_versions
 from unisono.facts.versions import versions_digest
 from unisono.files import make_private_dir, write_json, write_text
 from unisono.launch.resolved import config_yaml
-from unisono.plan import RankPlace, RunPlan
+from unisono.plan import RunPlan
 from unisono.rundir import RunDir
-from unisono.rundir.metrics import read_metrics
 from unisono.rundir.result import RunResult, read_result, set_verdict, write_result
-from unisono.track.curve import draw_curve
 
 
 def write_decision(run: RunDir, plan: RunPlan) -> None:
@@ -86,26 +82,6 @@ def keep_refusal(run: RunDir, config: RunConfig, table: Table, error: Disagreed,
     )
 
 
-def keep_tail(run: RunDir, place: RankPlace, tail: str) -> Path:
-    """Keeps the end of a rank's log among the evidence; gives its path."""
-    make_private_dir(run.evidence)
-    number = 1 + len(list(run.evidence.glob("log-*.txt")))
-    path = run.evidence / f"log-{number:04d}-{place.host}-rank-{place.rank:05d}.txt"
-    write_text(path, tail, mode=0o600)
-    return path
-
-
-def draw(run: RunDir, *, title: str) -> None:
-    """Draws loss.svg from metrics.jsonl. A picture is not worth a run: a full disk leaves the old one."""
-    if not run.metrics.exists():
-        return
-    lines = read_metrics(run.metrics)
-    losses = [(float(x["step"]), float(x["loss"])) for x in lines if _has(x, "loss")]
-    evaluations = [(float(x["step"]), float(x["eval_loss"])) for x in lines if _has(x, "eval_loss")]
-    with contextlib.suppress(OSError):
-        write_text(run.curve, draw_curve(losses, evaluations, title=title))
-
-
 def _agreement(plan: RunPlan, *, versions_digest_: str) -> dict[str, Any]:
     """One node, one rank: what it brought, and that there was nobody to disagree with."""
     report = {
@@ -115,7 +91,3 @@ def _agreement(plan: RunPlan, *, versions_digest_: str) -> dict[str, Any]:
         "resume_step": plan.resume.step if plan.resume else 0, "ignored_variables": plan.ignored_variables,
     }  # fmt: skip
     return {"schema": 1, "nodes": [report], "verdicts": [], "outcome": "agreed"}
-
-
-def _has(line: dict[str, Any], name: str) -> bool:
-    return isinstance(line.get(name), int | float) and "step" in line

@@ -15,6 +15,7 @@ from unisono.launch.layout import lay_out
 from unisono.launch.nodes import words
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import Here, look_around, prepare
+from unisono.launch.srun import token_hint, token_of_step
 from unisono.launch.starting import Start, plan_start
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
@@ -42,6 +43,12 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
         except Disagreed as error:
             if error.verdict is None:
                 raise
+            if (
+                error.verdict.cause == "token_rejected"
+                and token is None
+                and (hint := token_hint(read_environment()))
+            ):
+                say(show, hint)
             result = _disagreed(error, show, began)
     show({"kind": "result", "time": time.time(), **result})
     return result
@@ -76,6 +83,7 @@ def _start(
     request: TrainRequest, show: Show, interrupts: Interrupts, began: float, token: str | None
 ) -> dict[str, Any]:
     environment = read_environment()
+    token = token or token_of_step(environment)
     try:
         loaded, here = _look(request, environment)
     except UnisonoError as error:

@@ -169,7 +169,7 @@ class ShardArrivals:
 
     def confirmed(self, rank: int, message: Message) -> Message:
         """What rank 0 is told of a rank's `shard_written`: it counts only if what was to be sent is here."""
-        node = self._plan.nodes[self._plan.ranks[rank].node_rank]
+        node = self._plan.node(self._plan.ranks[rank].node_rank)
         told = {**message, "rank": rank}
         if node.node_rank == 0 or node.shares_output:
             return told

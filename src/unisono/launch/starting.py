@@ -2,11 +2,11 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.report import RankReport
@@ -14,36 +14,42 @@ from unisono.causes import Verdict
 from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.config import LoadedConfig
-from unisono.errors import Disagreed, IntegrityError
+from unisono.errors import Disagreed, UnfitError, UnisonoError
 from unisono.events import Message
 from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Attempt, Show, run_attempt, say
 from unisono.launch.bounded import RunsDisk, leave
 from unisono.launch.claim import Claim, claim
-from unisono.launch.first_checkpoint import FirstCheckpoint, still_due, with_rehearsal
+from unisono.launch.drawing import Drawing
+from unisono.launch.drift import Drift
+from unisono.launch.evidence import keep_evidence
+from unisono.launch.first_checkpoint import FirstCheckpoint, with_rehearsal
 from unisono.launch.gathering import look_alone
+from unisono.launch.going_on import GoingOn
 from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.launch.kept import KeptMemory, keeping_ranks
 from unisono.launch.layout import Layout, lay_out, offer_of
+from unisono.launch.log_events import LogEvents
 from unisono.launch.node_report import NONCE_FILE
 from unisono.launch.nodes.party import Party
 from unisono.launch.nodes.refusal import refusals_told
-from unisono.launch.outcome import Ending, ending_of, result_of
+from unisono.launch.outcome import NOTHING_DONE, Ending, ending_of, result_of
 from unisono.launch.planning import Here, make_plan, prepare
 from unisono.launch.rank_environment import interface_name, rank_environments
 from unisono.launch.ranks import LocalRanks
-from unisono.launch.record import Table, draw, keep_refusal, keep_tail, write_agreement, write_decision
+from unisono.launch.record import Table, keep_refusal, write_agreement, write_decision
 from unisono.launch.rescue import Found, is_elsewhere, rescue
-from unisono.launch.restart import Death, may_restart
 from unisono.launch.resuming import find_resume_point, with_changes
+from unisono.launch.srun import with_step
+from unisono.launch.storage_trial import storage_tried
 from unisono.launch.stored import bring_back
 from unisono.launch.together import Together, together
 from unisono.launch.uploading import Uploading
 from unisono.launch.verifier import Verifier
-from unisono.plan import ResumePoint, RunPlan
+from unisono.plan import RunPlan
 from unisono.rundir import RunDir
-from unisono.rundir.result import RunResult, set_verdict, write_result
+from unisono.rundir.result import RunResult, complete_verdict, set_verdict, write_result
 from unisono.rundir.start import StartDecision, refuse_if_shrunk
 
 
@@ -60,33 +66,40 @@ class Start:
     table: Table = field(default_factory=Table)
     uploading: Uploading | None = None
     """Beside the ranks, over all their starts; None without checkpoint.storage."""
+    log_events: LogEvents = field(default_factory=lambda: LogEvents([]))
+    """What the logs of this start's ranks say of themselves."""
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def __post_init__(self) -> None:
-        self.disk = RunsDisk(self.show)
+    disk: RunsDisk = field(init=False)
+    drawing: Drawing = field(init=False)
+    """Once the run's directory is claimed."""
 
     def run(self, loaded: LoadedConfig, here: Here) -> dict[str, Any]:
         """To its end; gives the object of result.json."""
         with self.stack as stack:
             with refusals_told(self.party) if self.party is not None else contextlib.nullcontext():
-                if self.request.resume:
-                    bring_back(
-                        loaded.config, here.environment, host=here.machine.host, programs=self.request.programs,
-                        trust=self.request.trust, show=self.show,
-                    )  # fmt: skip
                 claimed = stack.enter_context(
                     claim(
                         loaded.config, host=here.machine.host, resume=self.request.resume, fresh=self.request.fresh,
                         say=lambda text: say(self.show, text), allow=self.request.allowed,
                     )
                 )  # fmt: skip
+            self.disk = RunsDisk(claimed.run.root, self.show)
             try:
                 with self._others(loaded, here, claimed.run) as others:
+                    if self.request.resume:
+                        self._bring_back(loaded, here, claimed, others)
                     result = self._train(loaded, here, claimed, others)
             except Disagreed as error:
-                keep_refusal(claimed.run, loaded.config, self.table, error, command=self.request.command)
+                keep = partial(
+                    keep_refusal, claimed.run, loaded.config, self.table, error, command=self.request.command
+                )
+                self.disk.write("why the ranks did not agree", keep)
                 claimed.worth_keeping = True
                 raise
+            except UnfitError as error:
+                if self.disk.hung is None:
+                    raise
+                self._leave(error)
             if self.uploading is not None:  # the other nodes have ended: they need not wait for it
                 self.uploading.wait()
             return result
@@ -107,32 +120,44 @@ class Start:
             with contextlib.suppress(OSError):  # an empty file in a folder that is gone or full is no matter
                 remove_nonce(run.root, nonce)
 
+    def _bring_back(self, loaded: LoadedConfig, here: Here, claimed: Claim, others: Together | None) -> None:
+        """Where nothing is left here, from checkpoint.storage. It may take long: the other nodes are here already, and wait."""
+        who = self.party.label if self.party is not None else ""
+
+        def work(show: Show) -> bool:
+            return bring_back(
+                loaded.config, here.environment, who=who, programs=self.request.programs, trust=self.request.trust, show=show
+            )  # fmt: skip
+
+        if others.bring_back(work) if others is not None else work(self.show):
+            claimed.decide_again(loaded.config, allow=self.request.allowed)
+
     def _train(
         self, loaded: LoadedConfig, here: Here, claimed: Claim, others: Together | None
     ) -> dict[str, Any]:
         CheckpointStore(claimed.run.checkpoints, key=user_key(here.environment.settings_dir)).sweep()
-        prepared, layout = self._prepare(loaded, here, others)
+        prepared, layout = self._prepare(loaded, here, claimed, others)
         plan = plan_start(
             self.request, loaded, here, run=claimed.run, decision=claimed.decision, prepared=prepared, show=self.show,
             layout=layout,
         )  # fmt: skip
         plan = with_rehearsal(plan, claimed.run, wanted=self.request.rehearse)
-        recorder = _Recorder(claimed, plan, self.show)
+        self.drawing = Drawing(claimed.run, title=_title(plan))
+        recorder = _Recorder(claimed.run, self.drawing, self.disk, self.show)
         if plan.config.checkpoint.storage is not None:
             self.uploading = self.stack.enter_context(
                 Uploading(plan, claimed.run, programs=self.request.programs, leftovers=here.leftovers, interrupts=self.interrupts,
                           show=self.show)
             )  # fmt: skip
-        deaths: list[Death] = []
-        restarts: list[dict[str, Any]] = []
+        going_on = GoingOn(self.request, loaded, here, claimed.run, prepared, others, self.table, self.show)
+        recorder.on_step = going_on.stepped
         while True:
-            write_decision(claimed.run, plan)
-            if plan.world_size > 1:
-                write_agreement(claimed.run, self.table)
+            self.disk.need("the plan", partial(self._write_decision, claimed.run, plan))
             self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
             with KeptMemory(keeping_ranks(plan, 0)) as kept:
                 attempt = self._attempt(plan, here, claimed.run, recorder, others, kept)
-                ending = self._told(claimed.run, plan, attempt, ending_of(attempt, plan), others)
+                ending = with_step(ending_of(attempt, plan), here.environment.slurm_step)
+                ending = self._told(claimed.run, plan, attempt, ending, others)
                 store = CheckpointStore(claimed.run.checkpoints, key=user_key(here.environment.settings_dir))
                 found = Found.here(kept)
                 if others is not None and is_elsewhere(plan, attempt):
@@ -142,51 +167,60 @@ class Start:
                 if self._rescued(claimed.run, plan, attempt, found, store):
                     ending = replace(ending, fields=ending_of(attempt, plan).fields)
             verdict = ending.verdict
-            if verdict is None or not self._goes_on(plan, attempt, verdict, deaths):
-                return self._finish(claimed, plan, attempt, ending, restarts, others)
-            deaths.append(Death(verdict.cause, attempt.step))
-            store.sweep()  # what the dead ranks were writing
-            set_verdict(claimed.run, None)
+            blocked = self.interrupts.first is not None or self.disk.hung is not None
+            if verdict is None or blocked or not going_on.decide(plan, attempt, verdict):
+                return self._finish(claimed, plan, attempt, ending, going_on.restarts, others)
             try:
-                decision = StartDecision("resume", plan.run_id, "restarted")
                 with self.interrupts.raising():  # reading a large checkpoint through may take minutes
-                    resume, _ = find_resume_point(
-                        claimed.run, decision, here.environment, self.show, trust=self.request.trust
-                    )
+                    plan = going_on.next_plan(plan, attempt, verdict)
             except Stopped as stopped:
                 ending = Ending(exit_code_of(stopped.number), ending.fields)
-                return self._finish(claimed, plan, attempt, ending, restarts, others)
-            except (
-                IntegrityError
-            ) as error:  # the disk that killed the rank may have taken the checkpoints, too
-                ending = Ending(error.exit_code, ending.fields, verdict, error)
-                return self._finish(claimed, plan, attempt, ending, restarts, others)
-            restarts.append(
-                {"verdict": verdict.to_json(), "from_step": resume.step if resume else 0, "seconds": attempt.seconds}
-            )  # fmt: skip
-            again = {
-                "resume": resume,
-                "resume_reason": _again(verdict.cause, resume),
-                "epoch": plan.epoch + 1,
-                "rehearse": still_due(plan, resume),
-            }
-            plan = plan.model_copy(update=again)
+                return self._finish(claimed, plan, attempt, ending, going_on.restarts, others)
+            except UnisonoError as error:
+                ending = self._cannot_go_on(claimed.run, plan, ending, error)
+                return self._finish(claimed, plan, attempt, ending, going_on.restarts, others)
+
+    def _cannot_go_on(self, run: RunDir, plan: RunPlan, ending: Ending, error: UnisonoError) -> Ending:
+        """The nodes do not agree any more; or the disk that killed the rank may have taken the checkpoints, too."""
+        verdict = error.verdict
+        if not isinstance(error, Disagreed) or verdict is None:
+            return Ending(error.exit_code, ending.fields, ending.verdict, error)
+        if not error.said:
+            self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+
+        def keep() -> None:
+            set_verdict(run, verdict)
+            if plan.world_size > 1:
+                write_agreement(run, self.table)
+
+        self.disk.write("the verdict", keep)
+        return Ending(error.exit_code, ending.fields, verdict)
+
+    def _write_decision(self, run: RunDir, plan: RunPlan) -> None:
+        write_decision(run, plan)
+        if plan.world_size > 1:
+            write_agreement(run, self.table)
 
     def _prepare(
-        self, loaded: LoadedConfig, here: Here, others: Together | None
+        self, loaded: LoadedConfig, here: Here, claimed: Claim, others: Together | None
     ) -> tuple[dict[str, Any], Layout]:
-        """What is in data and model, on all nodes alike, and which rank runs where."""
+        """What is in data and model, on all nodes alike, and which rank runs where. Meanwhile checkpoint.storage is tried."""
+
+        def work(show: Show) -> dict[str, Any]:
+            with storage_tried(
+                loaded.config, claimed.run, claimed.decision.run_id, programs=self.request.programs, leftovers=here.leftovers, show=show
+            ):  # fmt: skip
+                return prepare(self.request, loaded, here.environment, ledger=True, show=show)
+
         if others is not None:
-            prepared = others.prepare(
-                lambda show: prepare(self.request, loaded, here.environment, ledger=True, show=show)
-            )
+            prepared = others.prepare(work)
             return prepared, lay_out([offer_of(report) for report in others.meeting.reports])
         layout = lay_out([here.offer])
         if layout.world_size > 1:
             report, agreement = look_alone(self.request, loaded, here)
             self.table.nodes, self.table.of_nodes = [report], agreement
             _judge(agreement, self.show)
-        return prepare(self.request, loaded, here.environment, ledger=True, show=self.show), layout
+        return work(self.show), layout
 
     def _attempt(
         self, plan: RunPlan, here: Here, run: RunDir, recorder: "_Recorder", others: Together | None, kept: KeptMemory
@@ -203,14 +237,20 @@ class Start:
 
         def keep(reports: Mapping[int, RankReport], agreement: Agreement) -> None:
             self.table.add_ranks(reports, agreement)
-            write_agreement(run, self.table)
+            self.disk.write("agreement.json", lambda: write_agreement(run, self.table))
             for verdict in agreement.warnings:
                 recorder.show(_as_warning(verdict))
 
+        self.log_events = LogEvents(plan.ranks)
+        first = FirstCheckpoint(
+            plan, programs=self.request.programs, leftovers=here.leftovers, show=recorder.show
+        )
         return run_attempt(
-            plan, local=local, server=server, interrupts=self.interrupts, show=recorder.show, on_agreement=keep,
+            plan, local=local, server=server, interrupts=self.interrupts, show=first.pass_on, on_agreement=keep,
             companions=[
-                FirstCheckpoint(plan, programs=self.request.programs, leftovers=here.leftovers, show=recorder.show),
+                first,
+                Drift(plan, recorder.show),
+                self.log_events,
                 Verifier(run.checkpoints, user_key(here.environment.settings_dir), recorder.show, self.request.rhythm),
                 *([self.uploading] if self.uploading else []),
             ],
@@ -219,37 +259,36 @@ class Start:
     def _told(
         self, run: RunDir, plan: RunPlan, attempt: Attempt, ending: Ending, others: Together | None
     ) -> Ending:
-        """Keeps the evidence of a verdict, and says it on all nodes."""
+        """Says a verdict on all nodes, and keeps its evidence, which it cites from then on."""
         if ending.verdict is None:
             return ending
+        verdict = self.log_events.cited(ending.verdict)
         if others is not None:
-            others.tell_verdict(ending.verdict)
-        self.disk.write("the verdict", lambda: self._keep_evidence(run, plan, attempt, ending))
-        self.show({"kind": "verdict", "time": time.time(), **ending.verdict.to_json()})
-        return ending
+            others.tell_verdict(verdict)
+        self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+        cited = self.disk.write("the verdict", lambda: self._keep_evidence(run, plan, attempt, verdict))
+        return replace(ending, verdict=cited or verdict)
 
-    def _keep_evidence(self, run: RunDir, plan: RunPlan, attempt: Attempt, ending: Ending) -> None:
-        end = attempt.decision.culprit if attempt.decision else None
-        if end is not None and end.tail and ending.error is None:
-            path = keep_tail(run, plan.ranks[end.rank], end.tail)
-            say(self.show, f"the end of the log of rank {end.rank} is kept in {path}")
-        set_verdict(run, ending.verdict)
+    def _keep_evidence(self, run: RunDir, plan: RunPlan, attempt: Attempt, verdict: Verdict) -> Verdict:
+        set_verdict(run, verdict)  # at once: what it cites takes seconds
+        files = keep_evidence(
+            run, verdict, table=Path(plan.data.cache_dir), raw=attempt.raw, programs=self.request.programs,
+            looks=attempt.picture.looks if attempt.picture is not None else {},
+        )  # fmt: skip
+        cited = verdict.model_copy(update={"evidence": (*verdict.evidence, *files)})
+        complete_verdict(run, cited)
+        if files:
+            say(self.show, f"stacks, recordings and logs that it cites: {run.evidence}")
+        return cited
 
     def _rescued(
         self, run: RunDir, plan: RunPlan, attempt: Attempt, found: Found, store: CheckpointStore
     ) -> bool:
+        judged = attempt.decision.verdict if attempt.decision is not None else None
+        if judged is not None and judged.cause == "replicas_diverged":
+            return False  # what is in memory may be what has drifted
         work = partial(rescue, run, plan, attempt, found, store=store, show=self.show)
         return self.disk.write("what the ranks kept in memory", work) is True
-
-    def _goes_on(self, plan: RunPlan, attempt: Attempt, verdict: Verdict, deaths: list[Death]) -> bool:
-        if self.interrupts.first is not None or self.disk.hung is not None:
-            return False
-        if attempt.lost:
-            say(self.show, "a node is gone: the run ends, and goes on when it is started again on all nodes")
-            return False
-        again, why = may_restart(verdict, step=attempt.step, earlier=deaths, allowed=plan.config.restarts)
-        say(self.show, why)
-        return again
 
     def _finish(
         self, claimed: Claim, plan: RunPlan, attempt: Attempt, ending: Ending, restarts: list[dict[str, Any]],
@@ -273,32 +312,48 @@ class Start:
             leave(ending.exit_code)
         return result
 
+    def _leave(self, error: UnfitError) -> NoReturn:
+        """Ends where the run's directory does not answer: to give the lock back would hang, too."""
+        self.show({"kind": "refused", "time": time.time(), **error.to_json()})
+        ending, seconds = Ending(error.exit_code, NOTHING_DONE, error=error), time.monotonic() - self.began
+        result = result_of(ending, run_id="", output_dir=str(self.disk.root), restarts=[], seconds=seconds)
+        self.show({"kind": "result", "time": time.time(), **result})
+        leave(error.exit_code)
+
     def _keep_result(
         self, run: RunDir, plan: RunPlan, attempt: Attempt, ending: Ending, result: dict[str, Any]
     ) -> None:
         stopped_before_training = ending.exit_code in (75, 130) and not attempt.ready
         if not (stopped_before_training and run.result.exists()):  # leave what was
             write_result(run, RunResult.from_json(result))
-        draw(run, title=_title(plan))
+        self.drawing.finish()
 
 
 class _Recorder:
     """Passes messages on, and does what a first step and an evaluation are occasions for."""
 
-    def __init__(self, claimed: Claim, plan: RunPlan, show: Show) -> None:
-        self._run = claimed.run
-        self._title = _title(plan)
+    def __init__(self, run: RunDir, drawing: Drawing, disk: RunsDisk, show: Show) -> None:
+        self._run = run
+        self._drawing = drawing
+        self._disk = disk
         self._show = show
         self._stepped = False
+        self.on_step: Callable[[], None] = lambda: None
 
     def show(self, message: Message) -> None:
+        if message["kind"] == "step":
+            self.on_step()
         if message["kind"] == "step" and not self._stepped:
-            self._stepped = True  # from here on the earlier start's end is history
-            self._run.result.unlink(missing_ok=True)
-            set_verdict(self._run, None)
+            self._stepped = True
+            self._disk.later(self._forget_earlier_end)
         if message["kind"] == "eval":
-            draw(self._run, title=self._title)
+            self._drawing.again()
         self._show(message)
+
+    def _forget_earlier_end(self) -> None:
+        """From here on it is history."""
+        self._run.result.unlink(missing_ok=True)
+        set_verdict(self._run, None)
 
 
 def _judge(agreement: Agreement, show: Show) -> None:
@@ -343,10 +398,6 @@ def plan_start(
     plan = with_changes(plan, run, decision, request)
     refuse_if_shrunk(decision, done_steps=resume.step if resume else 0, total_steps=plan.total_steps)
     return plan
-
-
-def _again(cause: str, resume: ResumePoint | None) -> str:
-    return f"restarted after {cause}, from " + (f"step {resume.step}" if resume else "the beginning")
 
 
 def _title(plan: RunPlan) -> str:

@@ -12,6 +12,7 @@ from typing import IO, Any, Self
 
 from unisono.causes import Verdict
 from unisono.errors import (
+    Disagreed,
     EndedByVerdict,
     IntegrityError,
     Problem,
@@ -29,7 +30,7 @@ from unisono.text import one_line
 from unisono.units import show_seconds
 
 _BY_EXIT_CODE: dict[int, type[UnisonoError]] = {
-    2: UsageError, 4: EndedByVerdict, 5: RankDied, 6: UnfitError, 7: IntegrityError,
+    2: UsageError, 3: Disagreed, 4: EndedByVerdict, 5: RankDied, 6: UnfitError, 7: IntegrityError,
 }  # fmt: skip
 _TAIL_BYTES = 8_000
 

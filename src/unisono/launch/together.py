@@ -1,7 +1,7 @@
 """The head with the other nodes, from their call to the last word: what happens between the meeting and the ranks."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,8 @@ from unisono.launch.gathering import prepared_facts, report_maker
 from unisono.launch.interrupts import Interrupts
 from unisono.launch.nodes.party import Party
 from unisono.launch.nodes.ssh import SshFronts, start_others
-from unisono.launch.outcome import Ending
+from unisono.launch.nodes.words import last_word
+from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import Here
 from unisono.launch.record import Table
 from unisono.launch.rescue import Found
@@ -30,6 +31,7 @@ from unisono.text import one_line
 
 if TYPE_CHECKING:
     from unisono.control.server import HeadServer
+    from unisono.launch.nodes.again import Question, ReportAgain
     from unisono.launch.nodes.meeting import Meeting
 
 _PREPARED_S = (
@@ -48,6 +50,7 @@ class Together:
 
     meeting: "Meeting"
     table: Table
+    _rounds: int = 0
 
     def prepare(self, work: Callable[[Show], dict[str, Any]]) -> dict[str, Any]:
         """Has every node prepare its data and model; gives what came of it here.
@@ -68,6 +71,14 @@ class Together:
         self.table.of_nodes = self.meeting.agreement
         return prepared
 
+    def bring_back(self, work: Callable[[Show], bool]) -> bool:
+        """Has this node fetch what the run goes on from, while the others wait and are told how far it is; gives what `work` gives.
+
+        Raises:
+            Disagreed: if a node refuses or is lost meanwhile.
+        """
+        return self.meeting.aside(work, everywhere=True)
+
     def hand_over(self, plan: RunPlan) -> "HeadServer":
         """Tells all nodes the plan, on which they start their ranks; gives the connections to conduct them by."""
         self.meeting.tell_all({"kind": "plan", "plan": plan.to_json()})
@@ -84,12 +95,72 @@ class Together:
         ):  # a head's disk that is full or read-only: the rescue says what is missing
             collect(plan, self.meeting.server, attempt, found, checkpoints=checkpoints, interrupts=interrupts)
 
+    def can_do_without(self, nodes: Collection[int]) -> bool:
+        """Whether enough nodes are left without these, as --nodes MIN:MAX has it. Node 0 is always needed."""
+        left = [rank for rank in self.meeting.roll.hosts if rank not in nodes]
+        return 0 in left and len(left) >= self.meeting.party.topology.enough
+
+    def leave_out(self, nodes: Collection[int], verdict: Verdict, *, serving: bool) -> None:
+        """Goes on without nodes, for the reason of the verdict. One that still listens is told so, and ends.
+
+        Args:
+            nodes: by their numbers.
+            verdict: what is wrong with them.
+            serving: whether they have had ranks until now; otherwise they have been asked whether they can go on.
+        """
+        word = last_word([verdict])
+        if serving:
+            ending = Ending(4, NOTHING_DONE, verdict)
+            result = result_of(ending, run_id="", output_dir="", restarts=[], seconds=0.0)
+            word |= {"exit_code": 4, "problems": [], "result": result}
+        for rank in nodes:
+            self.meeting.server.send(rank, word)
+            self.meeting.leave_out(
+                rank, f"is not let in again: the job goes on without it ({verdict.summary})"
+            )
+
+    def agree_again(self, make_report: "ReportAgain", question: "Question") -> None:
+        """The short agreement before ranks are started again. Where --nodes MIN:MAX allows it, nodes that are not fit are left out.
+
+        Args:
+            make_report: makes this node's report.
+            question: for all nodes.
+
+        Raises:
+            Disagreed: with the verdict that all nodes have been told.
+        """
+        found = None
+        while found is None:
+            found = self._round(make_report, question)
+        known = {verdict.summary for verdict in self.meeting.agreement.verdicts}
+        news = [verdict for verdict in found.verdicts if verdict.summary not in known]
+        self.meeting.judge(Agreement(found.checks, news))
+        self.table.of_nodes = self.meeting.agreement
+
+    def _round(self, make_report: "ReportAgain", question: "Question") -> Agreement | None:
+        """What came of asking all nodes; None where some were left out, and the rest is to be asked again."""
+        from unisono.launch.nodes.again import head_again
+        from unisono.launch.nodes.meeting import Objection
+
+        self._rounds += 1
+        try:
+            with self.meeting.tentatively():
+                return head_again(self.meeting, make_report, question, round_=self._rounds)
+        except Objection as objection:
+            if not objection.nodes or not self.can_do_without(objection.nodes):
+                self.meeting.refuse(objection.verdicts, nodes=objection.nodes)
+            self.leave_out(objection.nodes, objection.verdicts[0], serving=False)
+            self.meeting.note(objection.verdicts[0].summary, everywhere=True)
+            return None
+
     def tell_verdict(self, verdict: Verdict) -> None:
         """Says on all nodes what has ended the ranks; whether the run goes on is said later."""
         self.meeting.tell_all({"kind": "verdict", **verdict.to_json()})
 
     def end(self, result: dict[str, Any], ending: Ending) -> None:
-        """Says the last word: how the run ended."""
+        """Says the last word: how the run ended. Where it has been said already, nothing."""
+        if self.meeting.is_over:
+            return
         verdicts = [ending.verdict.to_json()] if ending.verdict else []  # to be kept; it has been said
         problems = ending.error.to_json()["problems"] if ending.error else []
         self.meeting.end(

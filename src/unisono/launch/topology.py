@@ -37,6 +37,25 @@ class TopologyAsked:
 
 
 @dataclass(frozen=True)
+class Placed:
+    """Where a scheduler has put this front: it counts where neither an option nor a variable of a launcher says otherwise.
+
+    Attributes:
+        nodes: how many.
+        node_rank: which of them this is.
+        head_host: where node 0 is.
+        head_port: its port.
+        origins: the names of what they were read from, as `Topology.origins` has them.
+    """
+
+    nodes: int
+    node_rank: int
+    head_host: str
+    head_port: int
+    origins: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Accelerators:
     """What this machine could run ranks on.
 
@@ -54,7 +73,7 @@ class Topology:
     """The shape of the job as this node knows it.
 
     Attributes:
-        nodes: how many.
+        nodes: how many; with MIN:MAX the most.
         node_rank: which one this is.
         head_host: where node 0's front listens; empty for one node, and with `hosts` until it is found out.
         head_port: its port.
@@ -62,6 +81,7 @@ class Topology:
         nproc_declared: by `--nproc` or NPROC_PER_NODE; otherwise inferred.
         nproc_origin: where the number came from, for people.
         hosts: the other nodes that this one starts over ssh, by node rank from 1.
+        least_nodes: so many are enough to start, and to go on with; 0: all of them are needed.
         origins: where each value came from, for the plan.
         used_variables: of the environment; they are no leftovers.
     """
@@ -74,8 +94,14 @@ class Topology:
     nproc_declared: bool
     nproc_origin: str
     hosts: tuple[str, ...] = ()
+    least_nodes: int = 0
     origins: dict[str, str] = field(default_factory=dict)
     used_variables: tuple[str, ...] = ()
+
+    @property
+    def enough(self) -> int:
+        """How many nodes the job can do with."""
+        return self.least_nodes or self.nodes
 
     @property
     def is_head(self) -> bool:
@@ -89,6 +115,7 @@ def read_topology(
     accelerators: Accelerators,
     *,
     is_here: Callable[[str], bool] = lambda _host: False,
+    placed: Placed | None = None,
 ) -> Topology:
     """The shape of the job.
 
@@ -97,18 +124,20 @@ def read_topology(
         variables: of a distributed job, as `Environment.leftovers` has them.
         accelerators: `launch.device.usable_accelerators` gives them.
         is_here: whether a host of `--hosts` is this machine.
+        placed: by a scheduler that has started one front on each node; None: none has.
 
     Raises:
         UsageError: if something is missing, contradicts, or cannot be read; with the command line to type.
     """
-    reader = _Reader(asked, variables)
+    reader = _Reader(asked, variables, placed)
     hosts = _others(asked, is_here)
     nodes = reader.nodes(len(hosts) + 1 if asked.hosts else None)
     node_rank, host, port = reader.place(nodes, started_from_here=bool(asked.hosts))
     nproc, declared, origin = reader.nproc(accelerators)
     return Topology(
         nodes=nodes, node_rank=node_rank, head_host=host, head_port=port, nproc=nproc, nproc_declared=declared,
-        nproc_origin=origin, hosts=hosts, origins=reader.origins, used_variables=tuple(sorted(reader.used)),
+        nproc_origin=origin, hosts=hosts, least_nodes=reader.least, origins=reader.origins,
+        used_variables=tuple(sorted(reader.used)),
     )  # fmt: skip
 
 
@@ -118,8 +147,10 @@ class _Reader:
 
     asked: TopologyAsked
     variables: Mapping[str, str]
+    placed: Placed | None = None
     origins: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
+    least: int = 0
 
     def nodes(self, listed: int | None) -> int:
         """The number of nodes; `listed`: by --hosts."""
@@ -130,6 +161,9 @@ class _Reader:
             return listed
         if "NNODES" in self.variables:
             return self._declared_nodes(self.variables["NNODES"], "NNODES", listed)
+        if self.placed is not None:
+            self.origins["nodes"] = self.placed.origins["nodes"]
+            return self.placed.nodes
         for option, value in (("--node-rank", self.asked.node_rank), ("--head", self.asked.head)):
             if value is not None:  # alone, node 0 would train by itself, and the others would wait for it
                 raise UsageError.of(
@@ -139,11 +173,11 @@ class _Reader:
         return 1
 
     def _declared_nodes(self, text: str, source: str, listed: int | None) -> int:
-        nodes = _number_of_nodes(text, source)
+        self.least, nodes = _number_of_nodes(text, source)
         if listed not in (None, nodes):
             raise UsageError.of(
                 f"--nodes {nodes} and --hosts, which make {listed} with this one, contradict each other", where="command line",
-                fix="leave out --nodes",
+                fix=f"leave out --nodes, or pass --nodes MIN:{listed}",
             )  # fmt: skip
         if source == "NNODES":
             self.used.add(source)
@@ -176,10 +210,12 @@ class _Reader:
 
     def _node_rank(self, nodes: int) -> int:
         rank, source = self.asked.node_rank, "--node-rank"
-        if rank is None and "NODE_RANK" in self.variables:
+        if rank is None and "NODE_RANK" in self.variables and not self._nodes_placed:
             source = "NODE_RANK"
             rank = whole(self.variables[source], source)
             self.used.add(source)
+        if rank is None and self.placed is not None:
+            rank, source = self.placed.node_rank, self.placed.origins["node_rank"]
         if rank is None:
             raise UsageError.of(
                 f"there are {nodes} nodes, and nothing says which of them this is", where=self._nodes_where(nodes),
@@ -197,6 +233,9 @@ class _Reader:
         if self.asked.head is not None:
             self.origins["head"] = "--head"
             return parse_head(self.asked.head, "--head")
+        if self.placed is not None and (self._nodes_placed or not self.variables.get("MASTER_ADDR")):
+            self.origins["head"] = self.placed.origins["head"]
+            return self.placed.head_host, self.placed.head_port
         if not self.variables.get("MASTER_ADDR"):
             raise UsageError.of(
                 f"there are {nodes} nodes, and nothing says where the head (node 0) is", where=self._nodes_where(nodes),
@@ -244,6 +283,14 @@ class _Reader:
             return accelerators.count, False, f"{accelerators.count} visible accelerator{many}"
         return 1, False, f"one for the CPU: {accelerators.note}" if accelerators.note else "one for the CPU"
 
+    @property
+    def _nodes_placed(self) -> bool:
+        """Whether the scheduler has said how many nodes there are.
+
+        NODE_RANK and MASTER_ADDR are then leftovers: a batch script that exports them gives all nodes its own.
+        """
+        return self.placed is not None and self.origins.get("nodes") == self.placed.origins["nodes"]
+
     def _nodes_where(self, nodes: int) -> str:
         return f"NNODES={nodes}" if self.origins.get("nodes") == "NNODES" else f"--nodes {nodes}"
 
@@ -273,14 +320,18 @@ def _others(asked: TopologyAsked, is_here: Callable[[str], bool]) -> tuple[str, 
     return hosts
 
 
-def _number_of_nodes(text: str, source: str) -> int:
+def _number_of_nodes(text: str, source: str) -> tuple[int, int]:
+    """The fewest and the most; without a colon the fewest is 0: all are needed."""
     low, colon, high = text.partition(":")
-    if colon and positive(low, source) != positive(high, source):
+    if not colon:
+        return 0, positive(low, source)
+    least, most = positive(low, source), positive(high, source)
+    if least > most:
         raise UsageError.of(
-            f"{source} {text}: this release starts a fixed number of nodes", where=source,
-            why="a job that grows and shrinks between MIN and MAX comes with a later release", fix=f"--nodes {high}",
+            f"{source} {text}: the first number is larger than the second", where="command line" if source == "--nodes" else source,
+            why="MIN:MAX are the fewest nodes that the job can do with, and all of them", fix=f"--nodes {most}:{least}",
         )  # fmt: skip
-    return positive(low, source)
+    return least if least < most else 0, most
 
 
 def _ranks(number: int) -> str:

@@ -136,7 +136,8 @@ class Uploading:
             return
         request = {
             "action": "upload", "url": self._url, "run_id": self._plan.run_id, "path": str(self._path),
-            "keep": self._plan.config.checkpoint.keep, "keep_every": self._plan.keep_every, "beside": str(self._run.root),
+            "keep": self._plan.config.checkpoint.keep, "keep_every": self._plan.keep_every,
+            "best": self._plan.config.checkpoint.best is not None, "beside": str(self._run.root),
         }  # fmt: skip
         environment = child_environment(threads=1, without=self._leftovers)  # the ranks have the other cores
         self._done_bytes = self._of_bytes = 0

@@ -3,6 +3,7 @@
 kill, raise, exit, segfault, oom: at this step, in the first start only unless `always`
 wait: before this step it waits for a signal, and says so with a phase
 deaf: ignores signals; unready: does not listen to them yet; refuse: refuses before step 1; weighs: bytes of a checkpoint; flood: prints this many kilobytes a step
+says: prints this line before step 2
 """
 
 import json
@@ -115,6 +116,8 @@ class Rank:
     def fault(self, step: int) -> None:
         faults = self.plan.faults
         print("x" * 1024 * faults.get("flood", 0), flush=True)
+        if step == 2 and "says" in faults:
+            print(faults["says"], flush=True)
         if self.begin and not faults.get("always"):
             return
         if faults.get("kill") == step:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
+from unisono.agree.report import NodeReport
 from unisono.control.events import Left, Said
 from unisono.control.link import NodeLink
 from unisono.errors import Disagreed, UnisonoError
@@ -14,7 +15,7 @@ from unisono.launch.nodes import words
 from unisono.launch.nodes.address import refuse_unusable_head
 from unisono.launch.nodes.aside import Aside
 from unisono.launch.nodes.collective import collective_task, node_collective
-from unisono.launch.nodes.network import listen, node_dials
+from unisono.launch.nodes.network import listen, node_dials, present_in
 from unisono.launch.nodes.party import MakeReport, Party, Show, Standing
 from unisono.text import one_line
 
@@ -38,6 +39,7 @@ class Attendance:
         party: this node.
         link: to the head; from the start of the ranks on it is the caller's to read (`link.receive`).
         welcome: what the head told everybody: run_nonce, epoch, wall, head_host, and what its caller added.
+        head_gone: why the head is not heard any more; empty as long as it is.
     """
 
     def __init__(self, party: Party) -> None:
@@ -54,6 +56,7 @@ class Attendance:
             node_host=party.host, timeout_s=party.join_timeout_s, on_wait=_Waiting(party).tell, nodes=topology.nodes,
         )  # fmt: skip
         self.welcome = self.link.welcome
+        self.head_gone = ""
         self._over = False
         self._kept: list[Said | Left] = []
 
@@ -142,6 +145,7 @@ class Attendance:
     def _hear(self, event: Said | Left) -> None:
         if isinstance(event, Left):
             self._over = True
+            self.head_gone = event.why
             raise words.disagreement([words.head_lost(self.party.label, self.party.head, event.why)])
         message = event.message
         match message.get("kind"):
@@ -176,7 +180,13 @@ class Attendance:
             self.party.show(message)
 
 
-def attend_meeting(party: Party, make_report: MakeReport) -> Attendance:
+def attend_meeting(
+    party: Party,
+    make_report: MakeReport,
+    *,
+    tries_collective: bool = True,
+    trial: Callable[[Attendance, NodeReport], None] | None = None,
+) -> Attendance:
     """Takes part up to the point where each node could prepare its data. Called by the fronts of all nodes but 0.
 
     Use what it gives as a context manager: whatever leaves it is told to the head.
@@ -184,6 +194,8 @@ def attend_meeting(party: Party, make_report: MakeReport) -> Attendance:
     Args:
         party: this node.
         make_report: makes its report, in a thread of its own.
+        tries_collective: as the head does.
+        trial: this node's part of the head's.
 
     Raises:
         Disagreed: with the verdict that all nodes have been told.
@@ -195,15 +207,31 @@ def attend_meeting(party: Party, make_report: MakeReport) -> Attendance:
             standing = Standing(link.local_address, welcome, link.clock_offset_s, listener.ports)
             report = attendance.aside(lambda show: make_report(standing, show))
             attendance.send({"kind": "report", "report": report.to_json()})
-            asked = attendance.wait_for("dial")
-            with collective_task(report, party.topology.nodes, party.programs) as task:
-                node_dials(attendance, asked)
-                node_collective(attendance, task)
+            if trial is not None:
+                trial(attendance, report)
+            else:
+                try_network(attendance, report, tries_collective=tries_collective)
             attendance.wait_for("agreed")
     except BaseException as error:  # told to the head, and raised again
         attendance.__exit__(type(error), error, error.__traceback__)
         raise
     return attendance
+
+
+def try_network(attendance: Attendance, report: NodeReport, *, tries_collective: bool = True) -> None:
+    """Dials whom the head names, and takes part in a small collective.
+
+    Raises:
+        Disagreed: with the head's words.
+    """
+    asked = attendance.wait_for("dial")
+    present = present_in(asked, own=attendance.party.topology.node_rank)
+    if not tries_collective:
+        node_dials(attendance, asked)
+        return
+    with collective_task(report, present, attendance.party.programs) as task:
+        node_dials(attendance, asked)
+        node_collective(attendance, task)
 
 
 def _is_refusal(event: Said) -> bool:

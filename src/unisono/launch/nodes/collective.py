@@ -1,6 +1,6 @@
 """One small collective with the real back-end, in a child process on every node, before any rank is started."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,18 +23,18 @@ _ENDING_S = 10.0
 
 
 @contextmanager
-def collective_task(report: NodeReport, nodes: int, programs: Programs) -> Iterator[TaskProcess]:
+def collective_task(report: NodeReport, present: Sequence[int], programs: Programs) -> Iterator[TaskProcess]:
     """The process of this node that will take part. It imports torch meanwhile, and then waits to be told where the store is.
 
     Args:
         report: of this node.
-        nodes: how many take part, one process each.
+        present: the numbers of the nodes that take part, one process each.
         programs: what is started as task.
     """
     body = {
-        "rank": report.node_rank, "world_size": nodes, "backend": "nccl" if report.device_kind == "cuda" else "gloo",
+        "rank": sorted(present).index(report.node_rank), "world_size": len(present), "backend": "nccl" if report.device_kind == "cuda" else "gloo",
         "device_index": 0 if report.device_kind == "cuda" else None, "store_host": report.address,
-        "deadline_s": DEADLINE_S, "names": [f"node {rank}" for rank in range(nodes)],
+        "deadline_s": DEADLINE_S, "names": [f"node {rank}" for rank in sorted(present)],
     }  # fmt: skip
     with TaskProcess(
         "collective", body, talks=True, programs=programs, environment=_environment(report)

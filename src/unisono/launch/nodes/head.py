@@ -1,10 +1,12 @@
 """Node 0's side of the meeting: it waits for the others, compares, tries the network, and tells everybody what came of it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_nodes
+from unisono.agree.report import NodeReport
 from unisono.errors import Disagreed
 from unisono.launch.nodes.aside import Aside
 from unisono.launch.nodes.collective import collective_task, head_collective
@@ -18,6 +20,7 @@ _POLL_S = 0.2
 _BUSY_POLL_S = 0.02
 _FIRST_LINE_S = 2.0
 _NEXT_LINES_S = 10.0
+_LEFT_OUT = "is too late: the job has started without it"
 
 
 def hold_meeting(
@@ -29,6 +32,9 @@ def hold_meeting(
     epoch: int = 0,
     keep: Keep | None = None,
     start_others: Callable[[tuple[str, int]], SshFronts] | None = None,
+    compare: Callable[[Sequence[NodeReport]], Agreement] = compare_nodes,
+    tries_collective: bool = True,
+    trial: Callable[[Meeting], None] | None = None,
 ) -> Meeting:
     """Brings all nodes together, up to the point where each could prepare its data. Called by node 0's front.
 
@@ -42,6 +48,9 @@ def hold_meeting(
         epoch: which attempt of the run this is.
         keep: told what is known of the nodes after each judgement, also of the one that ends the meeting.
         start_others: with --hosts: starts the other fronts, which call the address that it is given (`ssh.start_others`).
+        compare: judges the reports.
+        tries_collective: whether one process of each node takes part in a collective; the nodes must be told the same.
+        trial: of the network, in the place of dials and collective; the nodes must have their part of it.
 
     Raises:
         Disagreed: with the verdict that all nodes have been told.
@@ -56,15 +65,35 @@ def hold_meeting(
         others = _start_others(meeting, start_others)
         with listen(meeting.server.address[0], party.token, meeting.run_nonce) as listener:
             _assemble(meeting, make_report, listener.ports, others)
-            meeting.judge(compare_nodes(meeting.reports))
-            with collective_task(meeting.reports[0], len(meeting.reports), party.programs) as task:
-                meeting.judge(head_dials(meeting))
-                meeting.judge(head_collective(meeting, task))
+            meeting.judge(compare(meeting.reports))
+            if len(meeting.reports) > 1:
+                _try(meeting, trial, tries_collective=tries_collective)
         meeting.tell_all({"kind": "agreed"})
     except BaseException as error:  # told to all nodes, and raised again
         meeting.__exit__(type(error), error, error.__traceback__)
         raise
     return meeting
+
+
+def _try(meeting: Meeting, trial: Callable[[Meeting], None] | None, *, tries_collective: bool) -> None:
+    if trial is not None:
+        trial(meeting)
+    elif tries_collective:
+        try_network(meeting)
+    else:
+        meeting.judge(head_dials(meeting))
+
+
+def try_network(meeting: Meeting) -> None:
+    """Every node dials the others, and one process on each takes part in a small collective.
+
+    Raises:
+        Disagreed: if that shows something that forbids the start.
+    """
+    present = [report.node_rank for report in meeting.reports]
+    with collective_task(meeting.reports[0], present, meeting.party.programs) as task:
+        meeting.judge(head_dials(meeting))
+        meeting.judge(head_collective(meeting, task))
 
 
 def _start_others(meeting: Meeting, start: Callable[[tuple[str, int]], SshFronts] | None) -> SshFronts | None:
@@ -112,12 +141,22 @@ def _assemble(
 
 def _see_who_is_lost(meeting: Meeting, waited_s: float, others: SshFronts | None) -> None:
     """Ends the meeting where a node will not come any more, or has not come in time."""
-    roll = meeting.roll
+    roll, topology = meeting.roll, meeting.party.topology
     missing = roll.missing
     failures = others.failures() if others and missing else {}
-    lost = [failures[rank] for rank in missing if rank in failures]
-    if lost:
-        meeting.refuse(lost)
-    if missing and waited_s > meeting.party.join_timeout_s:
+    lost = {rank: failures[rank] for rank in missing if rank in failures}
+    if lost and roll.nodes - len(roll.left_out) - len(lost) < topology.enough:
+        meeting.refuse(list(lost.values()))
+    for rank, verdict in lost.items():
+        meeting.leave_out(rank, _LEFT_OUT)
+        meeting.note(f"the job does without node {rank}: {verdict.summary}", everywhere=True)
+    missing = roll.missing
+    if not missing or waited_s <= meeting.party.join_timeout_s:
+        return
+    if len(roll.hosts) < topology.enough:
         names = {front.node_rank: front.name for front in others.fronts} if others else None
         meeting.refuse(roll.absence(waited_s, names=names))
+    why = "; ".join(verdict.summary for verdict in roll.absence(waited_s))
+    for rank in missing:
+        meeting.leave_out(rank, _LEFT_OUT)
+    meeting.note(f"starting with {len(roll.hosts)} of {roll.nodes} nodes: {why}", everywhere=True)

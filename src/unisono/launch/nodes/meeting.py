@@ -1,14 +1,15 @@
 """The nodes of a job, as the head has them together: what they say, what is told to them, and how it ends."""
 
+import contextlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.joining import wrong_token
-from unisono.agree.naming import name_node
+from unisono.agree.naming import name_node, plain_host
 from unisono.agree.report import NodeReport
 from unisono.causes import Verdict
 from unisono.control.events import Arrived, Event, Joined, Left, Rejected, Said
@@ -31,6 +32,20 @@ _POLL_S = 0.2
 _BUSY_POLL_S = 0.02
 _LINGER_S = 3.0
 _ACKNOWLEDGE_S = 3.0
+
+
+class Objection(Exception):  # noqa: N818 - named for what happened
+    """Something forbids to go on with all of these nodes; raised in place of the end of the job by `Meeting.tentatively`.
+
+    Attributes:
+        verdicts: what would be said to all nodes.
+        nodes: the numbers of those that it is about; empty: of none in particular.
+    """
+
+    def __init__(self, verdicts: Sequence[Verdict], nodes: Sequence[int]) -> None:
+        super().__init__(verdicts[0].summary)
+        self.verdicts = list(verdicts)
+        self.nodes = sorted(set(nodes))
 
 
 class Meeting:
@@ -78,6 +93,7 @@ class Meeting:
         self.began = self._last_news = time.monotonic()
         self._joining = True
         self._settled = False
+        self._tentative = False
         self.afterwards: list[Callable[[], None]] = []
         self._inbox: dict[str, dict[int, Message]] = {}
         self._keep = keep
@@ -100,8 +116,13 @@ class Meeting:
             self.fail(error)
 
     @property
+    def is_over(self) -> bool:
+        """Whether the last word has been said."""
+        return self._settled
+
+    @property
     def reports(self) -> list[NodeReport]:
-        """Of all nodes, by node rank."""
+        """Of all nodes that take part, by node rank."""
         return [self.roll.reports[rank] for rank in sorted(self.roll.reports)]
 
     def tell_all(self, message: Message) -> None:
@@ -114,8 +135,12 @@ class Meeting:
         if everywhere:
             self.tell_all({"kind": "note", "text": text})
 
-    def aside(self, work: Callable[[Show], Result]) -> Result:
+    def aside(self, work: Callable[[Show], Result], *, everywhere: bool = False) -> Result:
         """Does something that takes long (a task, digests) and listens to the nodes meanwhile; gives what came of it.
+
+        Args:
+            work: it shows what it does.
+            everywhere: whether the other nodes, which wait for it, are told its notes and warnings, too.
 
         Raises:
             Disagreed: if a node refuses or is lost meanwhile.
@@ -123,8 +148,8 @@ class Meeting:
         aside = Aside(work)
         while not aside.done:
             self.listen(_BUSY_POLL_S)
-            self.pass_on(aside)
-        self.pass_on(aside)
+            self.pass_on(aside, everywhere=everywhere)
+        self.pass_on(aside, everywhere=everywhere)
         return aside.result()
 
     def gather(self, kind: str, *, timeout_s: float, what: str = "") -> dict[int, Message]:
@@ -139,12 +164,14 @@ class Meeting:
             Disagreed: if a node refuses, is lost, or is silent for too long.
         """
         limit = time.monotonic() + timeout_s
-        wanted = set(range(1, self.roll.nodes))
+        wanted = set(self.roll.others)
         while not wanted <= set(self._inbox.get(kind, {})):
             if time.monotonic() > limit:
                 late = sorted(wanted - set(self._inbox.get(kind, {})))
                 why = f"nothing came within {timeout_s:.0f} s: {what or kind}"
-                self.refuse([words.node_left(rank, self.roll.hosts.get(rank, "?"), why) for rank in late])
+                self.refuse(
+                    [self._gone(rank, self.roll.hosts.get(rank, "?"), why) for rank in late], nodes=late
+                )
             self.listen(min(_POLL_S, max(0.0, limit - time.monotonic())))
         return self._inbox.pop(kind)
 
@@ -161,12 +188,46 @@ class Meeting:
         for verdict in agreement.warnings:
             self._warn(verdict)
 
-    def refuse(self, verdicts: Sequence[Verdict], *, exit_code: int = Disagreed.exit_code) -> NoReturn:
+    @contextlib.contextmanager
+    def tentatively(self) -> Iterator[None]:
+        """While it is entered, what forbids to go on raises Objection and ends nothing: perhaps fewer nodes can go on."""
+        self._tentative = True
+        try:
+            yield
+        finally:
+            self._tentative = False
+
+    def leave_out(self, node_rank: int, why: str) -> None:
+        """The job does without a node from now on; it is not let in again. `why` goes on from `node R (HOST) `."""
+        self.roll.leave_out(node_rank)
+        self.server.leave_out(node_rank, why)
+        for answers in self._inbox.values():
+            answers.pop(node_rank, None)
+
+    def forget(self, kind: str) -> None:
+        """What has come of a kind does not count any more."""
+        self._inbox.pop(kind, None)
+
+    def refuse(
+        self,
+        verdicts: Sequence[Verdict],
+        *,
+        exit_code: int = Disagreed.exit_code,
+        nodes: Sequence[int] | None = None,
+    ) -> NoReturn:
         """Tells all nodes why nothing is started, those that come late included, and raises the same here.
 
+        Args:
+            verdicts: the decisive one first.
+            exit_code: of all nodes.
+            nodes: which it is about; None: those on the hosts that the verdicts name.
+
         Raises:
-            Disagreed: always.
+            Disagreed: always, but `tentatively`.
+            Objection: then.
         """
+        if self._tentative:
+            raise Objection(verdicts, self._nodes_of(verdicts) if nodes is None else nodes)
         after_s = time.monotonic() - self._last_news  # from the last arrival, or from what ended it
         said = [
             verdict if verdict.named_after_s is not None else verdict.model_copy(update={"named_after_s": round(after_s, 3)})
@@ -235,6 +296,12 @@ class Meeting:
         """Says that all are here: from now on nobody may leave."""
         self._joining = False
 
+    def _nodes_of(self, verdicts: Sequence[Verdict]) -> list[int]:
+        """The nodes on the hosts that verdicts name; none where a host has several, since then it is not sure."""
+        named = {host for verdict in verdicts for host in verdict.hosts}
+        found = [rank for rank, host in self.roll.hosts.items() if plain_host(host) in named]
+        return found if len(found) == len(named) else []
+
     def _tell_keeper(self) -> None:
         if self._keep is not None:
             self._keep(self.reports, self.agreement)
@@ -257,10 +324,16 @@ class Meeting:
                 pass  # before there are ranks nothing is sent
 
     def _lost(self, event: Left) -> None:
+        if event.node_rank in self.roll.left_out:
+            return
         line = self.roll.gone(event)
         if not self._joining:
-            self.refuse([words.node_left(event.node_rank, event.host, event.why)])
+            lost = self._gone(event.node_rank, event.host, event.why)
+            self.refuse([lost], nodes=[event.node_rank])
         self.note(line)
+
+    def _gone(self, node_rank: int, host: str, why: str) -> Verdict:
+        return words.node_left(node_rank, host, why, moment="the restart" if self._tentative else "the start")
 
     def _turned_away(self, event: Rejected) -> None:
         line = self.roll.turned_away(event)
@@ -273,6 +346,8 @@ class Meeting:
             self.refuse([words.misfit(event.why)])
 
     def _said(self, node_rank: int, message: Message) -> None:
+        if node_rank in self.roll.left_out:
+            return
         host = self.roll.hosts.get(node_rank, "?")
         match message.get("kind"):
             case "report":
@@ -280,7 +355,7 @@ class Meeting:
                 if verdict is not None:
                     self.refuse([verdict])
             case "refused":
-                self.refuse([words.node_refused(node_rank, host, message)])
+                self.refuse([words.node_refused(node_rank, host, message)], nodes=[node_rank])
             case "stop":
                 raise words.stop_of(message.get("signal"), name_node(node_rank, host))
             case kind:
@@ -293,7 +368,9 @@ class Meeting:
         self.party.show({**message, "time": time.time()})
         self.tell_all(message)
 
-    def pass_on(self, aside: Aside[Any]) -> None:
-        """Shows what some work has shown."""
+    def pass_on(self, aside: Aside[Any], *, everywhere: bool = False) -> None:
+        """Shows what some work has shown, here or on all nodes."""
         for message in aside.shown():
             self.party.show(message)
+            if everywhere and message["kind"] in ("note", "warning"):
+                self.tell_all({name: message[name] for name in message if name != "time"})

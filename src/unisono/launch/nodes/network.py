@@ -11,6 +11,7 @@ from unisono.agree.network import compare_network
 from unisono.agree.report import Reached
 from unisono.control.echo import EchoListener, reach_key
 from unisono.control.reach import Peer, choose_peers, dial_all
+from unisono.errors import Disagreed
 from unisono.events import Message
 from unisono.launch.nodes.sides import HeadSide, NodeSide
 
@@ -35,7 +36,12 @@ def head_dials(meeting: HeadSide) -> Agreement:
     ]
     for peer in peers[1:]:
         chosen = choose_peers(peers, peer.node_rank)
-        meeting.server.send(peer.node_rank, {"kind": "dial", "peers": [other.to_json() for other in chosen]})
+        asked = {
+            "kind": "dial",
+            "peers": [other.to_json() for other in chosen],
+            "present": [one.node_rank for one in peers],
+        }
+        meeting.server.send(peer.node_rank, asked)
     key = reach_key(meeting.party.token, meeting.run_nonce)
     own = meeting.aside(lambda _show: dial_all(choose_peers(peers, 0), key, source=0))
     said = meeting.gather("reached", timeout_s=_DIALLING_S, what="its dialling of the other nodes")
@@ -56,6 +62,21 @@ def node_dials(attendance: NodeSide, asked: Message) -> None:
     source = attendance.party.topology.node_rank
     found = attendance.aside(lambda _show: dial_all(peers, key, source=source))
     attendance.send({"kind": "reached", "reached": [asdict(one) for one in found]})
+
+
+def present_in(asked: Message, *, own: int) -> list[int]:
+    """The numbers of the nodes that take part, as the head's `dial` names them.
+
+    Raises:
+        Disagreed: if this node is none of them.
+    """
+    found = asked.get("present")
+    if not isinstance(found, list) or own not in found or not all(isinstance(rank, int) for rank in found):
+        raise Disagreed.of(
+            f"the head names the nodes that take part, and node {own} is none of them", why="its unisono is another one",
+            fix="install the same unisono on all nodes",
+        )  # fmt: skip
+    return found
 
 
 def _peers(message: Message) -> list[Peer]:

@@ -22,12 +22,13 @@ class Roll:
     """The list of nodes that the head keeps.
 
     Attributes:
-        nodes: how many there are.
+        nodes: how many there are at the most.
         hosts: of those that are here, by node rank.
         addresses: from which they call.
         reports: of those that have reported.
         left: for a node that was here and is not any more: its host, and why.
         rejected: who was turned away, the last ones.
+        left_out: nodes that the job does without.
     """
 
     nodes: int
@@ -36,11 +37,17 @@ class Roll:
     reports: dict[int, NodeReport] = field(default_factory=dict)
     left: dict[int, tuple[str, str]] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)
+    left_out: set[int] = field(default_factory=set)
 
     @property
     def missing(self) -> list[int]:
-        """Nodes that are not here."""
-        return [rank for rank in range(self.nodes) if rank not in self.hosts]
+        """Nodes that are not here and waited for."""
+        return [rank for rank in range(self.nodes) if rank not in self.hosts and rank not in self.left_out]
+
+    @property
+    def others(self) -> list[int]:
+        """Nodes that are here, without the head."""
+        return sorted(rank for rank in self.hosts if rank != 0)
 
     @property
     def unreported(self) -> list[int]:
@@ -50,7 +57,13 @@ class Roll:
     @property
     def complete(self) -> bool:
         """Whether all are here and have reported."""
-        return len(self.reports) == self.nodes
+        return len(self.reports) == self.nodes - len(self.left_out)
+
+    def leave_out(self, node_rank: int) -> None:
+        """The job does without a node from now on."""
+        self.left_out.add(node_rank)
+        for kept in (self.hosts, self.addresses, self.reports):
+            kept.pop(node_rank, None)
 
     def joined(self, event: Joined) -> None:
         """A node is here."""

@@ -74,9 +74,9 @@ def stop_of(name: Any, where: str) -> Stopped:
     return Stopped(known, one_line(where, limit=200))
 
 
-def node_left(node_rank: int, host: str, why: str) -> Verdict:
-    """A node was here and is gone, before there were ranks."""
-    return lost_node(node_rank, host, why, silent=why.startswith("silent"))
+def node_left(node_rank: int, host: str, why: str, *, moment: str = "the start") -> Verdict:
+    """A node was here and is gone, before there were ranks; or, where the moment is the restart, before there were new ones."""
+    return lost_node(node_rank, host, why, silent=why.startswith("silent"), moment=moment)
 
 
 def bad_report(node_rank: int, host: str, why: str) -> Verdict:

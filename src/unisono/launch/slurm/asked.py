@@ -1,0 +1,163 @@
+"""What a batch job is asked to be: read from the command line and the config, checked, and nothing done yet."""
+
+import math
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.config import RunConfig
+from unisono.errors import UsageError
+from unisono.facts.slurm import seconds_of
+from unisono.launch.asked import TrainRequest
+from unisono.launch.written import positive
+from unisono.rundir import RunDir
+from unisono.text import one_line
+from unisono.units import parse_seconds
+
+_WORD = re.compile(r"[A-Za-z0-9_.@:][A-Za-z0-9_.@:-]*")
+_SIGNAL_MARGIN_S = 15
+"""Between the end of `grace` and the end of the job: ranks and fronts are gone by then, and the script asks for its requeue."""
+
+_CONFIG = "/dev/stdin"  # srun gives it to every node: as it was when the job was submitted, also where no disk is shared
+_EARLY_S = 30  # Slurm looks at limits every half minute, and rounds towards early
+
+
+@dataclass(frozen=True)
+class JobAsked:
+    """One batch job.
+
+    Attributes:
+        name: of the job, as squeue shows it.
+        run: the run's directory.
+        folder: where the commands are given; paths of the config are relative to it.
+        least_nodes: so many are enough.
+        nodes: how many.
+        nproc: ranks on each node; None: as many as its devices.
+        gpus: accelerators that each node is asked for; 0: none.
+        partition: as it was typed; None: the cluster's own choice.
+        time: as it was typed; None: the partition's own limit.
+        signal_s: seconds before the end of the job at which it is told.
+        words: of the command that each node runs, without `--launcher` and its like.
+        typed: the command, for people.
+    """
+
+    name: str
+    run: RunDir
+    folder: Path
+    least_nodes: int
+    nodes: int
+    nproc: int | None
+    gpus: int
+    partition: str | None
+    time: str | None
+    signal_s: int
+    words: tuple[str, ...]
+    typed: str
+
+    @property
+    def partitions(self) -> tuple[str, ...]:
+        """Those that are named."""
+        return tuple(self.partition.split(",")) if self.partition else ()
+
+
+def job_asked(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobAsked:
+    """The job that a request stands for.
+
+    Args:
+        request: with `--launcher slurm`.
+        config: its paths absolute.
+        gpus: whether the cluster gives out accelerators.
+
+    Raises:
+        UsageError: if an option cannot be one of Slurm's.
+    """
+    least, nodes = _nodes(request.nodes)
+    run = RunDir(Path(config.output_dir))
+    words_of(request)
+    signal_s = math.ceil(parse_seconds(config.grace)) + _SIGNAL_MARGIN_S
+    limit_s = seconds_of(request.time or "")
+    if limit_s is not None and limit_s < signal_s + _EARLY_S:
+        raise UsageError.of(
+            f"--time {request.time} is over before anything could be trained", where="command line",
+            why=f"{signal_s} s before the end the run begins to save, and Slurm may say so {_EARLY_S} s earlier",
+            fix="ask for more, as --time 8:00:00",
+        )  # fmt: skip
+    if any(character in str(path) for path in (run.root, Path.cwd()) for character in "\n\r\0"):
+        raise UsageError.of("a path has a line break in it", where="output_dir", fix="set another output_dir")
+    return JobAsked(
+        name=f"unisono-{re.sub(r'[^A-Za-z0-9_.-]', '-', run.root.name)[:60]}", run=run, folder=Path.cwd(), least_nodes=least,
+        nodes=nodes, nproc=request.nproc, gpus=_gpus(request, config) if gpus else 0, partition=request.partition,
+        time=request.time, signal_s=signal_s,
+        words=_words(request, least, nodes), typed=request.command,
+    )  # fmt: skip
+
+
+def words_of(request: TrainRequest) -> tuple[str, ...]:
+    """The partitions that are named. They and the time limit are checked: they become words of Slurm's commands.
+
+    Raises:
+        UsageError: if one cannot be a word of Slurm's.
+    """
+    for name, value in (("--partition", request.partition), ("--time", request.time)):
+        for word in value.split(",") if value is not None else ():
+            _check(word, name)
+    return tuple(request.partition.split(",")) if request.partition else ()
+
+
+def _nodes(text: str | None) -> tuple[int, int]:
+    low, colon, high = (text or "1").partition(":")
+    least = positive(low, "--nodes")
+    most = positive(high, "--nodes") if colon else least
+    if least > most:
+        raise UsageError.of(
+            f"--nodes {text}: the first number is larger than the second", where="command line",
+            why="MIN:MAX are the fewest nodes that the job can do with, and all of them", fix=f"--nodes {most}:{least}",
+        )  # fmt: skip
+    return least, most
+
+
+def _check(word: str, name: str) -> None:
+    if _WORD.fullmatch(word) and len(word) <= 100:
+        return
+    raise UsageError.of(
+        f"{name} {one_line(word, limit=80)!r} is nothing that Slurm knows", where="command line",
+        why="it has letters, digits and _ . @ : -, and does not begin with -",
+        fix=f"as in {name} {'gpu' if name == '--partition' else '8:00:00'}",
+    )  # fmt: skip
+
+
+def _gpus(request: TrainRequest, config: RunConfig) -> int:
+    """How many accelerators a node needs: on a cluster that gives them out, a rank without one would train on the CPU."""
+    if config.device == "cpu":
+        return 0
+    if request.nproc is None:
+        raise UsageError.of(
+            "this cluster gives out accelerators, and nothing says how many a node needs", where="command line",
+            why="every rank has one of its own", fix="pass --nproc N, or device=cpu to train on the CPU",
+        )  # fmt: skip
+    return request.nproc
+
+
+def _words(request: TrainRequest, least: int, nodes: int) -> tuple[str, ...]:
+    """The command of each node. `--fresh` is not in it: a job that is requeued would rename its own run."""
+    words = [sys.executable, "-m", "unisono", "train", _CONFIG, *request.overrides]
+    options = {
+        "--nproc": request.nproc, "--devices": request.devices, "--restarts": request.restarts,
+        "--join-timeout": f"{request.join_timeout_s:g}", "--nodes": f"{least}:{nodes}" if least < nodes else None,
+    }  # fmt: skip
+    for name, value in options.items():
+        words += [] if value is None else [name, str(value)]
+    for key in request.allow:
+        words += ["--allow", key]
+    flags = {
+        "--resume": request.resume, "--trust": request.trust, "--debug-comm": request.debug_comm,
+        "--no-rehearse": not request.rehearse, "--json": True,
+    }  # fmt: skip
+    return (*words, *(name for name, given in flags.items() if given))
+
+
+def quoted(words: tuple[str, ...]) -> str:
+    """The words as a shell reads them."""
+    return shlex.join(words)

@@ -1,0 +1,168 @@
+"""What the cluster is able to give, asked before anything is submitted; and a job as the controller has it."""
+
+import re
+from dataclasses import dataclass
+
+from unisono.errors import Problem, UnfitError, UsageError
+from unisono.facts.slurm import seconds_of
+from unisono.facts.slurm_control import Answer, NodeState, ask, fields_of, has_slurm, node_states
+from unisono.launch.slurm.asked import JobAsked
+
+_SILENT = re.compile(r"contact slurm controller|timed out|Connection refused|did not answer", re.IGNORECASE)
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition as the controller has it.
+
+    Attributes:
+        name: of it.
+        up: whether jobs are started in it.
+        state: in Slurm's word.
+        nodes: how many it has.
+        most_nodes: that one job may have; None: any number.
+        most_time: a job's limit as Slurm writes it.
+        nodelist: its nodes as Slurm writes them.
+        is_default: whether it is taken where none is named.
+    """
+
+    name: str
+    up: bool
+    state: str
+    nodes: int
+    most_nodes: int | None
+    most_time: str
+    nodelist: str
+    is_default: bool
+
+
+def partitions() -> dict[str, Partition]:
+    """All that there are.
+
+    Raises:
+        UsageError: if Slurm is not installed here.
+        UnfitError: if its controller does not answer.
+    """
+    if not has_slurm():
+        raise UsageError.of(
+            "--launcher slurm needs sbatch, and it is not installed here", where="this machine",
+            fix="type the command on a login node of the cluster, or take --launcher nodes and --hosts",
+        )  # fmt: skip
+    answer = ask("scontrol", "show", "partition", "-o")
+    if not answer.ok:
+        raise refused_by_slurm("Slurm's controller does not answer", answer)
+    found = {}
+    for line in answer.out.splitlines():
+        fields = fields_of(line)
+        name = fields.get("PartitionName")
+        if name:
+            most = fields.get("MaxNodes", "")
+            found[name] = Partition(
+                name, fields.get("State") == "UP", fields.get("State", "?"), int(fields.get("TotalNodes") or 0),
+                int(most) if most.isdigit() else None, fields.get("MaxTime", ""), fields.get("Nodes", ""), fields.get("Default") == "YES",
+            )  # fmt: skip
+    return found
+
+
+def gives_out_gpus(names: tuple[str, ...]) -> bool:
+    """Whether nodes of these partitions, or of any, have accelerators that Slurm gives out."""
+    words = ["-p", ",".join(names)] if names else []
+    return "gpu" in ask("sinfo", "-h", "-o", "%G", *words).out
+
+
+def refuse_what_cannot_be(asked: JobAsked, known: dict[str, Partition]) -> None:
+    """Checks that a partition can give the nodes at all, and now or soon.
+
+    Raises:
+        UsageError: if there is no such partition, or it never has so many nodes for one job.
+        UnfitError: if too many of its nodes are out of order.
+    """
+    strange = [name for name in asked.partitions if name not in known]
+    if strange:
+        raise UsageError.of(
+            f"there is no partition {', '.join(strange)}", where="--partition",
+            why=f"this cluster has {', '.join(sorted(known)) or 'none'}", fix="choose one of them (`sinfo`)",
+        )  # fmt: skip
+    chosen = [known[name] for name in asked.partitions] or [
+        each for each in known.values() if each.is_default
+    ]
+    if not chosen:
+        return  # sbatch will say that a partition is to be named
+    problems = [problem for problem in (_too_small(asked, each) for each in chosen) if problem is not None]
+    if len(problems) == len(chosen):
+        raise UsageError(*problems)
+    refuse_nodes_out_of_order(asked, chosen)
+
+
+def refuse_nodes_out_of_order(asked: JobAsked, chosen: list[Partition]) -> None:
+    """Node by node, where fewer can be used than are asked for.
+
+    Raises:
+        UnfitError: in that case.
+    """
+    best: tuple[int, str, list[NodeState]] = (-1, "", [])
+    for each in chosen:
+        if not each.up:
+            best = max(best, (-1, f"partition {each.name} is {each.state}", []), key=lambda found: found[0])
+            continue
+        nodes = node_states(each.nodelist)
+        usable = sum(node.usable for node in nodes)
+        if not nodes or usable >= asked.least_nodes:
+            return
+        best = max(
+            best,
+            (usable, f"partition {each.name}", [node for node in nodes if not node.usable]),
+            key=lambda found: found[0],
+        )
+    usable, where, bad = best
+    told = "; ".join(node.told for node in bad[:_SHOWN]) + (
+        f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+    )
+    if usable < 0:
+        raise UnfitError.of(
+            f"no job is started now: {where or 'no partition is up'}",
+            where="--partition",
+            fix="choose one that is up (`sinfo`)",
+        )
+    raise UnfitError.of(
+        f"{asked.least_nodes} nodes are asked for, and {usable} of {where} can be used now", where=told,
+        why="a job would wait until they are back", fix=f"--nodes {usable}, another --partition, or ask who looks after them (`sinfo -R`)" if usable
+        else "another --partition, or ask who looks after them (`sinfo -R`)",
+    )  # fmt: skip
+
+
+def refused_by_slurm(what: str, answer: Answer) -> UsageError | UnfitError:
+    """An error in Slurm's own words: 6 where it does not answer, 2 where it does not want."""
+    words = answer.words or f"exit code {answer.code}"
+    if answer.code is None or _SILENT.search(words):
+        return UnfitError.of(
+            f"Slurm does not answer: {what}", where=words, why="its controller (slurmctld) is down, or cannot be reached from here",
+            fix="scontrol ping   # says which controller is up",
+        )  # fmt: skip
+    return UsageError.of(
+        what, where=f"Slurm says: {words}",
+        fix="change --nodes, --partition or --time; account and QOS are read from SBATCH_ACCOUNT and SBATCH_QOS",
+    )  # fmt: skip
+
+
+def _too_small(asked: JobAsked, partition: Partition) -> Problem | None:
+    most = partition.nodes if partition.most_nodes is None else min(partition.nodes, partition.most_nodes)
+    if asked.least_nodes <= most:
+        return _too_long(asked, partition)
+    has = f"partition {partition.name} has {partition.nodes} node{'' if partition.nodes == 1 else 's'}"
+    one = f"{has}, of which one job may have {most}" if most < partition.nodes else has
+    return Problem(
+        f"{asked.least_nodes} nodes are asked for, and {one}", where="--nodes", why="the job would wait for ever",
+        fix=f"--nodes {most}, or another --partition (`sinfo`)",
+    )  # fmt: skip
+
+
+def _too_long(asked: JobAsked, partition: Partition) -> Problem | None:
+    limit, wanted = seconds_of(partition.most_time), seconds_of(asked.time or "")
+    if limit is None or wanted is None or wanted <= limit:
+        return None
+    return Problem(
+        f"--time {asked.time} is longer than partition {partition.name} allows", where=f"MaxTime={partition.most_time}",
+        why="the job would wait for ever", fix=f"--time {partition.most_time}: the run goes on in the next job; or another --partition",
+    )  # fmt: skip

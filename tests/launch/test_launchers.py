@@ -1,0 +1,39 @@
+"""`--launcher` and what belongs to one launcher. Run: pytest tests/launch/test_launchers.py"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.errors import UsageError
+from unisono.launch.asked import TrainRequest
+from unisono.launch.launchers import refuse_contradictions
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"launcher": "rai"}, "no launcher rai"),
+        ({"ray_address": "a:6379"}, "--ray-address is for --launcher ray"),
+        ({"launcher": "ray", "hosts": "a,b", "head": "a"}, "--head, --hosts says which node this is"),
+        ({"launcher": "ray", "token_file": "t"}, "--token-file says which node this is"),
+        ({"launcher": "local", "nodes": "2"}, "--launcher local is for one node"),
+    ],
+)
+def test_options_of_another_launcher_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        refuse_contradictions(TrainRequest(Path("c.yaml"), **options))
+
+
+def test_the_nearest_launcher_is_offered() -> None:
+    with pytest.raises(UsageError) as refused:
+        refuse_contradictions(TrainRequest(Path("c.yaml"), launcher="rays"))
+    assert refused.value.problems[0].fix == "did you mean `ray`?"
+
+
+def test_a_front_does_not_import_ray() -> None:
+    """Also not one that is asked to start on Ray: that is its driver's."""
+    code = "import sys, unisono.launch.ray.session, unisono.launch.ray.driver; sys.exit('ray' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,0 +1,36 @@
+"""`--launcher slurm` writes, submits and follows one job. Run: pytest tests/slurm/test_launcher.py
+
+A real Slurm on network namespaces; skipped with the reason where there is none.
+"""
+
+import stat
+
+import pytest
+
+from tests.slurm.harness import SlurmJob
+
+TWO = ("--launcher", "slurm", "--nodes", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_job_of_two_nodes_is_written_submitted_followed_and_ends_with_its_code(job: SlurmJob) -> None:
+    front = job.type(*TWO, "--nproc", "1", json=False)
+    assert front.wait() == 0, front.text()
+    folder = job.out / "slurm"
+    script = folder / "job.sh"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert all(line.strip() in front.text() for line in script.read_text().splitlines())
+    for said in (
+        "submitted as job",
+        "runs on ada, bob",
+        "2: 1 on ada (--nproc), 1 on bob (--nproc)",
+        "completed: step 4",
+    ):
+        assert said in front.text(), (said, front.text())
+    assert [line["step"] for line in job.metrics()] == [1, 2, 3, 4]
+    assert [node["host"] for node in job.read("plan.json")["nodes"]] == ["ada", "bob"]
+    whole = "".join(path.read_text() for path in folder.iterdir())
+    assert "UNISONO_TOKEN=" in whole
+    assert "token_urlsafe(32))')" in script.read_text()  # what makes one, and none itself
