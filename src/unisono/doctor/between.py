@@ -1,0 +1,256 @@
+"""What lies between the nodes of a job, tried by all of them together under the head's lead: speed of each pair, and the ladder.
+
+                                                               node → head  measures_ready {port}
+    head → node  measure {target: [address, port] or null}     node → head  measured {…}
+    head → node  measures_end                                  then dials and the collective, as before a run; with --ladder dials, and:
+    head → node  ladder {settings}                             node → head  ladder_ready {ok, port, text}
+    head → node  ladder_go {store: [address, port] or null}    node → head  ladder_done {…}
+    head → node  ladder_end
+
+All nodes are started by the same command; a node without --ladder that meets a head with it, or the other way round, refuses.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from unisono.agree.report import NodeReport
+from unisono.agree.settings import settings_of
+from unisono.control.tokens import derive
+from unisono.doctor.check import Check, Finding
+from unisono.doctor.ladder.attempt import ENDING_S, STARTING_S, Child, Children, outcome_of
+from unisono.doctor.ladder.checks import DEADLINE_S
+from unisono.doctor.ladder.climb import Outcome, climb
+from unisono.doctor.ladder.rungs import OWN, SETTABLE, Settings, rungs
+from unisono.doctor.ladder.saying import say
+from unisono.doctor.network.choice import leads_out, usable
+from unisono.doctor.network.pairs import Pair, rounds
+from unisono.doctor.network.speed import SPEED, judge_speed
+from unisono.doctor.network.stream import Measured, measure, stream_listener
+from unisono.errors import UsageError
+from unisono.events import Message
+from unisono.launch.command import Programs
+from unisono.launch.nodes.agent import Attendance
+from unisono.launch.nodes.agent import try_network as node_tries_network
+from unisono.launch.nodes.head import try_network as head_tries_network
+from unisono.launch.nodes.meeting import Meeting
+from unisono.launch.nodes.network import head_dials, node_dials, present_in
+from unisono.launch.nodes.party import Show
+from unisono.launch.rank_environment import INTERFACE_VARIABLES, interface_name
+
+CATALOGUE: tuple[Check, ...] = (SPEED,)
+LADDER = "ladder"
+"""In the head's welcome: whether it was started with --ladder."""
+_MEASURING_S = 30.0
+_ENOUGH = {"gloo": 20e6, "nccl": 500e6}
+"""Bytes per second that a sum over the nodes should give at the least, if their interfaces are quick enough for it."""
+_SHARE = 0.1
+_STORE_PORTS = range(29_510, 29_520)
+"""Below those that the system chooses: where only these are blocked, ranks meet, and what fails is the back-end."""
+
+
+def head_trial(*, ladder: bool, findings: list[Finding]) -> Callable[[Meeting], None]:
+    """For `hold_meeting`: what it finds is added to `findings`.
+
+    Args:
+        ladder: whether a collective that fails is tried under other settings; else its failure ends the meeting.
+        findings: to be added to.
+    """
+
+    def trial(meeting: Meeting) -> None:
+        with stream_listener(
+            meeting.server.address[0], _key(meeting.party.token, meeting.run_nonce)
+        ) as listener:
+            said = meeting.gather("measures_ready", timeout_s=_MEASURING_S, what="a port for measurements")
+            ports = {0: listener.ports[0], **{rank: _port(message) for rank, message in said.items()}}
+            findings.append(judge_speed(_measured(meeting, ports), meeting.reports))
+        meeting.tell_all({"kind": "measures_end"})
+        if findings[-1].status != "pass":  # should the collective end the meeting, this is why
+            meeting.note(f"{SPEED.id}: {findings[-1].evidence[0]}", everywhere=True)
+        if not ladder:
+            head_tries_network(meeting)
+            return
+        findings.extend(_dialled(meeting))
+        findings.append(_climbed(meeting))
+        meeting.tell_all({"kind": "ladder_end"})
+
+    return trial
+
+
+def node_trial(*, ladder: bool) -> Callable[[Attendance, NodeReport], None]:
+    """For `attend_meeting`: does what the head asks for, until that says it is enough."""
+
+    def trial(attendance: Attendance, report: NodeReport) -> None:
+        if attendance.welcome.get(LADDER) is not ladder:
+            raise UsageError.of(
+                "this node's command is not the head's", where="--ladder",
+                why="the head was started with another command, or one of the two without --ladder",
+                fix="run the same `unisono doctor` on every node, with --ladder on all or on none",
+            )  # fmt: skip
+        key = _key(attendance.party.token, str(attendance.welcome["run_nonce"]))
+        with stream_listener(report.address, key) as listener:
+            attendance.send({"kind": "measures_ready", "port": listener.ports[0]})
+            while (asked := attendance.wait_for("measure", "measures_end"))["kind"] == "measure":
+                attendance.send({"kind": "measured", **_measure_asked(attendance, asked, key)})
+        if not ladder:
+            node_tries_network(attendance, report)
+            return
+        node_dials(attendance, attendance.wait_for("dial"))
+        while (asked := attendance.wait_for("ladder", "ladder_end"))["kind"] == "ladder":
+            _take_part(attendance, report, asked)
+
+    return trial
+
+
+def _key(token: bytes, run_nonce: str) -> bytes:
+    return derive(token, "speed", run_nonce)
+
+
+def _dialled(meeting: Meeting) -> list[Finding]:
+    """What the dial matrix shows, without ending the meeting: the ladder is to find another way."""
+    agreement = head_dials(meeting)
+    fixes = {verdict.summary: verdict.fix for verdict in agreement.verdicts}
+    return [
+        Finding(f"peers.{check.id}", check.status, (check.text,), fixes.get(check.text, (check.fix,) if check.fix else ()), check.where)
+        for check in agreement.checks
+        if check.status != "pass"
+    ]  # fmt: skip
+
+
+def _measured(meeting: Meeting, ports: Mapping[int, int]) -> dict[Pair, Measured]:
+    """Of all rounds. In each, the lower node of a pair dials the other."""
+    addresses = {report.node_rank: report.address for report in meeting.reports}
+    found: dict[Pair, Measured] = {}
+    key = _key(meeting.party.token, meeting.run_nonce)
+    for pairs in rounds(addresses):
+        partner = dict(pairs)
+        for rank in meeting.roll.others:
+            target = [addresses[partner[rank]], ports[partner[rank]]] if rank in partner else None
+            meeting.server.send(rank, {"kind": "measure", "target": target})
+        if 0 in partner:
+            other = partner[0]
+            work = partial(_measure_other, addresses[other], ports[other], key)
+            found[0, other] = meeting.aside(work)
+        said = meeting.gather("measured", timeout_s=_MEASURING_S, what="the speed to another node")
+        found |= {(rank, partner[rank]): _read(message) for rank, message in said.items() if rank in partner}
+    return found
+
+
+def _measure_other(address: str, port: int, key: bytes, _show: Show) -> Measured:
+    return measure(address, port, key)
+
+
+def _measure_asked(attendance: Attendance, asked: Message, key: bytes) -> dict[str, Any]:
+    match asked.get("target"):
+        case [str(address), int(port)]:
+            return asdict(attendance.aside(partial(_measure_other, address, port, key)))
+        case _:
+            return {}
+
+
+def _read(message: Message) -> Measured:
+    up, down, rtt_s = message.get("up"), message.get("down"), message.get("rtt_s")
+    return Measured(
+        float(rtt_s) if isinstance(rtt_s, int | float) else None,
+        float(up) if isinstance(up, int | float) else 0.0,
+        float(down) if isinstance(down, int | float) else 0.0,
+        str(message.get("trouble") or ""),
+    )
+
+
+def _port(message: Message) -> int:
+    port = message.get("port")
+    return port if isinstance(port, int) and 0 < port < 1 << 16 else 0
+
+
+def _climbed(meeting: Meeting) -> Finding:
+    """The ladder over one process on each node."""
+    reports = meeting.reports
+    backend = "nccl" if all(report.device_kind == "cuda" for report in reports) else "gloo"
+    by_hand = sorted({name for report in reports for name in settings_of(report)})
+    own = interface_name(reports[0].interfaces, reports[0].address) or ""
+    steps = rungs(backend, interfaces=[OWN, *_common(reports)], set_by_hand=by_hand)
+
+    def attempt(settings: Settings, name: str) -> Outcome:
+        meeting.note(f"ladder: {name}")
+        return _attempted(meeting, settings, backend)
+
+    return say(climb(steps, attempt, enough=_enough(reports, backend)), interface=own)
+
+
+def _common(reports: list[NodeReport]) -> list[str]:
+    """Interfaces that all nodes have by one name, and that lead out; those on which they met are OWN."""
+    named = [{one.name for one in usable(report.interfaces) if leads_out(one)} for report in reports]
+    met = {interface_name(report.interfaces, report.address) for report in reports}
+    return sorted(name for name in set.intersection(*named) if met != {name})
+
+
+def _enough(reports: list[NodeReport], backend: str) -> float:
+    speeds = [
+        one.speed_mbit * 125_000
+        for report in reports
+        for one in report.interfaces
+        if one.speed_mbit and report.address in one.addresses
+    ]
+    return min([_ENOUGH[backend], *(_SHARE * speed for speed in speeds)])
+
+
+def _attempted(meeting: Meeting, settings: Settings, backend: str) -> Outcome:
+    """One collective over all nodes; the worst of what they say."""
+    present = [report.node_rank for report in meeting.reports]
+    meeting.tell_all({"kind": "ladder", "settings": dict(settings), "backend": backend, "present": present})
+    own = meeting.reports[0]
+    with _children(own, present, settings, backend, meeting.party.programs) as ranks:
+        port, trouble = meeting.aside(lambda _show: ranks.ready())
+        said = meeting.gather("ladder_ready", timeout_s=STARTING_S, what="a process with torch")
+        late = next((message for message in said.values() if message.get("ok") is not True), None)
+        store = None if trouble or late else [own.address, port]
+        meeting.tell_all({"kind": "ladder_go", "store": store})
+        if store is None:
+            return Outcome(ok=False, text=trouble or outcome_of(late or {}).text)
+        mine = meeting.aside(lambda _show: ranks.run(own.address, port))
+        found = meeting.gather("ladder_done", timeout_s=DEADLINE_S + 2 * ENDING_S, what="the collective")
+    theirs = [outcome_of(message) for _, message in sorted(found.items())]
+    worst = min([mine, *theirs], key=lambda outcome: outcome.rate)
+    return Outcome(worst.ok, worst.text, worst.bytes_per_second, worst.small_s, mine.rows)
+
+
+def _take_part(attendance: Attendance, report: NodeReport, asked: Message) -> None:
+    """This node's process of one attempt."""
+    settings = _allowed(asked.get("settings"))
+    backend = "nccl" if asked.get("backend") == "nccl" else "gloo"
+    present = present_in(asked, own=report.node_rank)
+    with _children(report, present, settings, backend, attendance.party.programs) as ranks:
+        _, trouble = attendance.aside(lambda _show: ranks.ready())
+        attendance.send({"kind": "ladder_ready", "ok": not trouble, "text": trouble})
+        match attendance.wait_for("ladder_go").get("store"):
+            case [str(host), int(port)]:
+                outcome = attendance.aside(lambda _show: ranks.run(host, port))
+                attendance.send({"kind": "ladder_done", **asdict(outcome)})
+            case _:
+                return
+
+
+def _allowed(settings: object) -> dict[str, str | None]:
+    """What a head may set on this node, for a child alone: of other variables they can only be taken away."""
+    if not isinstance(settings, dict):
+        return {}
+    return {
+        str(name): None if value is None else str(value)
+        for name, value in settings.items()
+        if value is None or name in SETTABLE
+    }
+
+
+def _children(
+    report: NodeReport, present: list[int], settings: Settings, backend: str, programs: Programs
+) -> Children:
+    """As this node's first rank would be started: without a setting of the user's the interface is the one on which the nodes met."""
+    interface = interface_name(report.interfaces, report.address) or ""
+    child = Child(sorted(present).index(report.node_rank), report.places[0], f"node {report.node_rank}")
+    return Children(
+        [child], len(present), backend, settings, report.address, DEADLINE_S, programs, interface,
+        dict.fromkeys(INTERFACE_VARIABLES, interface) if interface else {}, [f"node {rank}" for rank in sorted(present)],
+        _STORE_PORTS,
+    )  # fmt: skip

@@ -1,0 +1,280 @@
+"""Looks at devices once, and judges all that can be said of them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from unisono.agree.settings import settings_of
+from unisono.doctor.check import Finding, Status, Surroundings, found
+from unisono.doctor.devices.catalogue import (
+    BFLOAT16,
+    DRIVER,
+    HEALTH,
+    LINKS,
+    MEMORY,
+    PROCESSOR,
+    SEEN,
+    SELECTION,
+    SLICES,
+)
+from unisono.doctor.devices.fit import judge_fit
+from unisono.doctor.devices.health import Complaint, complaints, ill_devices
+from unisono.doctor.devices.processor import judge_bfloat16, judge_threads, processor_text
+from unisono.doctor.devices.selection import Judged, holders_of, judge_selection, visible_line
+from unisono.doctor.devices.table import device_rows, link_rows, way_rows
+from unisono.doctor.devices.way import expected_way
+from unisono.facts.nvml import INSTALL, SLOW
+from unisono.facts.processor import Processors, read_processors
+from unisono.facts.topology_of_devices import DeviceDetails, DevicesDetails
+
+_HALF = 0.5
+_OFF_THE_BUS = 79  # the Xid
+
+
+@dataclass(frozen=True)
+class Scene:
+    """All that the judgements of devices need.
+
+    Attributes:
+        details: of this machine.
+        visible: physical indices, in the order in which programs see them.
+        chosen: physical indices of this node's ranks, by local rank; empty: they run on the CPU.
+        processors: of this machine.
+        settings: variables of NCCL and the like.
+        torch: its version; empty: none.
+        torch_cuda: that it was built for.
+    """
+
+    details: DevicesDetails
+    visible: tuple[int, ...]
+    chosen: tuple[int, ...]
+    processors: Processors
+    settings: dict[str, str]
+    torch: str = ""
+    torch_cuda: str | None = None
+
+    @cached_property
+    def complaints(self) -> list[Complaint]:
+        """What is wrong with any device."""
+        return complaints(self.details)
+
+    @cached_property
+    def judged(self) -> Judged:
+        """Of the chosen ones."""
+        return judge_selection(
+            self.details,
+            self.chosen,
+            vendor=self.processors.vendor,
+            settings=self.settings,
+            ill=ill_devices(self.complaints),
+        )
+
+    @property
+    def used(self) -> list[DeviceDetails]:
+        """The chosen devices."""
+        return [device for index in self.chosen if (device := self.details.device(index)) is not None]
+
+
+def check_devices(around: Surroundings) -> list[Finding]:
+    """Accelerators: nothing at all is said of a machine without NVIDIA hardware, but that it has none."""
+    return judge_devices(read_scene(around))
+
+
+def check_processors(around: Surroundings) -> list[Finding]:
+    """What ranks on the CPU get; of machines with accelerators only what they are."""
+    found_here = read_processors()
+    text = processor_text(found_here)
+    if any(place.kind == "cuda" for place in around.here.devices):
+        return [found(PROCESSOR, "pass", text)]
+    threads, origin = around.here.threads
+    status, words, fix = judge_threads(
+        found_here, ranks=len(around.here.devices), threads=threads, origin=origin
+    )
+    dtype = around.loaded.config.model.dtype if around.loaded is not None else "auto"
+    second, bfloat16, mend = judge_bfloat16(found_here, dtype=dtype)
+    return [found(PROCESSOR, status, words, text, fix=fix), found(BFLOAT16, second, bfloat16, fix=mend)]
+
+
+def read_scene(around: Surroundings) -> Scene:
+    """Asks the driver once, and puts together what was asked for."""
+    report = around.report
+    details = around.probes.details()
+    by_uuid = {device.uuid: device.index for device in details.devices if device.uuid}
+    return Scene(
+        details=details,
+        visible=tuple(by_uuid.get(device.uuid, device.index) for device in report.visible),
+        chosen=tuple(by_uuid.get(device.uuid, device.index) for device in report.chosen),
+        processors=read_processors(),
+        settings=settings_of(report),
+        torch=report.versions.get("torch", ""),
+        torch_cuda=report.versions.get("cuda"),
+    )
+
+
+def judge_devices(scene: Scene) -> list[Finding]:
+    """Pure."""
+    details = scene.details
+    if details.note:
+        if "nvidia-ml-py" in details.note:
+            return [found(SEEN, "unknown", details.note, *details.on_bus, fix=[INSTALL])]
+        if SLOW in details.note:
+            fix = [
+                "sudo nvidia-smi -pm 1   # else the driver is set up anew for each who asks; then once more"
+            ]
+            return [found(SEEN, "unknown", details.note, *details.on_bus, fix=fix)]
+        fix = [
+            "`nvidia-smi` says the same; restart the machine, or load the driver that fits its libraries: sudo modprobe nvidia"
+        ]
+        return [found(SEEN, "fail", details.note, *details.on_bus, fix=fix)]
+    if not details.devices:
+        return [found(SEEN, "pass", "no NVIDIA hardware; ranks run on the CPU")]
+    return [
+        _seen(scene), *_links(scene), *_selection(scene), *_memory(scene), _health(scene), _driver(scene), _slices(scene),
+    ]  # fmt: skip
+
+
+def _seen(scene: Scene) -> Finding:
+    details = scene.details
+    known = {device.bus_id for device in details.devices if not device.trouble}
+    silent = [address for address in details.on_bus if address not in known]
+    lost = [f"device {device.index}: {device.trouble}" for device in details.devices if device.trouble]
+    text = f"{len(details.devices)} physical, {len(scene.visible)} visible, {len(scene.chosen)} for this node's ranks"
+    rows = device_rows(details, scene.visible)
+    fallen = [
+        bus
+        for bus in silent
+        if any(xid.number == _OFF_THE_BUS and xid.bus_id == bus for xid in details.xids or ())
+    ]
+    if lost or fallen:
+        why = f"{text}; no answer from {', '.join(fallen or lost)}"
+        return found(
+            SEEN,
+            "fail",
+            why,
+            *lost,
+            *rows,
+            fix=["`sudo dmesg | grep -i xid` says why; then restart the machine"],
+        )
+    hidden = [f"on the bus, and not given to this container or job: {', '.join(silent)}"] if silent else []
+    return found(SEEN, "pass", text, *hidden, *rows)
+
+
+def _links(scene: Scene) -> list[Finding]:
+    rows = link_rows(scene.details)
+    if not rows:
+        return []
+    vendor, settings = scene.processors.vendor, scene.settings
+    ways = way_rows(scene.details, vendor=vendor, settings=settings)
+    pairs = [(a, b) for place, a in enumerate(scene.chosen) for b in scene.chosen[place + 1 :]] or list(
+        scene.details.pairs
+    )
+    now = {pair: expected_way(scene.details, *pair, vendor=vendor, settings=settings) for pair in pairs}
+    free = {pair: expected_way(scene.details, *pair, vendor=vendor) for pair in pairs}
+    broken = [pair for pair, way in now.items() if way.kind == "broken"]
+    if broken:
+        fix = [
+            "`nvidia-smi topo -p2p rw` shows it; restart the machine and the fabric manager; as a first aid export NCCL_IGNORE_DISABLED_P2P=1"
+        ]
+        return [
+            found(
+                LINKS,
+                "fail",
+                f"NVLink without peer access between {broken[0][0]} and {broken[0][1]}",
+                *ways,
+                *rows,
+                fix=fix,
+            )
+        ]
+    lost = [pair for pair in pairs if now[pair].rank > free[pair].rank]
+    if lost:
+        first = lost[0]
+        text = f"{first[0]}–{first[1]} could use {free[first].why}, and settings prevent it: {now[first].why}"
+        names = [
+            name for name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE") if name in settings
+        ]
+        return [found(LINKS, "warn", text, *ways, *rows, fix=[f"unset {' '.join(names)}"])]
+    return [found(LINKS, "pass", ways[0], *ways[1:], *rows)]
+
+
+def _selection(scene: Scene) -> list[Finding]:
+    if not scene.chosen:
+        return []
+    judged = scene.judged
+    mapping = ", ".join(f"rank {local} → {index}" for local, index in enumerate(scene.chosen))
+    if not judged.better:
+        text = mapping if not judged.troubles else f"{mapping}; no other choice is better"
+        return [found(SELECTION, "pass", text, *judged.troubles)]
+    words = ",".join(map(str, judged.better))
+    if not judged.matters:
+        text = f"{mapping}; {words} would be a little better: {judged.why}"
+        return [found(SELECTION, "pass", text, *judged.troubles)]
+    better = [device for index in judged.better if (device := scene.details.device(index)) is not None]
+    mixed = len({device.name for device in scene.details.devices}) > 1
+    fix = [visible_line(better, mixed=mixed)]
+    if set(judged.better) <= set(scene.visible):
+        fix.append(f"or --devices {words}")
+    return [
+        found(
+            SELECTION, "warn", f"{mapping}; {words} would be better: {judged.why}", *judged.troubles, fix=fix
+        )
+    ]
+
+
+def _memory(scene: Scene) -> list[Finding]:
+    if not scene.chosen:
+        return []
+    held = [(device, words) for device in scene.used if (words := holders_of(device))]
+    if not held:
+        return [found(MEMORY, "pass", "nobody holds memory of the chosen devices")]
+    status: Status = "warn"
+    for device, _ in held:
+        taken = device.compute_mode == "exclusive" and bool(device.holders)
+        if taken or device.memory_used_bytes > _HALF * device.memory_bytes:
+            status = "fail"
+    pids = sorted({holder.pid for device, _ in held for holder in device.holders or () if holder.user})
+    fix = (
+        [f"ask who runs it, or end it: kill {' '.join(map(str, pids))}"]
+        if pids
+        else ["`nvidia-smi` on the host shows who it is"]
+    )
+    lines = [f"device {device.index}: {words}" for device, words in held]
+    return [found(MEMORY, status, *lines, fix=fix)]
+
+
+def _health(scene: Scene) -> Finding:
+    if not scene.complaints:
+        log = (
+            ""
+            if scene.details.xids is not None
+            else "; the kernel's log cannot be read here (sudo dmesg | grep -i xid)"
+        )
+        return found(HEALTH, "pass", f"no errors{log}")
+    concerned = set(scene.chosen or (device.index for device in scene.details.devices)) | {-1}
+    grave = any(one.gravity == "grave" and one.index in concerned for one in scene.complaints)
+    fixes = list(dict.fromkeys(one.fix for one in scene.complaints))
+    return found(HEALTH, "fail" if grave else "warn", *(one.text for one in scene.complaints), fix=fixes[:4])
+
+
+def _driver(scene: Scene) -> Finding:
+    status, text, fix = judge_fit(
+        scene.details,
+        scene.used or list(scene.details.devices),
+        torch=scene.torch,
+        torch_cuda=scene.torch_cuda,
+    )
+    return found(DRIVER, status, text, fix=fix)
+
+
+def _slices(scene: Scene) -> Finding:
+    sliced = [device for device in scene.details.devices if device.mig is not None]
+    if not sliced:
+        return found(SLICES, "pass", "no device is cut into slices")
+    lines = [f"device {device.index}: {', '.join(device.mig or ()) or 'no slices'}" for device in sliced]
+    if len(scene.chosen) > 1 and any(device.index in scene.chosen for device in sliced):
+        names = ",".join(str(device.index) for device in sliced)
+        fix = [f"sudo nvidia-smi -mig 0 -i {names} (nobody may use it then), or choose other devices"]
+        text = f"{len(scene.chosen)} ranks, and a chosen device is sliced"
+        return found(SLICES, "fail", text, *lines, fix=fix)
+    if scene.chosen and not any(device.index in scene.chosen for device in sliced):
+        return found(SLICES, "pass", "no chosen device is cut into slices", *lines)
+    fix = [f"export CUDA_VISIBLE_DEVICES={(sliced[0].mig or ('MIG-…',))[0]}"]
+    return found(SLICES, "warn", "a slice is named by its UUID", *lines, fix=fix)

@@ -1,0 +1,112 @@
+"""One look before the start, whole: all checks side by side, and with several nodes what these agree on."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from unisono.causes import Verdict
+from unisono.doctor.asked import DoctorRequest
+from unisono.doctor.check import CheckFunction, Finding, Status, Surroundings
+from unisono.doctor.looking import look_here, read_asked
+from unisono.doctor.peers import disagreed, meet
+from unisono.doctor.registry import REGISTRY
+from unisono.errors import Disagreed, UnisonoError
+from unisono.facts import read_environment, take_token
+from unisono.facts.secret import veil
+from unisono.launch.gathering import party_of, tell_early_refusal
+from unisono.launch.nodes.aside import Aside
+from unisono.text import plain
+
+UNFIT = 6
+_LONGEST_LINE = 600
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What came of it.
+
+    Attributes:
+        host: this machine.
+        findings: of all checks, area by area.
+        verdict: why the nodes do not agree, in a job of several.
+    """
+
+    host: str
+    findings: list[Finding] = field(default_factory=list)
+    verdict: Verdict | None = None
+
+    def number_of(self, status: Status) -> int:
+        """How many findings ended so."""
+        return sum(finding.status == status for finding in self.findings)
+
+    def exit_code(self, *, strict: bool) -> int:
+        """0; 6 where a check failed, with `strict` also where one warns or is unknown; 3 where the nodes do not agree (DESIGN A2)."""
+        if self.verdict is not None:
+            return 3
+        bad: tuple[Status, ...] = ("fail", "warn", "unknown") if strict else ("fail",)
+        return UNFIT if any(self.number_of(status) for status in bad) else 0
+
+
+def examine(request: DoctorRequest) -> Examination:
+    """Looks at this machine; with several nodes each looks at itself, and then they meet.
+
+    Raises:
+        ConfigError: with every problem of the config.
+        UsageError: if the options contradict each other or the machine.
+    """
+    token, environment = take_token(), read_environment()
+    try:
+        asked = read_asked(request, environment)
+        topology, host = asked.here.topology, asked.here.machine.host
+        party = (
+            party_of(request.training, topology, host=host, token=token, show=request.show)
+            if topology.nodes > 1
+            else None
+        )
+    except UnisonoError as error:
+        tell_early_refusal(request.training, environment, error, token=token, show=request.show)
+        raise
+    own = veiled(look(look_here(request, asked)))
+    if party is None:
+        return Examination(host, own)
+    try:
+        return Examination(
+            host,
+            veiled(meet(request.training, asked, own, party, ladder=request.ladder)),
+        )
+    except Disagreed as error:
+        if error.verdict is None:
+            raise
+        return Examination(host, veiled([*own, *disagreed(error)]), error.verdict)
+
+
+def look(facts: Surroundings) -> list[Finding]:
+    """Makes the checks of all areas, these side by side: one that waits for a disk or a name server holds nobody else up.
+
+    Nor does it hold up who is asked to stop: nobody waits for these threads then, and the tasks of them end with this process.
+    """
+    asides = [Aside(partial(_look_at, checks, facts)) for _, checks in REGISTRY]
+    return [finding for aside in asides for finding in aside.result()]
+
+
+def _look_at(checks: Sequence[CheckFunction], facts: Surroundings, _show: object) -> list[Finding]:
+    return [finding for check in checks for finding in check(facts)]
+
+
+def veiled(findings: Iterable[Finding]) -> list[Finding]:
+    """The same without secrets, and without what would steer a terminal: this is pasted into issues."""
+    return [
+        replace(
+            finding,
+            id=plain(finding.id),
+            where=_safe(finding.where),
+            evidence=tuple(map(_safe, finding.evidence)),
+            fix=tuple(map(_safe, finding.fix)),
+        )
+        for finding in findings
+    ]
+
+
+def _safe(text: str) -> str:
+    flat = plain(text).replace("\n", " ")  # spaces stay: some lines are rows of a table
+    return veil(flat if len(flat) <= _LONGEST_LINE else f"{flat[: _LONGEST_LINE - 1]}…")

@@ -1,0 +1,216 @@
+"""One attempt: child processes that add numbers with the real back-end, under settings that only they have."""
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from unisono.doctor.devices.nccl_log import read_nccl_log, transport_rows
+from unisono.doctor.ladder.climb import Outcome
+from unisono.doctor.ladder.rungs import OWN, SETTABLE, Settings
+from unisono.errors import UnisonoError
+from unisono.events import Message
+from unisono.facts import read_environment
+from unisono.launch.command import Programs, child_environment
+from unisono.launch.rank_environment import misleading
+from unisono.launch.tasks import TaskProcess
+from unisono.plan import DeviceChoice
+from unisono.text import one_line
+
+STARTING_S = 120.0
+"""For a machine under load to import torch; the deadline counts from there."""
+ENDING_S = 10.0
+LARGE_BYTES = {"nccl": 64 << 20, "gloo": 4 << 20}
+ROUNDS = 3
+_OTHERS_S = 2.0
+_POLL_S = 0.02
+_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,GRAPH,NET,TUNING"}
+
+
+@dataclass(frozen=True)
+class Child:
+    """One rank of an attempt.
+
+    Attributes:
+        rank: its number.
+        device: its accelerator, or a CPU.
+        name: for people.
+    """
+
+    rank: int
+    device: DeviceChoice
+    name: str
+
+
+@dataclass
+class Children:
+    """This node's ranks of one attempt. As a context manager it leaves no process and no file behind.
+
+    Attributes:
+        children: who they are.
+        world_size: of all nodes together.
+        backend: `nccl` or `gloo`.
+        settings: laid over this process's environment.
+        store_host: where rank 0's store listens.
+        deadline_s: of the collective, once all are ready.
+        programs: what is started as task.
+        interface: what OWN stands for; empty: there is none.
+        base: variables laid below `settings`, which the user's own beat.
+        names: of all ranks, for people.
+        store_ports: on which rank 0's store listens, if one is free; else the system chooses.
+    """
+
+    children: Sequence[Child]
+    world_size: int
+    backend: str
+    settings: Settings
+    store_host: str
+    deadline_s: float
+    programs: Programs
+    interface: str = ""
+    base: Mapping[str, str] = field(default_factory=dict)
+    names: Sequence[str] = ()
+    store_ports: Sequence[int] = ()
+
+    def __enter__(self) -> Self:
+        self._stack = contextlib.ExitStack()
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="unisono-")))
+        try:
+            self._tasks = [self._stack.enter_context(self._start(child)) for child in self.children]
+        except BaseException:  # none is left behind; raised again
+            self._stack.close()
+            raise
+        self._streams = [task.messages(silence_s=STARTING_S + self.deadline_s) for task in self._tasks]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self, child: Child) -> TaskProcess:
+        request = {
+            "rank": child.rank, "world_size": self.world_size, "backend": self.backend, "store_host": self.store_host,
+            "device_index": 0 if child.device.kind == "cuda" else None, "deadline_s": self.deadline_s, "rounds": ROUNDS,
+            "large_bytes": LARGE_BYTES[self.backend], "store_ports": list(self.store_ports), "names": list(self.names) or [f"rank {rank}" for rank in range(self.world_size)],
+        }  # fmt: skip
+        return TaskProcess(
+            "collective", request, talks=True, programs=self.programs, environment=self._environment(child)
+        )
+
+    def _environment(self, child: Child) -> dict[str, str]:
+        leftovers = misleading(read_environment().leftovers, world_size=2)
+        made = {**self.base, **child_environment(threads=1, without=leftovers, device=child.device)}
+        for name, value in self.settings.items():
+            if value is None and name in self.base:
+                made[name] = self.base[name]
+            elif value is None:
+                made.pop(name, None)
+            elif name in SETTABLE and (OWN not in value or self.interface):
+                made[name] = value.replace(OWN, self.interface)
+        if self.backend == "nccl":
+            made |= _TELLS | {"NCCL_DEBUG_FILE": str(self._folder / "nccl.%h.%p")}
+        return made
+
+    def ready(self) -> tuple[int, str]:
+        """Waits until all have loaded torch: the port of rank 0's store (0: it is on another node), and what went wrong."""
+        port = 0
+        try:
+            for stream in self._streams:
+                port = _until_ready(stream) or port
+        except UnisonoError as error:
+            return 0, said(error)
+        return port, ""
+
+    def run(self, host: str, port: int) -> Outcome:
+        """Lets them add, and gives the worst of what they say.
+
+        Once one has failed the others would wait for it up to the deadline: they get two seconds to say something better.
+        """
+        try:
+            for task in self._tasks:
+                task.send({"store": [host, port]})
+            found = self._results(time.monotonic() + self.deadline_s + ENDING_S)
+        except UnisonoError as error:
+            return Outcome(ok=False, text=said(error), rows=self.rows())
+        worst = min(found, key=lambda one: (bool(one.get("ok")), one.get("bytes_per_second") or 0.0))
+        return outcome_of(worst, self.rows())
+
+    def _results(self, limit: float) -> list[Message]:
+        found: list[Message] = []
+        waiting = list(self._tasks)
+        while waiting and time.monotonic() < limit:
+            for task in list(waiting):
+                results = [message for message in task.news() if message["kind"] == "result"]
+                if results:
+                    found += results
+                    waiting.remove(task)
+                    limit = (
+                        limit if results[0].get("ok") is True else min(limit, time.monotonic() + _OTHERS_S)
+                    )
+            time.sleep(_POLL_S)
+        missing: Message = {"ok": False, "text": f"nothing came of it within {self.deadline_s:g} s"}
+        return [*found, missing] if waiting and all(one.get("ok") for one in found) else found
+
+    def rows(self) -> tuple[str, ...]:
+        """Which transports NCCL took, by its own words."""
+        if self.backend != "nccl":
+            return ()
+        lines: list[str] = []
+        for file in sorted(self._folder.glob("nccl.*")):
+            lines += file.read_text(errors="replace").splitlines()
+        return tuple(transport_rows(read_nccl_log(lines)))
+
+
+def outcome_of(message: Mapping[str, Any], rows: Sequence[str] = ()) -> Outcome:
+    """What a rank, or a node, says came of it; foreign values are not believed."""
+    rate, small = message.get("bytes_per_second"), message.get("small_s")
+    return Outcome(
+        ok=message.get("ok") is True,
+        text=one_line(str(message.get("text") or "it ended without a result"), limit=300),
+        bytes_per_second=float(rate) if isinstance(rate, int | float) else None,
+        small_s=float(small) if isinstance(small, int | float) else None,
+        rows=tuple(one_line(str(row), limit=300) for row in rows),
+    )
+
+
+def said(error: UnisonoError) -> str:
+    """An error, in one line."""
+    return one_line("; ".join(f"{problem.what} {problem.why}" for problem in error.problems), limit=400)
+
+
+def _until_ready(stream: Iterator[Message]) -> int:
+    port = 0
+    for message in stream:
+        if message["kind"] == "store":
+            port = int(message["port"])
+        if message.get("phase") == "collective.store":
+            return port
+    raise UnisonoError.of("a rank ended before it could take part")
+
+
+def attempt_here(
+    places: Sequence[DeviceChoice], settings: Settings, *, backend: str, deadline_s: float, programs: Programs, tell: Callable[[str], None] = lambda _: None
+) -> Outcome:  # fmt: skip
+    """One collective over this machine's ranks.
+
+    Args:
+        places: of each rank.
+        settings: for the children alone.
+        backend: `nccl` or `gloo`.
+        deadline_s: from when all are ready.
+        programs: what is started as task.
+        tell: hears how long it took to start.
+    """
+    began = time.monotonic()
+    children = [Child(rank, place, f"rank {rank}") for rank, place in enumerate(places)]
+    try:
+        with Children(children, len(children), backend, settings, "127.0.0.1", deadline_s, programs) as ranks:
+            port, trouble = ranks.ready()
+            if trouble:
+                return Outcome(ok=False, text=trouble)
+            tell(f"{len(children)} processes are ready after {time.monotonic() - began:.0f} s")
+            return ranks.run("127.0.0.1", port)
+    except UnisonoError as error:
+        return Outcome(ok=False, text=said(error))

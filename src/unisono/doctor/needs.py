@@ -1,0 +1,229 @@
+"""What a run with this config needs: its model, its data, memory, disk, packages; and whether it may start where it would write."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.config import LoadedConfig
+from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
+from unisono.doctor.hub import HUB, hub
+from unisono.errors import Problem, UnisonoError
+from unisono.launch.layout import lay_out
+from unisono.launch.node_report import checkpoints_bytes
+from unisono.launch.planning import prepare
+from unisono.launch.starting import plan_start
+from unisono.plan import RunPlan
+from unisono.rundir import RunDir
+from unisono.rundir.lock import read_holder
+from unisono.rundir.start import StartDecision, decide_start
+from unisono.units import show_bytes, show_count
+
+START = Check(
+    "config.start", "whether this run may start",
+    "a start is refused where output_dir holds a finished run, another run, or something else, and where another process holds it",
+    "What `unisono train` decides first: a new run, one that goes on, or a refusal, which fails with the remedy. Warns where a living process holds the run.",
+)  # fmt: skip
+MODEL = Check(
+    "config.model", "the model and its tokenizer",
+    "a file that is missing, or a config and weights of different models, would end the start on the first node that looks",
+    "What the start reads: config.json, the shapes of the weights, the tokenizer. Fails with each problem.",
+    ("model_path_missing", "tokenizer_mismatch"),
+)  # fmt: skip
+DATA = Check(
+    "config.data", "the rows",
+    "a row that cannot be read or is too long, a template that masks everything: found in the first minute, or after the queue",
+    "The rows are read, rendered and tokenised as for the start, which then finds them in the cache. Fails with each problem.",
+)  # fmt: skip
+MEMORY = Check(
+    "config.memory", "memory of a rank",
+    "a rank that runs out of memory does so at its longest batch, mostly not at its first",
+    "The plan's estimate of weights, state, activations and loss against the free memory of the rank's device. Warns from 90 %, fails above 100 %.",
+    ("cuda_oom", "host_oom_killed"),
+)  # fmt: skip
+DISK = Check(
+    "config.disk", "disk for checkpoints",
+    "a disk that fills up takes the checkpoint that is being written, and the run with it",
+    "What (keep + 1) checkpoints and the final weights take, at most, against what is free in output_dir. Warns from 90 %, fails above 100 %.",
+    ("disk_full",),
+)  # fmt: skip
+PACKAGES = Check(
+    "config.packages", "packages that this run needs",
+    "a package that only one option needs is noticed when that option is first used",
+    "tensorboard for `track`, the storage's package for `checkpoint.storage` and URLs of data (fail where they are missing), py-spy for stacks of ranks that do not answer (warns).",
+    ("missing_dependency",),
+)  # fmt: skip
+CATALOGUE: tuple[Check, ...] = (START, MODEL, DATA, MEMORY, DISK, PACKAGES, HUB)
+
+_TIGHT = 0.9
+_STORAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "sftp": "paramiko", "ssh": "paramiko",
+    "smb": "smbprotocol", "http": "aiohttp", "https": "aiohttp",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What came of preparing the run: a plan, or why there is none."""
+
+    plan: RunPlan | None
+    problems: tuple[Problem, ...] = ()
+
+
+def needs(facts: Surroundings) -> list[Finding]:
+    """All of them, in the order of a start; nothing without a config."""
+    if facts.loaded is None:
+        return []
+    packages = _packages(facts, facts.loaded)
+    start, of_hub = _start(facts, facts.loaded), hub(facts)
+    if any(finding.status == "warn" for finding in of_hub):  # a hub that is silent is waited for very long
+        why = "not looked at: what is needed from the hub cannot be had"
+        unknown = [found(check, "unknown", why) for check in (MODEL, DATA, MEMORY, DISK)]
+        return [*start, *unknown, *packages, *of_hub]
+    prepared = _prepare(facts, facts.loaded)
+    return [*start, *_of_files(prepared, facts.loaded), *_of_plan(facts, prepared), *packages, *of_hub]
+
+
+def _start(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
+    run = RunDir(Path(loaded.config.output_dir))
+    holder = read_holder(run.lock)
+    if holder is not None:
+        fix = ["wait for its end, or end it", "or choose another output_dir"]
+        return [
+            found(START, "warn", f"{run.root} is held by {holder}: until it ends a start is refused", fix=fix)
+        ]
+    try:
+        decide_start(run, loaded.config, resume=False, fresh=False)
+    except UnisonoError as error:
+        return [_refused(START, problem) for problem in error.problems]
+    what = "the run there goes on" if run.plan.exists() else "a new run"
+    return [found(START, "pass", f"{what}: {run.root}")]
+
+
+def _refused(check: Check, problem: Problem) -> Finding:
+    evidence = ": ".join(part for part in (problem.where, problem.what, problem.why) if part)
+    return found(check, "fail", evidence, fix=[problem.fix] if problem.fix else [])
+
+
+def _prepare(facts: Surroundings, loaded: LoadedConfig) -> _Prepared:
+    """Data and model as for the start, and the plan; what was decided about an earlier run is another check's."""
+    request = facts.request.training
+    try:
+        prepared = prepare(request, loaded, facts.environment, ledger=False, show=facts.request.show)
+        run = RunDir(Path(loaded.config.output_dir))
+        decision = StartDecision("fresh", "doctor", "as a new run")
+        layout = lay_out([facts.here.offer_as(node_rank) for node_rank in range(facts.here.topology.nodes)])
+        plan = plan_start(
+            request, loaded, facts.here, run=run, decision=decision, prepared=prepared, show=facts.request.show, layout=layout
+        )  # fmt: skip
+    except UnisonoError as error:
+        return _Prepared(None, error.problems)
+    return _Prepared(plan)
+
+
+def _of_files(prepared: _Prepared, loaded: LoadedConfig) -> list[Finding]:
+    """Model and data; a problem says by its key, or its place, whose it is."""
+    if prepared.plan is None:
+        places = ("model", "adapter", loaded.config.model.path, loaded.config.model.tokenizer or "model")
+        of_model = [problem for problem in prepared.problems if problem.where.startswith(places)]
+        of_data = [problem for problem in prepared.problems if problem not in of_model]
+        findings = [_refused(MODEL, problem) for problem in of_model]
+        findings += [_refused(DATA, problem) for problem in of_data]
+        other, what = (DATA, "the model") if of_model else (MODEL, "the rows")
+        if not (of_model and of_data):
+            findings.append(found(other, "unknown", f"not looked at to the end, for {what} come first"))
+        return findings
+    model, train = prepared.plan.model, prepared.plan.data.train
+    said = f"{prepared.plan.config.model.path}: {model.model_type}, {show_count(model.parameters)} parameters, {show_bytes(model.weight_bytes)}"
+    rows = f"{show_count(train.rows)} rows, {show_count(train.tokens)} tokens, {show_count(train.loss_tokens)} of them learnt; {prepared.plan.total_steps:,} steps"
+    return [found(MODEL, "pass", said), found(DATA, "pass", rows)]
+
+
+def _of_plan(facts: Surroundings, prepared: _Prepared) -> list[Finding]:
+    plan = prepared.plan
+    if plan is None:
+        why = "not known before model and data can be read"
+        return [found(MEMORY, "unknown", why), found(DISK, "unknown", why)]
+    findings = [judge_memory(plan)]
+    free, need = facts.report.output.free_bytes, _disk(plan)
+    if free is None:
+        findings.append(
+            found(
+                DISK,
+                "unknown",
+                f"{show_bytes(need)} needed; what is free in {plan.output_dir} cannot be told",
+            )
+        )
+    else:
+        findings.append(judge_disk(need, free, where=plan.output_dir))
+    return findings
+
+
+def judge_memory(plan: RunPlan) -> Finding:
+    """Pure."""
+    need, free = plan.memory.total, plan.device.memory_bytes
+    parts = f"weights {show_bytes(plan.memory.weights)}, state {show_bytes(plan.memory.trainable)}, activations {show_bytes(plan.memory.activations)}, loss {show_bytes(plan.memory.loss_head)}"
+    text = f"about {show_bytes(need)} a rank ({parts}); {show_bytes(free)} free on {plan.device.name}"
+    if need <= _TIGHT * free:
+        return found(MEMORY, "pass", text)
+    fix = [
+        "`batch.micro=1`, a shorter data.max_length, or `memory.gradient_checkpointing=true`",
+        "or an adapter in place of all weights",
+    ]
+    if plan.world_size > 1:
+        fix.insert(1, "`parallel.strategy=fsdp` cuts weights and state among the ranks")
+    return found(MEMORY, "warn" if need <= free else "fail", text, fix=fix)
+
+
+def _disk(plan: RunPlan) -> int:
+    """Bytes of all checkpoints at once, and of the final weights."""
+    model = plan.model
+    checkpoints = checkpoints_bytes(
+        plan.config, {"parameters": model.parameters, "linear_in_out": model.linear_in_out}
+    )
+    final = model.weight_bytes or 2 * model.parameters
+    return (checkpoints or 0) + (final if plan.config.adapter is None else 0)
+
+
+def judge_disk(need: int, free: int, *, where: str) -> Finding:
+    """Pure."""
+    text = f"at most {show_bytes(need)} for checkpoints and the result; {show_bytes(free)} free in {where}"
+    if need <= _TIGHT * free:
+        return found(DISK, "pass", text)
+    fix = ["a lower checkpoint.keep, or another output_dir", f"`df -h {where}`"]
+    return found(DISK, "warn" if need <= free else "fail", text, fix=fix)
+
+
+def _packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
+    """Only what this config asks for."""
+    config, installed = loaded.config, facts.probes.packages()
+    train = config.data.train if isinstance(config.data.train, list) else [config.data.train]
+    urls = [entry if isinstance(entry, str) else entry.path for entry in train] + [
+        config.checkpoint.storage or ""
+    ]
+    wanted = {"tensorboard": "track: [tensorboard]"} if "tensorboard" in config.track else {}
+    for url in urls:
+        scheme, is_url, _ = url.partition("://")
+        if is_url and scheme.lower() in _STORAGES:
+            wanted[_STORAGES[scheme.lower()]] = f"{scheme}://"
+    missing = [
+        found(
+            PACKAGES,
+            "fail",
+            f"{package} is not installed, and {why} needs it",
+            fix=[f"`pip install {package}`"],
+        )
+        for package, why in wanted.items()
+        if package not in installed
+    ]
+    if missing:
+        return missing
+    if facts.here.topology.nproc > 1 and "py-spy" not in installed:
+        text = "py-spy is not installed: of a rank that stands in native code no stack can be shown"
+        return [
+            found(PACKAGES, "warn", text, fix=["`pip install py-spy`, or `pip install 'unisono[watch]'`"])
+        ]
+    return [
+        found(PACKAGES, "pass", f"{', '.join(wanted) or 'no others'} beside those that come with unisono")
+    ]
+
+
+CHECKS: tuple[CheckFunction, ...] = (needs,)

@@ -1,0 +1,123 @@
+"""Looks at this machine's network, without sending anything to anybody."""
+
+import errno
+import socket
+import time
+from pathlib import Path
+
+from unisono.agree.settings import settings_of
+from unisono.doctor.check import Finding, Surroundings, found
+from unisono.doctor.network.catalogue import PORT
+from unisono.doctor.network.judging import (
+    judge_choice,
+    judge_firewall,
+    judge_infiniband,
+    judge_interfaces,
+    judge_names,
+)
+from unisono.facts.firewall import read_firewall
+from unisono.facts.holders import holder_of
+from unisono.facts.listeners import who_listens
+from unisono.facts.network import is_loopback
+from unisono.launch.nodes.address import address_towards
+from unisono.text import one_line
+
+_TORCHRUN_PORT = 29500
+
+
+def check_network(around: Surroundings) -> list[Finding]:
+    """Interfaces, choices, names, ports of InfiniBand, and the firewall."""
+    report, topology = around.report, around.here.topology
+    settings = settings_of(report)
+    cuda = report.device_kind == "cuda"
+    head = topology.head_host
+    began = time.monotonic()
+    own = around.probes.network.resolve(report.host)
+    took_s = time.monotonic() - began
+    found_head = around.probes.network.resolve(head) if head and topology.nodes > 1 else []
+    # Several "nodes" on one machine's loopback need no way out of it.
+    several = topology.nodes > 1 and not (head == "localhost" or (found_head == [head] and is_loopback(head)))
+    address = _address(around, found_head) if several else ""
+    return [
+        judge_interfaces(report.interfaces, several=several),
+        *judge_choice(
+            report.interfaces, settings, own_addresses=own, several=several, cuda=cuda, address=address
+        ),
+        judge_names(
+            report.host,
+            own,
+            took_s,
+            head=head,
+            head_addresses=found_head,
+            several=several,
+            is_head=topology.is_head,
+        ),
+        *judge_infiniband(around.probes.infiniband(), settings),
+        *judge_firewall(read_firewall() if several else None, several=several),
+    ]
+
+
+def _address(around: Surroundings, head: list[str]) -> str:
+    """This machine's own, on which the other nodes reach it; a job on loopback alone has no other machines."""
+    topology = around.here.topology
+    if not head:
+        return ""
+    return head[0] if topology.is_head else address_towards(topology.head_host, around.probes.network)
+
+
+def check_port(around: Surroundings) -> list[Finding]:
+    """Only where something would listen: on node 0 of several, or for torchrun's ranks."""
+    topology = around.here.topology
+    asked = around.environment.variables.get("MASTER_PORT") or around.environment.leftovers.get(
+        "MASTER_PORT", ""
+    )
+    if topology.nodes > 1 and not topology.is_head:
+        return []
+    needed = topology.nodes > 1
+    named = needed or asked.isdecimal()
+    port = topology.head_port if needed else int(asked) if asked.isdecimal() else _TORCHRUN_PORT
+    if not 0 < port < 1 << 16:
+        return [
+            found(PORT, "fail", f"{port} is no port", fix=["--head HOST:29500, or export MASTER_PORT=29500"])
+        ]
+    trouble = _bind(port)
+    if trouble:
+        listener = who_listens(port)
+        who = (
+            f": pid {listener.pid} ({one_line(holder_of(listener.pid).command, limit=80)})"
+            if listener
+            else ""
+        )
+        fix = [f"end that program: kill {listener.pid}"] if listener else []
+        fix.append(
+            "or take another: --head HOST:PORT on every node"
+            if needed
+            else "or take another: torchrun --master-port PORT"
+        )
+        return [found(PORT, "fail" if named else "warn", f"port {port}: {trouble}{who}", fix=fix)]
+    low, high = _ephemeral()
+    if named and low <= port <= high:
+        text = f"port {port} is free now, and lies where the system gives out ports by chance ({low}–{high})"
+        return [found(PORT, "warn", text, fix=[f"choose one below {low}, as {_TORCHRUN_PORT}"])]
+    return [found(PORT, "pass", f"port {port} is free")]
+
+
+def _bind(port: int) -> str:
+    """Why nobody can listen there now; empty: one can. The port is let go at once."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(("", port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return "another program has it"
+            return one_line(error.strerror or str(error))
+    return ""
+
+
+def _ephemeral() -> tuple[int, int]:
+    try:
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except (OSError, ValueError):
+        return 32_768, 60_999
+    return int(low), int(high)

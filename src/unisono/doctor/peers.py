@@ -1,0 +1,199 @@
+"""All nodes of a job together: what agreement checks before a run, without the run. The same table, and the same words, on every node."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.naming import Who, name_all
+from unisono.agree.report import NodeReport
+from unisono.doctor.check import Check, Finding
+from unisono.doctor.looking import NO_FILES, Asked
+from unisono.errors import Disagreed
+from unisono.facts.storage import leave_nonce, remove_nonce
+from unisono.files import make_private_dir
+from unisono.launch.asked import TrainRequest
+from unisono.launch.node_report import NONCE_FILE, look_at_files, look_at_output, make_node_report
+from unisono.launch.nodes.party import MakeReport, Party, Show, Standing
+from unisono.rundir import RunDir
+from unisono.rundir.lock import read_holder
+
+AGREEMENT = Check(
+    "peers.agreement", "whether all nodes mean the same run",
+    "nodes that differ in ranks, versions, settings, code, config or files train wrongly or wait for each other for ever",
+    "With `--nodes`: all nodes meet at the head, as they would before a run. Each brings its report and what it has found of itself; every node dials the others with"
+    " small and large messages, and one process on each takes part in a small collective. [All rules](agreement.md). Fails, with exit code 3 on every node, where a rule"
+    " forbids a start; what only warns is listed by its rule, as peers.clock.",
+    ("nproc_mismatch", "version_mismatch", "env_mismatch", "config_mismatch", "node_missing", "address_unreachable"),
+)  # fmt: skip
+CATALOGUE: tuple[Check, ...] = (AGREEMENT,)
+
+_FINDINGS_S = 60.0
+
+
+def meet(
+    request: TrainRequest,
+    asked: Asked,
+    own: list[Finding],
+    party: Party,
+    *,
+    ladder: bool = False,
+) -> list[Finding]:
+    """Brings the nodes together; gives what all of them have found, the same on each.
+
+    Args:
+        request: what was asked.
+        asked: the config, and this node.
+        own: what was found of this node.
+        party: this node among the others.
+        ladder: whether a collective that fails is tried with one setting after the other.
+
+    Raises:
+        Disagreed: with the verdict that all nodes have been told.
+    """
+    make = _report_maker(request, asked)
+    if party.topology.is_head:
+        return _as_head(party, make, asked, own, ladder=ladder)
+    return _as_node(party, make, own, ladder=ladder)
+
+
+def disagreed(error: Disagreed) -> list[Finding]:
+    """Why the nodes do not mean the same run: the decisive verdict whole, of the others a line."""
+    verdict = error.verdict
+    assert verdict is not None
+    rest = tuple(f"also: {problem.what}" for problem in error.problems[1:])
+    evidence = tuple(f"{item.where}: {item.text}" for item in verdict.evidence)
+    return [Finding(AGREEMENT.id, "fail", (verdict.summary, *evidence, *rest), verdict.fix)]
+
+
+def _as_head(
+    party: Party, make: MakeReport, asked: Asked, own: list[Finding], *, ladder: bool
+) -> list[Finding]:
+    from unisono.doctor.between import LADDER, head_trial
+    from unisono.launch.nodes.head import hold_meeting
+
+    between: list[Finding] = []
+    trial = head_trial(ladder=ladder, findings=between)
+    with (
+        _marked(asked) as mark,
+        hold_meeting(party, make, welcome={**mark, LADDER: ladder}, trial=trial) as meeting,
+    ):
+        said = meeting.gather("findings", timeout_s=_FINDINGS_S, what="what the node has found of itself")
+        hosts = meeting.roll.hosts
+        by_node = {Who(0, -1, party.host): own}
+        by_node |= {
+            Who(rank, -1, hosts.get(rank, "?")): _read(message) for rank, message in sorted(said.items())
+        }
+        findings = [*together(by_node), *between, *_of_agreement(meeting.agreement, len(by_node))]
+        result = {"checks": [finding.to_json() for finding in findings]}
+        meeting.end({"kind": "ended", "exit_code": 0, "verdicts": [], "problems": [], "result": result})
+    return findings
+
+
+def _as_node(party: Party, make: MakeReport, own: list[Finding], *, ladder: bool) -> list[Finding]:
+    from unisono.doctor.between import node_trial
+    from unisono.launch.nodes.agent import attend_meeting
+
+    with attend_meeting(party, make, trial=node_trial(ladder=ladder)) as attendance:
+        attendance.send({"kind": "findings", "checks": [finding.to_json() for finding in own]})
+        return _read(attendance.wait_for("ended").get("result"))
+
+
+def together(by_node: Mapping[Who, list[Finding]]) -> list[Finding]:
+    """What all nodes have found: what passes everywhere in one line, all else with the nodes that it is about."""
+    ids = dict.fromkeys(finding.id for findings in by_node.values() for finding in findings)
+    merged = []
+    for check in ids:
+        here = [(who, one) for who, findings in by_node.items() for one in findings if one.id == check]
+        if all(one.status == "pass" for _, one in here):
+            first = min(who for who, _ in here)
+            merged += [_passes(one, here) for who, one in here if who == first]
+        else:
+            merged += _grouped([(who, one) for who, one in here if one.status != "pass"])
+    return merged
+
+
+def _passes(finding: Finding, here: list[tuple[Who, Finding]]) -> Finding:
+    nodes = name_all(who for who, _ in here)
+    same = all(one.evidence == finding.evidence for _, one in here if one.id == finding.id)
+    evidence = (
+        finding.evidence if same else (f"on the first of them: {finding.evidence[0]}", *finding.evidence[1:])
+    )
+    return Finding(finding.id, "pass", evidence, finding.fix, nodes)
+
+
+def _grouped(here: list[tuple[Who, Finding]]) -> list[Finding]:
+    groups: dict[Finding, list[Who]] = {}
+    for who, finding in here:
+        groups.setdefault(finding, []).append(who)
+    return [
+        Finding(one.id, one.status, one.evidence, one.fix, name_all(whos)) for one, whos in groups.items()
+    ]
+
+
+def _of_agreement(agreement: Agreement, nodes: int) -> list[Finding]:
+    """One line for all that is as it must be; a finding for each rule that warns or could not be judged."""
+    fixes = {verdict.summary: verdict.fix for verdict in agreement.verdicts}
+    passed = agreement.with_status("pass")
+    rows = tuple(f"{check.id}: {check.text}" for check in passed)
+    found = [
+        Finding(AGREEMENT.id, "pass", (f"{nodes} nodes mean the same run, by {len(passed)} rules", *rows))
+    ]
+    for check in agreement.with_status("warn", "unknown"):
+        fix = fixes.get(check.text, (check.fix,) if check.fix else ())
+        found.append(Finding(f"peers.{check.id}", check.status, (check.text,), fix, check.where))
+    return found
+
+
+def _read(value: object) -> list[Finding]:
+    """Findings of another machine; what is none is left out."""
+    found = []
+    for one in value.get("checks") or [] if isinstance(value, dict) else []:
+        with contextlib.suppress(KeyError, TypeError):
+            if one["status"] in ("pass", "warn", "fail", "unknown") and one["evidence"]:
+                found.append(
+                    Finding(str(one["id"]), one["status"], tuple(map(str, one["evidence"])), tuple(map(str, one["fix"])), str(one.get("where", "")))
+                )  # fmt: skip
+    return found
+
+
+def _report_maker(request: TrainRequest, asked: Asked) -> MakeReport:
+    def make(standing: Standing, show: Show) -> NodeReport:
+        files = (
+            look_at_files(asked.loaded, asked.here, programs=request.programs, show=show)
+            if asked.given
+            else NO_FILES
+        )
+        return make_node_report(
+            loaded=asked.loaded, here=asked.here, standing=standing, files=files,
+            output=look_at_output(asked.loaded, standing), probes=request.probes,
+        )  # fmt: skip
+
+    return make
+
+
+@contextlib.contextmanager
+def _marked(asked: Asked) -> Iterator[dict[str, Any]]:
+    """While it is entered, a file in the head's output_dir tells the others whether theirs is the same. Nothing of it stays."""
+    folder = Path(asked.loaded.config.output_dir)
+    if (
+        not asked.given or read_holder(RunDir(folder).lock) is not None
+    ):  # a run that is at work has a mark of its own there
+        yield {}
+        return
+    made = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+    try:
+        make_private_dir(folder)
+        nonce = leave_nonce(folder)
+    except OSError:  # this node's own look at output_dir says why
+        yield {}
+        return
+    try:
+        yield {NONCE_FILE: nonce}
+    finally:
+        with contextlib.suppress(OSError):
+            remove_nonce(folder, nonce)
+            for place in made:
+                place.rmdir()

@@ -1,0 +1,146 @@
+"""Every environment variable in force that decides how ranks find and understand each other: explained, and the wrong ones named."""
+
+import difflib
+import re
+from collections.abc import Mapping
+
+from unisono.agree.environment_rules import LAUNCH, need_of
+from unisono.agree.lint import judge_settings
+from unisono.agree.naming import Who, enumerate_words
+from unisono.agree.rule import NEED_MEANING
+from unisono.agree.settings import settings_of
+from unisono.agree.showing import show_setting
+from unisono.causes.variable_values import VALUES
+from unisono.causes.variables import VARIABLES, find_variable
+from unisono.causes.variables_libraries import KNOWN_TO_LIBRARIES
+from unisono.doctor.agreed import as_findings
+from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
+
+VALUES_CHECK = Check(
+    "settings.values", "values of the variables in force",
+    "a value that is not understood is read as another one or as nothing, and mostly nobody says so",
+    "Every variable of the catalogue, and of the families NCCL_, TORCH_NCCL_, GLOO_ and the like, from the environment and from nccl.conf, with what it does and whether"
+    " nodes must agree on it. Warns for a value that the variable does not take; fails where no process group can be made with it.",
+    ("env_suspicious",),
+)  # fmt: skip
+SUSPICIOUS = Check(
+    "settings.suspicious", "suspicious settings",
+    "settings that got a job around a fault once stay in a profile, and cost the next ones their speed or hang them",
+    "A table of settings that are obsolete, slow, contradict each other, or are work-arounds for what this machine has not got; and names of NCCL, torch and gloo that nobody"
+    " knows, with the nearest known one. Warns; fails where the run could not start.",
+    ("env_suspicious", "invalid_device_ordinal", "duplicate_gpu"),
+)  # fmt: skip
+MISSPELT = Check(
+    "settings.misspelt", "misspelt names",
+    "a misspelt variable has no effect, and nobody says so",
+    "Names that nobody knows and that are almost those of known variables. Warns, with the name that may be meant.",
+    ("env_suspicious",),
+)  # fmt: skip
+LEFT_OVER = Check(
+    "settings.left_over", "variables of a former job",
+    "RANK, WORLD_SIZE or MASTER_ADDR in a shell make other programs wait for ranks that nobody starts; unisono ignores them, and says so",
+    "Variables that launchers set for the processes of a job, in an environment that no launcher has started. Warns.",
+    ("world_mismatch", "env_suspicious"),
+)  # fmt: skip
+CATALOGUE: tuple[Check, ...] = (VALUES_CHECK, SUSPICIOUS, MISSPELT, LEFT_OVER)
+
+_NEAR = 0.88  # CUDA_VISIBLE_DEVICE is, CUDA_HOME is not
+_OF_FAMILY = re.compile(r"^(NCCL|GLOO|TORCH|CUDA|PYTORCH|OMP)_")
+_ONE_JOB = re.compile(r"^(TORCHELASTIC_|PET_|OMPI_COMM_WORLD_|PMI_|MV2_COMM_WORLD_|UNISONO_)")
+
+
+def values(facts: Surroundings) -> list[Finding]:
+    """What is in force, and which values are not understood."""
+    settings = settings_of(facts.report)
+    wrong = [
+        finding for name, value in settings.items() if (finding := _wrong(name, value, facts)) is not None
+    ]
+    if wrong:
+        return wrong
+    rows = [_explained(name, value, facts.report.variables) for name, value in settings.items()]
+    rows += [f"{name}: {_unknown(name)}" for name in facts.environment.strangers if _OF_FAMILY.match(name)]
+    if not rows:
+        return [found(VALUES_CHECK, "pass", "none is set: libraries choose by themselves")]
+    many = (
+        f"{len(rows)} in force, each with a value that it takes"
+        if len(rows) > 1
+        else "one in force, with a value that it takes"
+    )
+    return [found(VALUES_CHECK, "pass", many, *rows)]
+
+
+def _wrong(name: str, value: str, facts: Surroundings) -> Finding | None:
+    takes = VALUES.get(name)
+    if takes is None or not value.strip() or re.fullmatch(takes.pattern, value.strip(), re.IGNORECASE):
+        return None
+    fatal = takes.fatal and facts.report.device_kind == "cuda"
+    text = f"{show_setting(name, value)}: it takes {takes.text}; with this {takes.otherwise}"
+    fix = [f"`unset {name}`, or give it one of its values", f"`unisono explain {name}` says what it does"]
+    return found(VALUES_CHECK, "fail" if fatal else "warn", text, fix=fix)
+
+
+def _explained(name: str, value: str, environment: Mapping[str, str]) -> str:
+    """`NCCL_P2P_DISABLE=1: …; must be equal everywhere`."""
+    known = find_variable(name)
+    where = "" if name in environment else " (in nccl.conf)"
+    meaning = known.meaning if known is not None else _unknown(name)
+    return f"{show_setting(name, value)}{where}: {meaning}; it {NEED_MEANING[need_of(name)]}"
+
+
+def _unknown(name: str) -> str:
+    return (
+        "its library's documentation says what it does"
+        if name in KNOWN_TO_LIBRARIES
+        else "nobody here knows it"
+    )
+
+
+def suspicious(facts: Surroundings) -> list[Finding]:
+    """By agreement's own table."""
+    report = facts.report
+    members = [(Who(report.node_rank, -1, report.host), report)]
+    return as_findings(judge_settings(members), report, {"settings": SUSPICIOUS})
+
+
+def misspelt(facts: Surroundings) -> list[Finding]:
+    """Names that are almost those of known variables; what begins as NCCL's, torch's and gloo's is with the suspicious ones."""
+    known = [variable.name for variable in VARIABLES]
+    wrong = []
+    for name in facts.environment.strangers:
+        meant = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
+        if meant and name not in KNOWN_TO_LIBRARIES and name not in facts.report.variables:
+            fix = [
+                f'`export {meant[0]}="${name}"; unset {name}`, if that is meant',
+                f"`unisono explain {meant[0]}`",
+            ]
+            wrong.append(
+                found(
+                    MISSPELT, "warn", f"{name} is set, and nobody knows it: {meant[0]} may be meant", fix=fix
+                )
+            )
+    return wrong or [found(MISSPELT, "pass", "no name that is almost a known one")]
+
+
+def left_over(facts: Surroundings) -> list[Finding]:
+    """Variables of a launcher that is not there."""
+    if facts.environment.live_launcher is not None:
+        return [
+            found(
+                LEFT_OVER,
+                "pass",
+                f"{facts.environment.live_launcher} is alive, and its variables are of this job",
+            )
+        ]
+    names = [
+        name
+        for name in (*facts.here.leftovers, *facts.environment.strangers)
+        if name in LAUNCH or _ONE_JOB.match(name)
+    ]
+    if not names:
+        return [found(LEFT_OVER, "pass", "none")]
+    named = sorted(set(names))
+    text = f"{enumerate_words(named, at_most=12)}: set, and no launcher is at work here"
+    return [found(LEFT_OVER, "warn", text, fix=[f"`unset {' '.join(named)}`"])]
+
+
+CHECKS: tuple[CheckFunction, ...] = (values, suspicious, misspelt, left_over)

@@ -1,0 +1,85 @@
+"""The ladder over real nodes whose network is broken in one way. Run, as root: pytest tests/doctor/ladder/test_nodes.py"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.nodes.fronts import Front, together
+from tests.nodes.ground import Namespaces
+from tests.nodes.harness import Job
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.skipif(shutil.which("iptables") is None, reason="iptables is not installed"),
+]
+
+
+@pytest.fixture
+def two_networks(networks: Namespaces) -> Iterator[Namespaces]:
+    """Nodes 0 and 1 have a cable between them, eth1, beside the common network."""
+    a, b = networks.name(0), networks.name(1)
+    subprocess.run(
+        ["ip", "link", "add", "eth1", "netns", a, "type", "veth", "peer", "name", "eth1", "netns", b],
+        check=True,
+    )
+    for node in range(2):
+        networks.inside(node, "ip", "addr", "add", f"10.232.7.{node + 1}/24", "dev", "eth1")
+        networks.inside(node, "ip", "link", "set", "eth1", "up")
+    yield networks
+    networks.inside(0, "ip", "link", "del", "eth1")
+
+
+def climbed(job: Job) -> tuple[list[Front], dict[str, Any]]:
+    before = dict(os.environ)
+    fronts = [job.start(node, "--ladder", command="doctor", config=False, json=True) for node in range(2)]
+    together(fronts)
+    told = [json.loads(front.text("out"))["checks"] for front in fronts]
+    assert told[0] == told[1], job.told()
+    (finding,) = [one for one in told[0] if one["id"] == "network.ladder"]
+    assert dict(os.environ) == before
+    job.wait_gone()
+    return fronts, finding
+
+
+def test_what_works_is_left_alone(pair: Job) -> None:
+    fronts, finding = climbed(pair)
+    assert finding["status"] == "pass"
+    assert [front.exit_code for front in fronts] == [0, 0]
+
+
+def test_around_a_blocked_range_of_ports_the_other_network_is_found(
+    two_networks: Namespaces, pair: Job
+) -> None:
+    for node in range(2):
+        two_networks.drop(node, "-i", "eth0", "-p", "tcp", "--syn", "--dport", "32768:60999")
+    fronts, finding = climbed(pair)
+    assert finding["status"] == "fail", pair.told()
+    assert finding["fix"] == ["export GLOO_SOCKET_IFNAME=eth1"]
+    assert [front.exit_code for front in fronts] == [6, 6]
+
+
+def test_around_a_hole_for_large_packets_the_other_network_is_found(
+    two_networks: Namespaces, pair: Job
+) -> None:
+    """Small messages pass, so that only the large sum hangs."""
+    for node in range(2):
+        two_networks.drop(node, "-i", "eth0", "-p", "tcp", "-m", "length", "--length", "1400:65535")
+    _, finding = climbed(pair)
+    assert finding["fix"] == ["export GLOO_SOCKET_IFNAME=eth1"], pair.told()
+    assert "the large sum did not come back" in "\n".join(finding["evidence"])
+
+
+def test_where_the_only_network_is_blocked_nothing_works_and_that_is_said(
+    networks: Namespaces, pair: Job
+) -> None:
+    for node in range(2):
+        networks.drop(node, "-i", "eth0", "-p", "tcp", "--syn", "--dport", "32768:60999")
+    _, finding = climbed(pair)
+    assert "nothing works" in finding["evidence"][0]

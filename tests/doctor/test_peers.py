@@ -1,0 +1,69 @@
+"""Nodes of a job, looked at together without a run. Run: pytest tests/doctor/test_peers.py"""
+
+import json
+
+import pytest
+
+from tests.nodes.fronts import Front, together
+from tests.nodes.harness import Job
+
+
+def checks(front: Front) -> dict[str, list[dict[str, object]]]:
+    """The findings of a front that spoke JSON, by check."""
+    found: dict[str, list[dict[str, object]]] = {}
+    for finding in json.loads(front.text("out"))["checks"]:
+        found.setdefault(finding["id"], []).append(finding)
+    return found
+
+
+@pytest.mark.makes("peers.agreement", "pass")
+def test_nodes_that_agree_show_the_same_table_on_each_and_nothing_was_started(pair: Job) -> None:
+    fronts = [pair.start(node, command="doctor", config=False, json=True) for node in range(2)]
+    assert together(fronts) == [0, 0], pair.told()
+    one, other = map(checks, fronts)
+    assert one == other
+    [found] = one["peers.agreement"]
+    rows = "\n".join(map(str, found["evidence"]))  # type: ignore[call-overload]
+    assert "2 nodes mean the same run" in rows
+    for rule in ("network.dial", "network.size", "network.collective", "versions", "env", "nproc"):
+        assert f"\n{rule}: " in rows
+    assert not pair.out.exists()
+    pair.wait_gone()
+
+
+@pytest.mark.makes("peers.agreement", "fail")
+def test_a_setting_that_differs_ends_with_3_in_the_same_words_and_the_remedy(pair: Job) -> None:
+    odd = {"NCCL_ALGO": "Tree"}
+    fronts = [
+        pair.start(node, command="doctor", config=False, json=False, env=odd if node else {})
+        for node in range(2)
+    ]
+    assert together(fronts) == [3, 3], pair.told()
+    tables = [front.text("out").partition("peers.agreement")[2] for front in fronts]
+    assert tables[0].partition("\n\n")[0] == tables[1].partition("\n\n")[0]
+    assert "NCCL_ALGO" in tables[0]
+    assert "do: " in tables[0]
+
+
+@pytest.mark.long
+def test_what_one_node_has_found_of_itself_is_told_on_all_with_its_name_and_the_same_code(pair: Job) -> None:
+    pair.config(1, track=["tensorboard"], checkpoint={"storage": "gs://bucket/x"})
+    pair.config(0, track=["tensorboard"], checkpoint={"storage": "gs://bucket/x"})
+    fronts = [
+        pair.start(node, command="doctor", json=True, env={"OMP_NUM_THREAD": "2"} if node else {})
+        for node in range(2)
+    ]
+    assert together(fronts) == [6, 6], pair.told()
+    one, other = map(checks, fronts)
+    assert one == other
+    [misspelt] = one["settings.misspelt"]
+    assert misspelt["where"] == fronts[1].label
+    [packages] = one["config.packages"]
+    assert packages["where"] == f"nodes 0 ({fronts[0].host}) and 1 ({fronts[1].host})"
+    assert not list(pair.folder.glob("out*"))
+
+
+def test_a_node_that_never_comes_is_named_when_time_is_over(pair: Job) -> None:
+    front = pair.start(0, "--join-timeout", "3", command="doctor", config=False, json=False)
+    assert front.wait() == 3
+    assert "node 1 has never called" in front.text() or "1 of 2 nodes" in front.text()
