@@ -1,0 +1,67 @@
+"""What `unisono diagnose` says of cases that its rules have not been tried on: `python bench/diagnose_reading.py CASES --out RESULT`.
+
+A first reading is made once, before a rule is touched, and its result is kept: afterwards the cases are known, and no measure any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.diagnose.scoring import Score, cases, mark, verdict
+
+SURE = 0.8
+"""A verdict with this much confidence or more is believed."""
+
+
+def confidently_wrong(case: dict[str, Any], said: dict[str, Any]) -> bool:
+    """Whether it says with confidence another cause, or names somebody else; to name nobody is no wrong word."""
+    if (said.get("confidence") or 0.0) < SURE:
+        return False
+    ranks, hosts = said.get("ranks") or [], said.get("hosts") or []
+    rank, host = case["culprit_rank"], case["culprit_host"]
+    other_rank = rank is not None and bool(ranks) and ranks != [rank]
+    other_host = bool(host) and bool(hosts) and not any(host in one or one in host for one in hosts)
+    return said.get("cause") not in (case["class"], *case["also_accept"]) or other_rank or other_host
+
+
+def reading(file: Path) -> dict[str, Any]:
+    """The figures of a file of cases."""
+    said = [(case, verdict(case)) for case in cases(file)]
+    score = Score(tuple(mark(case, answer) for case, answer in said))
+    return {
+        "schema": 1,
+        "what": "unisono diagnose on cases that were written down before they were read",
+        "file": file.name,
+        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "cases": len(said),
+        "class": round(score.cause, 3),
+        "culprit": round(score.culprit, 3),
+        "culprits_asked": sum(one.culprit is not None for one in score.marks),
+        "remedy": round(score.remedy, 3),
+        "healthy": sum(one.cause == "healthy" for one in score.marks),
+        "healthy_accused": score.false_alarms,
+        "failed_called_healthy": score.missed,
+        "confidently_wrong": [case["id"] for case, answer in said if confidently_wrong(case, answer)],
+        "wrong": score.wrong(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    text = json.dumps(reading(given.cases), indent=1, ensure_ascii=False) + "\n"
+    if given.out:
+        given.out.write_text(text, encoding="utf-8")
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""From what the logs hold to what is known of the run: ranks, hosts, sizes, ends, collectives."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from unisono.diagnose.event import Event
+from unisono.diagnose.exits import find_exits
+from unisono.diagnose.facts import Collective, Ending, Exit, RankFacts, RunFacts, Traceback
+from unisono.diagnose.framework import find_framework
+from unisono.diagnose.runs import last_run
+from unisono.diagnose.scan import Scanned
+from unisono.diagnose.whose import Whose, with_ranks
+
+_TOLD_WORLD = ("process_rank", "processes", "rank_of_world", "lightning_member", "nccl_rank", "ray_distributed", "ray_rank", "world_size", "lightning_started")  # fmt: skip
+_MOST_RANKS = 1 << 16
+_FINISHED = ("finished",)
+
+
+def gather(scanned: Sequence[Scanned]) -> RunFacts:
+    """The facts of the last run in these logs."""
+    kept, earlier = last_run(scanned)
+    logs = with_ranks(kept)
+    whose = Whose(logs)
+    placed = [whose.events(log) for log in logs]
+    events = tuple(event for found in placed for event in found)
+    tracebacks = tuple(trace for log in logs for trace in whose.traces(log))
+    exits = tuple(whose.exit(one) for found in placed for one in find_exits(found))
+    world = _world_size(events, exits, logs)
+    step, steps = _steps(events)
+    return RunFacts(
+        sources={log.name: whose.source(log) for log in logs},
+        events=events,
+        ranks=_ranks(logs, events, tracebacks, exits),
+        world_size=world,
+        nodes=_nodes(events, logs),
+        hosts=_hosts(events, exits),
+        framework=find_framework(events),
+        tracebacks=tracebacks,
+        exits=exits,
+        collectives=tuple(_collectives(events)),
+        step=step,
+        steps=steps,
+        earlier_runs=tuple(str(one) for one in earlier),
+    )
+
+
+def _world_size(events: Iterable[Event], exits: Sequence[Exit], logs: Sequence[Scanned]) -> int | None:
+    told = Counter(
+        world for event in events if event.signature in _TOLD_WORLD and (world := event.number("world")) and world <= _MOST_RANKS
+    )  # fmt: skip
+    if told:
+        return told.most_common(1)[0][0]
+    tasks = [event for log in logs for event in log.events if event.signature == "lf_tasks"]
+    nodes = max((event.number("nodes") or 1 for log in logs for event in log.events if event.signature in ("lf_nodes", "deepspeed_nodes", "nnodes")), default=1)  # fmt: skip
+    counts = {event.number("count") or 0 for event in tasks} or {
+        event.number("count") or 0 for log in logs for event in log.events if event.signature in ("nproc", "deepspeed_nodes")
+    }  # fmt: skip
+    if len(counts) == 1 and (count := next(iter(counts))):
+        return count * nodes
+    started = {event.number("local_rank") for event in events if event.signature == "spawned"}
+    if nodes == 1 and len(started) > 1 and started == set(range(len(started))):
+        return len(started)
+    own = {log.who.rank for log in logs if log.who.rank is not None}
+    if len(own) > 1 and own == set(range(len(own))):
+        return len(own)
+    listed = {one.rank for one in exits if one.rank is not None and one.event.signature == "table_exit"}
+    return len(listed) if len(listed) > 1 and listed == set(range(len(listed))) else None
+
+
+def _nodes(events: Iterable[Event], logs: Sequence[Scanned]) -> int | None:
+    told = Counter(number for event in events if event.signature in ("lf_nodes", "deepspeed_nodes", "nnodes") and (number := event.number("nodes")))  # fmt: skip
+    if told:
+        return told.most_common(1)[0][0]
+    named = {log.who.node_rank for log in logs if log.who.node_rank is not None}
+    return len(named) if len(named) > 1 else None
+
+
+def _hosts(events: Iterable[Event], exits: Iterable[Exit]) -> tuple[str, ...]:
+    named = [event.who.host for event in events if event.who.host] + [one.host for one in exits if one.host]
+    return tuple(dict.fromkeys(named))
+
+
+def _steps(events: Sequence[Event]) -> tuple[int | None, int | None]:
+    """The furthest step that was shown, and of how many: of the bar with the most steps that is no loading bar."""
+    loading = {(event.source, event.order) for event in events if event.signature in ("loading", "preparing", "preparing_data", "saving", "evaluating")}  # fmt: skip
+    best: tuple[int, int | None] | None = None
+    for event in events:
+        if event.signature not in ("bar", "step") or (event.source, event.order) in loading:
+            continue
+        step = event.number("step")
+        if step is not None:
+            best = (step, event.number("steps") or (best[1] if best else None))
+    return best or (None, None)
+
+
+def _ranks(
+    logs: Sequence[Scanned], events: Sequence[Event], tracebacks: Sequence[Traceback], exits: Sequence[Exit]
+) -> dict[int, RankFacts]:
+    by_rank: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.rank is not None and event.rank < _MOST_RANKS:
+            by_rank[event.rank].append(event)
+        named = event.number("rank")
+        if named is not None and named < _MOST_RANKS and event.signature in (*_TOLD_WORLD, "ray_member", "length", "rank_has", "rank_done"):  # fmt: skip
+            by_rank[named].append(event)
+    for one in exits:
+        if one.rank is not None:
+            by_rank.setdefault(one.rank, [])
+    own = {log.who.rank: log.name for log in logs if log.who.rank is not None}
+    for rank in own:
+        by_rank.setdefault(rank, [])
+    failed = {trace.event.rank for trace in tracebacks if not trace.ignored}
+    return {rank: _rank(rank, found, own.get(rank, ""), [one for one in exits if one.rank == rank], rank in failed) for rank, found in sorted(by_rank.items())}  # fmt: skip
+
+
+def _rank(rank: int, events: list[Event], own: str, exits: list[Exit], failed: bool) -> RankFacts:  # noqa: FBT001
+    mine = [event for event in events if event.rank == rank]
+    progress = [event for event in mine if event.kind == "progress"]
+    done = [event for event in events if event.kind in _FINISHED or event.signature == "rank_done"]
+    told = next((one for one in exits if one.code not in (0, -15)), exits[0] if exits else None)
+    steps = [(step, event.number("steps")) for event in progress if (step := event.number("step")) is not None]  # fmt: skip
+    return RankFacts(
+        rank=rank,
+        host=next((one.host for one in exits if one.host), None)
+        or next(
+            (
+                event.fields["ip"]
+                for event in events
+                if event.signature == "ray_member" and event.number("rank") == rank
+            ),
+            None,
+        )
+        or next((event.who.host for event in mine if event.who.host), None),
+        local_rank=next((one.local_rank for one in exits if one.local_rank is not None), None),
+        pids=tuple(dict.fromkeys(one.pid for one in exits if one.pid is not None)),
+        own_source=own,
+        first=mine[0] if mine else None,
+        last=mine[-1] if mine else None,
+        progress=progress[-1] if progress else None,
+        step=steps[-1][0] if steps else None,
+        steps=steps[-1][1] if steps else None,
+        finished=done[-1] if done else None,
+        ending=_ending(told, failed=failed, finished=bool(done)),
+        exit=told,
+    )
+
+
+def _ending(told: Exit | None, *, failed: bool, finished: bool) -> Ending:
+    if failed:
+        return "exception"
+    if told is not None and told.code:
+        return "terminated" if told.code == -15 else "signal" if told.code < 0 else "exit"
+    return "finished" if finished else "unknown"
+
+
+def _collectives(events: Iterable[Event]) -> Iterable[Collective]:
+    """One for each rank and group: what it waited for first."""
+    found: dict[tuple[int | None, str], Collective] = {}
+    for event in events:
+        if event.signature not in ("watchdog", "watchdog_status"):
+            continue
+        group = _group(event.text)
+        near = next((key for key in found if key[0] == event.rank and (key[1] == group or not key[1] or not group)), None)  # fmt: skip
+        one = found.get(near) if near else None
+        if one is None:
+            one = Collective(event, event.rank, group)
+        fresh = {
+            "seq": event.number("seq") or event.number("at"), "op": event.fields.get("op"), "numel_in": event.number("numel_in"),
+            "numel_out": event.number("numel_out"), "timeout_ms": event.number("timeout"), "enqueued": event.number("enqueued"), "completed": event.number("completed"),
+        }  # fmt: skip
+        known = {name: value for name, value in fresh.items() if value is not None and getattr(one, name) in (None, "")}  # fmt: skip
+        key = near or (event.rank, group)
+        found[key] = replace(one, **known, group=one.group or group)  # type: ignore[arg-type]
+    return found.values()
+
+
+def _group(text: str) -> str:
+    """The process group as a watchdog's line names it."""
+    import re
+
+    found = re.search(r"\[PG (?:ID )?(\w{1,12})(?: PG GUID ([\w()]{1,60}))? Rank", text)
+    return found[2] or found[1] if found else ""

@@ -1,0 +1,234 @@
+"""Our own runs need no guessing: a run's directory gives its verdict, or the one that follows from what its ranks have told."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from unisono.causes.signatures import match_line
+from unisono.causes.verdict import Evidence, Verdict
+from unisono.diagnose.event import Event
+from unisono.diagnose.facts import RunFacts
+from unisono.diagnose.redact import shown
+from unisono.diagnose.tell import Diagnosis
+from unisono.diagnose.told import Told, facts_of, read_told
+from unisono.files import read_object
+from unisono.rundir.layout import RunDir
+from unisono.rundir.lock import read_holder
+from unisono.rundir.result import RunResult, read_result
+from unisono.text import one_line
+from unisono.watch.phases import phase_named
+
+SILENT_S = 5.0
+"""So much earlier a rank must have fallen silent to be told apart."""
+_MOST_RANKS = 8
+_MOST_TRACE = 6
+_VAGUE = ("undetermined", "healthy", "rank_stalled", "rank_died_first", "rdzv_timeout", "preempted_sigterm")
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory is one of our runs."""
+    run = RunDir(path)
+    return path.is_dir() and (
+        isinstance(read_object(run.plan).get("run_id"), str) or "outcome" in read_object(run.result)
+    )
+
+
+def log_files(root: Path) -> list[str]:
+    """Logs of a run, for who looks into them."""
+    return [str(path) for path in sorted(RunDir(root).log("HOST", 0).parent.glob("*.log"))]
+
+
+def diagnose_run(root: Path, read_logs: Callable[[], Diagnosis] | None = None) -> Diagnosis:
+    """The verdict on one of our runs, with how to go on.
+
+    Args:
+        root: its directory.
+        read_logs: gives what its logs say; called only where the run has left no verdict.
+    """
+    run = RunDir(root)
+    told = read_told(run)
+    facts = facts_of(run, told)
+    verdict = (
+        _living(run, facts)
+        or _stored(run)
+        or _ended(run, facts)
+        or _crashed(told, facts)
+        or _logs(read_logs, told, facts)
+        or _silent(told, facts)
+    )
+    verdict = verdict.model_copy(update={"fix": (*verdict.fix, *_onward(run, verdict))})
+    return Diagnosis(verdict, (), (), (), facts)
+
+
+def _living(run: RunDir, facts: RunFacts) -> Verdict | None:
+    holder = read_holder(run.lock)
+    if holder is None:
+        return None
+    at = f"; its last step is {facts.step}" if facts.step is not None else ""
+    return Verdict(
+        cause="healthy", when="during", severity="none", summary=f"the run is going on: {holder} holds it{at}", step=facts.step,
+        fix=(f"unisono logs --follow {run.root}",),
+    )  # fmt: skip
+
+
+def _stored(run: RunDir) -> Verdict | None:
+    """What the run itself said."""
+    body = read_object(run.verdict) or _verdict_of(read_result(run))
+    try:
+        verdict = Verdict.from_json(body) if body else None
+    except ValidationError:
+        return None
+    if verdict is None:
+        return None
+    evidence = tuple(Evidence(where=one_line(item.where), text=shown(item.text)) for item in verdict.evidence)
+    return verdict.model_copy(update={"evidence": evidence, "summary": shown(verdict.summary)})
+
+
+def _verdict_of(result: RunResult | None) -> dict[str, object]:
+    return dict(result.verdict or {}) if result else {}
+
+
+def _ended(run: RunDir, facts: RunFacts) -> Verdict | None:
+    """What follows from result.json alone."""
+    result = read_result(run)
+    if result is None:
+        return None
+    earlier = tuple(
+        Evidence(
+            where=f"restart from step {restart.from_step}", text=shown(str(restart.verdict.get("summary")))
+        )
+        for restart in result.restarts[-_MOST_RANKS:]
+    )
+    if result.is_completed:
+        loss = f", loss {result.loss:.4g}" if result.loss is not None else ""
+        again = f"; restarts by itself: {len(result.restarts)}" if result.restarts else ""
+        return Verdict(cause="healthy", when="after", severity="none", summary=f"the run is completed: {result.step} steps{loss}{again}", step=result.step, evidence=earlier)  # fmt: skip
+    if result.outcome in ("preempted", "interrupted"):
+        who = (
+            "it was asked to end (SIGTERM or SIGUSR1)"
+            if result.outcome == "preempted"
+            else "it was interrupted from the keyboard"
+        )
+        summary = f"{who} and made a checkpoint at step {result.step}"
+        if result.outcome == "preempted":
+            return Verdict(cause="preempted_sigterm", when="after", severity="warning", summary=summary, step=result.step, evidence=earlier)  # fmt: skip
+        return Verdict(
+            cause="healthy",
+            when="after",
+            severity="none",
+            summary=summary,
+            step=result.step,
+            evidence=earlier,
+        )
+    said = tuple(
+        Evidence(where=one_line(problem.get("where") or "result.json"), text=shown(problem.get("what") or ""))
+        for problem in result.problems
+    )
+    fix = tuple(shown(problem["fix"]) for problem in result.problems if problem.get("fix"))
+    known = [signature.cause for item in said for signature in match_line(item.text) if signature.cause]
+    summary = said[0].text if said else f"the run {result.outcome} with exit code {result.exit_code}"
+    return Verdict(cause=known[0] if known else "undetermined", when="after", summary=summary, step=result.step or facts.step, evidence=said or earlier, fix=fix)  # fmt: skip
+
+
+def _crashed(told: Sequence[Told], facts: RunFacts) -> Verdict | None:
+    """A rank's own exception; the first in time."""
+    crashes = [(one, *one.crash) for one in told if one.crash]
+    if not crashes:
+        return None
+    one, event, message = min(crashes, key=lambda found: found[1].time or 0.0)
+    problems = message.get("problems") or [{}]
+    error = shown(one_line(str(message.get("error") or problems[0].get("what") or "an exception"), limit=400))
+    trace = [line for line in str(message.get("traceback") or "").splitlines() if line.strip()][-_MOST_TRACE:]
+    known = [signature.cause for signature in match_line(error) if signature.cause]
+    evidence = (_evidence(event), *(Evidence(where=event.where, text=shown(line.strip())) for line in trace))
+    return Verdict(
+        cause=known[0] if known else "user_code_error", when="after", summary=f"{_rank(one)} ended with an exception: {error}", ranks=(one.rank,),
+        hosts=(one.host,) if one.host else (), phase=one.phase or None, step=facts.step, evidence=evidence,
+    )  # fmt: skip
+
+
+def _logs(read_logs: Callable[[], Diagnosis] | None, told: Sequence[Told], facts: RunFacts) -> Verdict | None:
+    """What the logs say in so many words."""
+    logs = read_logs() if read_logs else None
+    if logs is None or logs.verdict.cause in _VAGUE or logs.verdict.confidence < 0.8:
+        return None
+    phases = {one.rank: one.phase for one in told}
+    phase = next((phases[rank] for rank in logs.verdict.ranks if phases.get(rank)), None)
+    return logs.verdict.model_copy(update={"phase": logs.verdict.phase or phase, "step": facts.step})
+
+
+def _silent(told: Sequence[Told], facts: RunFacts) -> Verdict:
+    """No result, no verdict, no exception: who is behind, and who fell silent first."""
+    at = f"after step {facts.step}" if facts.step is not None else "before its first step"
+    heard = sorted((one for one in told if one.last_time is not None), key=lambda one: one.last_time or 0.0)
+    evidence = [Evidence(where=one.events[-1].where, text=f"{_rank(one)}, last heard in phase {one.phase or 'start'}: {one.events[-1].text}") for one in heard[:_MOST_RANKS] if one.events]  # fmt: skip
+    behind = _behind(told)
+    who = behind or _first_silent(heard)
+    absent = [rank for rank in range(facts.world_size or 0) if rank not in {one.rank for one in told}][
+        :_MOST_RANKS
+    ]
+    told_of = f"; of rank {', '.join(map(str, absent))} nothing is known" if absent and told else ""
+    if behind:
+        others = max((one.phase for one in told), key=phase_named)
+        summary = f"the run ended {at} without a result: rank {', '.join(str(one.rank) for one in behind)} was still in phase {behind[0].phase or 'start'}, others in {others}{told_of}"
+        return Verdict(cause="rank_stalled", when="after", summary=summary, ranks=tuple(one.rank for one in behind), hosts=_hosts(behind), phase=behind[0].phase or None, step=facts.step, evidence=tuple(evidence), confidence=0.6)  # fmt: skip
+    first = (
+        f"; rank {who[0].rank} fell silent first, in phase {who[0].phase or 'start'}"
+        if who
+        else "; all ranks fell silent together"
+        if len(heard) > 1
+        else ""
+    )
+    summary = f"the run ended {at} without a result or a verdict: its front was killed (kill -9, out of memory, power){first}{told_of}"
+    fix = (
+        "Look at what the machine says of that time: dmesg -T | grep -i -E 'oom|killed process', journalctl -b -1, the scheduler's messages.",
+    )
+    return Verdict(cause="undetermined", when="after", summary=summary, phase=heard[0].phase or None if heard else None, step=facts.step, evidence=tuple(evidence), fix=fix, confidence=0.5)  # fmt: skip
+
+
+def _behind(told: Sequence[Told]) -> list[Told]:
+    """Ranks in an earlier phase than most before training; from the first step on, phases come and go."""
+    places = {one.rank: min(phase_named(one.phase), phase_named("data")) for one in told}
+    lowest, highest = min(places.values(), default=0), max(places.values(), default=0)
+    late = [one for one in told if places[one.rank] == lowest]
+    return late if lowest < highest and 2 * len(late) < len(told) + 1 else []
+
+
+def _first_silent(heard: Sequence[Told]) -> list[Told]:
+    """Who was last heard of clearly before all others."""
+    if len(heard) < 2:
+        return []
+    return [heard[0]] if (heard[1].last_time or 0.0) - (heard[0].last_time or 0.0) > SILENT_S else []
+
+
+def _onward(run: RunDir, verdict: Verdict) -> list[str]:
+    """How to go on."""
+    result = read_result(run)
+    if verdict.when == "during" and verdict.severity == "none":
+        return []
+    if result is not None and result.is_completed:
+        return [f"unisono chat {run.root}"]
+    steps = [
+        int(path.parent.name[5:])
+        for path in run.checkpoints.glob("step-*/manifest.json")
+        if path.parent.name[5:].isdecimal()
+    ]
+    nodes = [node for node in read_object(run.plan).get("nodes") or [] if isinstance(node, dict)]
+    nproc = nodes[0].get("nproc") if nodes else None
+    ranks = f" --nproc {nproc}" if isinstance(nproc, int) and nproc > 1 else ""
+    where = f" on each of the {len(nodes)} nodes, with the options of before" if len(nodes) > 1 else ""
+    begin = f"it goes on from step {max(steps)}" if steps else "there is no checkpoint, so it begins anew"
+    return [f"unisono train {run.config}{ranks}{where}: {begin}"]
+
+
+def _rank(one: Told) -> str:
+    return f"rank {one.rank}{f' ({one.host})' if one.host else ''}"
+
+
+def _hosts(told: Sequence[Told]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(one.host for one in told if one.host))
+
+
+def _evidence(event: Event) -> Evidence:
+    return Evidence(where=event.where, text=event.text)

@@ -1,0 +1,204 @@
+"""One recording of torch's flight recorder: JSON, or the pickle that NCCL's watchdog leaves. Foreign data: every field is checked and bounded."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.diagnose.identity import who_is_file
+from unisono.diagnose.pickled import read_pickle
+from unisono.diagnose.redact import shown
+from unisono.text import one_line
+from unisono.watch.flight import Group
+
+MOST_BYTES = 256 << 20
+"""A longer file is no recording of one rank."""
+MOST_RANKS = 100_000
+_PICKLE = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\}")
+_FIELDS = re.compile(rb"collective_seq_id|pg_status|pg_config|comm_lib_version|nccl_version|profiling_name")
+_SNIFF_BYTES = 4096
+_LAST_NUMBER = re.compile(r"(\d{1,6})(?:\.(?:json|pkl|pickle|bin|txt|dump|gz))*$", re.IGNORECASE)
+_NAME_CHARS = 120
+_MOST_SIZES = 32
+_NOT_USERS = ("site-packages/", "dist-packages/", "/torch/", "lib/python3", "<frozen", "<string>")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One collective of one rank.
+
+    Attributes:
+        group: its process group, as "0:default_pg".
+        seq: its number in the group.
+        kind: as "all_reduce".
+        backend: as "nccl".
+        inputs: elements that go in; outputs: that come out.
+        sizes: of the tensors that go in, as "[[4, 512]]".
+        dtypes: of those, as "BFloat16".
+        state: scheduled, started or completed; gloo leaves it at "scheduled" for ever.
+        place: the user's line that called it, as "train.py:88 in step"; empty: not recorded.
+        time: seconds since 1970 at which it was called; None: not recorded.
+    """
+
+    group: str
+    seq: int
+    kind: str
+    backend: str
+    inputs: int
+    outputs: int
+    sizes: str
+    dtypes: str
+    state: str
+    place: str = ""
+    time: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind} #{self.seq} {self.sizes}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What one rank's recorder holds.
+
+    Attributes:
+        name: the file's, as it is shown.
+        rank: whose; None: the name does not say.
+        groups: how far it is in each group, by "0:default_pg".
+        members: the ranks of a group, where they are recorded.
+        entries: by group and number.
+    """
+
+    name: str
+    rank: int | None
+    groups: Mapping[str, Group]
+    members: Mapping[str, tuple[int, ...]]
+    entries: Mapping[tuple[str, int], Entry]
+
+    def entry(self, group: str, seq: int) -> Entry | None:
+        """That collective, where the recorder still has it."""
+        return self.entries.get((group, seq))
+
+    @property
+    def waits(self) -> dict[str, int]:
+        """By group, the first collective that was begun and is not completed."""
+        return {name: group.first for name, group in self.groups.items() if group.waits}
+
+
+class NotARecordingError(ValueError):
+    """A file that looks like a recording and cannot be read as one; the message says why."""
+
+
+def is_recording(head: bytes) -> bool:
+    """Whether a file that begins so is a recording.
+
+    Args:
+        head: its first 4 KiB or more.
+    """
+    head = head[:_SNIFF_BYTES]
+    begins = head.lstrip()[:1] == b"{" or _PICKLE.match(head)
+    return bool(begins and _FIELDS.search(head))
+
+
+def read_recording(name: str, data: bytes) -> Recording:
+    """The recording that a file holds.
+
+    Args:
+        name: the file's; the rank is in it.
+        data: all of its bytes.
+
+    Raises:
+        NotARecordingError: if it is none, is torn, or is a pickle that asks for more than plain values.
+    """
+    if len(data) > MOST_BYTES:
+        raise NotARecordingError(
+            f"{one_line(name)} has {len(data) >> 20} MiB; a recording has at most {MOST_BYTES >> 20}"
+        )
+    try:
+        value = read_pickle(data) if data[:1] == b"\x80" else json.loads(data.decode("utf-8", "replace"))
+        return _recording(name, value)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise NotARecordingError(f"{one_line(name)} is no flight recording that can be read: {one_line(str(error), limit=300)}") from error  # fmt: skip
+
+
+def rank_of_name(name: str) -> int | None:
+    """Whose recording a file is, by its name: nccl_trace_rank_3, flight-rank-00003.json, dump.3."""
+    rank = who_is_file(name).rank
+    if rank is None and (found := _LAST_NUMBER.search(name)):
+        rank = int(found[1])
+    return rank
+
+
+def _recording(name: str, value: dict[str, Any]) -> Recording:
+    raw = [entry for entry in value.get("entries") or () if not entry.get("is_p2p")]
+    entries: dict[tuple[str, int], Entry] = {}
+    labels: dict[str, str] = {}
+    for one in raw:
+        entry = _entry(one)
+        labels[str(one["pg_id"])[:_NAME_CHARS]] = entry.group
+        entries.setdefault((entry.group, entry.seq), entry)  # of coalesced ones the first
+    groups = dict(_groups(value.get("pg_status") or {}, labels))
+    for (label, seq), entry in entries.items() if not groups else ():  # before torch 2.4 there is no status
+        old = groups.get(label, Group(label, 0, None))
+        done = seq if entry.state == "completed" else 0
+        groups[label] = Group(label, max(old.enqueued, seq), max(old.completed or 0, done) or None)
+    return Recording(
+        name, rank_of_name(name), groups, _members(value.get("pg_config") or {}, groups), entries
+    )
+
+
+def _groups(status: Mapping[str, Any], labels: Mapping[str, str]) -> Iterator[tuple[str, Group]]:
+    for number, one in status.items():
+        group = Group.of(str(number), one)
+        label = labels.get(str(number)) or ("0:default_pg" if str(number) == "0" else f"{number}:")
+        if group.enqueued > 0:
+            yield one_line(label, limit=_NAME_CHARS), group
+
+
+def _members(config: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for label in groups:
+        name = label.partition(":")[0]
+        ranks = str((config.get(name) or {}).get("ranks") or "")[: 8 * MOST_RANKS]
+        numbers = tuple(sorted({int(number) for number in re.findall(r"\d{1,6}", ranks)}))
+        if numbers:
+            found[label] = numbers
+    return found
+
+
+def _entry(one: Mapping[str, Any]) -> Entry:
+    backend, _, kind = str(one["profiling_name"])[:_NAME_CHARS].rpartition(":")
+    inputs, outputs = _sizes(one.get("input_sizes")), _sizes(one.get("output_sizes"))
+    created = one.get("time_created_ns")
+    return Entry(
+        group=one_line(":".join(str(part)[:_NAME_CHARS] for part in one["process_group"][:2]), limit=_NAME_CHARS),
+        seq=int(one["collective_seq_id"]),
+        kind=one_line(kind), backend=one_line(backend), inputs=_elements(inputs), outputs=_elements(outputs), sizes=str(inputs) if inputs else "",
+        dtypes=one_line(",".join(str(name)[:20] for name in (one.get("input_dtypes") or ())[:_MOST_SIZES]), limit=_NAME_CHARS),
+        state=one_line(str(one.get("state") or "")[:20]), place=_place(one.get("frames")), time=created / 1e9 if isinstance(created, int) and created > 0 else None,
+    )  # fmt: skip
+
+
+def _sizes(value: Any) -> list[list[int]]:
+    return [[int(dim) for dim in tensor[:_MOST_SIZES]] for tensor in (value or ())[:_MOST_SIZES]]
+
+
+def _elements(sizes: list[list[int]]) -> int:
+    total = 0
+    for tensor in sizes:
+        count = 1
+        for dim in tensor:
+            count *= dim
+        total += count
+    return total
+
+
+def _place(frames: Any) -> str:
+    """The innermost line that is not torch's or another package's."""
+    for frame in (frames or ())[:200]:
+        file = str(frame.get("filename") or "")[:500]
+        if file and not any(part in file for part in _NOT_USERS):
+            return shown(
+                f"{file.rpartition('/')[2]}:{int(frame.get('line') or 0)} in {one_line(str(frame.get('name'))[:100])}"
+            )
+    return ""

@@ -1,0 +1,169 @@
+"""What the ranks of one of our runs have told of themselves: events/, metrics.jsonl and the sizes of logs, in the form of facts."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.diagnose.event import Event, EventKind, Who
+from unisono.diagnose.facts import RankFacts, RunFacts
+from unisono.diagnose.redact import shown
+from unisono.events import Message, read_message
+from unisono.files import read_object
+from unisono.launch.logs import Clocks
+from unisono.rundir.layout import RunDir
+from unisono.rundir.metrics import iterate_metrics
+from unisono.text import one_line
+
+_KINDS: dict[str, EventKind] = {
+    "warning": "warning",
+    "asked": "warning",
+    "crashed": "error",
+    "refused": "error",
+    "result": "finished",
+}
+_LEFT_OUT = ("kind", "time", "traceback", "done", "total", "report", "facts")
+_TEXT_CHARS = 300
+_LINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One rank of a run of ours, since its last start.
+
+    Attributes:
+        rank: its number; host: where it ran.
+        events: what it told.
+        phase: the last phase that it told of.
+        last_time: when it was last heard of: an event, or its log grew. Seconds since 1970 by the head's clock; None: never.
+        messages: the events as they were sent.
+    """
+
+    rank: int
+    host: str
+    events: tuple[Event, ...]
+    phase: str
+    last_time: float | None
+    messages: tuple[Message, ...]
+
+    @property
+    def crash(self) -> tuple[Event, Message] | None:
+        """The exception that ended it, unless another rank's end made it."""
+        for event, message in zip(self.events, self.messages, strict=True):
+            if message["kind"] in ("crashed", "refused") and not message.get("peer_lost"):
+                return event, message
+        return None
+
+
+def read_told(run: RunDir) -> list[Told]:
+    """All ranks that have told anything, in order; a torn line is passed over."""
+    clocks = Clocks(run)
+    hosts = {
+        _whole(place.get("rank")): one_line(str(place.get("host") or ""), limit=100) for place in _places(run)
+    }
+    return [_told(path, hosts, clocks, run) for path in sorted(run.events(0).parent.glob("rank-*.jsonl"))]
+
+
+def facts_of(run: RunDir, told: list[Told]) -> RunFacts:
+    """The same in the form that rules, judging and the timeline take."""
+    plan = read_object(run.plan)
+    step = last_step(run)
+    events = tuple(event for one in told for event in one.events)
+    ranks = {one.rank: _rank_facts(one, step) for one in told}
+    for rank in range(_whole(plan.get("world_size")) or 0) if len(ranks) < 10_000 else ():
+        ranks.setdefault(rank, RankFacts(rank))
+    return RunFacts(
+        events=events, ranks=dict(sorted(ranks.items())), world_size=_whole(plan.get("world_size")), nodes=len(plan.get("nodes") or []) or None,
+        hosts=tuple(dict.fromkeys(one.host for one in told if one.host)), framework="unisono", step=step, steps=_whole(plan.get("total_steps")),
+    )  # fmt: skip
+
+
+def last_step(run: RunDir) -> int | None:
+    """The last step that is in metrics.jsonl."""
+    steps = (
+        [step for line in iterate_metrics(run.metrics) if (step := _whole(line.get("step"))) is not None]
+        if run.metrics.exists()
+        else []
+    )
+    return max(steps, default=None)
+
+
+def _rank_facts(one: Told, step: int | None) -> RankFacts:
+    finished = next((event for event in one.events if event.kind == "finished"), None)
+    progress = next((event for event in reversed(one.events) if event.kind == "progress"), None)
+    own = [found for message in one.messages if (found := _whole(message.get("step"))) is not None]
+    return RankFacts(
+        one.rank, host=one.host or None, first=one.events[0] if one.events else None, last=one.events[-1] if one.events else None, progress=progress,
+        step=step if one.rank == 0 else max(own, default=None), finished=finished, ending="finished" if finished else "exception" if one.crash else "unknown",
+    )  # fmt: skip
+
+
+def _told(path: Path, hosts: dict[int | None, str], clocks: Clocks, run: RunDir) -> Told:
+    rank = _whole(path.stem.rpartition("-")[2]) or 0
+    host = hosts.get(rank, "")
+    ahead_s = clocks.ahead_s(rank)
+    events: list[Event] = []
+    messages: list[Message] = []
+    phase = ""
+    for number, message in _messages(path):
+        if message["kind"] == "phase":
+            phase = one_line(str(message.get("phase") or ""), limit=40)
+            if phase == "start":  # an earlier start is another run's story
+                events, messages = [], []
+        time = message.get("time")
+        when = float(time) - ahead_s if isinstance(time, int | float) and abs(time) < 1e11 else None
+        kind = _KINDS.get(message["kind"], "progress")
+        events.append(Event(f"events/{path.name}", number, number, "told", kind, None, _text(message), Who(rank=rank, host=host or None), when))  # fmt: skip
+        messages.append(message)
+    times = [event.time for event in events if event.time is not None]
+    grew = [
+        when - ahead_s
+        for log in run.log("HOST", rank).parent.glob(f"*-rank-{rank:05d}.times")
+        if (when := _last_growth(log)) is not None
+    ]
+    return Told(rank, host, tuple(events), phase, max(times[-1:] + grew, default=None), tuple(messages))
+
+
+def _messages(path: Path) -> Iterator[tuple[int, Message]]:
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(_LINE_BYTES):
+                number += 1
+                message = read_message(line.decode("utf-8", "replace"))
+                if message is not None:
+                    yield number, message
+    except (OSError, RecursionError):
+        return
+
+
+def _last_growth(path: Path) -> float | None:
+    """When the front last saw the log grow."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines[-3:]):  # the last may be torn
+        try:
+            return float(json.loads(line)[0])
+        except (ValueError, TypeError, LookupError):
+            continue
+    return None
+
+
+def _text(message: Message) -> str:
+    told = {
+        name: value for name, value in message.items() if name not in _LEFT_OUT and value not in (None, "")
+    }
+    return shown(one_line(f"{message['kind']}: " + ", ".join(f"{name} {value}" for name, value in told.items()), limit=_TEXT_CHARS))  # fmt: skip
+
+
+def _places(run: RunDir) -> list[dict[str, Any]]:
+    return [place for place in read_object(run.plan).get("ranks") or [] if isinstance(place, dict)]
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, str) and value.isdecimal() and len(value) < 10:
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 40 else None
