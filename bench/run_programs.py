@@ -1,0 +1,156 @@
+"""Breaks real programs under `unisono run`, and writes what was named and when: program × fault → cause, ranks, seconds.
+
+    python bench/run_programs.py                      all; writes bench/results/run_programs.json after each row
+    python bench/run_programs.py -k "HF Trainer" -f kill -f steps
+
+Seconds are counted from the blow where there is one (SIGKILL, SIGSTOP), from the shorter rank's last step where a rank makes fewer, else from
+the start of the front: then the imports of torch and the trainer are in them. Rows of an earlier call that are not made anew stay.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.run.guarded import (  # noqa: E402 - the tests are found through the line above
+    ACCELERATE,
+    DDP,
+    FSDP2,
+    LIGHTNING,
+    LIGHTNING_ITSELF,
+    SFT,
+    TRAINER,
+    Guarded,
+    Named,
+    Program,
+)  # fmt: skip
+
+_RESULTS = ROOT / "bench" / "results" / "run_programs.json"
+_PROGRAMS = (DDP, TRAINER, FSDP2, LIGHTNING, ACCELERATE, SFT, LIGHTNING_ITSELF)
+_LONG = ("--steps", "5000", "--step-s", "0.02")
+_SHORTER_MAKES = {"ddp.py": 37, "fsdp2.py": 37}  # of 40 steps; the trainers' rank makes 38
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    program: str
+    fault: str
+    exit_code: int
+    cause: str
+    ranks: tuple[int, ...]
+    summary: str
+    named_s: float | None
+    ended_s: float
+    counted_from: str
+    load: float
+
+
+def _healthy(program: Program, folder: Path) -> tuple[Guarded, float | None, str]:
+    return Guarded(program, folder), None, "start"
+
+
+def _destroy(program: Program, folder: Path) -> tuple[Guarded, float | None, str]:
+    return Guarded(program, folder, "--fault", "destroy"), None, "start"
+
+
+def _unseeded(program: Program, folder: Path) -> tuple[Guarded, float | None, str]:
+    return Guarded(program, folder, "--fault", "unseeded"), None, "start"
+
+
+def _callback(program: Program, folder: Path) -> tuple[Guarded, float | None, str]:
+    return Guarded(program, folder, "--fault", "steps", "--callback"), None, "start"
+
+
+def _steps(program: Program, folder: Path) -> tuple[Guarded, float | None, str]:
+    guarded = Guarded(program, folder, "--fault", "steps", "--steps", "40")
+    try:
+        guarded.pid_at(1, _SHORTER_MAKES.get(program.file, 38))
+    except AssertionError:  # refused before
+        return guarded, None, "start"
+    return guarded, time.monotonic(), "the shorter rank's last step"
+
+
+def _strike(number: signal.Signals) -> Callable[[Program, Path], tuple[Guarded, float | None, str]]:
+    def strike(program: Program, folder: Path) -> tuple[Guarded, float | None, str]:
+        guarded = Guarded(program, folder, *_LONG)
+        return guarded, guarded.strike(1, number), number.name
+
+    return strike
+
+
+_FAULTS = {
+    "healthy": _healthy, "destroy": _destroy, "unseeded": _unseeded, "steps": _steps, "callback": _callback,
+    "kill": _strike(signal.SIGKILL), "stop": _strike(signal.SIGSTOP),
+}  # fmt: skip
+_WORDS = {
+    "healthy": "none", "destroy": "the process group is destroyed twice", "unseeded": "a split without a seed", "steps": "a rank makes fewer steps",
+    "callback": "a rank would make fewer steps, with the callback", "kill": "a rank is killed", "stop": "a rank is stopped",
+}  # fmt: skip
+
+
+def _can(program: Program, fault: str) -> bool:
+    return not (
+        (fault == "unseeded" and program.file == "fsdp2.py")
+        or (fault == "callback" and program.file in ("ddp.py", "fsdp2.py"))
+        or (fault in ("destroy", "callback", "unseeded") and program is LIGHTNING_ITSELF)
+        or (fault == "destroy" and program is SFT)
+        or (fault == "steps" and program.file == "accelerate_loop.py" and fault != "callback")
+    )
+
+
+def _row(program: Program, fault: str) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        load = os.getloadavg()[0]
+        guarded, since, counted = _FAULTS[fault](program, Path(folder))
+        try:
+            ended: Named = guarded.ended(since=since)
+        finally:
+            guarded.close()
+    verdict = ended.verdict
+    return Row(
+        program.name, _WORDS[fault], ended.exit_code, verdict.cause if verdict else "none", verdict.ranks if verdict else (),
+        verdict.summary if verdict else "", ended.named_s, ended.ended_s, counted, round(load, 1),
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Makes the rows that are asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-k", default="", help="only programs with this in their name")
+    parser.add_argument("-f", action="append", choices=list(_FAULTS), help="only these faults")
+    asked = parser.parse_args()
+    kept = json.loads(_RESULTS.read_text())["rows"] if _RESULTS.exists() else []
+    rows = {(row["program"], row["fault"]): row for row in kept}
+    for program in (one for one in _PROGRAMS if asked.k in one.name):
+        for fault in (one for one in asked.f or _FAULTS if _can(program, one)):
+            try:
+                row = _row(program, fault)
+            except AssertionError as error:
+                print(f"{program.name} × {fault}: {error}", file=sys.stderr)
+                continue
+            rows[program.name, row.fault] = asdict(row)
+            print(json.dumps(asdict(row)), flush=True)
+            _write(list(rows.values()))
+
+
+def _write(rows: list[dict[str, object]]) -> None:
+    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "note": "`load` is the machine's load average when a row began; over 2 it was shared"}  # fmt: skip
+    _RESULTS.write_text(
+        json.dumps({"schema": 1, "machine": machine, "rows": rows}, indent=1, ensure_ascii=False) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""What the job is: our options, the program's arguments, and the environment, in this order; contradictions are refused. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from unisono.errors import Problem, UsageError
+from unisono.guard.command import Command, Job, Said, read_job
+from unisono.launch.topology import Accelerators, Topology, TopologyAsked, read_topology
+from unisono.launch.written import DEFAULT_PORT, parse_head
+
+_VARIABLES = {"nodes": "NNODES", "node_rank": "NODE_RANK", "nproc": "NPROC_PER_NODE", "head": "MASTER_ADDR"}
+
+
+@dataclass(frozen=True)
+class RunAsked:
+    """`unisono run`, as it was typed.
+
+    Attributes:
+        words: the program, after `--`.
+        nproc: `--nproc`.
+        nodes: `--nodes`.
+        node_rank: `--node-rank`.
+        head: `--head`.
+        token_file: `--token-file`.
+        join_timeout_s: `--join-timeout`, seconds.
+        output_dir: `--output-dir`; empty: `runs/run-<UTC time>-<pid>`.
+        uneven: `--uneven`: nodes may have unequal numbers of ranks.
+        debug_comm: `--debug-comm`.
+        json: `--json`.
+        devices: `--devices`, as it was typed: what the program may see.
+    """
+
+    words: tuple[str, ...]
+    nproc: int | None = None
+    nodes: str | None = None
+    node_rank: int | None = None
+    head: str | None = None
+    token_file: str | None = None
+    join_timeout_s: float = 300.0
+    output_dir: str = ""
+    uneven: bool = False
+    debug_comm: bool = False
+    json: bool = False
+    devices: str | None = None
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """The job, as this node knows it.
+
+    Attributes:
+        topology: nodes, which one this is, the head, ranks here.
+        command: the program's command line, as it was read.
+        job: what it and the environment say by themselves.
+        own_rendezvous: whether the program meets the other nodes at a port of its own; then ours is another one.
+        notes: what a person should know before the start.
+    """
+
+    topology: Topology
+    command: Command
+    job: Job
+    own_rendezvous: bool
+    notes: tuple[str, ...] = field(default=())
+
+
+def read_shape(
+    asked: RunAsked, command: Command, variables: Mapping[str, str], accelerators: Accelerators
+) -> RunShape:
+    """The job of a command line.
+
+    Args:
+        asked: our options.
+        command: the program's.
+        variables: of the environment.
+        accelerators: that the program would see here.
+
+    Raises:
+        UsageError: if two sources contradict each other, naming both; or if something is missing, or cannot be read.
+    """
+    job = read_job(command, variables)
+    _refuse_contradictions(asked, job, variables)
+    _refuse_elastic(asked, job)
+    own = (
+        command.kind in ("accelerate", "deepspeed")
+        or job.backend is not None
+        or "standalone" in command.options
+    )
+    merged, origins = _merged(job)
+    try:
+        topology = read_topology(
+            TopologyAsked(
+                nproc=asked.nproc, nodes=asked.nodes, node_rank=asked.node_rank, head=asked.head, command="unisono run"
+            ),
+            merged, replace(accelerators, count=0) if asked.nproc is not None or job.nproc else accelerators,
+        )  # fmt: skip
+    except UsageError as error:
+        raise UsageError(*(_in_its_words(problem, origins) for problem in error.problems)) from error
+    topology = replace(
+        topology, origins={k: origins.get(v, v).replace("MASTER_PORT", origins.get("MASTER_PORT", "MASTER_PORT")) for k, v in topology.origins.items()},
+        nproc_origin=origins.get(topology.nproc_origin, topology.nproc_origin),
+        nproc_declared=topology.nproc_declared and not _is_automatic(job, asked),
+    )  # fmt: skip
+    topology, notes = _ports(asked, job, topology, own=own)
+    return RunShape(topology, command, job, own, notes)
+
+
+def _is_automatic(job: Job, asked: RunAsked) -> bool:
+    return asked.nproc is None and job.nproc is not None and not job.nproc.text.isdigit()
+
+
+def _merged(job: Job) -> tuple[dict[str, str], dict[str, str]]:
+    """What the program says, under the names that read_topology knows; and where each in truth was said."""
+    found = {
+        "NNODES": job.nodes, "NODE_RANK": job.node_rank, "NPROC_PER_NODE": job.nproc, "MASTER_ADDR": job.host, "MASTER_PORT": job.port,
+    }  # fmt: skip
+    said = {name: value for name, value in found.items() if value is not None}
+    if "MASTER_PORT" in said and said["MASTER_PORT"].text == "0":  # torch's word for any
+        del said["MASTER_PORT"]
+    merged = {name: value.text for name, value in said.items()}
+    if job.nodes is not None and ":" in job.nodes.text:
+        merged["NNODES"] = job.nodes.text.rpartition(":")[2]
+    if job.nproc is not None and job.nproc.text in ("cpu", "xpu"):
+        merged["NPROC_PER_NODE"] = "auto"
+    return merged, {name: value.origin for name, value in said.items()}
+
+
+def _in_its_words(problem: Problem, origins: Mapping[str, str]) -> Problem:
+    """A refusal that names the program's own option in place of the variable under which its value was handed on."""
+    texts = {name: getattr(problem, name) for name in ("what", "where", "why", "fix")}
+    for variable, origin in origins.items():
+        texts = {name: text.replace(variable, origin) for name, text in texts.items()}
+    return Problem(**texts)
+
+
+def _refuse_contradictions(asked: RunAsked, job: Job, variables: Mapping[str, str]) -> None:
+    """Our option and the program's argument, where both are given, must mean the same. A variable gives way to either."""
+    host, port = parse_head(asked.head, "--head") if asked.head is not None else (None, None)
+    pairs: list[tuple[str, object, Said | None]] = [
+        ("--nodes", asked.nodes, job.nodes), ("--node-rank", asked.node_rank, job.node_rank),
+        ("--nproc", asked.nproc, job.nproc), ("--head", host, job.host),
+    ]  # fmt: skip
+    problems = []
+    for option, ours, theirs in pairs:
+        if ours is None or theirs is None or theirs.origin in variables or _is_same(str(ours), theirs.text):
+            continue
+        problems.append(
+            Problem(
+                f"{option} {ours} and {theirs.origin} {theirs.text} contradict each other",
+                where="command line",
+                why="the program would do what its own argument says",
+                fix=f"give one of them, or the same in both: {option} {theirs.text}",
+            )
+        )
+    del port
+    if problems:
+        raise UsageError(*problems)
+
+
+def _is_same(ours: str, theirs: str) -> bool:
+    if not theirs[:1].isdigit() and theirs in ("auto", "gpu", "cpu", "xpu"):
+        return True  # no number of its own
+    spans = {ours, f"{ours}:{ours}"}
+    return theirs in spans or (theirs.isdigit() and ours.isdigit() and int(theirs) == int(ours))
+
+
+def _refuse_elastic(asked: RunAsked, job: Job) -> None:
+    """A job whose number of nodes may change cannot agree on it."""
+    for text, origin in (
+        (asked.nodes, "--nodes"),
+        (job.nodes.text, job.nodes.origin) if job.nodes else (None, ""),
+    ):
+        low, colon, high = (text or "").partition(":")
+        if colon and low != high:
+            raise UsageError.of(
+                f"{origin} {text}: `run` guards jobs of a fixed number of nodes", where="command line",
+                why="before the start all nodes compare what they are about to do, and must know how many they are",
+                fix=f"{origin} {high}",
+            )  # fmt: skip
+
+
+def _ports(asked: RunAsked, job: Job, topology: Topology, *, own: bool) -> tuple[Topology, tuple[str, ...]]:
+    """The control channel takes the head's port, unless the program itself waits there: then the next one."""
+    if topology.nodes == 1 or not own:
+        return topology, ()
+    theirs = int(job.port.text) if job.port is not None and job.port.text.isdigit() else None
+    if theirs is None or topology.head_port != theirs:
+        return topology, ()
+    origin = job.port.origin if job.port is not None else ""
+    if (
+        asked.head is not None
+        and parse_head(asked.head, "--head")[1] == theirs
+        and asked.head.endswith(str(theirs))
+    ):
+        raise UsageError.of(
+            f"--head {asked.head} and {origin} {theirs} want the same port", where="command line",
+            why="the fronts speak to each other before and while the program does", fix=f"--head {topology.head_host}:{theirs + 1}",
+        )  # fmt: skip
+    port = theirs + 1 if theirs < 65_535 else DEFAULT_PORT
+    note = f"the program meets at port {theirs} itself ({origin}); the fronts take {port}"
+    return replace(topology, head_port=port), (note,)

@@ -1,0 +1,293 @@
+"""Reads what a command line says about its own job: which launcher, how many nodes and ranks, which node, where the head is. Pure."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Literal
+
+Kind = Literal["torchrun", "accelerate", "llamafactory", "deepspeed", "python", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A value as it is written somewhere.
+
+    Attributes:
+        text: the value.
+        origin: where, for people: "--nnodes", "NNODES".
+    """
+
+    text: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, as far as it is about the job.
+
+    Attributes:
+        words: all of it.
+        kind: which launcher it is.
+        options: those of the launcher that we know, by its longest name: `nproc_per_node`.
+        script: the Python file or module that it runs; empty where that is not known.
+        script_at: where that word stands.
+    """
+
+    words: tuple[str, ...]
+    kind: Kind
+    options: Mapping[str, Said] = field(default_factory=dict)
+    script: str = ""
+    script_at: int = 0
+
+    def said(self, *names: str) -> Said | None:
+        """The first of these options that is given."""
+        return next((self.options[name] for name in names if name in self.options), None)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What the script itself is given."""
+        return self.words[self.script_at + 1 :] if self.script else ()
+
+
+_TORCHRUN_FLAGS = frozenset(
+    {"standalone", "m", "module", "no_python", "run_path", "virtual_local_rank", "h", "help"}
+)
+_ACCELERATE_FLAGS = frozenset(
+    {
+        "quiet", "q", "cpu", "multi_gpu", "tpu", "enable_cpu_affinity", "dynamo_use_fullgraph", "dynamo_use_dynamic",
+        "dynamo_use_regional_compilation", "use_deepspeed", "use_fsdp", "use_parallelism_config", "use_megatron_lm", "same_network",
+        "m", "module", "no_python", "tpu_cluster", "tpu_use_sudo", "downcast_bf16", "fp8_use_autocast_during_eval", "debug", "h", "help",
+        "use_xpu", "ipex", "use_mps_device",
+    }
+)  # fmt: skip
+_DEEPSPEED_FLAGS = frozenset(
+    {
+        "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "module", "m", "h", "help", "elastic_training",
+        "enable_each_rank_log", "save_pid", "bind_cores_to_rank",
+    }
+)  # fmt: skip
+_FLAGS: dict[Kind, frozenset[str]] = {
+    "torchrun": _TORCHRUN_FLAGS, "accelerate": _ACCELERATE_FLAGS, "deepspeed": _DEEPSPEED_FLAGS,
+}  # fmt: skip
+_MODULES: dict[str, Kind] = {
+    "torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun", "accelerate.commands.launch": "accelerate",
+    "deepspeed.launcher.runner": "deepspeed", "llamafactory.cli": "llamafactory",
+}  # fmt: skip
+_PROGRAMS: dict[str, Kind] = {
+    "torchrun": "torchrun", "deepspeed": "deepspeed", "ds": "deepspeed", "llamafactory-cli": "llamafactory", "lmf": "llamafactory",
+}  # fmt: skip
+_PYTHON_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+
+
+def read_command(words: Sequence[str]) -> Command:
+    """What a command line says about its job. Never fails: what it does not know is kind `other`.
+
+    Args:
+        words: at least one.
+    """
+    name = PurePath(words[0]).name
+    if name in _PROGRAMS:
+        return _of_launcher(words, 1, _PROGRAMS[name])
+    if name == "accelerate":
+        is_launch = tuple(words[1:2]) == ("launch",)
+        return _of_launcher(words, 2, "accelerate") if is_launch else Command(tuple(words), "other")
+    if name.startswith(("python", "pypy")):
+        return _of_python(words)
+    return Command(tuple(words), "other")
+
+
+def _of_python(words: Sequence[str]) -> Command:
+    """`python [options] script`, or `-m module`, which may be a launcher."""
+    at = 1
+    while at < len(words) and words[at].startswith("-") and words[at] != "-":
+        word = words[at]
+        if word == "-c":
+            break
+        if word == "-m" or (
+            word.startswith("-") and not word.startswith("--") and word.endswith("m") and len(word) <= 4
+        ):
+            module = words[at + 1] if at + 1 < len(words) else ""
+            kind = _MODULES.get(module)
+            if kind is not None:
+                return _of_launcher(words, at + 2, kind)
+            return Command(tuple(words), "python", script=module, script_at=at + 1)
+        at += 2 if word in _PYTHON_WITH_VALUE else 1
+    if at < len(words) and words[at] not in ("-c", "-"):
+        return Command(tuple(words), "python", script=words[at], script_at=at)
+    return Command(tuple(words), "python")
+
+
+def _of_launcher(words: Sequence[str], begin: int, kind: Kind) -> Command:
+    if kind == "llamafactory":  # its job is in the environment; its own words are those of the training
+        return Command(tuple(words), kind, script="llamafactory", script_at=begin - 1)
+    options: dict[str, Said] = {}
+    at = begin
+    while at < len(words) and words[at].startswith("-") and words[at] != "--":
+        name, _, given = words[at].partition("=")
+        key = _key(name)
+        if "=" not in words[at] and key not in _FLAGS[kind]:
+            at += 1
+            given = words[at] if at < len(words) else ""
+        options[key] = Said(given, name)
+        at += 1
+    at += words[at : at + 1] in (["--"], ("--",))
+    script = words[at] if at < len(words) else ""
+    return Command(tuple(words), kind, options, script, at)
+
+
+def _key(name: str) -> str:
+    """`--nproc-per-node` and `--nproc_per_node` are one."""
+    return name.lstrip("-").replace("-", "_")
+
+
+# --- what the options of each launcher mean
+
+
+@dataclass(frozen=True)
+class Job:
+    """What arguments and environment say about the job; what nothing says is None. The environment counts where an argument is absent.
+
+    Attributes:
+        nodes: how many.
+        node_rank: which this is.
+        nproc: ranks on this node.
+        host: where the head is.
+        port: there.
+        backend: the rendezvous that is asked for by name.
+        restarts: how often the launcher starts the ranks anew by itself.
+    """
+
+    nodes: Said | None = None
+    node_rank: Said | None = None
+    nproc: Said | None = None
+    host: Said | None = None
+    port: Said | None = None
+    backend: Said | None = None
+    restarts: Said | None = None
+
+
+def read_job(command: Command, variables: Mapping[str, str]) -> Job:
+    """The job that a command describes.
+
+    Args:
+        command: as it was read.
+        variables: of the environment.
+    """
+    reader = _READERS.get(command.kind)
+    own = reader(command) if reader else Job()
+    torch = command.kind in ("torchrun", "python", "other", "llamafactory")
+    pet = dict(_from(variables, "PET_" if torch else ""))
+    plain = dict(_from(variables, ""))
+
+    def first(given: Said | None, *names: str) -> Said | None:
+        return (
+            given
+            or next((pet[n] for n in names if torch and n in pet), None)
+            or next((plain[n] for n in names if n in plain), None)
+        )
+
+    endpoint = pet.get("RDZV_ENDPOINT") if torch else None
+    host, port = _split(endpoint)
+    backend = own.backend or (pet.get("RDZV_BACKEND") if torch else None)
+    return Job(
+        nodes=first(own.nodes, "NNODES"), node_rank=first(own.node_rank, "NODE_RANK"), nproc=first(own.nproc, "NPROC_PER_NODE"),
+        host=own.host or host or first(None, "MASTER_ADDR"), port=own.port or port or first(None, "MASTER_PORT"),
+        backend=None if backend is not None and backend.text in ("", "unisono") else backend,
+        restarts=first(own.restarts, "MAX_RESTARTS"),
+    )  # fmt: skip
+
+
+def _from(variables: Mapping[str, str], prefix: str) -> Iterator[tuple[str, Said]]:
+    """Variables that are set to something, by their names without the prefix."""
+    for name, value in variables.items():
+        if name.startswith(prefix) and value.strip():
+            yield name.removeprefix(prefix), Said(value.strip(), name)
+
+
+def _split(endpoint: Said | None) -> tuple[Said | None, Said | None]:
+    """Host and port of HOST:PORT, of HOST, and of [ADDRESS]:PORT."""
+    if endpoint is None or not endpoint.text:
+        return None, None
+    text = endpoint.text
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit():
+        host, port = text, ""
+    host = host.strip("[]")
+    return Said(host, endpoint.origin) if host else None, Said(port, endpoint.origin) if port else None
+
+
+def _torchrun(command: Command) -> Job:
+    host, port = _split(command.said("rdzv_endpoint"))
+    if "standalone" in command.options:
+        return Job(
+            nodes=Said("1", "--standalone"),
+            nproc=command.said("nproc_per_node"),
+            restarts=command.said("max_restarts"),
+        )
+    return Job(
+        nodes=command.said("nnodes"), node_rank=command.said("node_rank"), nproc=command.said("nproc_per_node"),
+        host=host or command.said("master_addr"), port=port or command.said("master_port"),
+        backend=command.said("rdzv_backend"), restarts=command.said("max_restarts"),
+    )  # fmt: skip
+
+
+def _accelerate(command: Command) -> Job:
+    nodes, together = command.said("num_machines"), command.said("num_processes")
+    nproc = together
+    if (
+        together is not None
+        and nodes is not None
+        and together.text.isdigit()
+        and nodes.text.isdigit()
+        and int(nodes.text)
+    ):
+        nproc = Said(str(int(together.text) // int(nodes.text)), f"{together.origin} / {nodes.origin}")
+    return Job(
+        nodes=nodes, node_rank=command.said("machine_rank"), nproc=nproc, host=command.said("main_process_ip"),
+        port=command.said("main_process_port"), backend=command.said("rdzv_backend"), restarts=command.said("max_restarts"),
+    )  # fmt: skip
+
+
+def _deepspeed(command: Command) -> Job:
+    return Job(
+        nodes=command.said("num_nodes"), node_rank=command.said("node_rank"), nproc=command.said("num_gpus", "num_accelerators"),
+        host=command.said("master_addr"), port=command.said("master_port"),
+    )  # fmt: skip
+
+
+_READERS: dict[Kind, Callable[[Command], Job]] = {
+    "torchrun": _torchrun, "accelerate": _accelerate, "deepspeed": _deepspeed,
+}  # fmt: skip
+
+NODE_OPTIONS = frozenset(
+    {
+        "node_rank",
+        "machine_rank",
+        "local_addr",
+        "log_dir",
+        "rdzv_conf",
+        "nproc_per_node",
+        "num_processes",
+        "num_gpus",
+    }
+)
+"""Options of launchers that say which node it is, or how many ranks it has, which is judged by itself; all others had better be equal."""
+
+
+def comparable(command: Command) -> list[str]:
+    """The words that must be the same on every node: without those that say which node it is, and without the program's folder."""
+    found = [PurePath(command.words[0]).name]
+    end = command.script_at if command.script else len(command.words)
+    at = 1
+    while at < end:
+        word = command.words[at]
+        if _key(word.partition("=")[0]) in NODE_OPTIONS and word.startswith("-"):
+            at += 1 if "=" in word else 2
+            continue
+        found.append(word)
+        at += 1
+    return [
+        *found,
+        *([PurePath(command.script).name] if command.script and command.kind != "llamafactory" else []),
+        *command.arguments,
+    ]

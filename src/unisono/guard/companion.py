@@ -1,0 +1,171 @@
+"""A front for a torchrun that was started by hand: it holds the meeting of the nodes, answers torchrun, and ends.
+
+    python -m unisono.guard.companion      started by integrations.torchrun.handler, which gives a line of settings on stdin
+
+It prints the path of the border's guard.json on stdout, and on stderr what a front of `unisono run` would say.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.agree.programs import compare_programs
+from unisono.agree.report import NodeReport
+from unisono.errors import Disagreed, UnisonoError
+from unisono.events import Message
+from unisono.facts import Probes, read_environment, read_machine, take_token
+from unisono.guard.asked import RunAsked, RunShape
+from unisono.guard.command import Job, read_command
+from unisono.guard.folder import border
+from unisono.guard.here import Here
+from unisono.guard.judging import Judging
+from unisono.guard.ranks import ProgramDir, ProgramRanks
+from unisono.guard.report import make_report
+from unisono.guard.signals import Signals
+from unisono.guard.telling import Attending
+from unisono.integrations.border import Guard
+from unisono.launch.attempt import say
+from unisono.launch.nodes.agent import attend_meeting
+from unisono.launch.nodes.head import hold_meeting
+from unisono.launch.nodes.party import MakeReport, Party, Standing
+from unisono.launch.nodes.words import last_word
+from unisono.launch.token import read_token
+from unisono.launch.topology import Topology
+from unisono.plan import NodePlace
+from unisono.text import one_line
+
+
+def main() -> int:
+    """Reads the settings, and agrees."""
+    settings = json.loads(sys.stdin.readline())
+    try:
+        return _Companion.of(settings).run()
+    except Disagreed as error:
+        if not error.said and error.verdict is not None:
+            _show({"kind": "verdict", **error.verdict.to_json()})
+        return error.exit_code
+    except UnisonoError as error:
+        for line in error.lines():
+            _print(line)
+        return error.exit_code
+
+
+@dataclass
+class _Companion:
+    shape: RunShape
+    asked: RunAsked
+    party: Party
+    run_id: str
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "_Companion":
+        token = read_token(None, take_token(), nodes=int(settings["nodes"]))
+        assert token is not None, "several nodes have a token"
+        words = tuple(str(word) for word in settings["words"])
+        nproc = settings["nproc"]
+        topology = Topology(
+            nodes=int(settings["nodes"]), node_rank=int(settings["node_rank"]), head_host=str(settings["host"]),
+            head_port=int(settings["port"]), nproc=int(nproc or 1), nproc_declared=nproc is not None,
+            nproc_origin="--nproc-per-node" if nproc is not None else "not known",
+        )  # fmt: skip
+        host = read_machine(lambda: ([], "")).host
+        party = Party(
+            topology=topology, token=token.secret, host=host, show=_show, join_timeout_s=float(settings["wait_s"]),
+            command="torchrun --rdzv-backend unisono",
+        )  # fmt: skip
+        shape = RunShape(topology, read_command(words), Job(), own_rendezvous=False)
+        return cls(
+            shape, RunAsked(words, uneven=bool(settings["uneven"])), party, f"by-hand-{settings['pid']}"
+        )
+
+    def run(self) -> int:
+        topology = self.shape.topology
+        with border() as folder, Signals() as signals:
+            store = f"[{topology.head_host}]" if ":" in topology.head_host else topology.head_host
+            guard = Guard(
+                folder, self.run_id, os.getpid(), topology.node_rank, topology.nodes, self.party.host, store=f"{store}:0",
+                uneven=self.asked.uneven, options={"join_timeout_s": self.party.join_timeout_s},
+            )  # fmt: skip
+            sys.stdout.write(f"{guard.write()}\n")
+            sys.stdout.flush()
+            ranks = ProgramRanks(
+                folder, ProgramDir(Path("/nowhere")), topology.node_rank, self.party.host, os.getpid()
+            )
+            here = Here(None, ranks, folder, None, signals)
+            return self._as_head(here) if topology.is_head else self._as_member(here)
+
+    def _as_head(self, here: Here) -> int:
+        with hold_meeting(
+            self.party, self._maker(), tries_collective=False,
+            compare=lambda reports: compare_programs(reports, uneven=self.asked.uneven),
+        ) as meeting:  # fmt: skip
+            nodes = [
+                NodePlace(
+                    node_rank=r.node_rank,
+                    host=r.host,
+                    address=r.address,
+                    nproc=r.nproc,
+                    nproc_origin=r.nproc_origin,
+                )
+                for r in meeting.reports
+            ]
+            meeting.tell_all({"kind": "start"})
+            judging = Judging(
+                here, nodes, meeting.reports, meeting.server, _show, uneven=self.asked.uneven, only_launchers=True,
+                store_host=meeting.server.address[0], join_timeout_s=self.party.join_timeout_s,
+            )  # fmt: skip
+            judging.run()
+            code = 0 if judging.verdict is None else 3
+            meeting.end(
+                {**last_word([judging.verdict] if judging.verdict else [], exit_code=code), "result": {}}
+            )
+            if code == 0:
+                say(_show, f"{len(nodes)} nodes agree: {', '.join(str(node.nproc) for node in nodes)} ranks")
+            return code
+
+    def _as_member(self, here: Here) -> int:
+        with attend_meeting(self.party, self._maker(), tries_collective=False) as attendance:
+            attendance.wait_for("start")
+            attending = Attending(attendance, here, self.shape.topology.node_rank, _show, lambda: None)
+            attending.run()
+            return attending.exit_code(None) if attending.verdict is not None else 0
+
+    def _maker(self) -> MakeReport:
+        machine, environment = read_machine(Probes().devices), read_environment()
+
+        def make(standing: Standing, _show: object) -> NodeReport:
+            return make_report(
+                self.asked, self.shape, standing, machine=machine, environment=environment, probes=Probes(), output_dir=Path.cwd()
+            )  # fmt: skip
+
+        return make
+
+
+def _show(message: Message) -> None:
+    """As `unisono run` does, in lines on stderr."""
+    match message["kind"]:
+        case "note":
+            _print(f"unisono: {one_line(str(message['text']))}")
+        case "warning":
+            _print(f"unisono: warning: {one_line(str(message['text']))}")
+        case "verdict":
+            from unisono.causes import Verdict
+
+            body = {name: value for name, value in message.items() if name not in ("kind", "time")}
+            for line in Verdict.from_json(body).lines():
+                _print(line)
+        case _:
+            pass
+
+
+def _print(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

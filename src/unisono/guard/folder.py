@@ -1,0 +1,81 @@
+"""Where a guarded program's traces are: the border in memory, while it runs; and the run's directory, which stays."""
+
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from unisono.causes import Verdict
+from unisono.errors import UsageError
+from unisono.files import make_private_dir, read_object
+from unisono.guard.ranks import ProgramDir
+from unisono.rundir.result import Outcome
+
+_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, 0700, with a name that nobody can guess
+_OUTCOMES: dict[int, Outcome] = {
+    2: "refused", 3: "disagreed", 4: "stalled", 5: "died", 6: "unfit", 7: "corrupt", 75: "preempted", 130: "interrupted",
+}  # fmt: skip
+
+
+def border_folder() -> Path:
+    """A new, private folder in memory; where there is no /dev/shm, among temporary files."""
+    base = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    folder = base / f"unisono-{os.getuid()}-{secrets.token_hex(8)}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@contextmanager
+def border() -> Iterator[Path]:
+    """The same, for as long as it is entered. Its keeper removes it, too, so that a front that is killed leaves none."""
+    folder = border_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_dir(output_dir: str, *, is_head: bool) -> ProgramDir:
+    """The run's directory, made.
+
+    Args:
+        output_dir: as it was asked for; empty: `runs/run-<UTC time>-<pid>`.
+        is_head: whether this is node 0; other nodes may find what node 0 has put there.
+
+    Raises:
+        UsageError: if there is something else in it, or it cannot be made.
+    """
+    name = output_dir or f"runs/run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
+    path = Path(name).expanduser().absolute()
+    run = ProgramDir(path)
+    try:
+        if is_head and path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UsageError.of(
+                f"{path} exists and is not empty", where="--output-dir", why="what an earlier run has left there is not overwritten",
+                fix="give another --output-dir, or none: then each run has its own below runs/",
+            )  # fmt: skip
+        make_private_dir(path)
+        make_private_dir(run.log("", 0).parent)
+    except OSError as error:
+        raise UsageError.of(
+            f"{path} cannot be made: {error.strerror}", where="--output-dir", fix="give another --output-dir"
+        ) from error  # fmt: skip
+    return run
+
+
+def is_heads(run: ProgramDir, run_id: str) -> bool:
+    """Whether this node's directory is the head's: then the head writes what is there once."""
+    return read_object(run.plan).get("run_id") == run_id
+
+
+def outcome_of(exit_code: int, verdict: Verdict | None, *, stopped: str = "") -> Outcome:
+    """The word of result.json. A program's own exit codes mean what the program wants."""
+    if verdict is not None:
+        return _OUTCOMES.get(exit_code, "failed")
+    if stopped:
+        return "interrupted" if stopped == "SIGINT" else "preempted"
+    return "completed" if exit_code == 0 else "failed"

@@ -1,0 +1,167 @@
+"""The program that is guarded, in the front's hands: start it, hear of its end, signal it, end it with all that it started."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from unisono.errors import UsageError
+from unisono.text import one_line
+
+_KEEPER = Path(__file__).with_name("keeper.py")
+_STARTING_S = 60.0  # of a small process on a machine under load
+_CLOSING_S = 25.0  # more than the keeper takes at the most
+_SIGKILL = -int(signal.SIGKILL)
+
+
+class Program:
+    """The program and its keeper. As a context manager it leaves nothing behind.
+
+    Attributes:
+        pid: of the program.
+        returncode: None until it has ended, and all that it printed has been passed on; negative: the signal that ended it.
+        left: how many processes had outlived it, and were ended.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        folder: Path | None,
+        stdout_is_ours: bool = False,
+    ) -> None:
+        """Starts it.
+
+        Args:
+            command: of the program.
+            environment: all of it.
+            log: gets what it prints, beside the front's own streams.
+            folder: of the border; the keeper removes it at the end.
+            stdout_is_ours: with `--json`: what the program writes to stdout goes to stderr.
+
+        Raises:
+            UsageError: if there is no such program, or it cannot be started.
+        """
+        self.pid = 0
+        self.returncode: int | None = None
+        self.left = 0
+        self._rest = b""
+        self._failed = ""
+        self._signals: list[int] = []
+        settings = {
+            "command": list(command), "environment": dict(environment), "log": str(log), "folder": str(folder or ""),
+            "json": stdout_is_ours,
+        }  # fmt: skip
+        self._keeper, self._report = _start(settings, environment)
+        limit = time.monotonic() + _STARTING_S
+        while not (self.pid or self._failed) and time.monotonic() < limit:
+            self.poll(0.2)
+        if not self.pid:
+            self.close()
+            raise UsageError.of(
+                f"{one_line(command[0], limit=200)} cannot be started: {self._failed or 'its keeper does not answer'}",
+                where="the words after --", fix="give the program as you would type it: unisono run -- torchrun train.py",
+            )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def keeper_pid(self) -> int:
+        """The process below which all that belongs to the program is."""
+        return self._keeper.pid
+
+    def fileno(self) -> int:
+        """Readable when there is news for `poll`."""
+        return self._report
+
+    def poll(self, timeout_s: float) -> int | None:
+        """Hears what the keeper says, after waiting for the first of it; gives the return code once the program has ended."""
+        if self.returncode is None and select.select([self._report], [], [], timeout_s)[0]:
+            data = os.read(self._report, 1 << 16)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._hear(line.decode("utf-8", "replace"))
+            if not data and self.returncode is None:  # the keeper itself was killed, and the program with it
+                self.returncode = _SIGKILL
+        return self.returncode
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends the program a signal, as a terminal or `kill` would."""
+        self._tell(f"signal {int(number)}")
+
+    def end(self) -> None:
+        """Ends the program and all that it started, at once; `poll` gives the return code then."""
+        self._tell("end")
+
+    def close(self) -> None:
+        """As `end`, and waits until nothing is left, in bounded time."""
+        if self._keeper.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._keeper.stdin.close()
+        try:
+            self._keeper.wait(_CLOSING_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()  # a process waits in the kernel; it ends as soon as its storage answers
+        if self._report >= 0:
+            os.close(self._report)
+            self._report = -1
+
+    def _hear(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        match word:
+            case "started":
+                self.pid = int(rest)
+            case "left":
+                self.left = int(rest)
+            case "ended":
+                self.returncode = int(rest)
+            case "failed":
+                self._failed = rest.partition(" ")[2]
+                self.returncode = 127
+            case _:
+                pass
+
+    def _tell(self, line: str) -> None:
+        assert self._keeper.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended
+            self._keeper.stdin.write(line.encode() + b"\n")
+            self._keeper.stdin.flush()
+
+
+def _start(
+    settings: dict[str, object], environment: Mapping[str, str]
+) -> tuple["subprocess.Popen[bytes]", int]:
+    """The keeper, and the end of the pipe on which it reports."""
+    read_end, write_end = os.pipe()
+    told = os.memfd_create("unisono-run", os.MFD_CLOEXEC)  # not in a file: an environment may hold secrets
+    stdin = os.dup(0)
+    try:
+        os.write(told, json.dumps({**settings, "report": write_end, "stdin": stdin}).encode())
+        os.lseek(told, 0, os.SEEK_SET)
+        keeper = subprocess.Popen(
+            [sys.executable, "-I", str(_KEEPER), str(told)], env=dict(environment), stdin=subprocess.PIPE,
+            pass_fds=(told, write_end, stdin), start_new_session=True,
+        )  # fmt: skip
+    except BaseException:  # raised again
+        os.close(read_end)
+        raise
+    finally:
+        for fd in (told, write_end, stdin):
+            os.close(fd)
+    return keeper, read_end

@@ -1,0 +1,80 @@
+"""Accelerate's Accelerator whose ranks agree on data and number of batches, and say what they do.
+
+>>> from unisono.integrations.accelerate import Accelerator
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import accelerate
+
+from unisono.integrations.trainer_facts import TrainerFacts, read_loader
+from unisono.integrations.trainer_signs import Signs
+
+
+class Accelerator(accelerate.Accelerator):
+    """The same, and: `prepare` of a model or an optimizer compares the loaders of all ranks; steps and phases are told.
+
+    It changes nothing of the training: no random number is drawn, no collective called, no value read from a device.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._unisono = Signs()
+        self._unisono_steps = 0
+        super().__init__(*args, **kwargs)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepares as Accelerate does; with a model or an optimizer among `args` all ranks compare the loaders among them.
+
+        Loaders that are prepared alone are not compared: a program may do that on one rank.
+
+        Raises:
+            Disagreed: on every rank, with the same words.
+        """
+        prepared = super().prepare(*args, device_placement=device_placement)
+        parts = prepared if isinstance(prepared, tuple) else (prepared,)
+        loaders = [one for one in parts if _is_loader(one)]
+        optimizers = [one for one in parts if hasattr(one, "zero_grad") and hasattr(one, "param_groups")]
+        for optimizer in optimizers:
+            self._tell_steps_of(optimizer)
+        if loaders and len(loaders) < len(parts):
+            self.agree(*loaders)
+        return prepared
+
+    def agree(self, *loaders: Any, steps: int | None = None) -> None:
+        """All ranks compare these loaders, and the number of optimizer steps if it is given; all ranks must call it.
+
+        Raises:
+            Disagreed: on every rank, with the same words.
+        """
+        for facts in [read_loader(loader) for loader in loaders] or [TrainerFacts()]:
+            self._unisono.begin(replace(facts, steps=steps))
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Backward, as Accelerate does it."""
+        self._unisono.phase("compute")
+        super().backward(loss, **kwargs)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Saves, as Accelerate does it."""
+        self._unisono.phase("save")
+        saved = super().save_state(*args, **kwargs)
+        self._unisono.phase("data")
+        return saved
+
+    def _tell_steps_of(self, optimizer: Any) -> None:
+        """By torch's own hooks: Accelerate calls the optimizer only where a step is due."""
+        plain = getattr(optimizer, "optimizer", optimizer)
+        if not hasattr(plain, "register_step_post_hook"):
+            return  # DeepSpeed's
+        plain.register_step_pre_hook(lambda *_: self._unisono.phase("update"))
+        plain.register_step_post_hook(lambda *_: self._made_step())
+
+    def _made_step(self) -> None:
+        self._unisono_steps += 1
+        self._unisono.step(self._unisono_steps + 1)
+        self._unisono.phase("data")
+
+
+def _is_loader(thing: Any) -> bool:
+    return hasattr(thing, "dataset") and hasattr(thing, "__iter__")

@@ -1,0 +1,409 @@
+"""The border between a front and the processes of a program that it guards: a private folder in memory, and who writes what in it.
+
+The front makes the folder `/dev/shm/unisono-<uid>-<nonce>` (0700) and in it `guard.json` (0600), and names that file to the program's
+processes by one variable, UNISONO_GUARD. Nothing else is handed on, and nothing is secret but the folder: whoever can read it is the user.
+
+    guard.json             the front: what every process may know (Guard)
+    rank-<pid>.json        a rank: who it is (Registration); written anew, whole, whenever it knows more
+    beat-<pid>             a rank: its signs of life, as unisono.watch.beat has them, RECORD_BYTES; stays readable after its death
+    stacks-<pid>           faulthandler in the rank
+    answers-<pid>          the rank's second thread: the flight recorder's dump, when the front has asked through the record
+    events-<pid>.jsonl     a rank, or a launcher: messages as unisono.events has them, one a line
+    facts-<pid>-<name>.json    a rank or a launcher: what it brings to an agreement (Brought); then it waits for
+    answer-<pid>-<name>.json   the front: what came of it (Answer)
+
+A process is a rank once it has registered: it does so when it has RANK, LOCAL_RANK and WORLD_SIZE and loads torch. A program without them
+that loads torch is rank 0 of 1. Processes that a rank starts (loaders) inherit the variable and must not register: they look for `rank-<pid>.json`
+of a parent with the same RANK.
+
+The last event of a rank says how it ended: `result` when it leaves in good order, `crashed` (error, where, traceback, peer_lost) at an
+exception that nobody caught. A rank that is gone without either was killed.
+
+Nothing here loads torch, or anything beside the standard library before a record is made.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from unisono.watch.beat import BeatMemory
+
+VARIABLE = "UNISONO_GUARD"
+"""The only variable of the border: the path of guard.json."""
+
+GUARD_FILE = "guard.json"
+LAUNCHER = "launcher"
+"""The name of what a launcher (torchrun's agent) brings: `nproc`, `node_rank`, `nodes`, and more; the answer has the store's address."""
+
+_Made = TypeVar("_Made", "Guard", "Registration", "Brought", "Answer")
+_POLL_S = 0.02
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What a guarded process finds.
+
+    Attributes:
+        folder: where it leaves its files.
+        run_id: of this start.
+        front_pid: the front of this node; when it is gone nobody reads what is written.
+        node_rank: of this node, from 0.
+        nodes: of the job.
+        host: this node's name, as verdicts have it.
+        store: HOST:PORT for torch's store, free on node 0 when the fronts agreed; empty on one node where torch chooses.
+        uneven: whether nodes may have unequal numbers of ranks.
+        options: what the front was asked for beside: `debug_comm` (bool), `json` (bool).
+    """
+
+    folder: Path
+    run_id: str
+    front_pid: int
+    node_rank: int = 0
+    nodes: int = 1
+    host: str = ""
+    store: str = ""
+    uneven: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether its front lives."""
+        try:
+            stat = Path(f"/proc/{self.front_pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+    def write(self) -> Path:
+        """The front's part: makes the folder and guard.json; gives the path for the variable."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self.folder / GUARD_FILE
+        _write(path, {"schema": 1, **asdict(self), "folder": str(self.folder)})
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """Who a rank is.
+
+    Attributes:
+        pid: its process.
+        started: the process's start in the kernel's ticks, so that a number used again is not taken for it.
+        rank: over all nodes.
+        local_rank: on this node.
+        world_size: ranks of all nodes.
+        local_world_size: ranks of this node.
+        host: the machine's name.
+        attempt: which start of its launcher it belongs to (TORCHELASTIC_RESTART_COUNT).
+        uuid: of the device that it has bound; empty where none is known.
+        grouped: whether it has a process group.
+        sees: what the hook sees: "beats", "collectives", "stacks"; what is missing in it is not seen, and the front says so.
+        stacks_signal: at which faulthandler writes the stacks: a real-time signal that the program had left free; 0: none was. Ask
+            `facts.process.catches` before sending it: a program that replaces itself (exec) has no handler any more.
+    """
+
+    pid: int
+    started: int
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    host: str
+    attempt: int = 0
+    uuid: str = ""
+    grouped: bool = False
+    sees: tuple[str, ...] = ("beats", "stacks")
+    stacks_signal: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What one process brings to an agreement, flat: a value that differs on one rank is named by its key.
+
+    Attributes:
+        pid: of the process.
+        name: of the agreement, of small letters and _: "data", "split", "steps"; LAUNCHER is the launchers'.
+        rank: of the rank; of a launcher the node's.
+        world_size: how many bring something before it is compared; of a launcher the nodes.
+        facts: what must be equal, by key: numbers, strings, booleans.
+        own: what may differ and is only told.
+    """
+
+    pid: int
+    name: str
+    rank: int
+    world_size: int
+    facts: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of an agreement.
+
+    Attributes:
+        agreed: whether the process may go on.
+        text: otherwise why not, in one line that the front has said as well: the process prints nothing and leaves.
+        exit_code: with which it leaves then.
+        facts: for a launcher: `node_rank`, `nodes`, `store` (HOST:PORT).
+    """
+
+    agreed: bool
+    text: str = ""
+    exit_code: int = 3
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Presence:
+    """A process's place at the border, in that process.
+
+    Attributes:
+        guard: what it found.
+        pid: of this process.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = guard
+        self.pid = os.getpid()
+        self._events: int | None = None
+
+    def make_memory(self) -> tuple[mmap.mmap, int, int]:
+        """Makes the rank's record and the files of its stacks and answers; to be called before `register`.
+
+        Returns:
+            The record, for Beats; the descriptors of the stacks (for faulthandler) and of the answers (for Pulse).
+        """
+        from unisono.watch.beat import RECORD_BYTES
+
+        record, stacks, answers = (self._file(name) for name in ("beat", "stacks", "answers"))
+        os.ftruncate(record, RECORD_BYTES)
+        try:
+            return mmap.mmap(record, RECORD_BYTES), stacks, answers
+        finally:
+            os.close(record)
+
+    def register(self, registration: Registration) -> None:
+        """Says who this rank is, or that more is known of it."""
+        _write(self.guard.folder / f"rank-{self.pid}.json", {"schema": 1, **asdict(registration)})
+
+    def tell(self, kind: str, **more: Any) -> None:
+        """Appends an event, as unisono.events has them. A folder that is gone, or full, is not this process's trouble."""
+        line = json.dumps({"kind": kind, "time": time.time(), **more}, ensure_ascii=False, default=str) + "\n"
+        with contextlib.suppress(OSError):
+            if self._events is None:
+                path = self.guard.folder / f"events-{self.pid}.jsonl"
+                self._events = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            os.write(self._events, line.encode())
+
+    def bring(
+        self, name: str, facts: Mapping[str, Any], *, rank: int, world_size: int,
+        own: Mapping[str, Any] | None = None, limit_s: float,
+    ) -> Answer | None:  # fmt: skip
+        """Brings facts to an agreement of that name, once, and waits for what comes of it; all ranks must call it.
+
+        Args:
+            name: see Brought.
+            facts: see Brought.
+            rank: of this rank, of a launcher the node's.
+            world_size: how many bring something.
+            own: see Brought.
+            limit_s: seconds to wait.
+
+        Returns:
+            None where no answer came: the front is gone, or others have not brought theirs in time. Then one goes on.
+        """
+        brought = Brought(self.pid, name, rank, world_size, dict(facts), dict(own or {}))
+        answer = self.guard.folder / f"answer-{self.pid}-{name}.json"
+        answer.unlink(missing_ok=True)
+        _write(self.guard.folder / f"facts-{self.pid}-{name}.json", {"schema": 1, **asdict(brought)})
+        limit = time.monotonic() + limit_s
+        while time.monotonic() < limit and self.guard.is_watched:
+            value = read_whole(answer)
+            if value is not None:
+                return _made(Answer, value)
+            time.sleep(_POLL_S)
+        return None
+
+    def _file(self, name: str) -> int:
+        path = self.guard.folder / f"{name}-{self.pid}"
+        path.unlink(
+            missing_ok=True
+        )  # of an earlier process of this number: its front may still have it mapped
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def find_guard(environment: Mapping[str, str]) -> Guard | None:
+    """What guards this process; None where nothing does, where it cannot be read, or is not this user's.
+
+    Args:
+        environment: of the process.
+    """
+    named = environment.get(VARIABLE)
+    if not named:
+        return None
+    path = Path(named)
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    value = read_whole(path) if status.st_uid == os.getuid() and not status.st_mode & 0o077 else None
+    return _made(Guard, {**value, "folder": path.parent}) if value is not None else None
+
+
+def own_registration(environment: Mapping[str, str], **more: Any) -> Registration | None:
+    """Who this process is by its environment; None where it names no rank.
+
+    Args:
+        environment: of the process.
+        more: fields of Registration that are known already.
+    """
+    try:
+        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        local_rank = int(environment.get("LOCAL_RANK", rank))
+        local_world_size = int(environment.get("LOCAL_WORLD_SIZE", world_size))
+        attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
+    except (KeyError, ValueError):
+        return None
+    if not 0 <= rank < world_size:
+        return None
+    pid = os.getpid()
+    return Registration(
+        pid=pid, started=start_of(pid) or 0, rank=rank, local_rank=local_rank, world_size=world_size,
+        local_world_size=local_world_size, host=socket.gethostname(), attempt=attempt, **more,
+    )  # fmt: skip
+
+
+def start_of(pid: int) -> int | None:
+    """When a process started, in the kernel's ticks since boot; None where there is none of that number."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
+# --- the front's side
+
+
+def registrations(folder: Path) -> Iterator[Registration]:
+    """Who has registered; a file that is no registration is left out."""
+    for path in _files(folder, "rank-"):
+        found = _made(Registration, read_whole(path) or {})
+        if found is not None:
+            yield found
+
+
+def brought_facts(folder: Path) -> Iterator[Brought]:
+    """What was brought to agreements and has not been answered."""
+    for path in _files(folder, "facts-"):
+        found = _made(Brought, read_whole(path) or {})
+        if found is not None and not (folder / f"answer-{found.pid}-{found.name}.json").exists():
+            yield found
+
+
+def answer_facts(folder: Path, brought: Brought, answer: Answer) -> None:
+    """Tells a process what came of what it brought. Where the folder is gone all processes are, too."""
+    with contextlib.suppress(FileNotFoundError):
+        _write(folder / f"answer-{brought.pid}-{brought.name}.json", {"schema": 1, **asdict(answer)})
+
+
+def _files(folder: Path, prefix: str) -> list[Path]:
+    """The JSON files with such names, in order; none once the folder was taken away, which the keeper does as soon as all is over."""
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - one look, where glob takes two
+    except FileNotFoundError:
+        return []
+    return [folder / name for name in sorted(names) if name.startswith(prefix) and name.endswith(".json")]
+
+
+def memory_of(folder: Path, pid: int) -> "BeatMemory":
+    """The front's end of a rank's record, stacks and answers; the caller closes it.
+
+    Raises:
+        OSError: if the rank has made none.
+    """
+    from unisono.watch.beat import BeatMemory
+
+    with contextlib.ExitStack() as stack:
+        opened = [
+            os.open(folder / f"{name}-{pid}", os.O_RDWR | os.O_CLOEXEC) for name in ("beat", "stacks", "answers")
+        ]  # fmt: skip
+        for fd in opened:
+            stack.callback(os.close, fd)
+        try:
+            memory = BeatMemory.opened(*opened)
+        except ValueError as error:  # a record that is too short yet
+            raise OSError(f"the record of process {pid} cannot be read: {error}") from error
+        stack.pop_all()
+    known = _made(Registration, read_whole(folder / f"rank-{pid}.json") or {})
+    memory.stacks_signal = known.stacks_signal if known is not None else 0
+    return memory
+
+
+class EventsOf:
+    """Reads the events of one process, as they come. For the front."""
+
+    def __init__(self, folder: Path, pid: int) -> None:
+        self._path = folder / f"events-{pid}.jsonl"
+        self._at = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """The whole lines since the last call; torn and foreign ones are left out."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read(_MOST_BYTES)
+        except OSError:
+            return []
+        whole, end, _ = data.rpartition(b"\n")
+        if not end:
+            self._at += len(data) if len(data) == _MOST_BYTES else 0
+            return []
+        self._at += len(whole) + 1
+        values = (_object(line) for line in whole.split(b"\n"))
+        return [value for value in values if value is not None and isinstance(value.get("kind"), str)]
+
+
+def read_whole(path: Path) -> dict[str, Any] | None:
+    """The JSON object of a file of the border; None where there is none, or it is none."""
+    try:
+        with path.open("rb") as file:
+            return _object(file.read(_MOST_BYTES))
+    except OSError:
+        return None
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """The file appears whole. It is in memory: nothing is synced."""
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        json.dump(value, file, ensure_ascii=False, default=str)
+    temporary.replace(path)
+
+
+def _made(kind: type[_Made], value: Mapping[str, Any]) -> _Made | None:
+    """A dataclass of what was read; fields of a newer writer are left out, and None is where some are missing."""
+    names = {one.name for one in fields(kind)}
+    try:
+        return kind(**{name: given for name, given in value.items() if name in names})
+    except TypeError:
+        return None

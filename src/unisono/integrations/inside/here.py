@@ -1,0 +1,213 @@
+"""This process at the border: whether it is a rank, its signs of life, its stacks, and its last word."""
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from unisono.crash import told_of
+from unisono.integrations.border import (
+    Presence,
+    Registration,
+    find_guard,
+    own_registration,
+    registrations,
+    start_of,
+)
+from unisono.integrations.inside.sampling import Sampling
+from unisono.watch.beat import Beats, Pulse, beat_while_collecting
+
+_LOWEST_SIGNAL = 10  # above SIGRTMIN; programs that use such signals begin at the low ones
+
+
+class Here:
+    """This process. Until it is a rank, its beats go nowhere.
+
+    Attributes:
+        presence: at the border.
+        registration: who it is; None while it is no rank.
+        beats: its signs of life, of the main thread.
+        main: the main thread's number.
+        inside: whether the main thread is in a hooked function, which may call others.
+        counts_steps: whether steps are those of an optimizer; False once the program says by itself which step it is in.
+    """
+
+    def __init__(self, presence: Presence) -> None:
+        self.presence = presence
+        self.registration: Registration | None = None
+        self.beats = Beats()
+        self.main = threading.main_thread().ident
+        self.inside = False
+        self.counts_steps = True
+        self._has_ended = False
+        self._exit_code = 0
+        os.register_at_fork(after_in_child=self._forked)
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether it has registered."""
+        return self.registration is not None
+
+    def is_main_thread(self) -> bool:
+        """Whether the caller may write the main record."""
+        return threading.get_ident() == self.main
+
+    def become(self, registration: Registration | None) -> None:
+        """Registers as a rank, or says more of it; nothing where it is not known who it is, or another living process is that rank."""
+        if registration is None:
+            return
+        if self.registration is None:
+            if _is_taken(self.presence, registration):
+                return
+            registration = replace(registration, stacks_signal=self._begin())
+        else:
+            known = self.registration
+            registration = replace(
+                registration, stacks_signal=known.stacks_signal, uuid=registration.uuid or known.uuid
+            )
+        if registration == self.registration:
+            return
+        self.registration = registration
+        self.presence.register(registration)
+
+    def note(self, text: str) -> None:
+        """Tells the front what was done in the program's place, or what a person should know."""
+        self.presence.tell("note", text=text)
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Tells the front something of a rank, as unisono.events has it."""
+        if self.is_rank:
+            self.presence.tell(kind, **fields)
+
+    def phase(self, name: str) -> None:
+        """The main thread does something else from here on."""
+        if self.is_main_thread():
+            self.beats.enter(name)
+
+    def step(self, step: int) -> None:
+        """The program says by itself which step it works on, from 1: its optimizers are not counted from here on."""
+        self.counts_steps = False
+        self._begin_step(step)
+
+    def stepped(self) -> None:
+        """An optimizer has made a step."""
+        if self.counts_steps:
+            self._begin_step(max(1, self.beats.step) + 1)
+
+    def _begin_step(self, step: int) -> None:
+        if self.is_main_thread():
+            self.beats.begin_step(step)
+            self.beats.enter("program")
+
+    def _begin(self) -> int:
+        """Begins to beat in the front's memory; gives the signal that asks for stacks, 0 for none."""
+        record, stacks, answers = self.presence.make_memory()
+        step = self.beats.step
+        self.beats = Beats(record)
+        if step:
+            self.beats.begin_step(step)
+        self.beats.enter("program")
+        number = _free_signal()
+        if number:
+            import faulthandler
+
+            # Never chained: the default of a real-time signal ends the process.
+            faulthandler.register(number, file=stacks, all_threads=True, chain=False)
+        sampling = Sampling(self.beats)
+        Pulse(record, sampling.dump, answers).start()
+        sampling.start()
+        beat_while_collecting(self.beats)
+        self._hear_the_end()
+        return number
+
+    def _hear_the_end(self) -> None:
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self.ended(error)
+            before(kind, error, trace)
+
+        sys.excepthook = hook
+        leave = sys.exit
+
+        def leaving(status: Any = None, /) -> None:  # what multiprocessing and its like do with an exception
+            cause = sys.exc_info()[1]
+            if status not in (None, 0) and cause is not None and not isinstance(cause, SystemExit):
+                self.ended(cause)
+            self._exit_code = status if isinstance(status, int) else int(status is not None)
+            leave(status)
+
+        sys.exit = leaving  # type: ignore[assignment]
+        atexit.register(self.ended, None)
+        with suppress(ImportError):  # a forked child of multiprocessing comes by there alone
+            from multiprocessing.util import Finalize
+
+            Finalize(None, self._ended_as_child, exitpriority=1)
+
+    def _ended_as_child(self) -> None:
+        self.ended(sys.exc_info()[1])
+
+    def ended(self, error: BaseException | None) -> None:
+        """The last word: once, and never that of a process which was forked."""
+        if self._has_ended or not self.is_rank:
+            return
+        self._has_ended = True
+        step = max(0, self.beats.step - 1)  # steps that it has made
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self.presence.tell("result", step=step, exit_code=self._exit_code)
+        else:
+            self.presence.tell("crashed", step=step, **told_of(error))
+
+    def _forked(self) -> None:
+        """A child is no rank by birth, and must not write in its parent's record."""
+        self.presence = Presence(self.presence.guard)
+        self.registration = None
+        self.beats = Beats()
+        self.main = threading.get_ident()
+        self.inside = self._has_ended = False
+
+
+def _is_taken(presence: Presence, registration: Registration) -> bool:
+    """Whether a living process is that rank already: then this one is a loader, or another helper that has inherited its environment."""
+    return any(
+        other.pid != presence.pid
+        and (other.rank, other.attempt) == (registration.rank, registration.attempt)
+        and other.started == start_of(other.pid)
+        for other in registrations(presence.guard.folder)
+    )
+
+
+def _free_signal() -> int:
+    """A real-time signal that nobody here handles, ignores or blocks; 0 where there is none."""
+    taken = 0
+    with open("/proc/self/status") as file:  # noqa: PTH123 - a small file, in somebody else's process
+        for line in file:
+            if line.startswith(("SigBlk:", "SigIgn:", "SigCgt:")):
+                taken |= int(line.split()[1], 16)
+    for number in range(signal.SIGRTMIN + _LOWEST_SIGNAL, signal.SIGRTMAX):
+        if not taken >> (number - 1) & 1:
+            return number
+    return 0
+
+
+_here: Here | None = None
+"""This process; None where nothing guards it, or before the first hook."""
+
+
+def here(environment: Mapping[str, str] = os.environ) -> Here | None:  # noqa: TID251 - of somebody else's program
+    """This process at the border; None where nothing guards it. It is a rank from then on where its environment says which."""
+    global _here
+    if _here is None:
+        guard = find_guard(environment)
+        if guard is None or not guard.is_watched:
+            return None
+        _here = Here(Presence(guard))
+        if "LOCAL_RANK" in environment:  # else RANK may be the pod's, and this its launcher
+            _here.become(own_registration(environment))
+    return _here

@@ -1,0 +1,122 @@
+"""Python loads this at its start, because its folder leads PYTHONPATH under `unisono run`.
+
+It sees to it that some modules of torch are changed when, and if, the program loads them; then it lets the sitecustomize run that would
+have run without it. Any Python of the program comes by here, so it needs nothing but what is loaded already, and never fails.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import PathFinder
+
+TYPE_CHECKING = False  # of typing, whose import takes longer than all of this
+if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any
+
+HOOKS = {
+    "torch.cuda": "devices",
+    "torch.accelerator": "devices",
+    "torch.distributed.distributed_c10d": "groups",
+    "torch.optim.optimizer": "steps",
+    "torch.utils.data.dataloader": "loaders",
+}
+"""What is given to which module of unisono.integrations.inside, once it is loaded."""
+
+_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes ten times as long as all of this
+_HOME = os.path.abspath(os.path.join(_HERE, *[os.pardir] * 4))  # noqa: PTH100, PTH118
+_RECORDED = "200"  # collectives that torch's flight recorder keeps; it reads this when it is loaded, and keeps one without it
+
+
+class _Home:
+    """Finds the unisono that guards, where the program's Python has another one or none."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        return PathFinder.find_spec(name, [_HOME], target) if name == "unisono" else None
+
+
+class _Finder:
+    """Finds a hooked module as the finders after it do."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in HOOKS:
+            return None
+        for finder in sys.meta_path:
+            found = None if finder is self else getattr(finder, "find_spec", _nothing)(name, path, target)
+            if found is not None:
+                if hasattr(found.loader, "exec_module"):
+                    found.loader = _Loader(found.loader)
+                return found
+        return None
+
+
+class _Loader:
+    """Loads a module as its own loader does, has it changed, and is forgotten."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: Any) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader  # what the program looks at is as ever
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _change(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _change(module: ModuleType) -> None:
+    """Hands the module over. Whatever goes wrong is told to the front alone: the program goes on, unguarded."""
+    try:
+        part = __import__(f"unisono.integrations.inside.{HOOKS[module.__name__]}", fromlist=["hook"])
+        part.hook(module)
+    except Exception as error:  # noqa: BLE001 - also of a Python or a torch that is not known here
+        _tell(
+            f"this process is not guarded: {module.__name__} could not be hooked: {type(error).__name__}: {error}"
+        )
+
+
+def _tell(text: str) -> None:
+    """As border.Presence.tell, which may be what cannot be loaded."""
+    import json
+    import time
+
+    folder = os.path.dirname(os.environ["UNISONO_GUARD"])  # noqa: PTH120, TID251
+    line = json.dumps({"kind": "unguarded", "time": time.time(), "text": text}) + "\n"
+    try:
+        with open(os.path.join(folder, f"events-{os.getpid()}.jsonl"), "a") as file:  # noqa: PTH118, PTH123
+            file.write(line)
+    except OSError:
+        pass  # the front is gone, and nobody asks
+
+
+def _run_the_other() -> None:
+    """The sitecustomize that is hidden by this one; its errors are its own, and Python tells them as ever."""
+    own = [at for at, entry in enumerate(sys.path) if os.path.abspath(entry) == _HERE]  # noqa: PTH100
+    hidden = [(at, sys.path.pop(at)) for at in reversed(own)]
+    this = sys.modules.pop(__name__, None)
+    try:
+        if PathFinder.find_spec("sitecustomize", sys.path) is not None:
+            __import__("sitecustomize")
+    finally:
+        for at, entry in reversed(hidden):
+            sys.path.insert(at, entry)
+        if this is not None:
+            sys.modules.setdefault(__name__, this)
+
+
+if os.environ.get("UNISONO_GUARD"):  # noqa: TID251
+    sys.meta_path[:0] = [_Finder(), _Home()]
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)  # noqa: TID251
+_run_the_other()

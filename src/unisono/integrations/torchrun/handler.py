@@ -1,0 +1,209 @@
+"""The handler: brings what this launcher is about to start to the front, waits for the word of all nodes, and gives torch its store."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from unisono.integrations.border import LAUNCHER, Answer, Guard, Presence, find_guard
+from unisono.integrations.torchrun.asking import asked_node_rank, asked_nproc
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_DEFAULT_PORT = 29577
+_WAIT_S = 300.0
+_STORE_S = 900.0  # torch's own limit for a store
+
+
+def create(parameters: RendezvousParameters) -> RendezvousHandler:
+    """A handler for one torchrun; called by it, below `launch_agent`."""
+    return UnisonoRendezvous(parameters, nproc=asked_nproc(), node_rank=asked_node_rank())
+
+
+class UnisonoRendezvous(RendezvousHandler):
+    """Agreement through the front of this node; without a front, through one that is started for it."""
+
+    def __init__(self, parameters: RendezvousParameters, *, nproc: int | None, node_rank: int | None) -> None:
+        """Knows what torchrun was asked for; nothing is begun.
+
+        Args:
+            parameters: of torchrun.
+            nproc: ranks that it is about to start here; None: not known.
+            node_rank: as it was given to torchrun; `--rdzv-conf rank=R` and the front beat it.
+        """
+        self._parameters = parameters
+        self._nodes = int(parameters.max_nodes)
+        self._nproc = nproc
+        self._guard = find_guard(os.environ)  # noqa: TID251 - this is somebody else's process, and the border's variable is in it
+        asked = parameters.config.get("rank")
+        self._node_rank = int(asked) if asked is not None else node_rank if node_rank is not None else -1
+        if self._guard is not None and self._guard.nodes == self._nodes:
+            self._node_rank = self._guard.node_rank
+        self._wait_s = float(parameters.config.get("wait", _WAIT_S))
+        self._store: Store | None = None
+        self._listening: socket.socket | None = None
+        self._answer: Answer | None = None
+        self._round = 0
+
+    def get_backend(self) -> str:
+        """The back-end's name."""
+        return "unisono"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks use the launchers' store: its port is bound already, so nobody can come between."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Waits until all nodes agree; afterwards every start of the ranks has a part of the store of its own.
+
+        Raises:
+            RendezvousTimeoutError: if nobody answers.
+            SystemExit: with code 3, if they do not agree.
+        """
+        if self._store is None:
+            self._store = self._alone() if self._nodes == 1 else self._together()
+        host, port = self._address
+        store = PrefixStore(f"unisono/{self._parameters.run_id}/{self._round}", self._store)
+        self._round += 1
+        return RendezvousInfo(store, max(self._node_rank, 0), self._nodes, RendezvousStoreInfo(host, port))
+
+    def is_closed(self) -> bool:
+        """Never: how many nodes there are is fixed."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing is to be closed."""
+
+    def num_nodes_waiting(self) -> int:
+        """Nobody comes later."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Of torchrun."""
+        return str(self._parameters.run_id)
+
+    def shutdown(self) -> bool:
+        """The store ends with the process."""
+        return True
+
+    def _alone(self) -> "Store":
+        return self._serve("127.0.0.1", self._bind("127.0.0.1"))
+
+    def _together(self) -> "Store":
+        if self._node_rank < 0:
+            _leave(
+                "torchrun --rdzv-backend unisono: nothing says which node this is; pass --node-rank R (or --rdzv-conf rank=R)",
+                2,
+            )
+        guard, companion = self._guard, None
+        if guard is None:
+            guard, companion = self._start_companion()
+        try:
+            answer = self._bring(guard)
+        finally:
+            code = _end(companion) if companion is not None else 0
+        if answer is None and code:  # it has said why
+            _leave("", code)
+        if answer is None:
+            raise RendezvousTimeoutError(
+                f"unisono: node {self._node_rank} had no answer of the other nodes; the lines above say who was waited for"
+            )
+        if not answer.agreed:
+            _leave("", answer.exit_code)
+        host, port = parse_rendezvous_endpoint(str(answer.facts["store"]), -1)
+        if self._node_rank == 0:
+            assert self._listening is not None
+            return self._serve(host, self._listening)
+        self._address = (host, port)
+        return TCPStore(host, port, None, False, timedelta(seconds=_STORE_S))
+
+    def _bring(self, guard: Guard) -> Answer | None:
+        own: dict[str, Any] = {}
+        if self._node_rank == 0:
+            host = parse_rendezvous_endpoint(guard.store or self._parameters.endpoint, _DEFAULT_PORT)[0]
+            self._listening = self._bind(host)
+            own["store_port"] = self._listening.getsockname()[1]
+        limit_s = (
+            float(guard.options.get("join_timeout_s", self._wait_s)) + 60.0
+        )  # the front's own word comes first
+        return Presence(guard).bring(
+            LAUNCHER, {"nproc": self._nproc}, rank=self._node_rank, world_size=self._nodes, own=own, limit_s=limit_s,
+        )  # fmt: skip
+
+    def _bind(self, host: str) -> socket.socket:
+        """A port that is ours from now on, on the address that the nodes reach node 0 by."""
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind)
+        sock.bind(address)
+        sock.listen(4096)
+        return sock
+
+    def _serve(self, host: str, sock: socket.socket) -> "Store":
+        port = int(sock.getsockname()[1])
+        self._address = (host, port)
+        return TCPStore(
+            host, port, None, True, timedelta(seconds=_STORE_S), wait_for_workers=False, master_listen_fd=sock.detach()
+        )  # fmt: skip
+
+    def _start_companion(self) -> "tuple[Guard, subprocess.Popen[bytes]]":
+        """By hand there is no front: a small one holds the meeting, says what it finds, and ends.
+
+        The job's token goes to it and out of this process, so that ranks never see it.
+        """
+        host, port = parse_rendezvous_endpoint(self._parameters.endpoint, _DEFAULT_PORT)
+        settings = {
+            "nodes": self._nodes, "node_rank": self._node_rank, "host": host, "port": port, "nproc": self._nproc,
+            "wait_s": self._wait_s, "uneven": str(self._parameters.config.get("uneven", "0")) in ("1", "true", "True"),
+            "words": sys.argv, "pid": os.getpid(),
+        }  # fmt: skip
+        environment = dict(os.environ)  # noqa: TID251 - as above
+        os.environ.pop("UNISONO_TOKEN", None)  # noqa: TID251 - as above
+        companion = subprocess.Popen(
+            [sys.executable, "-m", "unisono.guard.companion"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        assert companion.stdin is not None
+        assert companion.stdout is not None
+        companion.stdin.write(json.dumps(settings).encode() + b"\n")
+        companion.stdin.flush()
+        said = companion.stdout.readline().decode().strip()
+        guard = find_guard({"UNISONO_GUARD": said})
+        if guard is None:  # it has said why
+            _leave("", companion.wait(60) or 3)
+        return guard, companion
+
+
+def _end(companion: "subprocess.Popen[bytes]") -> int:
+    """It has answered and ends by itself, once it has told the others; gives its exit code."""
+    assert companion.stdin is not None
+    with contextlib.suppress(OSError):
+        companion.stdin.close()
+    try:
+        return companion.wait(15)
+    except subprocess.TimeoutExpired:
+        companion.kill()
+        return 0
+
+
+def _leave(text: str, code: int) -> NoReturn:
+    if text:
+        sys.stderr.write(f"error: {text}\n")
+    sys.exit(code)

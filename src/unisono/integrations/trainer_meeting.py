@@ -1,0 +1,159 @@
+"""Where the ranks of another trainer compare what they are about to do: torch's own store, never a collective.
+
+Every rank puts its facts there; rank 0 compares them and puts the answer there. It is done by short looks with a limit, so that a
+rank that never comes is named, and no lock of the store is held while one waits.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from unisono.agree.naming import number_list
+from unisono.causes import Verdict, find_cause
+from unisono.errors import Disagreed, Problem
+from unisono.integrations.trainer_facts import TrainerFacts, compare
+
+_TURNS = count()  # of this process: all ranks agree equally often
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.25
+_HEARD_S = 5.0
+_SAID_AFTER_S = 30.0
+_MOST_BYTES = 1 << 16
+
+Say = Callable[[str], None]
+
+
+class World:
+    """The process group of this program, as one of its ranks sees it.
+
+    Attributes:
+        rank: of this process.
+        size: how many there are.
+        store: torch's store, which all of them reach.
+    """
+
+    def __init__(self, rank: int, size: int, store: Any) -> None:
+        self.rank, self.size, self.store = rank, size, store
+
+    @property
+    def patience_s(self) -> float:
+        """How long a collective of this group would wait, and so do we."""
+        return float(self.store.timeout.total_seconds())
+
+
+def find_world() -> World | None:
+    """The world of a program that has made a process group of several ranks; None on one device."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    size = distributed.get_world_size()
+    if size < 2:
+        return None
+    # torch has no public name for the store that init_process_group has made; a test notices if this one goes.
+    store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
+    return World(distributed.get_rank(), size, store)
+
+
+def meet(world: World, facts: TrainerFacts, *, say: Say) -> None:
+    """Compares the facts of all ranks. All ranks must call it, and equally often; it is no collective.
+
+    Args:
+        world: see find_world.
+        facts: of this rank.
+        say: tells a person that others are waited for.
+
+    Raises:
+        Disagreed: on every rank, with the same words, if they differ; or if a rank has not come within the group's own patience.
+    """
+    facts = replace(facts, rank=world.rank)
+    prefix = f"unisono/{next(_TURNS)}"
+    try:
+        verdict = _lead(world, prefix, facts, say) if world.rank == 0 else _follow(world, prefix, facts, say)
+    except RuntimeError as error:  # torch's DistError: the store, and so the rank that holds it, is gone
+        raise Disagreed.of(
+            "another rank left while the ranks compared their data",
+            why=str(error),
+            fix="look at the first error among all ranks' output",
+        ) from error
+    if verdict is not None:
+        raise refusal(verdict)
+
+
+def refusal(verdict: Verdict) -> Disagreed:
+    """The exception of a verdict: its words, and under the traceback the evidence and the remedy."""
+    cause = find_cause(verdict.cause)
+    title = f"{cause.title}: " if cause else ""
+    error = Disagreed(Problem(f"{title}{verdict.summary}  [{verdict.cause}]"), verdict=verdict)
+    for line in verdict.lines()[1:]:
+        error.add_note(line)
+    return error
+
+
+def _lead(world: World, prefix: str, facts: TrainerFacts, say: Say) -> Verdict | None:
+    others = range(1, world.size)
+    late = _await(world, [f"{prefix}/{rank}" for rank in others], world.patience_s, say)
+    if late:
+        verdict: Verdict | None = _absent([rank for rank in others if f"{prefix}/{rank}" in late], world)
+    else:
+        verdict = compare([facts, *(_facts_of(world.store, f"{prefix}/{rank}", rank) for rank in others)])
+    world.store.set(f"{prefix}/word", json.dumps(verdict.to_json() if verdict else None))
+    if verdict:  # who holds the store stays until the others have read it
+        _await(
+            world,
+            [f"{prefix}/heard/{rank}" for rank in others if f"{prefix}/{rank}" not in late],
+            _HEARD_S,
+            None,
+        )
+    return verdict
+
+
+def _follow(world: World, prefix: str, facts: TrainerFacts, say: Say) -> Verdict | None:
+    world.store.set(f"{prefix}/{world.rank}", json.dumps(facts.to_json()))
+    word = f"{prefix}/word"
+    if _await(world, [word], world.patience_s + _HEARD_S, None):
+        return _absent([0], world)
+    value = json.loads(_read(world.store, word))
+    verdict = Verdict.from_json(value) if value else None
+    if verdict:
+        world.store.set(f"{prefix}/heard/{world.rank}", "1")
+    return verdict
+
+
+def _facts_of(store: Any, key: str, rank: int) -> TrainerFacts:
+    value = json.loads(_read(store, key))
+    return replace(TrainerFacts.from_json(value if isinstance(value, dict) else {}), rank=rank)
+
+
+def _read(store: Any, key: str) -> str:
+    data: bytes = store.get(key)
+    return data[:_MOST_BYTES].decode(errors="replace")
+
+
+def _await(world: World, keys: Sequence[str], limit_s: float, say: Say | None) -> set[str]:
+    """Waits until all keys are there; gives those that are missing at the limit."""
+    began = time.monotonic()
+    pause_s, said_s = _FIRST_LOOK_S, _SAID_AFTER_S
+    while keys and not world.store.check(list(keys)):
+        waited_s = time.monotonic() - began
+        if waited_s >= limit_s:
+            return {key for key in keys if not world.store.check([key])}
+        if say and waited_s >= said_s:
+            missing = [int(key.rpartition("/")[2]) for key in keys if not world.store.check([key])]
+            say(
+                f"for {waited_s:.0f} s the other ranks have waited for {number_list('rank', missing)} to come to the first step"
+            )
+            said_s *= 2
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+    return set()
+
+
+def _absent(ranks: Sequence[int], world: World) -> Verdict:
+    return Verdict(
+        cause="rank_stalled", when="before", phase="agree.ranks", ranks=tuple(ranks), confidence=0.9,
+        summary=f"{number_list('rank', ranks)} did not come to the first step within {world.patience_s:.0f} s",
+        fix=("look at what that rank printed last; if preparing the data takes longer, raise the process group's timeout",),
+    )  # fmt: skip

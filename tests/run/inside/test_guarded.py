@@ -1,0 +1,52 @@
+"""`unisono.guarded()` in a loop of one's own. Run: pytest tests/run/inside/test_guarded.py"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+import unisono
+from tests.run.inside.conftest import PROGRAMS
+from tests.run.inside.front import Played
+
+
+def test_outside_of_run_a_guarded_loop_is_a_loop() -> None:
+    seen = []
+    with unisono.guarded() as guard:
+        for batch in guard.steps([1, 2, 3]):
+            seen.append(batch)
+            guard.step(float("nan"))
+    assert (seen, guard.done) == ([1, 2, 3], 3)
+
+
+def test_an_exception_in_a_guarded_loop_is_the_programs_own() -> None:
+    def loop() -> None:
+        with unisono.guarded() as guard:
+            for _ in guard.steps([1]):
+                raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        loop()
+
+
+def test_importing_unisono_loads_neither_torch_nor_what_guards() -> None:
+    show = "import sys, unisono; print('torch' in sys.modules, 'unisono.integrations' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", show], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_under_run_the_front_knows_step_phase_and_loss(guarded: Callable[..., Played]) -> None:
+    """Also of a program that loads no torch: its steps are those that it tells."""
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    played = guarded(sys.executable, PROGRAMS / "bare.py", world_size=1, env=env)
+    assert played.until_ended() == 0, played.printed
+    told = played.told("step")
+    assert (told[0]["step"], told[0]["loss"]) == (1, 1.0)
+    assert {"step": 4, "loss": "nan"}.items() <= told[-1].items(), "what is no number is told at once"
+    assert played.told("result")[0]["step"] == 5
+    beat = played.ranks.beats[0].read()
+    assert beat is not None
+    assert (beat.phase, beat.step) == ("program", 6)

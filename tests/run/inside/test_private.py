@@ -1,0 +1,165 @@
+"""What the hooks use of torch's and others' private names: each fails here when it changes. Run: pytest tests/run/inside/test_private.py
+
+docs/explanation/run.md has the table.
+"""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    TensorDataset,
+    dataloader,
+    random_split,
+)
+
+from unisono.integrations.inside.collectives import _NAMES
+from unisono.integrations.inside.path.sitecustomize import HOOKS
+from unisono.integrations.inside.rows import dealt_by, digest_of
+from unisono.integrations.inside.sampling import begun_of, pending_of, recorder
+
+_RECORDING = """
+import json, torch, torch.distributed as dist
+from unisono.integrations.inside.sampling import begun_of, pending_of, recorder
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(3):
+    dist.all_reduce(torch.ones(2))
+dist.barrier()
+short, whole = json.loads(recorder()(includeCollectives=False)), json.loads(recorder()())
+print(json.dumps([begun_of(short), pending_of(whole), "entries" in short, len(whole["entries"]), begun_of(whole)]))
+"""
+
+
+def test_the_hooked_modules_are_modules_that_importing_torch_loads() -> None:
+    assert all(name in sys.modules for name in HOOKS)
+
+
+def test_every_collective_that_is_hooked_is_there_and_none_of_the_public_ones_is_forgotten() -> None:
+    hooked = {name for names in _NAMES.values() for name in names}
+    missing = {name for name in hooked if not hasattr(c10d, name)}
+    assert missing <= {
+        "_all_gather_base",
+        "_reduce_scatter_base",
+        "all_gather_single",
+        "reduce_scatter_single",
+        "split_group",
+    }
+    waits = {
+        name for name in c10d.__all__
+        if name != "reduce_op" and inspect.isfunction(function := getattr(c10d, name)) and {"group", "async_op"} <= set(inspect.signature(function).parameters)
+    }  # fmt: skip
+    assert waits <= hooked, "torch has got a new collective"
+
+
+def test_the_recorder_tells_what_is_begun_and_which_of_it_is_done() -> None:
+    env = {**os.environ, "TORCH_FR_BUFFER_SIZE": "200", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, "-c", _RECORDING], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [4, 0, False, 4, 4]
+
+
+def test_a_recorder_is_found_as_soon_as_torch_is_loaded() -> None:
+    dump = recorder()
+    assert dump is not None
+    assert begun_of(json.loads(dump(includeCollectives=False))) >= 0
+    assert pending_of({"entries": [{"retired": False}, {"retired": True}]}) == 1
+
+
+def test_init_and_destroy_have_the_parameters_that_are_given_and_read() -> None:
+    wanted = {"backend", "init_method", "world_size", "rank", "store", "device_id"}
+    assert wanted <= set(inspect.signature(dist.init_process_group).parameters)
+    assert list(inspect.signature(dist.destroy_process_group).parameters) == ["group"]
+    assert dist.HashStore is not None
+
+
+def test_torch_knows_its_groups_by_the_map_in_which_a_destroyed_one_is_looked_for() -> None:
+    assert isinstance(c10d._world.pg_map, dict)
+    assert c10d.GroupMember.NON_GROUP_MEMBER is not None
+
+
+def test_every_loader_of_torch_reads_through_one_iterator() -> None:
+    rows = TensorDataset(torch.ones(4))
+    assert isinstance(iter(DataLoader(rows)), dataloader._BaseDataLoaderIter)
+    assert "__next__" in vars(dataloader._BaseDataLoaderIter)
+
+
+def test_optimizers_tell_their_steps_by_a_hook_for_all_of_them() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    heard: list[object] = []
+    handle = register_optimizer_step_post_hook(lambda *words: heard.append(words[0]))
+    optimizer = torch.optim.SGD([weight])
+    optimizer.step()
+    handle.remove()
+    assert heard == [optimizer]
+
+
+def split_twice(data: object, *, seeds: tuple[int, int]) -> list[str | None]:
+    return [
+        digest_of(random_split(data, [6, 2], generator=torch.Generator().manual_seed(seed))[0])
+        for seed in seeds
+    ]
+
+
+def test_another_split_has_another_digest_and_the_same_one_the_same() -> None:
+    rows = TensorDataset(torch.arange(8.0))
+    one, other = split_twice(rows, seeds=(0, 1))
+    assert one != other
+    one, other = split_twice(ConcatDataset([rows]), seeds=(3, 3))
+    assert one == other
+
+
+def test_a_split_of_the_library_datasets_is_told_apart_by_its_indices(tmp_path: Path) -> None:
+    del tmp_path
+    table = datasets.Dataset.from_dict({"x": list(range(50))})
+    digests = [digest_of(table.train_test_split(0.2, seed=seed)["train"]) for seed in (0, 0, 1)]
+    assert digests[0] == digests[1] != digests[2]
+    assert digests[0] is not None
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_a_sampler_that_deals_rows_out_is_told_with_its_part(seed: int) -> None:
+    rows = TensorDataset(torch.arange(10.0))
+    dealt = [
+        dealt_by(
+            DataLoader(
+                rows, batch_size=2, sampler=DistributedSampler(rows, num_replicas=2, rank=rank, seed=seed)
+            )
+        )
+        for rank in (0, 1)
+    ]
+    assert dealt[0] is not None
+    assert dealt[1] is not None
+    assert dealt[0].facts == dealt[1].facts
+    assert (
+        dealt[0].replicas,
+        dealt[0].facts["rows"],
+        dealt[0].facts["batches"],
+        dealt[0].facts["sampler_seed"],
+    ) == (2, 10, 3, seed)
+    assert dealt_by(DataLoader(rows)) is None
+
+
+def test_the_sampler_of_accelerate_is_told_too() -> None:
+    from accelerate.data_loader import prepare_data_loader
+
+    rows = TensorDataset(torch.arange(10.0))
+    loader = prepare_data_loader(
+        DataLoader(rows, batch_size=2), num_processes=2, process_index=1, put_on_device=False
+    )
+    dealt = dealt_by(loader)
+    assert dealt is not None
+    assert (dealt.replicas, dealt.own["part"], dealt.facts["rows"]) == (2, 1, 10)

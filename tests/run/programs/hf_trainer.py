@@ -1,0 +1,49 @@
+"""The Hugging Face Trainer on a tiny causal model."""
+
+from typing import Any
+
+import tiny
+import torch.distributed as dist
+from asked import Losses, own_rank, parse
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+
+class Noting(TrainerCallback):
+    """Notes the losses."""
+
+    def __init__(self, losses: Losses) -> None:
+        self._losses = losses
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """As the Trainer has them."""
+        if logs and "loss" in logs:
+            self._losses.add(state.global_step, logs["loss"])
+
+
+def main() -> None:
+    """Trains, evaluates and saves."""
+    asked = parse()
+    data = tiny.rows()
+    if asked.fault == "unseeded":
+        data = tiny.unseeded(data)
+    steps = asked.steps - (2 if asked.fault == "steps" and own_rank() == 1 else 0)
+    arguments = TrainingArguments(
+        output_dir=str(asked.out / "trainer"), max_steps=steps, per_device_train_batch_size=4, logging_steps=1, save_steps=3, eval_steps=3,
+        eval_strategy="steps", report_to=[], use_cpu=True, disable_tqdm=True, seed=0, dataloader_num_workers=0,
+    )  # fmt: skip
+    callbacks: list[TrainerCallback] = [Noting(Losses(asked))]
+    if asked.callback:
+        from unisono.integrations.transformers import UnisonoCallback
+
+        callbacks.append(UnisonoCallback())
+    trainer = Trainer(
+        tiny.model(), arguments, train_dataset=data, eval_dataset=tiny.rows(8), callbacks=callbacks
+    )
+    trainer.train()
+    if asked.fault == "destroy" and dist.is_initialized():
+        dist.destroy_process_group()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""`unisono run` on two nodes: who disagrees is refused on both, before and inside the program. Run: pytest tests/run/test_two_nodes.py"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.fronts import Front, together
+from tests.nodes.ground import Ground, Own
+
+BIN = Path(sys.executable).parent
+STANDIN = str(Path(__file__).with_name("standin_launcher.py"))
+TOKEN = "a secret that both nodes of this test share"
+LIMIT_S = 300.0
+PROGRAM = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+seen = torch.ones(1)
+dist.all_reduce(seen)
+print(f"world {int(seen)}", flush=True)
+dist.destroy_process_group()
+"""
+Start = Callable[..., list[Front]]
+
+
+@pytest.fixture
+def start(ground: Ground, tmp_path: Path) -> Iterator[Start]:
+    """Starts words on two nodes; `{node}`, `{head}` and `{port}` in them are filled in."""
+    fronts: list[Front] = []
+    port = ground.head_port()
+
+    def begin(
+        words: Sequence[str],
+        *,
+        nodes: Sequence[int] = (0, 1),
+        variables: Sequence[Mapping[str, str]] = ({}, {}),
+        own: Sequence[Own] = (),
+    ) -> list[Front]:
+        for node in nodes:
+            folder = tmp_path / f"node{node}"
+            folder.mkdir()
+            (folder / "program.py").write_text(PROGRAM)
+            filled = [word.format(node=node, head=ground.address(0), port=port) for word in words]
+            environment = {
+                "PATH": f"{BIN}:{os.environ['PATH']}", "HOME": os.environ.get("HOME", "/root"), "UNISONO_TOKEN": TOKEN,
+                "OMP_NUM_THREADS": "1", **variables[node],
+            }  # fmt: skip
+            if ground.apart:
+                environment["GLOO_SOCKET_IFNAME"] = "eth0"
+            command = ground.command(node, filled, own[node] if own else Own())
+            fronts.append(
+                Front(
+                    command,
+                    node=node,
+                    host=ground.host(node),
+                    cwd=folder,
+                    environment=environment,
+                    json=False,
+                )
+            )
+        return fronts
+
+    yield begin
+    for front in fronts:
+        front.close()
+
+
+def run(*words: str, flags: Sequence[str] = ()) -> list[str]:
+    """`unisono run` with the topology of these nodes."""
+    where = ["--nodes", "2", "--node-rank", "{node}", "--head", "{head}:{port}", "--output-dir", "out"]
+    return [str(BIN / "unisono"), "run", *where, *flags, "--", *words]
+
+
+def ended(fronts: Sequence[Front], codes: Sequence[int]) -> None:
+    """Waits for the end of all, and shows what they said where it is another one."""
+    found = together(fronts, limit_s=LIMIT_S)
+    assert found == list(codes), "\n".join(front.text() for front in fronts)
+
+
+def last_words(front: Front) -> list[str]:
+    """The verdict as a block."""
+    lines = front.text("err").splitlines()
+    begins = [number for number, line in enumerate(lines) if line.startswith("WHAT ")]
+    assert begins, front.text()
+    return [line for line in lines[begins[-1] :] if line.startswith(("WHAT ", "EVIDENCE ", "DO THIS "))]
+
+
+def test_unequal_numbers_inside_an_unchanged_launcher_are_refused_on_both_nodes(start: Start) -> None:
+    """Its own count of devices is what differs: nothing in its arguments says so."""
+    fronts = start(
+        run(sys.executable, STANDIN, "program.py"),
+        variables=({"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "0"}),
+    )
+    ended(fronts, [3, 3])
+    words = [last_words(front) for front in fronts]
+    assert words[0] == words[1]
+    assert "would start 2 ranks" in words[0][0]
+    assert fronts[1].label in words[0][0]
+    assert any("--uneven" in line for line in words[0])
+    assert "world" not in "".join(front.text("out") for front in fronts)
+
+
+@pytest.mark.long
+def test_unequal_numbers_run_where_they_are_meant(start: Start) -> None:
+    fronts = start(
+        run(sys.executable, STANDIN, "program.py", flags=["--uneven"]),
+        variables=({"NPROC_PER_NODE": "2"}, {"NPROC_PER_NODE": "1"}),
+    )
+    ended(fronts, [0, 0])
+    assert "world 3" in fronts[0].text("out")
+    assert "world 3" in fronts[1].text("out")
+
+
+def test_other_words_on_one_node_are_refused_before_the_program_starts(start: Start) -> None:
+    fronts = start(run(sys.executable, "-c", "open('started', 'w')", "--lr", "{node}"))
+    ended(fronts, [3, 3])
+    assert last_words(fronts[0]) == last_words(fronts[1])
+    assert "--lr" in last_words(fronts[0])[0]
+
+
+def test_a_node_that_never_comes_is_named(start: Start) -> None:
+    (front,) = start(run("true", flags=["--join-timeout", "6"]), nodes=[0])
+    assert front.wait(limit_s=LIMIT_S) == 3
+    assert "[node_missing]" in front.text("err")
+    assert "node 1" in last_words(front)[0]
+
+
+def test_programs_without_a_launcher_meet_at_the_port_that_the_fronts_have_agreed_upon(start: Start) -> None:
+    """And the exit code of each is its own."""
+    body = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'], 'UNISONO_TOKEN' in os.environ); raise SystemExit(0)"
+    fronts = start(run(sys.executable, "-c", body))
+    ended(fronts, [0, 0])
+    said = {front.text("out") for front in fronts}
+    assert len(said) == 1
+    assert said.pop().endswith("False")
+
+
+@pytest.mark.long
+def test_torchrun_by_hand_is_refused_and_agrees(start: Start) -> None:
+    """Without a front: each launcher starts a small one of its own."""
+    words = [
+        str(BIN / "torchrun"), "--rdzv-backend", "unisono", "--rdzv-endpoint", "{head}:{port}", "--nnodes", "2", "--node-rank", "{node}",
+        "program.py",
+    ]  # fmt: skip
+    fronts = start(words, variables=({"PET_NPROC_PER_NODE": "2"}, {"PET_NPROC_PER_NODE": "1"}))
+    ended(fronts, [3, 3])
+    assert last_words(fronts[0]) == last_words(fronts[1])
+
+
+@pytest.mark.long
+def test_torchrun_by_hand_trains_where_all_agree(start: Start) -> None:
+    words = [
+        str(BIN / "torchrun"), "--rdzv-backend", "unisono", "--rdzv-endpoint", "{head}:{port}", "--nnodes", "2", "--node-rank", "{node}",
+        "--nproc-per-node", "1", "program.py",
+    ]  # fmt: skip
+    fronts = start(words)
+    ended(fronts, [0, 0])
+    assert all("world 2" in front.text("out") for front in fronts)
