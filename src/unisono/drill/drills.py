@@ -1,0 +1,147 @@
+"""The table of drills: what is done to a run, and what must be said of it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono.drill.disk import SmallDisk
+from unisono.drill.ground import Ground, Strangers
+from unisono.drill.memory import MemoryGroup
+from unisono.drill.networks import TwoNetworks
+from unisono.errors import UsageError
+
+_AT = 30  # the step of most faults: how long a step takes has been seen by then
+_LONG_S = 3600.0
+_ENDLESS = {"duration": "100000 steps"}
+
+DEAD_S = 2.0
+"""A rank that ended is named within this, also on other nodes."""
+STALL_S = 10.0
+"""A rank that does not come back is named within this, where steps take less than a second; half of it is the aim."""
+CUT_S = 10.0
+"""A network that was cut is named within this, on both sides."""
+
+
+@dataclass(frozen=True)
+class Drill:
+    """One fault, and what is right about it.
+
+    Attributes:
+        fault: its name on the command line.
+        text: what happens, for people.
+        want: the causes of the catalogue any of which is right; none: nothing may be named, and the run ends well.
+        ranks: the culprits.
+        nodes: the culprits, where they are nodes.
+        nproc: ranks on each node.
+        ground: on which it happens: this machine, or something that was made for it.
+        faults: `plan.faults` of the run.
+        config: sections that are laid over the tiny run's.
+        limit_s: from the moment at which it takes effect to its name.
+        end_s: to the end of the run; then the drill ends it itself.
+        words: the code of a warning that names it, and parts of its text of which any will do, where it is no end of the run and so has no verdict.
+        clock_jump_s: what the fronts' wall clock jumps by.
+    """
+
+    fault: str
+    text: str
+    want: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
+    nproc: int = 2
+    ground: Callable[[], Ground] = Ground
+    faults: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=lambda: dict(_ENDLESS))
+    limit_s: float = STALL_S
+    end_s: float = 90.0
+    words: tuple[str, ...] = ()
+    clock_jump_s: float = 0.0
+
+
+def _dies(fault: str, text: str, *want: str, how: str) -> Drill:
+    faults = {"die": {"rank": 1, "step": _AT, "how": how}}
+    return Drill(fault, text, want, (1,), faults=faults, limit_s=DEAD_S, end_s=30.0)
+
+
+def _hangs(fault: str, text: str, want: str, *, how: str) -> Drill:
+    return Drill(fault, text, (want,), (1,), faults={how: {"rank": 1, "step": _AT, "seconds": _LONG_S}})
+
+
+DRILLS: tuple[Drill, ...] = (
+    _dies("sigkill", "a rank is killed (kill -9)", "rank_killed", how="sigkill"),
+    _dies("exception", "an exception in one rank", "user_code_error", how="exception"),
+    _dies(
+        "exit0", "a rank leaves with exit status 0, too early", "user_code_error", "unequal_steps", how="exit0"
+    ),
+    Drill(
+        "oom", "the kernel kills a rank for want of memory (cgroup)", ("host_oom_killed",), (1,), ground=MemoryGroup,
+        faults={"die": {"rank": 1, "step": _AT, "how": "oom", "bytes": 2 << 30}}, limit_s=DEAD_S, end_s=30.0,
+    ),
+    Drill("sigstop", "a rank is stopped (kill -STOP)", ("rank_stopped",), (1,), faults={"stop": {"rank": 1, "step": _AT}}),
+    _hangs("gil", "native code of a rank holds Python's lock", "gil_held", how="hold_gil"),
+    _hangs("sleep", "a rank sleeps in Python code", "user_code_stuck", how="sleep"),
+    _hangs("spin", "a rank loops in Python code", "user_code_stuck", how="spin"),
+    Drill(
+        "data", "the data of a rank stalls (a FIFO that nobody writes)", ("data_starved",), (1,),
+        faults={"starve": {"rank": 1, "step": _AT, "fifo": "fifo"}},
+    ),
+    Drill(
+        "one_step_less", "a rank makes a step less than the others, and leaves", ("unequal_steps",), (1,),
+        faults={"one_step_less": [1]}, config={"duration": "60 steps"},
+    ),
+    Drill(
+        "other_collective", "a rank calls another collective than the others", ("collective_mismatch",), (1,), nproc=3,
+        faults={"other_collective": {"rank": 1, "step": _AT}},
+    ),
+    Drill(
+        "other_shape", "a rank sums a tensor with an element more", ("collective_mismatch",), (1,), nproc=3,
+        faults={"other_shape": {"rank": 1, "step": _AT}},
+    ),
+    Drill(
+        "nan", "the loss of a rank is not a number, three times", ("nan_loss",), (1,),
+        faults={"nan_loss": {"rank": 1, "steps": [_AT, _AT + 1, _AT + 2]}},
+    ),
+    Drill(
+        "slow", "a rank is slower than the others in every step", ("straggler",), (1,), nproc=3, limit_s=45.0,
+        faults={"slow": {"rank": 1, "step": _AT, "seconds": 0.3}}, config={"duration": "140 steps"},
+    ),
+    Drill(
+        "drift", "a weight of one replica changes", ("replicas_diverged",), (1,), nproc=3, limit_s=30.0,
+        faults={"drift": {"rank": 1, "step": _AT}}, config={"duration": "160 steps"},
+    ),
+    Drill(
+        "disk_full", "the disk of output_dir is full", ("disk_full",), ground=SmallDisk, words=("checkpoint_failed", "no room", "No space left"),
+        config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
+    ),
+    Drill(
+        "cut", "the network between two nodes is cut", ("node_unreachable",), nodes=(1,), nproc=1, ground=TwoNetworks, limit_s=CUT_S,
+    ),
+    Drill(
+        "garbage", "strangers talk to the port on which nodes meet", nproc=1, ground=Strangers, config={"duration": "80 steps"},
+    ),
+    Drill(
+        "clock_jump", "the wall clock jumps by an hour", faults={"clock_jump": {"step": _AT, "seconds": 3600.0}},
+        config={"duration": "80 steps", "checkpoint": {"every": "20 steps"}}, clock_jump_s=3600.0,
+    ),
+    Drill(
+        "destroy_twice", "the process group is destroyed twice", faults={"destroy_twice": {"rank": 1}}, config={"duration": "40 steps"},
+    ),
+    Drill(
+        "teardown", "a rank hangs after its result, while it leaves", faults={"hang_in_teardown": {"rank": 1}},
+        config={"duration": "40 steps"},
+    ),
+)  # fmt: skip
+
+
+def choose(names: tuple[str, ...]) -> tuple[Drill, ...]:
+    """The drills of these names, in the table's order; all where none is given.
+
+    Raises:
+        UsageError: with each name that is not in the table.
+    """
+    known = {drill.fault for drill in DRILLS}
+    odd = [name for name in names if name not in known]
+    if odd:
+        raise UsageError.of(
+            f"there is no drill {', '.join(map(repr, odd))}", where="command line", fix=f"one of {', '.join(sorted(known))}",
+        )  # fmt: skip
+    return tuple(drill for drill in DRILLS if not names or drill.fault in names)

@@ -1,0 +1,240 @@
+"""Whether the right thing was said of a fault. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from unisono.causes import find_cause
+from unisono.drill.drills import Drill
+
+_NOT_BLAME = ("straggler",)  # a machine that is busy beside may make any rank slow, and that may be said
+
+
+@dataclass(frozen=True)
+class Told:
+    """A front named a cause.
+
+    Attributes:
+        at: seconds of the monotonic clock.
+        node: which front.
+        cause: of the catalogue.
+        ranks: that it blamed.
+        hosts: that it blamed.
+        is_end: whether it was a verdict that ended the run; else a warning.
+    """
+
+    at: float
+    node: int
+    cause: str
+    ranks: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    is_end: bool = True
+
+
+@dataclass(frozen=True)
+class End:
+    """How a front ended.
+
+    Attributes:
+        at: seconds of the monotonic clock.
+        code: its exit code.
+        by_drill: it did not end by itself in time.
+    """
+
+    at: float
+    code: int
+    by_drill: bool = False
+
+
+@dataclass(frozen=True)
+class History:
+    """What happened in a drill.
+
+    Attributes:
+        effect: when the fault took effect; None if it never did.
+        told: causes that were named, in time.
+        ends: of the fronts, by node.
+        hosts: of the nodes, where they have names of their own.
+        left_behind: what was still there after the end.
+        trouble: what a front wrote to stderr, where nothing is expected.
+    """
+
+    effect: float | None
+    told: Sequence[Told]
+    ends: Sequence[End]
+    hosts: Sequence[str | None] = (None,)
+    left_behind: Sequence[str] = ()
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table, as `unisono drill --json` gives it (DESIGN A1).
+
+    Attributes:
+        fault: the drill's name.
+        want: the cause that should be named; None where nothing should.
+        named: what was named; None if nothing was.
+        ranks: that were blamed.
+        hosts: that were blamed, where nodes are the culprits.
+        right: the right cause, the right culprits and nobody else, in time, and the end that belongs to it.
+        named_after_s: from the moment at which the fault took effect; on several nodes the last one's.
+        ended_after_s: to the end of the last front.
+        limit_s: within which it must be named; None where nothing should be.
+        left_behind: what was still there 5 s after the end.
+        skipped: why it was not tried; None if it was.
+        why: what is not right about it.
+    """
+
+    fault: str
+    want: str | None
+    named: str | None = None
+    ranks: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    right: bool = False
+    named_after_s: float | None = None
+    ended_after_s: float | None = None
+    limit_s: float | None = None
+    left_behind: tuple[str, ...] = ()
+    skipped: str | None = None
+    why: str = ""
+    trouble: str = field(default="", repr=False)
+
+    @property
+    def is_good(self) -> bool:
+        """Right, and nothing is left; what was skipped is no fault of anybody's."""
+        return self.skipped is not None or (self.right and not self.left_behind)
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def told_by(message: Mapping[str, Any], *, at: float, node: int, words: tuple[str, ...]) -> Told | None:
+    """The cause that a JSON line of a front names; None for other lines.
+
+    Args:
+        message: the line.
+        at: when it came.
+        node: whose it is.
+        words: the code of a warning that is a name, though it has no verdict, and parts of its text of which any will do.
+    """
+    if message.get("kind") == "verdict":
+        return _told(message, at=at, node=node, is_end=True)
+    if message.get("kind") != "warning":
+        return None
+    verdict = message.get("verdict")
+    if isinstance(verdict, Mapping):
+        return _told(verdict, at=at, node=node, is_end=False)
+    code, *parts = words or ("",)
+    if code and message.get("code") == code and any(part in str(message.get("text", "")) for part in parts):
+        return Told(at, node, "", is_end=False)
+    return None
+
+
+def skipped(drill: Drill, why: str) -> Row:
+    """The row of a drill that could not be tried."""
+    return Row(drill.fault, _want(drill), skipped=why)
+
+
+def judge(drill: Drill, history: History) -> Row:
+    """The row of a drill that was tried."""
+    if history.effect is None:
+        why = ", ".join(["the run ended before the fault took effect", *map(_blame, history.told)])
+        return Row(
+            drill.fault,
+            _want(drill),
+            why=why,
+            trouble=history.trouble,
+            left_behind=tuple(history.left_behind),
+        )
+    told = [entry for entry in history.told if entry.cause not in _NOT_BLAME or entry.cause in drill.want]
+    right = [entry for entry in told if _is_right(drill, entry, history.hosts)]
+    after = _named_after(right, history)
+    of_head = [entry for entry in right if entry.node == 0]
+    shown = next(reversed(of_head or right or told), None)
+    ended = max((end.at for end in history.ends), default=history.effect) - history.effect
+    why = _what_is_wrong(drill, history, told, right, after)
+    return Row(
+        fault=drill.fault, want=_want(drill), named=_name(drill, shown), ranks=shown.ranks if shown is not None else (),
+        hosts=shown.hosts if shown is not None and drill.nodes else (), right=not why, named_after_s=after if drill.want else None,
+        ended_after_s=ended, limit_s=drill.limit_s if drill.want else None, left_behind=tuple(history.left_behind), why=why,
+        trouble=history.trouble if why else "",
+    )  # fmt: skip
+
+
+def is_named(drill: Drill, told: Sequence[Told], hosts: Sequence[str | None]) -> bool:
+    """Whether every node has said what is right."""
+    said = {entry.node for entry in told if _is_right(drill, entry, hosts)}
+    return len(said) == len(hosts)
+
+
+def _told(verdict: Mapping[str, Any], *, at: float, node: int, is_end: bool) -> Told:
+    ranks, hosts = tuple(map(int, verdict["ranks"])), tuple(map(str, verdict["hosts"]))
+    return Told(at, node, str(verdict["cause"]), ranks, hosts, is_end)
+
+
+def _want(drill: Drill) -> str | None:
+    return drill.want[0] if drill.want else None
+
+
+def _name(drill: Drill, told: Told | None) -> str | None:
+    if told is None:
+        return None
+    return told.cause or _want(drill)
+
+
+def _is_right(drill: Drill, told: Told, hosts: Sequence[str | None]) -> bool:
+    if not told.cause:
+        return True
+    if told.cause not in drill.want or told.ranks != drill.ranks:
+        return False
+    if not drill.nodes:
+        return True
+    culprits = tuple(str(hosts[node]) for node in drill.nodes)
+    # Which of two halves is the one that was cut off can be told by neither: each may name the other, or itself.
+    return told.hosts == culprits if told.node == 0 else len(told.hosts) == 1 and told.hosts[0] in hosts
+
+
+def _named_after(right: Sequence[Told], history: History) -> float | None:
+    """Seconds to the first right word of the last node."""
+    first: dict[int, float] = {}
+    for entry in right:
+        first.setdefault(entry.node, entry.at)
+    if len(first) < len(history.hosts) or history.effect is None:
+        return None
+    return max(first.values()) - history.effect
+
+
+def _what_is_wrong(
+    drill: Drill, history: History, told: Sequence[Told], right: Sequence[Told], after: float | None
+) -> str:
+    """The first thing that is not right; an empty string where all is."""
+    wrong = [entry for entry in told if entry not in right]
+    if wrong:
+        return f"named {_blame(wrong[0])}"
+    if drill.want and after is None:
+        return f"not named within {drill.limit_s:g} s" if not right else "not named on every node"
+    if drill.want and after is not None and after > drill.limit_s:
+        return f"named after {after:.1f} s; {drill.limit_s:g} s are allowed"
+    if any(end.by_drill for end in history.ends):
+        return f"the run did not end within {drill.end_s:g} s"
+    expected = _exit_code(drill, right)
+    codes = [end.code for end in history.ends]
+    if any(code != expected for code in codes):
+        return f"exit code {', '.join(map(str, codes))} instead of {expected}"
+    return ""
+
+
+def _exit_code(drill: Drill, right: Sequence[Told]) -> int:
+    """That of the cause which ended the run."""
+    if not drill.want:
+        return 0
+    cause = find_cause(right[-1].cause or drill.want[0])
+    assert cause is not None, "the table names causes of the catalogue"
+    return cause.exit_code
+
+
+def _blame(told: Told) -> str:
+    who = [f"rank {rank}" for rank in told.ranks] or [f"host {host}" for host in told.hosts] or ["nobody"]
+    return f"{told.cause}, {', '.join(who)}"
