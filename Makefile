@@ -1,8 +1,10 @@
 # make demo   fine-tune the built-in model and show what it learnt (about two minutes after installation)
-# make test   everything that is checked before a change lands
+# make test   everything that is checked before a change lands; WORKERS=1 runs one test at a time
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
+# More than there are cores at the least: many tests wait for processes.
+WORKERS ?= 3
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test check test-long format clean
@@ -24,7 +26,7 @@ check: $(STAMP)
 	$(VENV)/bin/mypy
 
 test: $(STAMP) check
-	$(PY) -m pytest -m "not long and not gpu" --durations=15
+	$(PY) -m pytest -m "not long and not gpu" -n $(WORKERS) --durations=15
 
 test-long: $(STAMP)
 	$(PY) -m pytest -m long

@@ -27,6 +27,8 @@ from unisono.causes.variables import VARIABLES
 from unisono.cli.app import build_app
 from unisono.config.describe import describe_field, section_in
 from unisono.config.schema import RunConfig, Section
+from unisono.doctor.check import AREAS, Check
+from unisono.doctor.registry import CATALOGUE as CHECKS
 from unisono.rundir.layout import RunDir
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
@@ -61,6 +63,7 @@ def make_pages() -> dict[str, str]:
         "causes.md": causes_page(),
         "agreement.md": agreement_page(),
         "variables.md": variables_page(),
+        "doctor.md": doctor_page(),
         "commands.md": commands_page(),
         "exit-codes.md": exit_codes_page(),
         "files.md": files_page(),
@@ -162,6 +165,34 @@ def agreement_page() -> list[str]:
         [f"`{bad.package}`", dotted(bad.since), dotted(bad.before) or "not known", bad.what, bad.command, f"<{bad.source}>"]
         for bad in KNOWN_BAD
     ])  # fmt: skip
+
+
+def doctor_page() -> list[str]:
+    """What doctor looks at."""
+    lines = [
+        "# What doctor looks at", "",
+        "`unisono doctor` makes these checks, `unisono doctor CONFIG` those of a run, `--nodes` those between nodes. How to use it:"
+        " [look before you start](../how-to/doctor.md). Each ends as pass, warn, fail or unknown; the command ends with 6 where one fails,"
+        " with `--strict` also where one warns or is unknown.",
+    ]  # fmt: skip
+    for area, title in AREAS.items():
+        checks = [check for check in CHECKS if check.area == area]
+        if checks:
+            lines += ["", f"## {title}", *(line for check in checks for line in check_section(check))]
+    return lines
+
+
+def check_section(check: Check) -> list[str]:
+    """A check's paragraph."""
+    causes = ", ".join(f"[{cause}](causes.md#{cause})" for cause in check.causes)
+    why = f"{check.why[0].upper()}{check.why[1:]}."
+    return [
+        "",
+        f"### {check.id}",
+        "",
+        f"{check.title[0].upper()}{check.title[1:]}. {why} {check.how}",
+        *(["", f"Causes: {causes}."] if causes else []),
+    ]
 
 
 def rule_row(rule: Rule) -> list[str]:

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from xdist.remote import Producer
 
 from tests.nodes.ground import Ground, Loopback, Namespaces, why_no_namespaces
+from tests.sharing import Sharing
 from unisono.config import RunConfig
 from unisono.events import Reporter
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
@@ -187,3 +189,25 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     )
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the places of all jobs keep, each for itself: prepared data, and the user's key."""
+    return tmp_path_factory.mktemp("caches")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Sharing:
+    """Whole files are given to a process, and some files together."""
+    return Sharing(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Side by side (`-n`), files with what takes long begin first, so that no process is left alone with one at the end."""
+    if not hasattr(config, "workerinput"):
+        return
+    torch.set_num_threads(1)  # more would only wait for each other
+    dear = {
+        item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("ranks")
+    }
+    items.sort(key=lambda item: item.path not in dear)

@@ -27,6 +27,13 @@ def test_a_cause_is_explained_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
     assert "What to do:\n  1. " in out
 
 
+def test_a_cause_that_can_be_drilled_says_how(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "user_code_stuck")
+    assert out.endswith("To see it on this machine:\n  unisono drill sleep\n  unisono drill spin\n")
+    _, out, _ = run(capsys, "rdzv_timeout")
+    assert "unisono drill" not in out
+
+
 @pytest.mark.parametrize("name", ["NCCL_SOCKET_IFNAME", "nccl_socket_ifname"])
 def test_a_variable_is_explained(capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, out, _ = run(capsys, name)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from unisono.cli.app import main
-from unisono.cli.init import template_names, template_text
+from unisono.cli.init import job_names, template_names, template_text
 from unisono.config import RunConfig, load_config
 from unisono.config.describe import all_keys, describe_field, section_in
 
@@ -91,6 +92,18 @@ def test_an_unknown_template_ends_with_2_and_the_nearest(capsys: pytest.CaptureF
 
 def test_the_list_has_every_template(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "--list")
-    assert [line.split()[0] for line in out.splitlines()] == template_names()
+    assert [line.split()[0] for line in out.splitlines()] == [*template_names(), *job_names()]
     _, out, _ = run(capsys, "--list", "--json")
-    assert [item["name"] for item in json.loads(out)["templates"]] == template_names()
+    assert [item["name"] for item in json.loads(out)["templates"]] == [*template_names(), *job_names()]
+
+
+def test_a_ray_job_asks_its_cluster_for_as_many_nodes_as_its_command_does() -> None:
+    job = yaml.safe_load(template_text("ray-job"))
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    words = job["spec"]["entrypoint"].split()
+    workers = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+    resources = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert words[:2] == ["unisono", "train"]
+    assert words[words.index("--nodes") + 1] == str(workers["replicas"])
+    assert words[words.index("--nproc") + 1] == resources["nvidia.com/gpu"]
+    assert job["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"

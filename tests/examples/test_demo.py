@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 EARLIER = "# Written by unisono: an earlier run\n"
 
@@ -54,24 +56,20 @@ def _share(line: str, text: str) -> float:
     return float(found[1])
 
 
-@pytest.mark.slow
 def test_it_could_not_do_it_before_and_can_after(demo: str) -> None:
     assert _share("exact match before", demo) < 5
     assert _share("exact match after", demo) >= 95
 
 
-@pytest.mark.slow
 def test_the_printed_figures_are_those_of_the_result(demo: str, result: dict[str, Any]) -> None:
     assert _share("exact match before", demo) == round(100 * result["eval"]["exact_match_before"], 1)
     assert _share("exact match after", demo) == round(100 * result["eval"]["exact_match"], 1)
 
 
-@pytest.mark.slow
 def test_it_shows_three_requests_before_and_after(demo: str) -> None:
     for label in ("request", "  before", "  after", "  wanted"):
         assert len(re.findall(rf"^{label} ", demo, re.MULTILINE)) == 3, demo
 
 
-@pytest.mark.slow
 def test_an_earlier_run_is_set_aside_and_not_lost(demo: str, project: Path) -> None:
     assert (project / "runs" / "demo.old-1" / "config.yaml").read_text() == EARLIER

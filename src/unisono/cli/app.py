@@ -17,6 +17,8 @@ _EPILOG = "Everywhere: --json (JSON on stdout), --quiet, --debug (tracebacks), -
 _COMMANDS: dict[str, tuple[str, str, str]] = {
     "init": ("init", "init", "unisono init > train.yaml"),
     "train": ("train", "train", "unisono train train.yaml optim.lr=1e-4"),
+    "run": ("run", "run", "unisono run --nodes 2 --node-rank 0 --head a:29500 -- torchrun train.py"),
+    "doctor": ("doctor", "doctor", "unisono doctor train.yaml"),
     "data": ("data", "app", "unisono data preview train.yaml"),
     "chat": ("chat", "chat", "unisono chat runs/demo"),
     "generate": ("generate", "generate", "unisono generate runs/demo 'remind me on Tuesday'"),
@@ -24,6 +26,8 @@ _COMMANDS: dict[str, tuple[str, str, str]] = {
     "export": ("export", "export", "unisono export runs/demo merged --merge"),
     "checkpoint": ("checkpoint", "app", "unisono checkpoint ls runs/demo"),
     "logs": ("logs", "logs", "unisono logs runs/demo"),
+    "drill": ("drill", "drill", "unisono drill sigkill sleep"),
+    "diagnose": ("diagnose", "diagnose", "unisono diagnose logs/"),
     "explain": ("explain", "explain", "unisono explain nan_loss"),
 }
 
@@ -110,8 +114,8 @@ def _show(error: Exception, *, command: str) -> int:
 
 
 def _emit_refusal(body: dict[str, Any], *, command: str) -> None:
-    """`train` speaks in lines, of which the last is its result (DESIGN A1); others say it in one object."""
-    if command != "train":
+    """`train` and `run` speak in lines, of which the last is its result (DESIGN A1); others say it in one object."""
+    if command not in ("train", "run"):
         output().emit({"kind": "refused", "schema": 1, **body})
         return
     from unisono.launch.outcome import refused_result

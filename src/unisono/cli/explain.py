@@ -35,9 +35,9 @@ def explain(
         return
     cause, variable = find_cause(name.lower().replace("-", "_")), find_variable(name)
     if cause is not None:
-        _show({"kind": "cause", **asdict(cause)}, cause_lines(cause))
+        _show({"kind": "cause", **asdict(cause), "drills": _drills(cause)}, cause_lines(cause))
     elif variable is not None:
-        _show({"kind": "variable", **asdict(variable)}, variable_lines(variable))
+        _show({"kind": "variable", **asdict(variable), **_more(variable)}, variable_lines(variable))
     else:
         near = _nearest(name)
         raise UsageError.of(
@@ -64,19 +64,47 @@ def cause_lines(cause: "Cause") -> list[str]:
         "",
         f"Exit code {cause.exit_code} ({EXIT_CODES[cause.exit_code]}). Starting again {retry}. Found {' and '.join(cause.when)} a run.",
     ]
+    drills = _drills(cause)
+    if drills:
+        lines += ["", "To see it on this machine:", *(f"  unisono drill {fault}" for fault in drills)]
     return lines
+
+
+def _drills(cause: "Cause") -> list[str]:
+    """The fire drills in which it is the first that must be named."""
+    from unisono.drill.drills import DRILLS
+
+    return [drill.fault for drill in DRILLS if drill.want[:1] == (cause.id,)]
 
 
 def variable_lines(variable: "Variable") -> list[str]:
     """The entry of an environment variable as lines."""
     from unisono.causes.variable import GROUP_MEANING
+    from unisono.causes.variable_advice import ADVICE
+    from unisono.causes.variable_values import VALUES
 
     lines = [f"{variable.name}: {variable.meaning}", "", f"It {GROUP_MEANING[variable.group]}."]
+    takes, advice = VALUES.get(variable.name), ADVICE.get(variable.name)
+    if takes:
+        lines += ["", f"Values: {takes.text}. With another one {takes.otherwise}."]
+    if advice:
+        lines += ["", f"What it costs: {advice.costs}.", f"When it is right: {advice.right}."]
     if variable.suspicious:
         lines += ["", f"Suspicious: {variable.suspicious}"]
     if variable.causes:
         lines += ["", f"Related causes: {', '.join(variable.causes)}"]
     return lines
+
+
+def _more(variable: "Variable") -> dict[str, object]:
+    """What is known beside the entry, as JSON; null where nothing is."""
+    from unisono.causes.variable_advice import ADVICE
+    from unisono.causes.variable_values import VALUES
+
+    takes, advice = VALUES.get(variable.name), ADVICE.get(variable.name)
+    return {
+        "values": takes.text if takes else None, "costs": advice.costs if advice else None, "right": advice.right if advice else None,
+    }  # fmt: skip
 
 
 def _show(value: dict[str, object], lines: list[str]) -> None:

@@ -1,6 +1,7 @@
 """`unisono init`: a commented config to start from."""
 
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,7 @@ def init(
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="list the templates")] = False,
 ) -> None:
-    """Gives a commented config to start from."""
+    """Gives a commented config to start from, or a cluster's job file."""
     if listing:
         _list_templates()
         return
@@ -36,16 +37,22 @@ def init(
     _write_new(out, text)
     if output().json:
         output().emit({"schema": 1, "template": name, "path": str(out)})
-    output().say(f"wrote {out}: set `model` and `data.train` in it, then `unisono train {out}`")
+    rest = (
+        "fill in what stands in <…>"
+        if name in job_names()
+        else f"set `model` and `data.train` in it, then `unisono train {out}`"
+    )
+    output().say(f"wrote {out}: {rest}")
 
 
 def template_names() -> list[str]:
-    """The names of all templates, the default first."""
-    folder = resources.files("unisono.cli") / "templates"
-    names = sorted(
-        item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")
-    )
-    return sorted(names, key=lambda name: name != _DEFAULT)
+    """The names of all configs, the default first."""
+    return sorted(_names_in(_configs()), key=lambda name: name != _DEFAULT)
+
+
+def job_names() -> list[str]:
+    """The names of templates for what starts unisono, as a cluster's own job files."""
+    return sorted(_names_in(_configs() / "jobs"))
 
 
 def template_text(name: str) -> str:
@@ -54,7 +61,7 @@ def template_text(name: str) -> str:
     Raises:
         UsageError: if there is none of this name.
     """
-    names = template_names()
+    names = [*template_names(), *job_names()]
     if name not in names:
         from unisono.errors import UsageError
         from unisono.text import nearest
@@ -64,11 +71,23 @@ def template_text(name: str) -> str:
             f"there is no template {name}",
             fix=f"did you mean `{near}`?" if near else f"choose one of {', '.join(names)}",
         )
-    return (resources.files("unisono.cli") / "templates" / f"{name}.yaml").read_text(encoding="utf-8")
+    folder = _configs() / "jobs" if name in job_names() else _configs()
+    return (folder / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _configs() -> Traversable:
+    return resources.files("unisono.cli") / "templates"
+
+
+def _names_in(folder: Traversable) -> list[str]:
+    return [item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")]
 
 
 def _list_templates() -> None:
-    about = {name: template_text(name).splitlines()[0].removeprefix("# ") for name in template_names()}
+    about = {
+        name: template_text(name).splitlines()[0].removeprefix("# ")
+        for name in [*template_names(), *job_names()]
+    }
     if output().json:
         output().emit(
             {"schema": 1, "templates": [{"name": name, "about": text} for name, text in about.items()]}

@@ -12,18 +12,22 @@ from unisono.cli.output import output
 def logs(
     run: Annotated[Path, typer.Argument(help="a run's directory", show_default=False)],
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.", show_default=False)] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Then show what comes, until the run has ended.")
+    ] = False,
 ) -> None:
-    """Shows what all ranks printed and told, labelled, in time."""
-    from unisono.launch.logs import merged_logs
+    """Shows what all ranks printed and told, and the verdicts, labelled, in time by the head's clock."""
+    from unisono.launch.logs import followed_logs, merged_logs
     from unisono.text import plain
 
     speak = output()
-    for line in merged_logs(run):
+    for line in followed_logs(run) if follow else merged_logs(run):
         if rank is not None and line.rank != rank:
             continue
         if speak.json:
             speak.emit({
-                "time": line.time, "host": line.host, "rank": line.rank, "source": line.source, "text": line.text,
+                "time": line.time, "host": line.host, "rank": line.rank if line.rank >= 0 else None, "source": line.source, "text": line.text,
+                "signatures": line.signatures,
             })  # fmt: skip
             continue
         clock = time.strftime("%H:%M:%S", time.localtime(line.time)) if line.time else "--:--:--"

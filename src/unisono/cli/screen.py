@@ -100,6 +100,7 @@ class Screen:
         self._pace = Pace(clock)
         self._plan: RunPlan | None = None
         self._greeted = False
+        self._verdict: Verdict | None = None
         self._figures: dict[str, str] = {}
 
     def show(self, message: Message) -> None:
@@ -115,9 +116,11 @@ class Screen:
 
     def close(self) -> None:
         """Leaves the terminal as it was."""
+        self._show_verdict()
         self._line.close()
 
     def _on_plan(self, message: Message) -> None:
+        self._show_verdict()  # of a start that is over, and this is the next one
         self._plan = RunPlan.model_validate({k: v for k, v in message.items() if k not in ("kind", "time")})
 
     def _on_ready(self, message: Message) -> None:
@@ -183,8 +186,15 @@ class Screen:
         self._talk(one_line(str(message.get("text", ""))))
 
     def _on_verdict(self, message: Message) -> None:
-        verdict = Verdict.from_json({k: v for k, v in message.items() if k not in ("kind", "time")})
-        for text in verdict.lines():
+        """Says at once what it is; the block with evidence and remedy is the last that is read."""
+        self._show_verdict()
+        self._verdict = Verdict.from_json({k: v for k, v in message.items() if k not in ("kind", "time")})
+        if self._verdict.when == "during":  # before the start nothing else follows
+            self._line.above(f"{self._verdict.summary}  [{self._verdict.cause}]")
+
+    def _show_verdict(self) -> None:
+        verdict, self._verdict = self._verdict, None
+        for text in verdict.lines() if verdict is not None else ():
             self._line.above(text)
 
     def _on_refused(self, message: Message) -> None:
@@ -193,9 +203,12 @@ class Screen:
                 self._line.above(text)
 
     def _on_result(self, message: Message) -> None:
+        verdict, self._verdict = self._verdict, None
         self.close()
         for text in ending(message, Path.cwd()):
             self._speak.result(text)
+        self._verdict = verdict
+        self._show_verdict()
 
     def _talk(self, text: str) -> None:
         if not self._speak.quiet:

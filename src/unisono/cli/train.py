@@ -7,6 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unisono.cli.output import output, silence
+from unisono.cli.places import (
+    DebugComm,
+    Devices,
+    Head,
+    JoinTimeout,
+    NodeRank,
+    NodesOrLeast,
+    Nproc,
+    Overrides,
+    TokenFile,
+)
 
 if TYPE_CHECKING:
     from unisono.events import Message
@@ -15,10 +26,7 @@ if TYPE_CHECKING:
 
 def train(
     config: Annotated[Path, typer.Argument(help="a YAML file; `unisono init` makes one", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="as optim.lr=1e-4", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on; also starts a new run, and extends a finished one.")
     ] = False,
@@ -34,38 +42,38 @@ def train(
     trust: Annotated[
         bool, typer.Option("--trust", help="Go on from a checkpoint that is not signed with your key.")
     ] = False,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=1024, metavar="N", help="Ranks on this node; else one per device.", show_default=False
-        ),
-    ] = None,
-    devices: Annotated[
-        str | None, typer.Option(metavar="LIST", help="As 0,1 or UUIDs: one a rank.", show_default=False)
-    ] = None,
-    nodes: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="How many nodes; run the same on each.", show_default=False),
-    ] = None,
-    node_rank: Annotated[
-        int | None, typer.Option(min=0, metavar="R", help="Which node this is, from 0.", show_default=False)
-    ] = None,
-    head: Annotated[
-        str | None, typer.Option(metavar="HOST[:PORT]", help="Where node 0 is.", show_default=False)
-    ] = None,
+    nproc: Nproc = None,
+    devices: Devices = None,
+    nodes: NodesOrLeast = None,
+    node_rank: NodeRank = None,
+    head: Head = None,
     hosts: Annotated[
         str | None, typer.Option(metavar="A,B,…", help="Start these nodes over ssh.", show_default=False)
     ] = None,
-    token_file: Annotated[
+    token_file: TokenFile = None,
+    join_timeout: JoinTimeout = 300.0,
+    launcher: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="The job's secret; else UNISONO_TOKEN.", show_default=False),
+        typer.Option(
+            metavar="NAME",
+            help="local, nodes, ray or slurm: who starts the nodes.",
+            show_default=False,
+        ),
     ] = None,
-    join_timeout: Annotated[
-        float, typer.Option(min=1.0, metavar="SECONDS", help="How long nodes wait for each other.")
-    ] = 300.0,
-    debug_comm: Annotated[
-        bool, typer.Option("--debug-comm", help="Ranks say more about their communication.")
-    ] = False,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A", help="The Ray cluster; else RAY_ADDRESS, or the one here.", show_default=False
+        ),
+    ] = None,
+    partition: Annotated[
+        str | None, typer.Option(metavar="P", help="Of the Slurm cluster.", show_default=False)
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(metavar="T", help="Limit of a Slurm job, as 8:00:00.", show_default=False),
+    ] = None,
+    debug_comm: DebugComm = False,
     restarts: Annotated[
         int | None,
         typer.Option(min=0, max=100, help="How often a run that died goes on by itself.", show_default=False),
@@ -86,6 +94,7 @@ def train(
         config, tuple(overrides or ()), resume=resume, fresh=fresh, allow=tuple(allow or ()), trust=trust,
         devices=devices, restarts=restarts, nproc=nproc,
         nodes=nodes, node_rank=node_rank, head=head, hosts=hosts, token_file=token_file, join_timeout_s=join_timeout,
+        launcher=launcher, ray_address=ray_address, partition=partition, time=time,
         debug_comm=debug_comm, rehearse=not no_rehearse,
     )  # fmt: skip
     if dry_run:
@@ -98,7 +107,7 @@ def train(
 
 def _train(request: "TrainRequest") -> int:
     from unisono.cli.screen import JsonLines, Screen
-    from unisono.launch.session import train as train_session
+    from unisono.launch.launchers import carry_out
 
     speak = output()
     screen = JsonLines(speak) if speak.json else Screen(speak)
@@ -111,7 +120,7 @@ def _train(request: "TrainRequest") -> int:
             silence(sys.stderr)
 
     try:
-        return int(train_session(request, show)["exit_code"])
+        return int(carry_out(request, show)["exit_code"])
     finally:
         screen.close()
 
@@ -119,10 +128,16 @@ def _train(request: "TrainRequest") -> int:
 def _show_plan(request: "TrainRequest") -> None:
     from unisono.cli.first_screen import first_screen
     from unisono.cli.screen import Screen
+    from unisono.launch.launchers import plan_only
     from unisono.launch.outcome import dry_result
-    from unisono.launch.session import plan_only
 
     speak = output()
+    if request.launcher == "slurm":
+        from unisono.launch.slurm.session import script_for
+
+        script = script_for(request)
+        speak.emit({"kind": "script", "text": script}) if speak.json else speak.result(script)
+        return
     screen = Screen(speak)
     try:
         plan = plan_only(request, screen.show)

@@ -1,0 +1,120 @@
+"""`unisono diagnose`: reads what a dead run left behind, anybody's, and names the cause."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unisono.cli.output import output
+
+if TYPE_CHECKING:
+    from unisono.diagnose.tell import Diagnosis
+
+
+def diagnose(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE|DIR...", help="logs, directories of logs; - is stdin", show_default=False
+        ),
+    ],
+    every: Annotated[bool, typer.Option("--all", help="Also what else it may have been.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Draw the ranks over time.")] = False,
+) -> None:
+    """Reads the logs of a run, ours or anybody's, and names the cause, the culprit, the evidence and the remedy."""
+    from unisono.diagnose.ours import diagnose_run, is_run, log_files
+
+    root = Path(paths[0])
+    if len(paths) == 1 and is_run(root):
+        found = diagnose_run(root, lambda: _of_logs(log_files(root)))
+    else:
+        found = _of_logs(paths)
+    _show(found, every=every, timeline=timeline)
+
+
+def _of_logs(paths: list[str]) -> "Diagnosis":
+    from unisono.cli.reading_line import ReadingLine
+    from unisono.diagnose.reading import diagnose_logs, read_all
+    from unisono.diagnose.sources import find_sources
+    from unisono.errors import UsageError
+    from unisono.text import plain
+
+    speak = output()
+    try:
+        sources = find_sources(paths)
+    except FileNotFoundError as error:
+        raise UsageError.of(f"{error} does not exist", where=str(error), fix="give a log, or a directory with logs") from None  # fmt: skip
+    line = ReadingLine(sum(source.size for source in sources))
+    try:
+        read = read_all(sources, on_read=line.show)
+    finally:
+        line.close()
+    for refused in read.refused:
+        speak.warn(f"not read: {plain(refused)}")
+    if paths and not read.scanned and not read.recordings:
+        raise UsageError.of("there is no log that can be read", where=" ".join(paths), fix="give a log, or a directory with logs")  # fmt: skip
+    return diagnose_logs(read.scanned, read.recordings)
+
+
+def _show(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
+    if output().json:
+        _emit(found, every=every, timeline=timeline)
+        return
+    from unisono.diagnose.redact import redacted
+
+    speak = output()
+    for line in _lines(found, every=every):
+        speak.result(redacted(line))
+    if timeline:
+        speak.result("")
+        for line in _drawn(found):  # its texts are labels, and it has colours
+            speak.result(line)
+    speak.say(f"More on it: unisono explain {found.verdict.cause}")
+
+
+def _lines(found: "Diagnosis", *, every: bool) -> Iterator[str]:
+    yield from found.verdict.lines()
+    for link in found.chain[1:]:
+        yield f"THEN        {link.where}: {link.text}"
+    if found.facts.earlier_runs:
+        yield f"BEFORE IT   earlier runs in the same logs: {', '.join(found.facts.earlier_runs)}"
+    for number, verdict in enumerate(found.alternatives if every else (), 2):
+        yield ""
+        yield f"{number}. {verdict.confidence:.0%}"
+        yield from verdict.lines()
+
+
+def _emit(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
+    from unisono.diagnose.redact import redacted_json
+
+    body = found.verdict.to_json()
+    body["chain"] = [link.model_dump() for link in found.chain]
+    body["missing"] = list(found.missing)
+    body["earlier_runs"] = list(found.facts.earlier_runs)
+    if every:
+        body["alternatives"] = [verdict.to_json() for verdict in found.alternatives]
+    if timeline:
+        body["timeline"] = _drawn(found)
+    output().emit(redacted_json(body))
+
+
+def _drawn(found: "Diagnosis") -> list[str]:
+    """The timeline, as wide as the terminal and in its colours; plain where there is none."""
+    from unisono.diagnose.timeline import draw
+    from unisono.facts import read_environment
+
+    seen = sys.stdout.isatty() and not output().json
+    width = shutil.get_terminal_size().columns if seen else 100
+    first = (
+        found.verdict.evidence[0].where if found.verdict.severity != "none" and found.verdict.evidence else ""
+    )
+    return draw(
+        found.facts,
+        first=first,
+        ranks=found.verdict.ranks,
+        width=width,
+        colour=seen and read_environment().colour,
+    )

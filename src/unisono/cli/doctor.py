@@ -1,0 +1,92 @@
+"""`unisono doctor`: look before you start."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unisono.cli.output import output
+from unisono.cli.places import Devices, Head, JoinTimeout, NodeRank, NodesOrLeast, Nproc, Overrides, TokenFile
+
+if TYPE_CHECKING:
+    from unisono.doctor.examining import Examination
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="what this run needs is looked at, too", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    devices: Devices = None,
+    nodes: NodesOrLeast = None,
+    node_rank: NodeRank = None,
+    head: Head = None,
+    token_file: TokenFile = None,
+    join_timeout: JoinTimeout = 300.0,
+    ladder: Annotated[
+        bool,
+        typer.Option(
+            "--ladder", help="Try a real collective; where it fails, find the setting with which it works."
+        ),
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="End with 6 also where a check warns or is unknown.")
+    ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="Write the report as one page, too.", show_default=False),
+    ] = None,
+    end_orphans: Annotated[
+        bool, typer.Option("--end-orphans", help="End your ranks that earlier runs have left behind.")
+    ] = False,
+) -> None:
+    """Looks at this machine, and with --nodes at its peers, before anything is started. Ends with 6 where a check fails."""
+    from unisono.cli.screen import Screen
+    from unisono.doctor.asked import DoctorRequest
+    from unisono.doctor.examining import examine
+    from unisono.doctor.showing import lines
+    from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
+
+    speak = output()
+    screen = Screen(speak)
+    request = DoctorRequest(
+        config, tuple(overrides or ()), nproc=nproc, devices=devices, nodes=nodes, node_rank=node_rank, head=head,
+        token_file=token_file, join_timeout_s=join_timeout, ladder=ladder, end_orphans=end_orphans,
+        show=screen.show,
+    )  # fmt: skip
+    try:
+        with Interrupts():
+            examination = examine(request)
+    except Stopped as stopped:
+        raise typer.Exit(exit_code_of(stopped.number)) from None
+    finally:
+        screen.close()
+    if speak.json:
+        speak.emit({"schema": 1, "checks": [finding.to_json() for finding in examination.findings]})
+    else:
+        for line in lines(examination):
+            speak.result(line)
+    if report is not None:
+        _write(report, examination)
+        speak.say(f"the same as one page: {report}")
+    raise typer.Exit(examination.exit_code(strict=strict))
+
+
+def _write(path: Path, examination: "Examination") -> None:
+    """The page, whole or not at all.
+
+    Raises:
+        UsageError: if it cannot be written there.
+    """
+    from unisono.doctor.page import page
+    from unisono.errors import UsageError
+    from unisono.files import write_text
+
+    try:
+        write_text(path, page(examination, made=time.strftime("%Y-%m-%d %H:%M:%S %Z")))
+    except OSError as error:
+        raise UsageError.of(
+            f"the report cannot be written: {error.strerror or error}", where=f"--report {path}", fix="name a file in a folder that can be written"
+        ) from error  # fmt: skip

@@ -1,0 +1,86 @@
+"""`unisono drill`: fire drills for a job, on this machine."""
+
+import contextlib
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unisono.cli.output import output
+
+if TYPE_CHECKING:
+    from unisono.drill.drills import Drill
+    from unisono.drill.judging import Row
+
+
+def drill(
+    faults: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FAULT", help="as sigkill; without any: all", show_default=False),
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Show the faults; start nothing.")] = False,
+) -> None:
+    """Puts each fault into a tiny run on this machine, and shows what was named, how fast, and what was left. Ends with 6 if one was not named rightly."""
+    from unisono.drill.drills import choose
+    from unisono.drill.showing import lines, table_of
+
+    speak = output()
+    chosen = choose(tuple(faults or ()))
+    if list_:
+        if speak.json:
+            speak.emit({"schema": 1, "faults": [_known(drill) for drill in chosen]})
+        else:
+            for line in table_of(chosen):
+                speak.result(line)
+        return
+    with _ended_tidily():
+        rows = _carry_out(chosen)
+    if speak.json:
+        speak.emit({"schema": 1, "faults": [row.to_json() for row in rows]})
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in lines(rows, width=width):
+        speak.result(line)
+    raise typer.Exit(0 if all(row.is_good for row in rows) else 6)
+
+
+def _carry_out(chosen: "tuple[Drill, ...]") -> "list[Row]":
+    from unisono.cli.progress import Progress
+    from unisono.drill.running import carry_out
+    from unisono.drill.showing import in_one_line
+
+    rows: list[Row] = []
+    with Progress(output()) as progress:
+
+        def tell(drill: "Drill", text: str) -> None:
+            what = f"{len(rows) + 1} of {len(chosen)}, {drill.fault} ({drill.text}): {text}"
+            progress.show({"kind": "phase", "text": what})
+
+        for drill, row in zip(chosen, carry_out(chosen, tell), strict=True):
+            rows.append(row)
+            progress.show(
+                {"kind": "phase", "text": f"{len(rows)} of {len(chosen)}, {drill.fault}: {in_one_line(row)}"}
+            )
+    return rows
+
+
+def _known(drill: "Drill") -> dict[str, object]:
+    return {"fault": drill.fault, "text": drill.text, "want": list(drill.want), "limit_s": drill.limit_s}
+
+
+@contextlib.contextmanager
+def _ended_tidily() -> Iterator[None]:
+    """Whoever ends the drill by a signal has it take away what it has made first, as after Ctrl-C."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

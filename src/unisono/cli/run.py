@@ -1,0 +1,83 @@
+"""`unisono run`: somebody else's program, under the same guard as our own runs."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unisono.cli.output import output, silence
+from unisono.cli.places import DebugComm, Head, JoinTimeout, NodeRank, TokenFile
+
+if TYPE_CHECKING:
+    from unisono.causes import Verdict
+    from unisono.events import Message
+
+
+def run(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="-- COMMAND...", help="the program, as you would type it", show_default=False),
+    ],
+    nproc: Annotated[
+        int | None, typer.Option(min=1, max=1024, metavar="N", help="Ranks on this node.", show_default=False)
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option(metavar="LIST", help="What the program may see, as 0,1.", show_default=False)
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="How many nodes; run the same on each.", show_default=False),
+    ] = None,
+    node_rank: NodeRank = None,
+    head: Head = None,
+    token_file: TokenFile = None,
+    join_timeout: JoinTimeout = 300.0,
+    output_dir: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR",
+            help="Log, events, verdict, result; else runs/run-<UTC time>-<pid>.",
+            show_default=False,
+        ),
+    ] = "",
+    uneven: Annotated[
+        bool, typer.Option("--uneven", help="Nodes may have unequal numbers of ranks.")
+    ] = False,
+    debug_comm: DebugComm = False,
+) -> None:
+    """Runs somebody else's program under guard: agreement before, the watch during, a verdict after. The program stays as it is."""
+    from unisono.cli.told import Told
+    from unisono.guard.asked import RunAsked
+    from unisono.guard.session import Run
+
+    speak = output()
+    asked = RunAsked(
+        tuple(command), nproc=nproc, nodes=nodes, node_rank=node_rank, head=head, token_file=token_file,
+        join_timeout_s=join_timeout, output_dir=output_dir, uneven=uneven, debug_comm=debug_comm, json=speak.json, devices=devices,
+    )  # fmt: skip
+    told = Told(speak)
+
+    def show(message: "Message") -> None:
+        try:
+            told.show(message)
+        except OSError:  # whoever read it is gone: not worth a run, whose directory has it all
+            silence(sys.stdout)
+            silence(sys.stderr)
+
+    raise typer.Exit(int(Run(asked, show, _diagnosis).run()["exit_code"]))
+
+
+def _diagnosis(log: Path) -> "Verdict | None":
+    """What the program printed, read by the engine of `unisono diagnose`; None where that names nothing."""
+    from unisono.diagnose.reading import diagnose_logs, read_all
+    from unisono.diagnose.sources import find_sources
+
+    try:
+        read = read_all(find_sources([str(log)]))
+    except FileNotFoundError:
+        return None
+    if not read.scanned:
+        return None
+    verdict = diagnose_logs(read.scanned, read.recordings).verdict
+    return None if verdict.severity == "none" or verdict.cause == "undetermined" else verdict
