@@ -1,13 +1,18 @@
 """Finds a model's or tokenizer's files: a directory, `builtin:NAME`, or a hub id that is downloaded."""
 
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
 from unisono.config.schema import RunConfig
 from unisono.errors import ModelError
+from unisono.facts import read_environment
+from unisono.facts.hub import Hub, ask, read_hub
 from unisono.text import nearest
 
 _BUILTIN = "builtin:"
+_ANSWER_S = 5.0
+"""How long the hub may be silent before what is in its cache has to do."""
 
 
 def locate_model(path: str, revision: str | None = None) -> Path:
@@ -106,8 +111,13 @@ def _from_hub(path: str, revision: str | None) -> Path:
     )
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+    folder = read_environment().hub_cache
+    hub = read_hub(folder)
+    silent = "" if hub.offline else _why_silent(hub.endpoint)
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(path, revision=revision, allow_patterns=patterns, local_files_only=bool(silent))
+        )
     except GatedRepoError as error:
         raise ModelError.of(
             f"the hub does not give {path} to everybody", where="model.path", why="the model is gated",
@@ -119,8 +129,33 @@ def _from_hub(path: str, revision: str | None) -> Path:
             where="model.revision",
             fix="give a branch, tag or commit of it",
         ) from error
-    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+    except RepositoryNotFoundError as error:
+        raise ModelError.of(
+            f"{path} is neither a directory here nor a model that {hub.endpoint} shows", where="model.path",
+            why="it does not exist there, or it is private" + ("" if hub.token else ", and there is no token here"),
+            fix="check the spelling; for a private one set HF_TOKEN; for a directory write ./NAME",
+        ) from error  # fmt: skip
+    except LocalEntryNotFoundError as error:
+        raise ModelError.of(
+            f"{path} is neither a directory here nor to be had from the hub", where="model.path",
+            why=f"it is not in {folder}, and {_not_asked(hub, silent, error)}",
+            fix=f"unset {hub.offline}, or copy the hub's cache from a machine that has it" if hub.offline else
+            "check the spelling and the network (a proxy is named by HTTPS_PROXY, a mirror by HF_ENDPOINT); for a directory write ./NAME",
+        ) from error  # fmt: skip
+    except (HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError.of(
             f"{path} is neither a directory here nor to be had from the hub", where="model.path", why=str(error),
             fix="check the spelling and the network; for a directory write ./NAME",
         ) from error  # fmt: skip
+
+
+@cache
+def _why_silent(endpoint: str) -> str:
+    """Asked once in a process: the hub's own client tries a server that is silent again and again, for minutes."""
+    return ask(endpoint, limit_s=_ANSWER_S)
+
+
+def _not_asked(hub: Hub, silent: str, error: Exception) -> str:
+    if hub.offline:
+        return f"{hub.offline} forbids to ask the hub"
+    return f"{hub.endpoint} does not answer: {silent}" if silent else str(error)
