@@ -45,17 +45,30 @@ def killed_by_the_kernel(name: str) -> str:
     return f"[1.6] Out of memory: Killed process 4242 ({name}) total-vm:1kB, anon-rss:1kB\n"
 
 
+def node(host: int) -> str:
+    """What torchrun leaves on a node all of whose eight ranks have raised the same, its table with the host's name included."""
+    first, *others = range(8 * host, 8 * host + 8)
+
+    def row(number: int, rank: int) -> str:
+        lines = (
+            f"[{number}]:", "  time      : 2025-03-04_10:00:00", f"  host      : node{host}",
+            f"  rank      : {rank} (local_rank: {rank % 8})", f"  exitcode  : 1 (pid: {1000 * host + rank})", "  error_file: <N/A>",
+            "  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html",
+        )  # fmt: skip
+        return "".join(f"{line}\n" for line in lines)
+
+    said = "".join(f"{line}\n" for rank in (first, *others) for line in of_rank(rank, TRACE))
+    table = "".join(row(number, rank) for number, rank in enumerate(others, start=1))
+    thick, thin = "=" * 60 + "\n", "-" * 60 + "\n"
+    end = f"{thin}Root Cause (first observed failure):\n{row(0, first)}{thick}"
+    return f"{BAR}{said}{thick}train.py FAILED\n{thin}Failures:\n{table}{end}"
+
+
 def test_an_error_that_all_ranks_of_two_hosts_raise_is_no_hosts_fault() -> None:
-    logs = {
-        f"gpu-{host:02}.log": "".join(
-            f"gpu-{host:02}: {line}\n"
-            for rank in range(8 * host - 8, 8 * host)
-            for line in of_rank(rank, TRACE)
-        )
-        for host in (1, 2)
-    }
-    found = diagnosed(**logs)
+    found = diagnosed(**{"node0.log": node(0), "node1.log": node(1)})
     assert found["cause"] == "user_code_error"
+    shown = {line["where"].partition(":")[0] for line in found["evidence"]}
+    assert shown == {"node0.log"}, "the evidence is of one host, as it is cut short"
     assert found["hosts"] == []
 
 

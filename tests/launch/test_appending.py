@@ -22,6 +22,15 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def is_gone(pid: int) -> bool:
+    """Also between two looks: what is there now may not be there when it is read."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
 def keep_adding(appender: Appender, line: bytes) -> None:
     """Until that is refused, or the limit is over."""
     limit = time.monotonic() + 30
@@ -86,5 +95,5 @@ def test_a_writer_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
-    until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text())
+    until(lambda: is_gone(pid))
     assert (tmp_path / "file").read_text() == "a line\n"

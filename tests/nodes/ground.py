@@ -16,7 +16,8 @@ from tests.ports import free_port
 
 HOSTS = ("ada", "bob", "cyd", "dan")
 _PREFIX = "uni"
-_LETTERS = itertools.cycle("acde")  # a process may have several grounds at a time
+_LETTERS = "acdefghijk"  # a process may have several grounds at a time; without the "b" of a bridge
+_letters = itertools.cycle(_LETTERS)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Namespaces:
     nodes: int
     folder: Path
     apart: bool = True
-    _name: str = field(default_factory=lambda: f"{_PREFIX}{os.getpid()}{next(_LETTERS)}")
+    _name: str = field(default_factory=lambda: f"{_PREFIX}{os.getpid()}{next(_letters)}")
 
     def __post_init__(self) -> None:
         sweep()
@@ -164,10 +165,10 @@ def sweep() -> None:
     """Removes what a test run left that was killed."""
     for line in _run("ip", "netns", "list").stdout.splitlines():
         name = line.split()[0] if line.split() else ""
-        found = re.fullmatch(rf"{_PREFIX}(\d+)[acde]n\d", name)
+        found = re.fullmatch(rf"{_PREFIX}(\d+)[{_LETTERS}]n\d", name)
         if found and not Path(f"/proc/{found[1]}").exists():
             _remove(name)
-    for found in re.finditer(rf"\d+: ({_PREFIX}(\d+)[acde]b):", _run("ip", "-o", "link").stdout):
+    for found in re.finditer(rf"\d+: ({_PREFIX}(\d+)[{_LETTERS}]b):", _run("ip", "-o", "link").stdout):
         if not Path(f"/proc/{found[2]}").exists():
             _run("ip", "link", "del", found[1])
 

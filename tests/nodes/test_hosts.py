@@ -84,18 +84,22 @@ class Hosts:
                 self._networks.command(1, words, Own(binds=self.binds)), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
-        there = self._networks.command(0, [*self._ssh(), "bob", "true"], Own())
-        self.job.until(
-            lambda: subprocess.run(there, check=False, capture_output=True).returncode == 0,
-            what="sshd answers",
-            limit_s=30,
-        )
+        there = self._networks.command(0, [*self._ssh(), "-o", "ConnectTimeout=5", "bob", "true"], Own())
+        self.job.until(lambda: _ends_well(there), what="sshd answers", limit_s=60)
 
     def close(self) -> None:
         """Ends the sshd."""
         if self._sshd is not None:
             self._sshd.kill()
             self._sshd.wait()
+
+
+def _ends_well(command: list[str]) -> bool:
+    """Whether it does, in 20 s: a connection that nobody takes up must not hold the test."""
+    try:
+        return subprocess.run(command, check=False, capture_output=True, timeout=20).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 @pytest.fixture

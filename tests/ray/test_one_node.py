@@ -7,6 +7,8 @@ import pytest
 
 from tests.ray.cluster import RayCluster
 
+pytestmark = pytest.mark.timeout(1800)  # a cluster may take long to come up on a loaded machine
+
 Config = Callable[..., str]
 
 

@@ -11,7 +11,10 @@ import pytest
 
 from tests.ray.cluster import RayCluster, json_of
 
-pytestmark = pytest.mark.long
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(1800),
+]  # a cluster may take long to come up on a loaded machine
 
 Config = Callable[..., str]
 _TWO = ("--launcher", "ray", "--nodes", "2", "--nproc", "1")

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,18 @@ RANK = (
 )
 
 
-def run(folder: Path, words: Sequence[str], *flags: str, **more: Any) -> "subprocess.Popen[bytes]":
-    """`unisono run FLAGS -- WORDS` in a folder."""
+@contextlib.contextmanager
+def run(folder: Path, words: Sequence[str], *flags: str, **more: Any) -> "Iterator[subprocess.Popen[bytes]]":
+    """`unisono run FLAGS -- WORDS` in a folder; a front that is still there at the end, as when a test fails, is killed."""
     command = [UNISONO, "run", "--output-dir", "out", *flags, "--", *words]
-    return subprocess.Popen(
+    with subprocess.Popen(
         command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more
-    )
+    ) as front:
+        try:
+            yield front
+        finally:
+            if front.poll() is None:
+                front.kill()  # its guard ends the program
 
 
 def until(seen: Callable[[], Any], what: str) -> Any:

@@ -3,7 +3,6 @@
 Run: pytest tests/run/test_programs.py; with all programs: pytest tests/run/test_programs.py -m "long or not long"
 """
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.run.guarded import (
     Guarded,
     Program,
 )
+from tests.run.test_one_node import is_gone, until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
@@ -112,8 +112,7 @@ def test_a_rank_that_is_stopped_is_named_and_nothing_of_it_is_left(program: Prog
     assert ended.verdict is not None, guarded.front.text()
     assert (ended.verdict.cause, ended.verdict.ranks) == ("rank_stopped", (1,))
     assert ended.exit_code == 4
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    until(lambda: is_gone(pid), "the stopped rank is gone")
 
 
 # Accelerate deals a loader's batches out by itself: whatever the rows, all ranks make the same number of steps.

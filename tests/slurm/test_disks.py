@@ -12,7 +12,11 @@ from tests.nodes.ground import Namespaces, Own
 from tests.slurm.ground import cluster
 from tests.slurm.harness import SlurmJob
 
-pytestmark = [pytest.mark.long, pytest.mark.ranks]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.ranks,
+    pytest.mark.timeout(1800),
+]  # a cluster may take long to come up on a loaded machine
 TWO = ("--launcher", "slurm", "--nodes", "2", "--nproc", "1")
 
 

@@ -13,7 +13,11 @@ from tests.nodes.ground import Loopback
 from tests.nodes.harness import Job
 from tests.slurm.harness import SlurmJob
 
-pytestmark = [pytest.mark.long, pytest.mark.ranks]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.ranks,
+    pytest.mark.timeout(1800),
+]  # a cluster may take long to come up on a loaded machine
 TWO = ("--launcher", "slurm", "--nodes", "2", "--nproc", "1")
 FAR = "2000000 steps"
 LONG_S = 400.0

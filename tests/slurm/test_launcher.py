@@ -9,6 +9,7 @@ import pytest
 
 from tests.slurm.harness import SlurmJob
 
+pytestmark = pytest.mark.timeout(1800)  # a cluster may take long to come up on a loaded machine
 TWO = ("--launcher", "slurm", "--nodes", "2")
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.slurm.harness import SlurmJob
 
+pytestmark = pytest.mark.timeout(1800)  # a cluster may take long to come up on a loaded machine
+
 
 @pytest.mark.long
 @pytest.mark.ranks
