@@ -171,6 +171,8 @@ class Judging:
                 self._take_said(int(message["rank"]), dict(message["message"]))
             case "rank_ended" if int(message["attempt"]) == self._attempt:
                 self._take_end(RankEnd.from_json(message["end"]))
+            case "unwatched":
+                self._warn("unguarded", one_line(str(message["text"]), limit=1_000))
             case "brought":
                 self._take_facts(node_rank, message)
             case "program_ended":
@@ -201,9 +203,9 @@ class Judging:
             self._watching = Watching(self.job, self._signs, self.server, self.show)
 
     def _begin_again(self, attempt: int) -> None:
-        """The program's launcher has started its ranks anew: what was found of those before is history."""
+        """The program's launcher has started its ranks anew, or the program its next launcher: what was found of those before is history."""
         if self._attempt or self._places:
-            self._say(f"the program's launcher has started its ranks anew (start {attempt + 1})")
+            self._say(f"the program has started its ranks anew, or others (start {attempt + 1})")
         self._attempt = attempt
         self._places.clear()
         self._ends.clear()
@@ -368,8 +370,11 @@ class Judging:
             return
         self._said.add(verdict.summary)
         text = f"{verdict.summary}; its launcher may start the ranks anew (--max-restarts)"
-        self.show({"kind": "warning", "time": time.time(), "code": verdict.cause, "text": text, "fix": ""})
+        self._warn(verdict.cause, text)
         self.last_death = verdict
+
+    def _warn(self, code: str, text: str) -> None:
+        self.show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": ""})
 
     def _note_trouble(self) -> None:
         if self._trouble is None:

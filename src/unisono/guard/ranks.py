@@ -5,14 +5,14 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.events import Message
 from unisono.facts.exit_status import exit_status
 from unisono.facts.memory_events import oom_kills
-from unisono.facts.tree import processes_below, variables_of
+from unisono.facts.tree import processes_below
+from unisono.guard.search import Found, Search, search
 from unisono.integrations import border
 from unisono.launch.ranks import LAST_WORDS, RankEnd
 from unisono.plan import DeviceChoice, RankPlace
@@ -42,6 +42,7 @@ class Rank:
         registered: whether it has said so itself; else its environment did, and only its end is seen.
         last: `result`, `refused` or `crashed`, once it is told.
         end: how it ended, once it has.
+        ended_at: when that was seen, in the kernel's ticks since boot.
     """
 
     registration: border.Registration
@@ -53,6 +54,7 @@ class Rank:
     phase: str = "start"
     step: int = 0
     end: RankEnd | None = None
+    ended_at: int = 0
 
     def close(self) -> None:
         """Gives its memory and its descriptor back."""
@@ -63,7 +65,10 @@ class Rank:
 
 @dataclass
 class ProgramRanks:
-    """The ranks of this node, of the newest start of their launcher. What launch.signs looks at.
+    """The ranks of this node, of their newest start. What launch.signs looks at.
+
+    A launcher may start its ranks anew, and a program may start a launcher when another one has ended: each is a start. Of launchers that
+    run at the same time only the first one's ranks are watched.
 
     Attributes:
         folder: of the border.
@@ -71,7 +76,7 @@ class ProgramRanks:
         node_rank: of this node.
         host: its name.
         root: the process below which they are.
-        newest: which start of the launcher's these are, from 0.
+        newest: which start these are of, from 0.
     """
 
     folder: Path
@@ -81,6 +86,9 @@ class ProgramRanks:
     root: int
     newest: int = 0
     _ranks: dict[int, Rank] = field(default_factory=dict)
+    _starts_before: int = 0  # those of launchers that have ended
+    _gone: set[tuple[int, int]] = field(default_factory=set)  # ranks of earlier starts
+    _unwatched: set[int] = field(default_factory=set)  # launchers of which it was said
     _searched: float = 0.0
     _looked: float = 0.0
     _kills_before: int = field(default_factory=lambda: oom_kills() or 0)
@@ -137,49 +145,90 @@ class ProgramRanks:
         if not (at_once or ended) and now - self._looked < _LOOK_EVERY_S:
             return ended
         self._looked = now
-        found = self._find(now)
+        news, others = self._find(now)
         said = [message for number in sorted(self._ranks) for message in self._hear(number)]
-        news: list[Message] = []
-        if found:
+        if news:
             places = [place.model_dump(mode="json") for place in self.places]
-            news.append(
-                {"kind": "registered", "places": places, "world_size": self.world_size, "attempt": self.newest, "unseen": self.unseen}
+            others.insert(
+                0,
+                {"kind": "registered", "places": places, "world_size": self.world_size, "attempt": self.newest, "unseen": self.unseen},
             )  # fmt: skip
-        return [*news, *said, *ended]
+        return [*others, *said, *ended]
 
     # --- who is there
 
-    def _find(self, now: float) -> bool:
-        """Takes in who is new; whether anybody is, or has said more of itself."""
+    def _find(self, now: float) -> tuple[bool, list[Message]]:
+        """Takes in who is new: whether anybody is, or has said more of itself; and what is to be said of those that are not watched."""
         changed = False
         for one in border.registrations(self.folder):
             changed |= self._take(one, registered=True)
+        others: list[Message] = []
         if now - self._searched >= _SEARCH_EVERY_S:
             self._searched = now
-            for one in self._by_environment():
-                changed |= self._take(one, registered=False)
-        return changed
+            seen = search(self.root, self.host)
+            for found in seen.found:
+                changed |= self._take(found.registration, registered=False)
+            others = [text for found in seen.found for text in self._of_another_launcher(found, seen)]
+        return changed, others
 
     def _take(self, one: border.Registration, *, registered: bool) -> bool:
         known = self._ranks.get(one.rank)
-        if one.attempt < self.newest:
-            return False
-        if known is not None and known.registration.attempt == one.attempt:
+        if known is not None and _who(known.registration) == _who(one):
             return self._again(known, one, registered=registered)
-        rank = self._open_process(one)
-        if rank is None:
+        start = self._start_of(one, known, registered=registered)
+        rank = self._open_process(one) if start is not None else None
+        if start is None or rank is None:
             return False
-        if one.attempt > self.newest:  # the launcher has started them anew
+        if start > self.newest:
+            self._gone |= {_who(other.registration) for other in self._ranks.values()}
             self.close()
-            self.newest = one.attempt
+            self.newest, self._starts_before = start, start - one.attempt
+        elif known is not None:
+            known.close()
         self._ranks[one.rank] = rank
         if registered:
             self._open(rank)
         return True
 
+    def _start_of(self, one: border.Registration, known: Rank | None, *, registered: bool) -> int | None:
+        """Which start a process belongs to; None where it is not to be watched: of two that say they are the same rank the first counts."""
+        if _who(one) in self._gone:
+            return None
+        start = self._starts_before + one.attempt
+        if start <= self.newest and self._follows(one, known, registered=registered):
+            return self.newest + 1
+        is_free = start > self.newest or known is None or _runs(known, one, registered=registered)
+        return start if start >= self.newest and is_free else None
+
+    def _follows(self, one: border.Registration, known: Rank | None, *, registered: bool) -> bool:
+        """Whether a process is a rank of a launcher that the program has started when the ranks of another one had all ended.
+
+        What ranks leave behind has their environment, too; but it was there before they had ended, and does not register.
+        """
+        if not self.all_ended or (known is None and one.world_size == self.world_size):
+            return False
+        if registered:
+            return all(one.started > rank.registration.started for rank in self._ranks.values())
+        return all(one.started > rank.ended_at for rank in self._ranks.values())
+
+    def _of_another_launcher(self, found: Found, seen: Search) -> list[Message]:
+        """Says it, once for a launcher, where a rank of another one lives."""
+        known = self._ranks.get(found.registration.rank)
+        if known is None or known.end is not None or found.launcher in (self.root, *self._unwatched):
+            return []
+        pid, launcher = known.registration.pid, seen.launcher_of(known.registration.pid)
+        if launcher in (None, found.launcher) or seen.is_below(found.registration.pid, pid):
+            return []
+        self._unwatched.add(found.launcher)
+        text = (
+            f"process {found.launcher} starts ranks while those of process {launcher} run; one launcher at a time is watched, and of the"
+            " ranks of this one nothing is seen: give each an `unisono run` of its own"
+        )
+        return [{"kind": "unwatched", "text": text}]
+
     def _again(self, known: Rank, one: border.Registration, *, registered: bool) -> bool:
-        """One that is known says more of itself. Of two processes that say they are the same rank the first counts."""
-        if known.registration.pid != one.pid or not registered or known.end is not None:
+        """One that is known says more of itself."""
+        if not registered or known.end is not None:
             return False
         is_new = not known.registered or known.registration.uuid != one.uuid
         known.registration = one
@@ -204,27 +253,6 @@ class ProgramRanks:
         rank.events = border.EventsOf(self.folder, rank.registration.pid)
         with contextlib.suppress(OSError):
             rank.memory = border.memory_of(self.folder, rank.registration.pid)
-
-    def _by_environment(self) -> Iterator[border.Registration]:
-        """Processes of the program that a launcher has given a rank. What a rank starts itself has the same one: the parent counts."""
-        said: dict[int, tuple[int, int]] = {}
-        for pid, parent in processes_below(self.root):
-            variables = variables_of(
-                pid, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-            )
-            try:
-                rank, world = int(variables["RANK"]), int(variables["WORLD_SIZE"])
-                local = int(variables["LOCAL_RANK"])
-            except (KeyError, ValueError):
-                continue
-            said[pid] = (rank, world)
-            started = border.start_of(pid)
-            if said.get(parent) == (rank, world) or not 0 <= rank < world or started is None:
-                continue
-            yield border.Registration(
-                pid, started, rank, local, world, int(variables.get("LOCAL_WORLD_SIZE") or 1), self.host,
-                attempt=int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0), sees=(),
-            )  # fmt: skip
 
     def _place(self, rank: Rank) -> RankPlace:
         one = rank.registration
@@ -256,6 +284,7 @@ class ProgramRanks:
             news += self._hear(number)
             rank = self._ranks[number]
             rank.end = self._end_of(number, rank)
+            rank.ended_at = _ticks()
             news.append({"kind": "rank_ended", "end": rank.end.to_json(), "attempt": self.newest})
         return news
 
@@ -273,3 +302,19 @@ class ProgramRanks:
             step=beat.step if beat else rank.step, oom_killed=(oom_kills() or 0) > self._kills_before,
             ended_by_us=why or (UNKNOWN_END if code is None and last is None else ""),
         )  # fmt: skip
+
+
+def _who(one: border.Registration) -> tuple[int, int]:
+    """A process, also where its number is used again."""
+    return one.pid, one.started
+
+
+def _runs(known: Rank, one: border.Registration, *, registered: bool) -> bool:
+    """Whether what was taken for a rank by its environment is but the shell in which the rank itself runs."""
+    if known.registered or not registered or known.end is not None:
+        return False
+    return any(pid == one.pid for pid, _ in processes_below(known.registration.pid))
+
+
+def _ticks() -> int:
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
