@@ -24,7 +24,15 @@ from unisono.errors import UsageError
 from unisono.facts.network import SystemNetwork
 from unisono.launch.asked import TrainRequest
 from unisono.launch.nodes.address import address_towards, is_this_machine
-from unisono.launch.nodes.ssh import SshFronts, carried_variables, find_head, remote_command, start_others
+from unisono.launch.nodes.ssh import (
+    Remote,
+    SshFronts,
+    carried_variables,
+    find_head,
+    remote_command,
+    remote_train,
+    start_others,
+)  # fmt: skip
 from unisono.launch.topology import Accelerators, Topology, TopologyAsked, read_topology
 
 LIMIT_S = 90.0
@@ -118,7 +126,7 @@ def front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def start(ssh: tuple[str, ...], logs: Path, *hosts: str, **changes: object) -> SshFronts:
     return start_others(
-        request(ssh, **changes), topology(*hosts), TOKEN, ("127.0.0.1", 29577), logs=logs,
+        remote_train(request(ssh, **changes)), topology(*hosts), TOKEN, ("127.0.0.1", 29577), logs=logs,
         variables={"NCCL_ALGO": "Ring", "NODE_RANK": "3"},
     )  # fmt: skip
 
@@ -291,7 +299,9 @@ def test_the_remote_command_survives_the_shell_and_has_no_token(
     folder = tmp_path / "a 'b' $(c)"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    asked = request(nproc=2, restarts=0, overrides=("data.train=x y;z", "a=$(touch bad)"), debug_comm=True)
+    asked = remote_train(
+        request(nproc=2, restarts=0, overrides=("data.train=x y;z", "a=$(touch bad)"), debug_comm=True)
+    )
     command = remote_command(asked, topology("b", "c"), 2, ("10.0.0.1", 5), variables={"A": "1 2"})
     words = shlex.split(command)
     assert words[:4] == ["cd", str(folder), "&&", "exec"]
@@ -303,6 +313,14 @@ def test_the_remote_command_survives_the_shell_and_has_no_token(
     subprocess.run(["sh", "-c", command.replace("exec", "echo", 1)], check=True, capture_output=True)
     assert not list(folder.iterdir())
     assert "[fe80::1]:5" in remote_command(asked, topology("b"), 1, ("fe80::1", 5))
+
+
+def test_what_comes_after_all_options_stays_there() -> None:
+    asked = Remote(("run",), {"--uneven": True, "--devices": None}, ("--", "torchrun", "a b.py"))
+    words = shlex.split(remote_command(asked, topology("b"), 1, ("10.0.0.1", 5)))
+    assert words[words.index("run") :] == [
+        "run", "--nodes", "2", "--node-rank", "1", "--head", "10.0.0.1:5", "--token-file", "-", "--uneven", "--", "torchrun", "a b.py",
+    ]  # fmt: skip
 
 
 def test_variables_that_must_be_equal_are_carried_and_those_of_one_node_are_not() -> None:

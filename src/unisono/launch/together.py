@@ -19,7 +19,7 @@ from unisono.launch.attempt import Attempt, Show
 from unisono.launch.gathering import prepared_facts, report_maker
 from unisono.launch.interrupts import Interrupts
 from unisono.launch.nodes.party import Party
-from unisono.launch.nodes.ssh import SshFronts, start_others
+from unisono.launch.nodes.ssh import SshFronts, remote_train, start_others
 from unisono.launch.nodes.words import last_word
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import Here
@@ -194,7 +194,12 @@ def together(
     def start(address: tuple[str, int]) -> SshFronts:
         logs = RunDir(Path(loaded.config.output_dir)).log("", 0).parent
         return start_others(
-            request, here.topology, party.token, address, logs=logs, variables=here.environment.variables
+            remote_train(request),
+            here.topology,
+            party.token,
+            address,
+            logs=logs,
+            variables=here.environment.variables,
         )
 
     def keep(reports: Sequence[NodeReport], agreement: Agreement) -> None:

@@ -51,6 +51,35 @@ _NOT_CARRIED = (
 """They say what this node is, and nothing of the others."""
 
 
+@dataclass(frozen=True)
+class Remote:
+    """What each of the other nodes is to run, besides where it stands.
+
+    Attributes:
+        words: of `unisono`: `train`, CONFIG, key=value …
+        options: by their names; those of None are left out, those of True stand alone.
+        tail: what comes after all options: `--` and a program.
+        ssh: the client, with its options; tests have a port and keys of their own.
+    """
+
+    words: tuple[str, ...]
+    options: Mapping[str, object] = field(default_factory=dict)
+    tail: tuple[str, ...] = ()
+    ssh: tuple[str, ...] = ("ssh",)
+
+
+def remote_train(request: TrainRequest) -> Remote:
+    """The same training, on another node."""
+    return Remote(
+        ("train", str(request.config_path), *request.overrides),
+        {
+            "--join-timeout": f"{request.join_timeout_s:g}", "--nproc": request.nproc, "--devices": request.devices,
+            "--restarts": request.restarts, "--debug-comm": request.debug_comm or None,
+        },
+        ssh=request.ssh,
+    )  # fmt: skip
+
+
 @dataclass
 class SshFront:
     """One front on another host.
@@ -173,7 +202,7 @@ def find_head(topology: Topology, network: NetworkProbe) -> Topology:
 
 
 def start_others(
-    request: TrainRequest,
+    remote: Remote,
     topology: Topology,
     token: bytes,
     head: tuple[str, int],
@@ -184,7 +213,7 @@ def start_others(
     """Starts a front on each of the topology's hosts, in the same working directory with the same python.
 
     Args:
-        request: what was asked here.
+        remote: what each is to run.
         topology: of this node; its `hosts` are started.
         token: written to each front's stdin, which stays open as its lifeline.
         head: where they call.
@@ -202,8 +231,8 @@ def start_others(
     carried = carried_variables(variables or {})
     try:
         for node_rank, host in enumerate(topology.hosts, start=1):
-            command = remote_command(request, topology, node_rank, head, variables=carried)
-            started.fronts.append(_start(request.ssh, node_rank, host, command, token, place))
+            command = remote_command(remote, topology, node_rank, head, variables=carried)
+            started.fronts.append(_start(remote.ssh, node_rank, host, command, token, place))
     except BaseException:  # a start that is half done leaves nobody behind; raised again
         started.close()
         raise
@@ -211,7 +240,7 @@ def start_others(
 
 
 def remote_command(
-    request: TrainRequest,
+    remote: Remote,
     topology: Topology,
     node_rank: int,
     head: tuple[str, int],
@@ -220,15 +249,14 @@ def remote_command(
 ) -> str:
     """What the remote shell runs: `cd DIR && exec PYTHON -m unisono train …`, every word quoted, without the token."""
     host, port = head
-    options = {
+    place = {
         "--nodes": topology.nodes, "--node-rank": node_rank, "--head": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-        "--token-file": "-", "--join-timeout": f"{request.join_timeout_s:g}", "--nproc": request.nproc,
-        "--devices": request.devices, "--restarts": request.restarts,
+        "--token-file": "-",
     }  # fmt: skip
-    words = [sys.executable, "-m", "unisono", "train", str(request.config_path), *request.overrides]
-    for name, value in options.items():
-        words += [] if value is None else [name, str(value)]
-    words += ["--debug-comm"] if request.debug_comm else []
+    words = [sys.executable, "-m", "unisono", *remote.words]
+    for name, value in {**place, **remote.options}.items():
+        words += [] if value is None else [name] if value is True else [name, str(value)]
+    words += remote.tail
     setting = (
         ["env", *(f"{name}={value}" for name, value in sorted((variables or {}).items()))]
         if variables
