@@ -2,10 +2,12 @@
 
     python bench/watch_cost.py               about ten minutes; writes bench/results/watch_cost.json
     python bench/watch_cost.py --pairs 2 --out /tmp/cost.json
+    python bench/watch_cost.py --before ../old          the parts of an earlier checkout as well, in turn with these
 
     computed cost of a step = Σ over kinds of beat (beats a step × cost of one) + (CPU time of the second thread + of the front, a second) × step
 
-All costs are CPU time, which a busy machine stretches less than the clock. Beats a step are counted in real runs, by ranks that count their calls.
+All costs are CPU time, which a busy machine stretches less than the clock. The second thread and the front are measured beside ranks that
+compute and beat as in steps of 50 ms: both do more where a rank is silent. Beats a step are counted in real runs, by ranks that count their calls.
 Runs without the watch have ranks without --beat-fds that beat nowhere, and a front that never looks: there is no such option, so this file is
 its own front (`front MODE WORDS …`) and its own rank (`rank MODE WORDS …`).
 """
@@ -13,6 +15,7 @@ its own front (`front MODE WORDS …`) and its own rank (`rank MODE WORDS …`).
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import platform
@@ -22,10 +25,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
+
+if TYPE_CHECKING:
+    from unisono.plan import NodePlace, RankPlace
+    from unisono.watch import Beats
 
 ROOT = Path(__file__).parents[1]
 HERE = str(Path(__file__).resolve())
@@ -34,9 +41,10 @@ KINDS = ("enter", "begin_micro", "begin_collective", "waiting", "begin_step")
 STEPS_S = (0.05, 0.005)
 ALLOWED = {0.05: 0.001, 0.005: 0.01}
 ROUNDS, CALLS = 30, 5000
-MEASURED_S = 10.0
-LOOKS = 40
-EVERY_S = 0.25
+WARM_S, MEASURED_S, POLL_S = 9.0, 8.0, 0.2
+PARTS = {"second_thread_cpu_s_per_s": "second_thread_s_per_s", "front_cpu_s_per_s_and_rank": "front_s_per_s"}
+PART_ROUNDS = 5
+_WORK = bytes(1 << 16)
 FIRST_COUNTED = 5
 
 
@@ -72,48 +80,85 @@ def beat_costs_ns() -> dict[str, dict[str, float]]:
 
 
 def second_thread_s_per_s() -> float:
-    """CPU seconds a second of a process whose main thread sleeps while its second thread beats; the kernel's part is in it."""
-    code = (
-        "import sys, time\n"
-        "from unisono.watch import BeatMemory, Beats\n"
-        "beats = Beats.inherited(BeatMemory(0).record_fd); beats.pulse().start(); time.sleep(0.5)\n"
-        "began, used = time.monotonic(), time.process_time()\n"
-        f"time.sleep({MEASURED_S})\n"
-        "print((time.process_time() - used) / (time.monotonic() - began))\n"
-    )
-    return float(
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    )
+    """CPU seconds a second that a process has used beside its main thread, which computes and beats; the kernel's part is in it."""
+    from unisono.watch import BeatMemory, Beats
+
+    beats = Beats.inherited(BeatMemory(0).record_fd)
+    beats.pulse().start()
+    step, until = 0, time.monotonic() + WARM_S
+    began, used = 0.0, 0.0
+    while time.monotonic() < until:
+        step += 1
+        _one_step(beats, step)
+        if not began and time.monotonic() > until - MEASURED_S:
+            began, used = time.monotonic(), time.process_time() - time.thread_time()
+    return (time.process_time() - time.thread_time() - used) / (time.monotonic() - began)
+
+
+def _one_step(beats: "Beats", step: int) -> None:
+    """50 ms of work that does not hold the interpreter, as tensors do, with the beats of a step."""
+    beats.begin_step(step)
+    beats.begin_micro([step])
+    for phase in ("compute", "comm", "update", "log"):
+        beats.enter(phase)
+        end = time.monotonic() + STEPS_S[0] / 4
+        while time.monotonic() < end:
+            hashlib.blake2b(_WORK)
+
+
+@dataclasses.dataclass
+class OneNode:
+    """Who takes part, for the watch."""
+
+    ranks: "Sequence[RankPlace]"
+    nodes: "Sequence[NodePlace]" = ()
+    total_steps: int = 1000
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+        return len(self.ranks)
+
+    def on_node(self, node_rank: int) -> "Sequence[RankPlace]":
+        """All of them."""
+        del node_rank
+        return self.ranks
 
 
 def front_s_per_s() -> float:
-    """CPU seconds a second and rank of a front that looks at two real ranks as often as a front does, and judges them."""
+    """CPU seconds a second and rank of a front's watch on two real ranks that work, called as often as a run calls it."""
     from tests.watch.conftest import watch_deeds
-    from unisono.watch import Picture
-    from unisono.watch.judge import judge
-    from unisono.watch.pace import Pace
-    from unisono.watch.patience import Patience
+    from unisono.launch.watching import Watching
 
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ranks = watch_deeds(folder, ("work", "work"), stack)
         ranks.until(lambda views: all(view.beat is not None for view in views))
-        places = {place.rank: place for place in ranks.local.places}
-        pace, patience = Pace(), Patience()
-        used = 0.0
-        for _ in range(LOOKS):
-            until = time.monotonic() + EVERY_S
-            while (left := until - time.monotonic()) > 0:
-                ranks.local.poll(left)  # as a front does, watch or no watch
-            began = time.thread_time()
-            now = time.monotonic()
-            views = {view.rank: view for view in ranks.signs.views(now)}
-            picture = Picture(places, views, {}, {}, 1000)
-            assert judge(picture, patience) is None
-            pace.note(views, now)
-            pace.straggler(picture)
-            used += time.thread_time() - began
-    return used / LOOKS / len(places) / EVERY_S
+        watching = Watching(OneNode(ranks.local.places), ranks.signs, None, print)
+        began, used = time.monotonic(), 0.0
+        while time.monotonic() < began + MEASURED_S:
+            ranks.local.poll(POLL_S)  # as a front does, watch or no watch
+            before = time.thread_time()
+            assert watching.look() is None
+            used += time.thread_time() - before
+        return used / (time.monotonic() - began) / len(ranks.local.places)
+
+
+def parts_in_turn(before: Path | None) -> dict[str, dict[str, float]]:
+    """The second thread's and the front's cost, by process: of this checkout and, in turn, of an earlier one; medians of some rounds."""
+    checkouts = {"now": ROOT} | ({"before": before} if before else {})
+    found: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in checkouts}
+    for _ in range(PART_ROUNDS):
+        for name, checkout in checkouts.items():
+            for part in PARTS:
+                environment = os.environ | {"PYTHONPATH": f"{checkout / 'src'}:{ROOT}"}
+                words = [sys.executable, HERE, "part", part]
+                told = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+                found[name][part].append(float(told.stdout.split()[-1]))
+    return {
+        name: {part: round(statistics.median(rounds), 6) for part, rounds in parts.items()}
+        for name, parts in found.items()
+    }
 
 
 class Runs:
@@ -326,10 +371,12 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--steps", type=int, default=80, help="of each run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "watch_cost.json")
+    parser.add_argument("--before", type=Path, help="an earlier checkout, to compare with")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     load = os.getloadavg()[0]
-    costs, second_thread, front = beat_costs_ns(), second_thread_s_per_s(), front_s_per_s()
+    costs, parts = beat_costs_ns(), parts_in_turn(arguments.before and arguments.before.resolve())
+    second_thread, front = (parts["now"][part] for part in PARTS)
     with tempfile.TemporaryDirectory() as name:
         runs = Runs(Path(name), steps=arguments.steps)
         layouts: dict[str, dict[str, Any]] = {
@@ -343,7 +390,7 @@ def main() -> int:
             "schema": 1, "command": f"python bench/watch_cost.py --pairs {arguments.pairs} --steps {arguments.steps}",
             "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, python {platform.python_version()}",
             "load_before": round(load, 1), "one_beat_cpu_ns": costs,
-            "second_thread_cpu_s_per_s": round(second_thread, 6), "front_cpu_s_per_s_and_rank": round(front, 6),
+            **parts["now"], "before": parts.get("before"),
             "computed": {layout: computed(costs, count, second_thread=second_thread, front=front) for layout, count in counts.items()},
         }  # fmt: skip
         print(json.dumps(result, indent=1), flush=True)
@@ -366,6 +413,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["front", mode, *words]:
             be_front(mode, words)  # type: ignore[arg-type]
+        case ["part", name]:
+            print(globals()[PARTS[name]]())
         case ["rank", mode, *words]:
             sys.exit(be_rank(mode, words))  # type: ignore[arg-type]
         case _:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from tests.launch.test_conduct import plan
 from tests.watch.seeing import look, view
 from unisono.causes import Verdict
@@ -22,8 +24,10 @@ class Told:
         self.done: list[Look] = []
         self.asked: list[int] = []
         self.gathered: dict[int, Raw] = {}
+        self.looked = 0
 
     def views(self, now: float) -> list[RankView]:
+        self.looked += 1
         return self.seen
 
     def look(self, ranks: Sequence[int]) -> None:
@@ -63,6 +67,21 @@ class Scene:
     def warnings(self) -> list[tuple[str, tuple[int, ...]]]:
         found = [message["verdict"] for message in self.shown if message["kind"] == "warning"]
         return [(one["cause"], tuple(one["ranks"])) for one in found]
+
+
+def test_it_looks_four_times_a_second_and_half_as_often_while_all_ranks_move() -> None:
+    scene = Scene(2)
+
+    def looks(seconds: float, *, idle: bool) -> int:
+        before = scene.signs.looked
+        for tick in range(int(seconds / 0.0625)):
+            idle_s = 0.0625 * (tick + 1) if idle else 0.0
+            scene.see(view(0, "compute", idle_s), view(1, "compute", 0.0), after_s=0.0625)
+        return scene.signs.looked - before
+
+    assert looks(10.0, idle=False) == pytest.approx(20, abs=2)
+    assert looks(2.0, idle=True) == pytest.approx(8, abs=1)
+    assert looks(10.0, idle=False) == pytest.approx(20, abs=2)
 
 
 def waiting(rank: int, idle_s: float) -> RankView:

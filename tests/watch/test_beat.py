@@ -23,6 +23,7 @@ from unisono.watch.beat import (
     _PULSE_AT,
     KINDS,
     MOST_ROWS,
+    RESTING_S,
     beat_while_collecting,
     read_beat,
 )
@@ -260,6 +261,28 @@ def test_what_a_front_asks_for_is_left_once_and_a_second_answer_takes_the_place_
         until(answered)
         assert memory.answer() == text
     assert given_out == texts
+
+
+def test_the_pulse_rests_while_the_main_thread_beats_and_not_while_it_is_silent(memory: BeatMemory) -> None:
+    """It is there for silence, and to be woken ten times a second is most of what the watch costs."""
+    beats = Beats.inherited(memory.record_fd)
+    beats.pulse().start()
+
+    def pulses(seconds: float, *, beating: bool) -> int:
+        seen, end = set[int](), time.monotonic() + seconds
+        while time.monotonic() < end:
+            if beating:
+                beats.enter("compute")
+            beat = memory.read()
+            seen |= {beat.pulse_ns} if beat is not None else set()
+            time.sleep(0.01)
+        return len(seen)
+
+    until(lambda: (beat := memory.read()) is not None and beat.pulse_ns > 0)
+    assert pulses(2.0, beating=True) <= 2.0 / RESTING_S + 2
+    limit = time.monotonic() + 30.0
+    while pulses(2.0, beating=False) < 10:  # a machine with too much to do may take some tries
+        assert time.monotonic() < limit
 
 
 def test_an_answer_that_fails_says_so_and_the_pulse_goes_on(memory: BeatMemory) -> None:

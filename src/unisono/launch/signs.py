@@ -16,8 +16,9 @@ from unisono.plan import RankPlace
 from unisono.watch import PHASES, Beat, Look, ProcessView, RankView, phase_named
 
 _GAP_S = 2.0  # a front that did not look for so long was stopped, suspended or starved itself
-_IDLE_S = 1.0  # until then a process is only looked at once in so many seconds
-_PULSE_S = 1.0  # it comes ten times a second; a machine with too much to do has it wait
+_IDLE_S = 1.0  # of a rank that moves, its process tells nothing new
+_MOVING_EVERY_S = 5.0
+_PULSE_S = 1.0  # it comes at least twice a second; a machine with too much to do has it wait
 _GONE_STATES = ("Z", "X")
 _LINKS_EVERY_S = 1.0  # the kernel's tables are long where there are many connections
 _LOG_S = 1.0
@@ -144,7 +145,7 @@ class Signs:
             seen.idle_s = 0.0
         if pid is None:
             seen.process = ProcessView(cpu_s=seen.process.cpu_s)
-        elif seen.idle_s > _IDLE_S or seen.process_at is None or now - seen.process_at >= _IDLE_S:
+        elif seen.idle_s > _IDLE_S or seen.process_at is None or now - seen.process_at >= _MOVING_EVERY_S:
             seen.process = self._process(pid, place, is_idle=seen.idle_s > _IDLE_S)
             seen.process_at = now
         word = (self._local.last_word(place.rank) or {}).get("kind")

@@ -16,7 +16,7 @@ from unisono.watch.patience import Patience
 if TYPE_CHECKING:
     from unisono.control.server import HeadServer
 
-_EVERY_S = 0.25
+_EVERY_S, _CALM_EVERY_S = 0.25, 0.5  # calm: every rank has moved since the last look
 _SILENT_S = 3.0
 _ASK_AGAIN_S = 5.0
 _LATE_S = 2.0  # a view of a rank on another node may be so old
@@ -115,7 +115,10 @@ class Watching:
         return {**self._raw, **{place.rank: self._signs.raw(place.rank) for place in self._plan.on_node(0)}}
 
     def look(self) -> Verdict | None:
-        """Called as often as one likes; looks four times a second, and between gives what was found last. A verdict is the end of the ranks."""
+        """Called as often as one likes; looks four times a second, and twice while all ranks move. Between it gives what was found last.
+
+        A verdict is the end of the ranks.
+        """
         now = self._clock()
         if now < self._next:
             return self._found
@@ -134,6 +137,8 @@ class Watching:
         slow = self._pace.straggler(self.picture)
         if slow is not None:
             self._warn(slow)
+        if self._told is None and not any(view.idle_s for view in self._views.values()):
+            self._next = now + _CALM_EVERY_S
         return None
 
     def see(self) -> None:

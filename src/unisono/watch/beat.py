@@ -1,7 +1,8 @@
 """A rank's sign of life: a fixed record in memory that its front made, inherits to it, and reads at any time.
 
 The main thread writes the main record where its phase changes; a thread of its own writes the pulse ten times a second, so that "the
-interpreter does not run" differs from "the main thread does not come back".
+interpreter does not run" differs from "the main thread does not come back". While the main thread beats, nobody asks for that, and the
+pulse comes twice a second: to be woken by the kernel is nearly all that it costs.
 
 There is no lock. Each record has two slots that are written in turn, and each begins and ends with its number. A reader takes the newest slot
 whose two numbers are equal, and only if a second reading of it is the same. So a writer that was stopped or killed in the middle of a
@@ -22,7 +23,7 @@ from typing import Any, Self
 
 from unisono.watch.phases import PHASES, phase_named
 
-PULSE_S = 0.1
+PULSE_S, RESTING_S = 0.1, 0.5
 RECORD_BYTES = 4096
 # All are of 8 bytes, aligned, in the machine's order: so each is written at once, and in the order in which it stands here.
 _MAIN = struct.Struct("=19Q")
@@ -387,6 +388,7 @@ class Pulse:
         threading.Thread(target=self._run, name="pulse", daemon=True).start()
 
     def _run(self) -> None:
+        seen = (0, 0)
         while True:
             number = self._number = self._number + 1
             (asked,) = _WORD.unpack_from(self._memory, _REQUEST_AT)
@@ -397,7 +399,13 @@ class Pulse:
             _PULSE.pack_into(
                 self._memory, _PULSE_AT[number & 1], number, time.monotonic_ns(), self._answered, number
             )
-            time.sleep(PULSE_S)
+            before, seen = seen, self._beats()
+            time.sleep(PULSE_S if seen == before else RESTING_S)
+
+    def _beats(self) -> tuple[int, int]:
+        """The numbers in both slots of the main record: others after every beat."""
+        first, second = _MAIN_AT
+        return _WORD.unpack_from(self._memory, first)[0], _WORD.unpack_from(self._memory, second)[0]
 
     def _leave_answer(self, asked: int) -> None:
         if self.answer is not None and self._answers_fd is not None:
