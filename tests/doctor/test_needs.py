@@ -127,7 +127,7 @@ def test_a_run_that_is_held_by_another_process_warns_with_its_holder(asked: Path
 
 
 @pytest.mark.makes("config.hub", "warn")
-def test_a_hub_that_does_not_answer_warns_within_two_seconds_and_shows_no_token(asked: Path) -> None:
+def test_a_hub_that_does_not_answer_warns_and_shows_no_token(asked: Path) -> None:
     token = "hf_" + "abcdefghij" * 3
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the call, and says nothing
         endpoint = f"http://user:{token}@127.0.0.1:{silent.getsockname()[1]}"

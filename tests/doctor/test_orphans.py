@@ -33,6 +33,22 @@ def test_a_machine_without_any_passes_also_while_a_run_goes_on(tmp_path: Path) -
     assert (seen.status("system.orphans"), seen.code) == ("pass", 0), seen.text("system.orphans")
 
 
+def in_a_container(folder: Path) -> str:
+    """Shell commands for a rank in processes of its own, whose front lives there; here its front's number is nobody's."""
+    pid = folder / "pid"
+    rank = (
+        orphan(folder, front="$front").partition(";")[2].partition(";")[2]
+    )  # without the front that is gone
+    inside = f"i=0; while [ $i -lt 30 ]; do /bin/true; i=$((i+1)); done; sleep 1000 & front=$!; {rank}; touch {folder}/there; wait $front"
+    own = "unshare --pid --fork --mount-proc --kill-child sh -c"
+    return f"{own} {shlex.quote(inside)} & until [ -e {folder}/there ]; do sleep 0.05; done; [ -s {pid} ]"
+
+
+def test_a_rank_in_a_container_whose_front_lives_there_is_no_orphan(tmp_path: Path) -> None:
+    seen = doctor(tmp_path, "--end-orphans", before=in_a_container(tmp_path), unshare=True)
+    assert (seen.status("system.orphans"), seen.text("system.orphans")) == ("pass", "none")
+
+
 @pytest.mark.makes("system.orphans", "warn")
 def test_a_rank_without_its_front_is_named_by_its_run_and_left_alone(tmp_path: Path) -> None:
     twice = f"{orphan(tmp_path)}; {shlex.join([sys.executable, '-m', 'unisono', 'doctor'])} >&2"

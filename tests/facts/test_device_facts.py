@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from unisono.facts.holders import holder_of
 from unisono.facts.kernel_log import KernelLine, read_kernel_log
 from unisono.facts.nvml import probe_details, xids_in
@@ -26,11 +28,25 @@ def test_a_process_is_named_by_its_user_and_program_and_no_argument_that_may_be_
     assert holder_of(child.pid, 5) == Holder(child.pid, 5)
 
 
-def test_a_script_is_shown_without_its_folder_and_options(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["/usr/bin/python3", "-u", "/home/ann/train.py", "--token=s3cret"], "python3 train.py"),
+        (["python3.12", "-m", "vllm.serve", "--api-key", "s3cret"], "python3.12 vllm.serve"),
+        (["python", "-X", "s3cret", "train.py"], "python"),
+        (["python", "-c", "login('s3cret')"], "python"),
+        (["bash", "-lc", "export HF_TOKEN=s3cret; train"], "bash"),
+        (["/opt/bin/serve", "s3cret"], "serve"),
+        (["redis-server", "-p", "s3cret"], "redis-server"),
+    ],
+)
+def test_of_a_command_line_the_program_is_shown_and_nothing_that_may_be_a_secret(
+    tmp_path: Path, words: list[str], shown: str
+) -> None:
     folder = tmp_path / "77"
     folder.mkdir()
-    (folder / "cmdline").write_bytes(b"/usr/bin/python3\0-u\0/home/ann/train.py\0--token=abc\0")
-    assert holder_of(77, proc=tmp_path).command == "python3 train.py"
+    (folder / "cmdline").write_bytes("".join(f"{word}\0" for word in words).encode())
+    assert holder_of(77, proc=tmp_path).command == shown
 
 
 def test_the_kernels_log_is_read_to_its_end_or_not_at_all(tmp_path: Path) -> None:

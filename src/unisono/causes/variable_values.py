@@ -17,7 +17,8 @@ _THREADS = Takes(
 _ALGORITHM = r"(ring|tree|collnetdirect|collnetchain|nvls|nvlstree|pat)"
 _PROTOCOL = r"(ll|ll128|simple)"
 
-_ALLOCATOR = r"\s*[a-z_0-9]+\s*:\s*(\[[^\]]*\]|[^,\[\]]+)(,\s*[a-z_0-9]+\s*:\s*(\[[^\]]*\]|[^,\[\]]+))*,?\s*"
+_SETTING = r"[a-z_0-9]+\s*:\s*(\[[^\]]*\]\s*|[^,:\[\]\s][^,:\[\]]*)"
+_ALLOCATOR = rf"{_SETTING}(,\s*{_SETTING})*,?"
 """torch's own reader skips blanks, and takes lists: `roundup_power2_divisions:[256:1,>:8]`."""
 
 VALUES: dict[str, Takes] = {

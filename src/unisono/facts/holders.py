@@ -2,12 +2,15 @@
 
 import os
 import pwd
+import re
 from pathlib import Path
 
 from unisono.facts.topology_of_devices import Holder
 
 _FIRST_NAMESPACE = "pid:[4026531836]"
 """Of processes, since the machine's start (PROC_PID_INIT_INO in Linux's proc_ns.h)."""
+_RUNS_A_SCRIPT = re.compile(r"(python|pypy|bash|sh|dash|zsh|perl|ruby|node|java|Rscript)[\d.]*")
+"""To these the first argument is a program; to others it may be a password."""
 _OF_PYTHON = ("-u", "-B", "-O", "-OO", "-s", "-S", "-E", "-I", "-m")
 """Its options without a value, and the one after which stands the program. After any other may stand a secret."""
 
@@ -43,10 +46,13 @@ def _program(words: list[str]) -> str:
     """The program, and the script or module that it runs: `python train.py`."""
     if not words or not words[0]:
         return ""
-    if "-c" in words:  # what follows is code, and may hold anything
-        return Path(words[0]).name
+    program = Path(words[0]).name
+    if (
+        not _RUNS_A_SCRIPT.fullmatch(program) or "-c" in words
+    ):  # after -c stands code, which may hold anything
+        return program
     rest = words[1:]
     while rest and rest[0] in _OF_PYTHON:
         rest = rest[1:]
     script = rest[0] if rest and not rest[0].startswith("-") else ""
-    return " ".join(Path(word).name for word in (words[0], script) if word)
+    return f"{program} {Path(script).name}" if script else program

@@ -85,6 +85,27 @@ def test_mixed_types_and_somebody_elses_memory_are_named_and_left_out() -> None:
     assert finding(scene("mixed_4", (0, 3)), "memory").status == "pass"
 
 
+def test_no_device_is_proposed_that_is_smaller_or_older_than_the_chosen_ones() -> None:
+    """Both T4 would be free and well; a run that was made for an A100 has no room on them."""
+    body = recorded("mixed_4")
+    body["devices"][0], body["devices"][3] = body["devices"][1], body["devices"][1]
+    found = finding(scene(details_from(body), (2,)), "selection")
+    assert (found.status, found.fix) == ("pass", ()), found
+    assert "no other choice is better" in found.evidence[0]
+
+
+def test_in_a_job_of_slurm_only_its_own_devices_are_proposed() -> None:
+    mine = replace(scene("l20_two_sockets_10", (3, 5), vendor="intel"), visible=(3, 5))
+    assert finding(mine, "selection").status == "warn", "others are better, and nobody has forbidden them"
+    assert all("--devices" not in line for line in finding(mine, "selection").fix), (
+        "they are not visible here"
+    )
+    found = finding(replace(mine, allotted=True), "selection")
+    assert (found.status, found.fix) == ("pass", ())
+    seven = replace(mine, visible=(3, 5, 7), allotted=True)
+    assert finding(seven, "selection").fix == ("export CUDA_VISIBLE_DEVICES=5,7", "or --devices 5,7")
+
+
 def test_without_peer_access_shared_memory_is_expected_and_no_other_choice_is_better() -> None:
     machine = scene("a10g_4", (0, 1, 2, 3))
     assert "shared memory of the host (PHB, no peer access" in finding(machine, "links").evidence[0]
@@ -159,11 +180,22 @@ def test_a_fabric_that_is_not_ready_is_named_before_cuda_says_802() -> None:
 @pytest.mark.makes("devices.seen", "fail")
 def test_a_device_that_has_fallen_off_is_told_from_one_that_is_hidden() -> None:
     body = recorded("a10g_4")
+    body["devices"].pop()  # as in a container that was given three of four: the bus shows all of them
+    found = finding(scene(details_from(body), (0, 1)), "seen")
+    assert found.status == "pass"
+    assert "on the bus, and not given to this container or job: 0000:1e:00.0" in found.evidence
+    body["beside"]["kernel_log"] = [["NVRM: Xid (PCI:0000:1e:00): 79, GPU has fallen off the bus.", 60.0]]
+    found = finding(scene(details_from(body), (0, 1)), "seen")
+    assert found.status == "fail"
+    assert "no answer from 0000:1e:00.0" in found.evidence[0]
+
+
+def test_a_device_that_the_driver_lists_and_cannot_reach_is_named() -> None:
+    body = recorded("a10g_4")
     body["devices"][2] = {"lost": "GPU is lost"}
     found = finding(scene(details_from(body), (0, 1)), "seen")
     assert found.status == "fail"
-    assert "no answer from 0000:1d:00.0" in found.evidence[0]
-    assert "device 2: GPU is lost" in found.evidence
+    assert "no answer from device 2: GPU is lost" in found.evidence[0]
 
 
 @pytest.mark.parametrize(
@@ -199,8 +231,11 @@ def test_a_device_that_cuda_13_has_dropped_is_named() -> None:
 @pytest.mark.makes("devices.mig", "pass")
 def test_slices_are_named_by_their_uuid_and_refused_for_several_ranks() -> None:
     assert finding(scene("a100_mig_2", (0, 1)), "mig").status == "fail"
-    alone = finding(scene("a100_mig_2", (1,)), "mig")
+    alone = finding(scene("a100_mig_2", (0,)), "mig")
     assert (alone.status, alone.fix) == ("warn", ("export CUDA_VISIBLE_DEVICES=MIG-0f5a",))
+    assert finding(scene("a100_mig_2", (1,)), "mig").status == "pass", (
+        "its neighbour is sliced, and it is not"
+    )
     assert finding(scene("a10g_4", (0,)), "mig").status == "pass"
 
 

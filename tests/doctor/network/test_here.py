@@ -3,6 +3,8 @@
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,21 @@ def test_a_port_that_another_program_has_is_named_with_the_program(tmp_path: Pat
     assert seen.status("network.port") == "fail"
     assert "another program has it: pid" in seen.text("network.port")
     assert f"pid {os.getpid()}" in seen.text("network.port")
+
+
+def test_the_program_that_has_a_port_is_named_without_the_secrets_of_its_command_line(tmp_path: Path) -> None:
+    secret = "plain-text-secret"
+    code = "import socket, sys; server = socket.create_server(('', 0)); print(server.getsockname()[1], flush=True); sys.stdin.read()"
+    script = tmp_path / "serve.py"
+    script.write_text(code)
+    with subprocess.Popen(
+        [sys.executable, str(script), "--token", secret], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:  # fmt: skip
+        assert server.stdout is not None
+        seen = doctor(tmp_path, env={"MASTER_PORT": server.stdout.readline().strip()})
+        server.communicate()
+    assert f"pid {server.pid} ({Path(sys.executable).name} serve.py)" in seen.text("network.port")
+    assert secret not in seen.out + seen.err
 
 
 def test_one_machine_needs_no_network(inside: Inside) -> None:

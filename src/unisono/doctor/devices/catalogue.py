@@ -5,8 +5,9 @@ from unisono.doctor.check import Check
 SEEN = Check(
     "devices.seen", "Visible and physical devices",
     "a rank that does not find its device fails at once, and a device that has dropped out takes its whole job with it",
-    "NVML's list (nvidia-ml-py) is held against the PCI bus and CUDA_VISIBLE_DEVICES. FAIL: a device on the bus does not answer, or the driver"
-    " does not. UNKNOWN: NVIDIA hardware is here and nvidia-ml-py is not.",
+    "NVML's list (nvidia-ml-py) is held against the PCI bus and CUDA_VISIBLE_DEVICES. PASS: also where a device on the bus is not given to this container or job."
+    " FAIL: the driver cannot be used, a device that it lists does not answer, or one has fallen off the bus (Xid 79 in the kernel's log)."
+    " UNKNOWN: NVIDIA hardware is here and nvidia-ml-py is not, or the driver has said nothing for 30 s.",
     ("gpu_fell_off", "no_cuda_build"),
 )  # fmt: skip
 LINKS = Check(
@@ -18,8 +19,8 @@ LINKS = Check(
 SELECTION = Check(
     "devices.selection", "The chosen devices",
     "across sockets, of several types or in somebody else's use, the slowest pair sets the pace of all",
-    "All choices of as many devices are weighed: errors, memory in use, MIG, types, transport between each two, NUMA nodes, gaps."
-    " WARN: another choice is better; it is written out.",
+    "All choices of as many devices, each as large and as new as the chosen ones, are weighed: errors, memory in use, MIG, types, transport between each two, NUMA nodes, gaps."
+    " In a Slurm job only those that it was given. WARN: another choice is better; it is written out.",
     ("device_mismatch", "duplicate_gpu"),
 )  # fmt: skip
 MEMORY = Check(

@@ -42,6 +42,7 @@ class Scene:
         settings: variables of NCCL and the like.
         torch: its version; empty: none.
         torch_cuda: that it was built for.
+        allotted: whether a scheduler has given this job the visible ones, and the others to somebody else.
     """
 
     details: DevicesDetails
@@ -51,6 +52,7 @@ class Scene:
     settings: dict[str, str]
     torch: str = ""
     torch_cuda: str | None = None
+    allotted: bool = False
 
     @cached_property
     def complaints(self) -> list[Complaint]:
@@ -66,6 +68,7 @@ class Scene:
             vendor=self.processors.vendor,
             settings=self.settings,
             ill=ill_devices(self.complaints),
+            within=self.visible if self.allotted else None,
         )
 
     @property
@@ -107,6 +110,7 @@ def read_scene(around: Surroundings) -> Scene:
         settings=settings_of(report),
         torch=report.versions.get("torch", ""),
         torch_cuda=report.versions.get("cuda"),
+        allotted=around.environment.slurm_nodes is not None,
     )
 
 

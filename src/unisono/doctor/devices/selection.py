@@ -69,7 +69,8 @@ _AS_LARGE = 0.9
 
 
 def judge_selection(
-    details: DevicesDetails, chosen: Sequence[int], *, vendor: str = "", settings: Mapping[str, str] | None = None, ill: Sequence[int] = ()
+    details: DevicesDetails, chosen: Sequence[int], *, vendor: str = "", settings: Mapping[str, str] | None = None, ill: Sequence[int] = (),
+    within: Sequence[int] | None = None,
 ) -> Judged:  # fmt: skip
     """What is wrong with these devices, and which others would be better.
 
@@ -79,10 +80,11 @@ def judge_selection(
         vendor: of the processor.
         settings: variables of NCCL that are set.
         ill: devices that are not to be used.
+        within: those that may be proposed, where others belong to somebody else's job; None: all.
     """
     scales = _Scales(details, vendor, settings or {}, frozenset(ill))
     now = scales.weigh(chosen)
-    best = scales.best(chosen)
+    best = scales.best(chosen, within=within)
     weighed = scales.weigh(best) if best else now
     troubles = tuple(_troubles(details, chosen, now, scales))
     if best and weighed.weight < now.weight:
@@ -150,7 +152,7 @@ class _Scales:
             gaps=max(indices, default=0) - min(indices, default=0) + 1 - len(indices),
         )
 
-    def best(self, chosen: Sequence[int]) -> tuple[int, ...]:
+    def best(self, chosen: Sequence[int], *, within: Sequence[int] | None) -> tuple[int, ...]:
         """The best choice of so many, of devices that are as large and as new as those; of equal ones that which changes least."""
         own = set(chosen)
         mine = [self._devices[index] for index in own if index in self._devices]
@@ -159,7 +161,12 @@ class _Scales:
         fit = [
             index
             for index, one in self._devices.items()
-            if index in own or (one.memory_bytes >= memory and one.capability >= capability)
+            if index in own
+            or (
+                (within is None or index in within)
+                and one.memory_bytes >= memory
+                and one.capability >= capability
+            )
         ]
         whole = sorted(fit, key=lambda index: (index in self._ill, index in self._held, index))
         tried = combinations(sorted(whole[:_MOST_TRIED]), len(chosen))
