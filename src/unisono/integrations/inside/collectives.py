@@ -59,7 +59,10 @@ def beating(function: Callable[..., Any], kind: int, here: Here) -> Callable[...
         beats = here.beats
         try:
             first = args[0] if args else None
-            before = beats.wait_in(kind, first.numel() if type(first).__name__ in _PLAIN else 0)  # type: ignore[union-attr]
+            elements = first.numel() if type(first).__name__ in _PLAIN else 0  # type: ignore[union-attr]
+            if here.loop.collective(kind, elements):
+                beats.take_batch()
+            before = beats.wait_in(kind, elements)
             found = function(*args, **kwargs)
             beats.come_back(before)
             return found

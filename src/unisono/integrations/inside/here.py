@@ -20,6 +20,7 @@ from unisono.integrations.border import (
     registrations,
     start_of,
 )
+from unisono.integrations.inside.loop import Loop
 from unisono.integrations.inside.sampling import Sampling
 from unisono.watch.beat import Beats, Pulse, beat_while_collecting
 
@@ -33,6 +34,7 @@ class Here:
         presence: at the border.
         registration: who it is; None while it is no rank.
         beats: its signs of life, of the main thread.
+        loop: where its steps begin.
         main: the main thread's number.
         inside: whether the main thread is in a hooked function, which may call others.
         counts_steps: whether steps are those of an optimizer; False once the program says by itself which step it is in.
@@ -42,6 +44,7 @@ class Here:
         self.presence = presence
         self.registration: Registration | None = None
         self.beats = Beats()
+        self.loop = Loop()
         self.main = threading.main_thread().ident
         self.inside = False
         self.counts_steps = True
@@ -102,6 +105,7 @@ class Here:
 
     def _begin_step(self, step: int) -> None:
         if self.is_main_thread():
+            self.loop.stepped()
             self.beats.begin_step(step)
             self.beats.enter("program")
 
@@ -168,7 +172,7 @@ class Here:
         """A child is no rank by birth, and must not write in its parent's record."""
         self.presence = Presence(self.presence.guard)
         self.registration = None
-        self.beats = Beats()
+        self.beats, self.loop = Beats(), Loop()
         self.main = threading.get_ident()
         self.inside = self._has_ended = False
 

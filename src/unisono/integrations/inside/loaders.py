@@ -59,7 +59,8 @@ def _reading(original: Callable[[Any], Any], at: Here) -> Callable[[Any], Any]:
         beats.enter("data")
         try:
             batch = original(self)
-            beats.take_batch()
+            if at.loop.batch(getattr(self, "_dataset", None)):
+                beats.take_batch()
             return batch
         finally:
             at.inside = False

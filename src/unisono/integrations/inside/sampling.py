@@ -26,10 +26,30 @@ _C10D = "torch._C._distributed_c10d"
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
-def recorder() -> Callable[..., bytes] | None:
-    """torch's flight recorder, under the names of torch 2.11 to 2.13; None before torch is loaded, or without it."""
+def recorders() -> list[Callable[..., bytes]]:
+    """torch's flight recorders, under the names of torch 2.11 to 2.13; none before torch is loaded.
+
+    A torch that is built with NCCL has two: NCCL's groups are in one, and those of gloo and others in the other.
+    """
     module = sys.modules.get(_C10D)
-    return next((getattr(module, name) for name in _DUMPS if hasattr(module, name)), None)
+    return [getattr(module, name) for name in _DUMPS if hasattr(module, name)]
+
+
+def count_begun() -> int:
+    """How many collectives this process has begun, by torch's own count."""
+    return sum(begun_of(json.loads(dump(includeCollectives=False))) for dump in recorders())
+
+
+def dump_of_interest() -> bytes:
+    """All that one recorder has: the one in which something is pending, or else the one that has recorded last."""
+    dumps = [dump() for dump in recorders()]
+    return max(dumps, key=_interest) if len(dumps) > 1 else b"".join(dumps)
+
+
+def _interest(dump: bytes) -> tuple[int, int]:
+    read = json.loads(dump or b"{}")
+    entries = read.get("entries") or ()
+    return pending_of(read), max((int(entry["time_created_ns"]) for entry in entries), default=0)
 
 
 class Sampling(threading.Thread):
@@ -51,7 +71,7 @@ class Sampling(threading.Thread):
             with suppress(
                 ValueError, LookupError, TypeError, RuntimeError
             ):  # a recorder that is not known here
-                self._begun = begun_of(self._counts())
+                self._begun = count_begun()
             moved = (self._beats.written, self._begun)
             if moved != seen:
                 seen, since = moved, now
@@ -62,13 +82,8 @@ class Sampling(threading.Thread):
                 self._look_closer()
 
     def dump(self) -> bytes:
-        """All that the recorder has, for the front that asks for it."""
-        dump = recorder()
-        return dump() if dump is not None else b""
-
-    def _counts(self) -> Any:
-        dump = recorder()
-        return json.loads(dump(includeCollectives=False)) if dump is not None else {}
+        """All that a recorder has, for the front that asks for it."""
+        return dump_of_interest()
 
     def _look_closer(self) -> None:
         pending = 0

@@ -1,0 +1,32 @@
+"""`unisono run` with other versions of torch than the one that is installed here. By hand, and `long`:
+
+python3.11 -m venv /tmp/t2.11 && /tmp/t2.11/bin/pip install torch==2.11.0 -e '.[dev]'
+UNISONO_TEST_PYTHONS=/tmp/t2.11/bin/python:/tmp/t2.12/bin/python pytest -m long tests/run/test_other_torch.py
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PYTHONS = [path for path in os.environ.get("UNISONO_TEST_PYTHONS", "").split(os.pathsep) if path]
+FILES = (
+    "tests/run/test_torchrun.py", "tests/run/test_two_nodes.py", "tests/run/inside/test_private.py", "tests/run/inside/test_groups.py",
+    "tests/run/inside/test_verdicts.py",
+)  # fmt: skip
+LIMIT_S = 1500.0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("python", PYTHONS or [""])
+def test_what_depends_on_torch_holds_with_another_torch(python: str, file: str) -> None:
+    if not python:
+        pytest.skip("UNISONO_TEST_PYTHONS names no Python that has another torch")
+    words = [python, "-m", "pytest", "-q", "-m", "long or not long", "-p", "no:cacheprovider", file]
+    done = subprocess.run(
+        words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout[-20_000:]
