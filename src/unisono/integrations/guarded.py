@@ -62,6 +62,7 @@ class Guarded:
             except StopIteration:
                 self._at.phase("program")
                 return
+            self._at.take_batch()
             self._at.phase("compute")
             yield batch
 

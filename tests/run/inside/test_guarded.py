@@ -50,3 +50,14 @@ def test_under_run_the_front_knows_step_phase_and_loss(guarded: Callable[..., Pl
     beat = played.ranks.beats[0].read()
     assert beat is not None
     assert (beat.phase, beat.step) == ("program", 6)
+
+
+@pytest.mark.ranks
+def test_under_run_a_rank_whose_loop_is_over_is_told_from_one_in_its_next_step(
+    guarded: Callable[..., Played],
+) -> None:
+    """Both have made as many steps, and neither has a loader of torch."""
+    played = guarded(sys.executable, PROGRAMS / "launcher.py", 2, PROGRAMS / "unequal.py", world_size=2)
+    played.until(lambda: played.verdict or played.process.poll() is not None)
+    assert played.verdict is not None, (played.printed, played.messages)
+    assert (played.verdict.cause, played.verdict.ranks) == ("unequal_steps", (1,)), played.verdict.summary

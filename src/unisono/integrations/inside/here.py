@@ -103,6 +103,11 @@ class Here:
         if self.counts_steps:
             self._begin_step(max(1, self.beats.step) + 1)
 
+    def take_batch(self) -> None:
+        """A batch has been taken for the step, so that it is begun."""
+        if self.is_main_thread():
+            self.beats.take_batch()
+
     def _begin_step(self, step: int) -> None:
         if self.is_main_thread():
             self.loop.stepped()
