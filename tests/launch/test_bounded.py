@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 
 from tests.nproc.disks import on_a_device
+from unisono.causes import Verdict
 from unisono.errors import UnfitError
 from unisono.facts.threads import stuck_threads
 from unisono.launch import bounded
-from unisono.launch.bounded import RunsDisk
+from unisono.launch.bounded import STUCK_S, RunsDisk
+from unisono.launch.member import _keep
+from unisono.rundir import RunDir
+from unisono.rundir.lock import RunLock
 
 
 def test_what_is_only_nice_is_not_waited_for_and_comes_before_the_rest(tmp_path: Path) -> None:
@@ -41,3 +45,46 @@ def test_storage_that_hangs_is_told_once_and_never_entered(
         assert stuck_threads(os.getpid()) == []
     assert [message["code"] for message in said] == ["storage_blocked"]
     assert "the storage does not answer" in said[0]["text"]
+
+
+@pytest.mark.fault("the storage of output_dir does not answer when a run is started")
+@pytest.mark.parametrize("inside", ["", "new/run"], ids=["the directory is there", "it is to be made"])
+def test_a_start_on_storage_that_hangs_ends_and_says_so(front: Any, tmp_path: Path, inside: str) -> None:
+    """Else its first file would hold it in the kernel, where not even SIGKILL ends it."""
+    with on_a_device(tmp_path / "disk", tmp_path / "image", size=16 << 20) as mounted:
+        front.config(train="rows", output_dir=str(mounted.path / inside))
+        mounted.hang()
+        process = front.start()
+        try:
+            code = process.wait(5 * STUCK_S)
+        finally:
+            mounted.answer()  # else one that hangs could not even be killed
+            process.kill()
+        _, told = process.communicate(timeout=60)
+        assert code == 6, told
+        assert "error: nothing was started: the storage of output_dir does not answer" in told
+        assert f"where: {mounted.path}" in told
+        assert front.run().returncode == 0
+
+
+def test_what_a_node_writes_last_does_not_hold_it_where_its_storage_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded, "STUCK_S", 1.0)
+    said: list[dict[str, Any]] = []
+    verdict = Verdict(cause="rank_stopped", when="during", summary="rank 1 is stopped").to_json()
+    result = {"outcome": "stalled", "exit_code": 4, "output_dir": "out"}
+    last = {"kind": "ended", "exit_code": 4, "result": result, "verdicts": [verdict]}
+    with on_a_device(tmp_path / "disk", tmp_path / "image", size=16 << 20) as mounted:
+        run, lock = RunDir(mounted.path / "out"), RunLock(mounted.path / "out" / "run.lock")
+        lock.acquire("here", os.getpid())
+        mounted.hang()
+        disk = RunsDisk(run.root, said.append)
+        kept = _keep(run, last, head="ada", shared=False, show=said.append, disk=disk)
+        lock.release()
+        assert kept["exit_code"] == 4
+        assert stuck_threads(os.getpid()) == []
+        mounted.answer()
+        assert not run.result.exists()
+    assert [message["code"] for message in said] == ["storage_blocked"]
+    assert said[0]["text"].startswith("how the run ended cannot be written")

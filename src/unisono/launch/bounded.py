@@ -50,6 +50,25 @@ def unless_stuck(
     return job.result()
 
 
+def refuse_if_silent(root: Path) -> None:
+    """Sees that the disk of a directory answers before anything is asked of it that could hang.
+
+    Args:
+        root: the directory; where it is not there yet, its nearest parent is tried.
+
+    Raises:
+        UnfitError: if it does not answer.
+    """
+    there = root.absolute()
+    while answers(there, limit_s=STUCK_S):
+        if there.exists():  # it has just been looked up by a process that came back
+            return
+        there = there.parent
+    raise UnfitError.of(
+        "nothing was started: the storage of output_dir does not answer", where=str(there), why=f"nothing for {STUCK_S:.0f} s", fix=_FIX
+    )  # fmt: skip
+
+
 class RunsDisk:
     """The run's directory, as the front writes into it while the ranks run and at the end. Once it has hung nothing more is tried.
 

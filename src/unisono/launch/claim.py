@@ -10,6 +10,7 @@ from pathlib import Path
 from unisono.config import RunConfig
 from unisono.errors import UsageError
 from unisono.files import make_private_dir
+from unisono.launch.bounded import refuse_if_silent
 from unisono.launch.resuming import Earlier
 from unisono.launch.stored import remove_half_a_copy
 from unisono.rundir import RunDir
@@ -62,8 +63,10 @@ def claim(
 
     Raises:
         UsageError: if the directory is taken, finished, another run's, or cannot be written.
+        UnfitError: if its storage does not answer.
     """
     run = RunDir(Path(config.output_dir))
+    refuse_if_silent(run.root)
     decide_start(run, config, resume=resume, fresh=fresh, allow=allow)  # refuses before anything is touched
     if fresh and run.root.exists() and any(run.root.iterdir()):
         with _locked(run, host, say):  # nobody renames a run under the feet of one that lives

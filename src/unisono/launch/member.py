@@ -4,8 +4,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from unisono.events import Message
 from unisono.files import make_private_dir, read_object, write_json
 from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Show
+from unisono.launch.bounded import RunsDisk, refuse_if_silent
 from unisono.launch.fitness import look_again
 from unisono.launch.follow import LastWord, LostHead, Serving
 from unisono.launch.gathering import prepared_facts, report_maker
@@ -50,6 +52,7 @@ def take_part(
         EndedByVerdict: if the head is lost while ranks ran.
     """
     show = party.show
+    disk = RunsDisk(Path(loaded.config.output_dir), show)
     seen = _Seen(report_maker(request, loaded, here))
     try:
         with attend_meeting(party, seen.make) as attendance:
@@ -57,19 +60,21 @@ def take_part(
             shared = seen.shares_output
             with _own_directory(request, loaded, here, shared=shared, show=show) as run:
                 member = _Member(
-                    request, loaded, here, attendance, interrupts, show, run, shared, seen.report
+                    request, loaded, here, attendance, interrupts, show, run, shared, seen.report, disk
                 )
                 last = member.run()
     except Disagreed as error:
         if seen.has_own_output:
-            _keep_refusal(RunDir(Path(loaded.config.output_dir)), error)
+            disk.write(
+                "why the job was refused",
+                partial(_keep_refusal, RunDir(Path(loaded.config.output_dir)), error),
+            )
         raise
     if isinstance(last, LostHead):
         own = NodeLoss(here.topology.node_rank, here.machine.host, last.why)
-        return _cut_off(run, last, own, asked=interrupts.first, shared=shared, show=show)
-    return _keep(
-        run, last.message, head=str(attendance.welcome.get("head_host", "")), shared=shared, show=show
-    )
+        return _cut_off(run, last, own, asked=interrupts.first, shared=shared, show=show, disk=disk)
+    head = str(attendance.welcome.get("head_host", ""))
+    return _keep(run, last.message, head=head, shared=shared, show=show, disk=disk)
 
 
 @dataclass
@@ -100,6 +105,7 @@ class _Member:
     run_dir: RunDir
     shared: bool
     first: NodeReport
+    disk: RunsDisk
 
     def run(self) -> LastWord | LostHead:
         """Prepares, and then serves one plan after the other until the last word."""
@@ -134,10 +140,14 @@ class _Member:
     def _serve(self, plan: RunPlan) -> LastWord | LostHead:
         node_rank = self.here.topology.node_rank
         plan_file = self.run_dir.node_plan(node_rank)
-        try:
+
+        def write_plan() -> None:
             for folder in (plan_file.parent, self.run_dir.events(0).parent, self.run_dir.log("", 0).parent):
                 make_private_dir(folder)
             write_json(plan_file, plan.to_json(), mode=0o600)
+
+        try:
+            self.disk.need("this node's copy of the plan", write_plan)
         except OSError as error:
             raise UnfitError.of(
                 f"this node's copy of the plan cannot be written: {error.strerror or error}", where=str(error.filename or plan_file),
@@ -158,8 +168,8 @@ class _Member:
         )  # fmt: skip
         parts = None if plan.node(node_rank).shares_output else self.run_dir.checkpoints
         try:
-            if parts is not None:
-                clear_parts(parts)  # of a front that was killed
+            if parts is not None:  # of a front that was killed
+                self.disk.need("what is left of unfinished checkpoints", partial(clear_parts, parts))
             with kept:
                 return Serving(
                     self.attendance,
@@ -170,9 +180,9 @@ class _Member:
                     checkpoints=parts,
                 ).run()
         finally:
-            _remove_plan(plan_file)
+            self.disk.write("this node's copy of the plan", partial(_remove_plan, plan_file))
             if parts is not None:
-                clear_parts(parts)
+                self.disk.write("what is left of unfinished checkpoints", partial(clear_parts, parts))
 
 
 def _remove_plan(path: Path) -> None:
@@ -190,8 +200,10 @@ def _own_directory(
 
     Raises:
         UsageError: if it is a run of its own that has nothing to do with the head's.
+        UnfitError: if its storage does not answer.
     """
     run = RunDir(Path(loaded.config.output_dir))
+    refuse_if_silent(run.root)
     if shared:
         yield run
         return
@@ -240,7 +252,14 @@ def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
 
 
 def _cut_off(
-    run: RunDir, last: LostHead, own: NodeLoss, *, asked: signal.Signals | None, shared: bool, show: Show
+    run: RunDir,
+    last: LostHead,
+    own: NodeLoss,
+    *,
+    asked: signal.Signals | None,
+    shared: bool,
+    show: Show,
+    disk: RunsDisk,
 ) -> dict[str, Any]:
     """Says that the head is lost, which this node alone can say, and gives the result of that.
 
@@ -253,6 +272,7 @@ def _cut_off(
         asked: the signal by which the job was asked to stop. Then a head that goes first is how it ends, and no fault.
         shared: whether the directory is the head's.
         show: sees what is said.
+        disk: of the directory.
     """
     verdict = name_cut_off(own, head=last.host) if last.is_silent else last.verdict
     known = find_cause(verdict.cause)
@@ -265,10 +285,15 @@ def _cut_off(
         ending = Ending(exit_code_of(asked), NOTHING_DONE)
     result = result_of(ending, run_id="", output_dir=str(run.root), restarts=[], seconds=0.0)
     if not shared:  # the head's own files are the head's to write
-        if ending.verdict is not None:
-            set_verdict(run, ending.verdict)
-        write_result(run, RunResult.from_json(result))
+        verdicts = [ending.verdict] if ending.verdict is not None else []
+        disk.write("how the run ended", partial(_write_end, run, verdicts, result))
     return result
+
+
+def _write_end(run: RunDir, verdicts: Sequence[Verdict], result: dict[str, Any]) -> None:
+    for verdict in verdicts:
+        set_verdict(run, verdict)
+    write_result(run, RunResult.from_json(result))
 
 
 def _cited_from(verdict: Verdict, *, head: str) -> Verdict:
@@ -283,15 +308,15 @@ def _cited_from(verdict: Verdict, *, head: str) -> Verdict:
     return verdict.model_copy(update={"evidence": tuple(evidence)})
 
 
-def _keep(run: RunDir, message: Message, *, head: str, shared: bool, show: Show) -> dict[str, Any]:
+def _keep(
+    run: RunDir, message: Message, *, head: str, shared: bool, show: Show, disk: RunsDisk
+) -> dict[str, Any]:
     """Keeps how the run ended, where the head's directory is not seen here. A verdict on the ranks has been shown already."""
     result = {**dict(message.get("result") or {}), "exit_code": int(message.get("exit_code", 1))}
-    for value in message.get("verdicts") or []:
-        if not shared:
-            set_verdict(run, _cited_from(Verdict.from_json(value), head=head))
+    verdicts = [_cited_from(Verdict.from_json(value), head=head) for value in message.get("verdicts") or []]
     problems = message.get("problems") or []
     if problems:
         show({"kind": "refused", "time": time.time(), "problems": problems})
     if not shared:
-        write_result(run, RunResult.from_json(result))
+        disk.write("how the run ended", partial(_write_end, run, verdicts, result))
     return result if shared else {**result, "held_by": f"node 0 ({plain(head)})"}

@@ -110,15 +110,14 @@ class Start:
         if self.party is None:
             yield None
             return
-        nonce = leave_nonce(run.root)
+        nonce = self.disk.need("the mark for the other nodes", partial(leave_nonce, run.root))
         try:
             with together(
                 self.request, loaded, here, self.party, welcome={NONCE_FILE: nonce}, table=self.table
             ) as others:  # fmt: skip
                 yield others
         finally:
-            with contextlib.suppress(OSError):  # an empty file in a folder that is gone or full is no matter
-                remove_nonce(run.root, nonce)
+            self.disk.write("the mark for the other nodes", partial(remove_nonce, run.root, nonce))
 
     def _bring_back(self, loaded: LoadedConfig, here: Here, claimed: Claim, others: Together | None) -> None:
         """Where nothing is left here, from checkpoint.storage. It may take long: the other nodes are here already, and wait."""
@@ -135,7 +134,8 @@ class Start:
     def _train(
         self, loaded: LoadedConfig, here: Here, claimed: Claim, others: Together | None
     ) -> dict[str, Any]:
-        CheckpointStore(claimed.run.checkpoints, key=user_key(here.environment.settings_dir)).sweep()
+        store = CheckpointStore(claimed.run.checkpoints, key=user_key(here.environment.settings_dir))
+        self.disk.need("what is left of unfinished checkpoints", store.sweep)
         prepared, layout = self._prepare(loaded, here, claimed, others)
         plan = plan_start(
             self.request, loaded, here, run=claimed.run, decision=claimed.decision, prepared=prepared, show=self.show,

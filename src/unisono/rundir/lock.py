@@ -89,9 +89,8 @@ class RunLock:
         self._ended.set()
         assert self._thread is not None
         self._thread.join(_LAST_BEAT_S)
-        if (
-            self._thread.is_alive()
-        ):  # whoever touched the file now would hang, too; the lock ends with the process
+        # Where it does not answer, whoever touched the file now would hang, too; the lock ends with the process.
+        if self._thread.is_alive() or not answers(self.path, limit_s=_LAST_BEAT_S):
             return
         if _is_at(self._fd, self.path):  # the directory may have been renamed with it
             self.path.unlink(missing_ok=True)
