@@ -4,6 +4,7 @@ A table in several files, by whose words they are. It judges nothing: what beats
 """
 
 from unisono.causes import (
+    signatures_elsewhere,
     signatures_files,
     signatures_launch,
     signatures_machine,
@@ -28,6 +29,7 @@ ALL_SIGNATURES: tuple[Signature, ...] = (
     *signatures_machine.SIGNATURES,
     *signatures_files.SIGNATURES,
     *signatures_trainers.SIGNATURES,
+    *signatures_elsewhere.SIGNATURES,
 )
 
 SIGNATURES: dict[str, Signature] = {signature.id: signature for signature in ALL_SIGNATURES}

@@ -16,8 +16,8 @@ SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="file_is_damaged", hints=("Error while deserializing header", "failed finding central directory", "PytorchStreamReader failed", "trainer_state.json",
                "MetadataIncompleteBuffer", "HeaderTooLarge", "InvalidHeader", "invalid load key", "might be corrupted", "Ran out of input", "find a valid checkpoint at", "without having git-lfs",
-               "Unable to load weights from pytorch checkpoint", "Consistency check failed"),
-        pattern=r"Error while deserializing header|HeaderTooLarge|InvalidHeader(?:Deserialization|Length|Start)?|invalid load key, |might be corrupted|EOFError: Ran out of input|Can.t find a valid checkpoint at|without having git-lfs|"
+               "Unable to load weights from pytorch checkpoint", "Consistency check failed", "pickle data was truncated", "archive is corrupted", "stack underflow", "unexpected EOF"),
+        pattern=r"Error while deserializing header|HeaderTooLarge|InvalidHeader(?:Deserialization|Length|Start)?|invalid load key, |might be corrupted|pickle data was truncated|archive is corrupted|unpickling stack underflow|unexpected EOF, expected \d{1,15} more bytes|EOFError: Ran out of input|Can.t find a valid checkpoint at|without having git-lfs|"
         r"Unable to load weights from pytorch checkpoint|Consistency check failed: file should be|MetadataIncompleteBuffer|failed finding central directory|PytorchStreamReader failed reading|No such file or "
         r"directory: '[^']{0,300}trainer_state\.json'", kind="error", cause="corrupt_checkpoint",
         source="safetensors 0.8; torch 2.13, libtorch_cpu (inline_container.cc); " + _TRANSFORMERS,
@@ -67,10 +67,10 @@ SIGNATURES: tuple[Signature, ...] = (
         look_alike="Using FlashAttention2",
     ),
     Signature(
-        id="bitsandbytes", hints=("CUDA Setup failed despite", "bitsandbytes", "CUDA SETUP", "cget_managed_ptr", "cquantize", "str2optimizer", "cget_col_row_stats"),
+        id="bitsandbytes", hints=("CUDA Setup failed despite", "bitsandbytes", "CUDA SETUP", "GPU is needed", "GPU is required", "cget_managed_ptr", "cquantize", "str2optimizer", "cget_col_row_stats"),
         pattern=r"CUDA Setup failed despite (?:CUDA|GPU) being available|bitsandbytes was compiled without GPU support|No package metadata was found for bitsandbytes|Using "
         r"`bitsandbytes` \d?-?bit quantization requires|bitsandbytes library load error|None of the available devices.{0,80}are supported by the bitsandbytes|has no attribute 'c(?:get_managed_ptr|quantize)|name 'str2optimizer|cget_col_row_stats|Could not find the "
-        r"bitsandbytes CUDA binary|CUDA is required but not available for bitsandbytes", kind="error", cause="bnb_no_gpu",
+        r"bitsandbytes CUDA binary|GPU is (?:needed|required) for quantization|CUDA is required but not available for bitsandbytes", kind="error", cause="bnb_no_gpu",
         source="bitsandbytes 0.4x, cuda_setup/main.py; " + _TRANSFORMERS,
         example="        CUDA Setup failed despite GPU being available. Please run the following command to get more information:",
         look_alike="bitsandbytes 0.43.1 loaded",
@@ -85,9 +85,9 @@ SIGNATURES: tuple[Signature, ...] = (
         look_alike="Downloading model.safetensors: 100%",
     ),
     Signature(
-        id="gated", hints=("gated repo", "GatedRepoError", "is restricted", "awaiting a review", "Invalid user token", "Invalid credentials in Authorization", "gated dataset"),
+        id="gated", hints=("gated repo", "GatedRepoError", "is restricted", "awaiting a review", "Invalid user token", "Invalid credentials in Authorization", "gated dataset", "Token is required", "Unauthorized for url: https://huggingface"),
         pattern=r"Cannot access gated repo|[Yy]ou are trying to access a gated repo|GatedRepoError|Access to (?:model|dataset) \S{1,120} is restricted|is awaiting a review from the repo|Invalid user token|Invalid credentials in "
-        r"Authorization|is a gated dataset", kind="error", cause="gated_model",
+        r"Authorization|is a gated dataset|Token is required \(`token=True`\)|Unauthorized for url: https://huggingface\.co/(?!.{0,400}Repository Not Found)", kind="error", cause="gated_model",
         source="huggingface_hub 2.4, utils/_http.py",
         example="Cannot access gated repo for url https://huggingface.co/api/models/ardent-figment/gated-model.", look_alike="this repository was gated in 2023",
     ),

@@ -41,9 +41,9 @@ SIGNATURES: tuple[Signature, ...] = (
         look_alike="while trying to connect to (10.127.0.1, 29500)",
     ),
     Signature(
-        id="name_unknown", hints=("gai error", "gaierror", "Name or service not known", "Temporary failure in name resolution", "Could not resolve hostname"),
+        id="name_unknown", hints=("gai error", "gaierror", "Name or service not known", "Temporary failure in name resolution", "Could not resolve hostname", "nodename nor servname", "No address associated with hostname", "getaddrinfo failed", "UnknownHostException"),
         pattern=r"^(?!.{0,1000}(?:https?:|HTTPS?Connection|huggingface|Max retries|wandb)).{0,1000}(?:cannot be retrieved \(gai error: -\d{1,3}|socket\.gaierror|Name or service not known|Temporary failure "
-        r"in name resolution|Could not resolve hostname)",
+        r"in name resolution|Could not resolve hostname|nodename nor servname provided|No address associated with hostname|getaddrinfo failed|UnknownHostException)",
         kind="error", cause="dns_failure", source=_TORCH + "libtorch_cpu (socket.cpp); glibc. Of IPv6 alone it is harmless",
         example="The IPv4 network addresses of (head-node, 29500) cannot be retrieved (gai error: -2 - Name or service not known).",
         look_alike="hostname of the client socket cannot be retrieved. err=-3",
@@ -93,9 +93,9 @@ SIGNATURES: tuple[Signature, ...] = (
         look_alike="[INFO] [launch.py:350:main] Process 2210 exits successfully.",
     ),
     Signature(
-        id="preempted", hints=("DUE TO ", "Node failure on", "reempt", "SignalException", "TERM_RUNLIMIT", "TERM_PREEMPT", "walltime", "Spot ", "spot ", "job time limit"),
+        id="preempted", hints=("DUE TO ", "Node failure on", "reempt", "SignalException", "TERM_RUNLIMIT", "TERM_PREEMPT", "walltime", "Spot ", "spot ", "job time limit", "DeadlineExceeded", "imminent node shutdown", "TaintManager", "MaxRuntimeExceeded", "MaxRuntimeInSeconds", "node was preempted", "timed-out", "timed out. Ran", "PREEMPTED", "TIMEOUT ", "NODE_FAIL", "CANCELLED by"),
         pattern=r"DUE TO (?:PREEMPTION|TIME LIMIT|NODE FAILURE)|srun: error: Node failure on |[Rr]eason: {1,12}Preempt|SignalException: Process \d{1,10} got signal: (?:15|10|12)\b|TERM_(?:RUNLIMIT|PREEMPT)|PBS: job killed: walltime|"
-        r"[Ss]pot (?:instance )?interruption|[Ii]nstance (?:is being|was|has been) preempted|[Pp]reempted by (?:a )?(?:pod|node|job|higher)|[Jj]ob (?:was|has been) preempted", kind="error",
+        r"[Ss]pot (?:instance )?interruption|[Ii]nstance (?:is being|was|has been) preempted|[Pp]reempted by (?:a )?(?:pod|node|job|higher)|[Jj]ob (?:was|has been) preempted|DeadlineExceeded|in response to imminent node shutdown|TaintManagerEviction|MaxRuntimeExceeded|[Ee]xceeded MaxRuntimeInSeconds|node was preempted|[Tt]his job is timed-out|Job has timed out\. Ran|^\d{1,12}(?:\.\w{1,10})? .{1,80}\b(?:PREEMPTED|TIMEOUT|NODE_FAIL|CANCELLED by \d{1,9}) {1,20}\d{1,3}:\d", kind="error",
         cause="preempted_sigterm", source="Slurm 23, slurmstepd; Kubernetes events; " + _ELASTIC + "/api.py",
         example="slurmstepd: error: *** STEP 81231.0 ON gpu-04 CANCELLED AT 2025-03-04T19:00:12 DUE TO PREEMPTION ***",
         look_alike="slurmstepd: error: *** STEP 81231.0 ON gpu-04 CANCELLED AT 2025-03-04T19:00:12 ***",

@@ -6,9 +6,11 @@ _TORCH = "torch 2.13, "
 
 SIGNATURES: tuple[Signature, ...] = (
     Signature(
-        id="cuda_out_of_memory", hints=("out of memory", "STATUS_ALLOC_FAILED", "cudaErrorMemoryAllocation", "NVML_SUCCESS == r"),
+        id="cuda_out_of_memory", hints=("out of memory", "STATUS_ALLOC_FAILED", "cudaErrorMemoryAllocation", "NVML_SUCCESS == r", "Out of memory", "OOM when allocating", "OUT_OF_MEMORY", "hipErrorOutOfMemory", "OUT_OF_DEVICE_MEMORY", "GPU memory utilization",
+               "memory for the cache blocks", "Error 2: out of memory"),
         pattern=r"(?:CUDA|HIP|NPU|XPU|MPS backend|MLU|MUSA) out of memory|(?:CUDA|HIP|CUDA driver) error: out of memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|NVML_SUCCESS == r INTERNAL|"
-        r"Triton Error \[CUDA\]: out of memory|^Error out of memory at line", kind="error", cause="cuda_oom",
+        r"Triton Error \[CUDA\]: out of memory|^Error out of memory at line|RESOURCE_EXHAUSTED.{0,80}[Oo]ut of memory|OOM when allocating tensor|[Oo]ut of memory error on GPU|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|"
+        r"OUT_OF_DEVICE_MEMORY|less than desired GPU memory utilization|No available memory for the cache blocks", kind="error", cause="cuda_oom",
         source=_TORCH + "CUDACachingAllocator.cpp; recovered from where batch sizes are searched",
         example="[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.64 GiB. GPU 1 has a total capacity of 23.65 GiB of which 1.02 GiB is "
         "free.",
@@ -29,9 +31,9 @@ SIGNATURES: tuple[Signature, ...] = (
         look_alike="DefaultCPUAllocator reserves 4096 bytes",
     ),
     Signature(
-        id="kernel_out_of_memory", hints=("Killed process ", "oom-kill", "OOMKilled", "oom_kill", "oom_reaper", "Out Of Memory", "OOM Killed", "memory limit", "low on resource: memory"),
+        id="kernel_out_of_memory", hints=("Killed process ", "oom-kill", "OOMKilled", "oom_kill", "oom_reaper", "Out Of Memory", "OOM Killed", "memory limit", "low on resource: memory", "TERM_MEMLIMIT", "exceeded limit", "Perhaps out of memory", "OUT_OF_ME", "emory usage limit"),
         pattern=r"Killed process \d{1,10}\b|oom-kill(?::|\s{0,2}event)|OOMKilled|oom_kill [1-9]\d{0,8}\b|oom_kill events?|invoked oom-killer|oom_reaper: reaped|: Out Of Memory|OOM Killed|[Ee]xceeded (?:step |job )?memory limit|low on "
-        r"resource: memory", kind="error", cause="host_oom_killed",
+        r"resource: memory|TERM_MEMLIMIT|\bv?mem \S{1,20} exceeded limit|Perhaps out of memory\?|\bOUT_OF_ME(?:\+|MORY)|gone over (?:cgroup )?memory limit|reaching LSF memory usage limit|[Mm]emory (?:usage )?limit (?:was |has been )?(?:exceeded|reached)", kind="error", cause="host_oom_killed",
         source="Linux, mm/oom_kill.c (dmesg); Kubernetes; Slurm",
         example="[Tue Mar  4 17:51:02 2025] Memory cgroup out of memory: Killed process 4416 (python) total-vm:98211440kB, anon-rss:61283312kB",
         look_alike="Killed by user request",
@@ -101,16 +103,16 @@ SIGNATURES: tuple[Signature, ...] = (
         look_alike="The current PyTorch install supports CUDA capabilities sm_80 sm_90.",
     ),
     Signature(
-        id="cuda_missing", hints=("not compiled with CUDA", "have NCCL built in", "No supported gpu backend found", "_cuda_setDevice", "No CUDA GPUs are available", "Found no NVIDIA driver", "no GPUs found!", "deserialize object on a CUDA device",
+        id="cuda_missing", hints=("not compiled with CUDA", "have NCCL built in", "No supported gpu backend found", "_cuda_setDevice", "No CUDA GPUs are available", "Found no NVIDIA driver", "no GPUs found!", "deserialize object on a CUDA device", "No GPU found", "No GPUs", "no GPU", "NVML: Unknown Error",
                "libcuda.so.1: cannot open", "could not select device driver", "CUDA unknown error"),
-        pattern=r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|Found no NVIDIA driver on your system|no GPUs found!|Attempting to deserialize object on a CUDA device but|libcuda\.so\.1: cannot open|"
+        pattern=r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|(?:Error|Exception): .{0,60}\b[Nn]o (?:CUDA )?GPUs? (?:was |were |is |are )?(?:found|available|detected)(?!.{0,60}quantization)|Failed to initialize NVML: Unknown Error|Found no NVIDIA driver on your system|no GPUs found!|Attempting to deserialize object on a CUDA device but|libcuda\.so\.1: cannot open|"
         r"could not select device driver|CUDA unknown error - this may be due to|Distributed package doesn't have NCCL built in|No supported gpu backend found|has no attribute "
         r"'_cuda_setDevice'", kind="error", cause="no_cuda_build", source=_TORCH + "cuda/__init__.py, distributed_c10d.py; Lightning 2.6",
         example="RuntimeError: Distributed package doesn't have NCCL built in",
         look_alike="CUDA is not available: training on CPU",
     ),
     Signature(
-        id="ordinal", hints=("invalid device ordinal", "But your machine only has", "nvalid device id"),
+        id="ordinal", hints=("invalid device ordinal", "But your machine only has", "nvalid device id", "ordinal out of range"),
         pattern=r"(?:CUDA|HIP) error: invalid device ordinal|But your machine only has: |(?:AssertionError|RuntimeError): Invalid device id", kind="error", cause="invalid_device_ordinal", source="CUDA 12 by way of torch",
         example="[rank6]: torch.AcceleratorError: CUDA error: invalid device ordinal", look_alike="CUDA device ordinal 6 selected",
     ),

@@ -67,8 +67,8 @@ SIGNATURES: tuple[Signature, ...] = (
         look_alike="node-a:811:811 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.5<0>",
     ),
     Signature(
-        id="ib_completion", hints=("Got completion from peer", "Got completion with error", "ibv_modify_qp", "ibv_reg_mr", "ibv_poll_cq", "ibv_create_qp", "NET/IB"),
-        pattern=r"NET/IB ?: Got completion from peer .{0,120}status=(?:IBV_WC_(?!WR_FLUSH)\w{1,30}|(?!5 )\d{1,3} )|NET/IB ?: Got completion with error (?!5\b)\d{1,3}|Call to ibv_(?:modify_qp|reg_mr\w{0,20}|poll_cq|create_qp) failed|NET/IB ?: .{0,80}"
+        id="ib_completion", hints=("Got completion from peer", "Got completion with error", "ibv_modify_qp", "ibv_reg_mr", "Call to ibv_", "NET/IB"),
+        pattern=r"NET/IB ?: Got completion from peer .{0,120}status=(?:IBV_WC_(?!WR_FLUSH)\w{1,30}|(?!5 )\d{1,3} )|NET/IB ?: Got completion with error (?!5\b)\d{1,3}|Call to ibv_\w{3,24} failed|NET/IB ?: .{0,80}"
         r"(?:port error|Got async event : (?!GID)[\w ]{0,20}error)", kind="error",
         cause="ib_unreachable", source="NCCL, transport/net_ib.cc; " + _ISSUES + "NVIDIA/nccl/issues/1814",
         example="gpu03:5521:5790 [3] transport/net_ib.cc:1322 NCCL WARN NET/IB : Got completion from peer 10.0.1.4<43817> with status=12 opcode=0 len=0 vendor "

@@ -37,9 +37,9 @@ SIGNATURES: tuple[Signature, ...] = (
         example="RuntimeError: CUDA error: device-side assert triggered", look_alike="CUDA error: out of memory",
     ),
     Signature(
-        id="loss_is_nan", hints=("nan", "NaN", "NAN", "in local", "found invalid values", "probably exploding", "norm", "loss"),
+        id="loss_is_nan", hints=("nan", "NaN", "NAN", "in local", "found invalid values", "probably exploding", "norm", "loss", "on-finite"),
         pattern=r"(?:loss|grad[_ ]norm)['\"]?\s{0,3}[:=]?\s{0,3}(?:tensor\()?['\"]?(?:nan|NaN|inf)\b(?!\w)|returned nan values in its|contains either `?inf`?, `?nan`?|[Ll]oss is (?:nan|NaN|NAN)|"
-        r"found (?:NaN|Inf|nan|inf) in local|NaN detected in|The loss returned in .{0,40} is nan|found invalid values:|Detected nan/inf|loss is probably exploding", kind="error",
+        r"found (?:NaN|Inf|nan|inf) in local|NaN detected in|The loss returned in .{0,40} is nan|found invalid values:|Detected nan/inf|loss is probably exploding|[Nn]on-finite (?:loss|gradient|grad norm)|[Ll]oss (?:is|became) (?:infinite|Infinite) or [Nn]a[Nn]|Loss is (?:inf|-inf)\b, stopping", kind="error",
         cause="nan_loss", source="transformers 5.23, Trainer; torch anomaly mode; generation",
         example="{'loss': '0.0', 'grad_norm': 'nan', 'learning_rate': '9.1e-06', 'epoch': '0.61'}",
         look_alike="{'loss': '1.8430', 'grad_norm': '1.247434', 'learning_rate': '1.5950e-04', 'epoch': '0.61'} financial",

@@ -20,9 +20,9 @@ SIGNATURES: tuple[Signature, ...] = (
         example="***** Running training *****", look_alike="Running training for 3 epochs",
     ),
     Signature(
-        id="trainer_finished", hints=("train_runtime", "***** train metrics *****", "Training completed. Do not forget", "raining complete", "raining finished", "raining done", "raining is done", "inished training", "one training", "model saved."),
+        id="trainer_finished", hints=("train_runtime", "***** train metrics *****", "Training completed. Do not forget", "raining complete", "raining finished", "raining done", "raining is done", "inished training", "one training", "model saved.", "You can now use this checkpoint", "odel successfully saved to"),
         pattern=r"['\"]train_runtime['\"]|\btrain_runtime\s{1,20}= |\*{5} train metrics \*{5}|Training completed\. Do not forget|^(?!.{0,60}\b[Ee]poch\b.{0,60}[Tt]raining ).{0,200}\b[Tt]raining (?:has |is )?(?:completed?|finished|done)(?: successfully)?(?:[.!,;: ]|$)(?! of| ?\d)|"
-        r"\b[Ff]inished training\b|\b[Dd]one training(?=[.!,;]|\s*$)|^model saved\.$", kind="finished", cause=None,
+        r"\b[Ff]inished training\b|\b[Dd]one training(?=[.!,;]|\s{0,20}$)|^model saved\.$|saved successfully\. ?You can now use this checkpoint|\b[Mm]odel successfully saved to", kind="finished", cause=None,
         source="transformers 5.23, Trainer",
         example="{'train_runtime': '112.4', 'train_samples_per_second': '71.1', 'train_loss': '1.52', 'epoch': '3'}", look_alike="total_runtime: 12 s",
     ),

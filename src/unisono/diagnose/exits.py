@@ -99,6 +99,12 @@ def _spawned(event: Event) -> list[Exit]:
     return [Exit(event, code, local_rank=event.number("local_rank"), first=True)]
 
 
+def _container(event: Event) -> list[Exit]:
+    """What a shell, a container or make says of a process that a signal ended: 128 and the signal's number."""
+    code = event.number("code") or event.number("make") or 0
+    return [Exit(event, 128 - code, host=event.fields.get("host") or event.who.host, time=event.time)]
+
+
 def _deepspeed(event: Event) -> list[Exit]:
     return [
         Exit(event, event.number("code") or 0, time=event.time)
@@ -114,4 +120,4 @@ def _numbers(text: str) -> list[int]:
     return found[:4096]
 
 
-_READERS = {"exit_line": _line, "srun_exit": _srun, "mpirun_exit": _mpirun, "rank_exit": _rank, "spmd_error": _spawned, "died_with": _spawned, "deepspeed_return": _deepspeed}  # fmt: skip
+_READERS = {"exit_line": _line, "srun_exit": _srun, "mpirun_exit": _mpirun, "rank_exit": _rank, "spmd_error": _spawned, "died_with": _spawned, "deepspeed_return": _deepspeed, "container_exit": _container}  # fmt: skip

@@ -104,9 +104,10 @@ def _ranks(
         named = event.number("rank")
         if named is not None and named < _MOST_RANKS and event.signature in (*_TOLD_WORLD, "ray_member", "length", "rank_has", "rank_done"):  # fmt: skip
             by_rank[named].append(event)
-    for one in exits:
-        if one.rank is not None:
-            by_rank.setdefault(one.rank, [])
+    seen = [event.rank for log in logs for event in (*log.head, *log.tail)]
+    for rank in [*(one.rank for one in exits), *seen]:
+        if rank is not None and rank < _MOST_RANKS:
+            by_rank.setdefault(rank, [])
     own = {log.who.rank: log.name for log in logs if log.who.rank is not None}
     for rank in own:
         by_rank.setdefault(rank, [])

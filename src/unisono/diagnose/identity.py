@@ -38,7 +38,7 @@ _INSIDE = re.compile(
 )
 _FILE_RANK = re.compile(r"(?:^|[^a-z])(?:global[_-]?)?rank[_-]?(\d{1,6})(?!\d)|(?:^|[_-])r(\d{1,5})\.(?:log|out|err)|^std_log_process_(\d{1,5})\.", re.IGNORECASE)  # fmt: skip
 _FILE_NODE = re.compile(r"(?:^|[^a-z])(?:node|host|worker|machine|pod|master)[_-]?(\d{1,5})(?!\d)", re.IGNORECASE)  # fmt: skip
-_FILE_HOST = re.compile(r"^(?P<host>[A-Za-z][A-Za-z0-9-]{0,60}?\d[A-Za-z0-9-]{0,20}?)(?:[-_.]rank[-_]?\d{1,6})?\.(?:log|out|err|txt)$")  # fmt: skip
+_FILE_HOST = re.compile(r"^(?P<host>[A-Za-z][A-Za-z0-9-]{0,60}?\d[A-Za-z0-9-]{0,20}?|(?:node|host|worker|machine|server|gpu)-[a-z])(?:[-_.]rank[-_]?\d{1,6})?\.(?:log|out|err|txt)$")  # fmt: skip
 _LOG_DIR = re.compile(r"(?:^|/)(?:attempt_\d{1,4}/)?(\d{1,4})/(?:stderr|stdout)\.log$")
 _MOST_PREFIXES = 4
 _MOST_SRUN_SHARE = 0.6

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from unisono.diagnose.facts import RunFacts
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.rules.death import (
+    find_cancelled,
     find_deaths,
     find_out_of_memory,
     find_preemption,
@@ -23,6 +24,7 @@ from unisono.diagnose.rules.network import find_interfaces, find_versions
 from unisono.diagnose.rules.owned import find_owned
 from unisono.diagnose.rules.program import find_user_errors
 from unisono.diagnose.rules.ray import find_ray_resources
+from unisono.diagnose.rules.storage import find_unshared
 from unisono.diagnose.rules.unclear import find_unclear
 from unisono.diagnose.rules.view import View
 
@@ -36,7 +38,7 @@ SPECIFIC: tuple[str, ...] = (
 CERTAIN = 0.8
 """What is said with less confidence does not come before the program's own exceptions."""
 
-_WORDS: tuple[Callable[[View], list[Finding]], ...] = (find_versions, find_owned, find_out_of_memory, find_single_device, find_interfaces)  # fmt: skip
+_WORDS: tuple[Callable[[View], list[Finding]], ...] = (find_versions, find_owned, find_out_of_memory, find_single_device, find_interfaces, find_unshared)  # fmt: skip
 _STRUCTURE: tuple[Callable[[View], list[Finding]], ...] = (
     find_unequal_nodes, find_mismatches, find_uneven, find_deaths, find_rendezvous, find_silence, find_unbound, find_hang, find_ray_deaths,
 )  # fmt: skip
@@ -58,7 +60,7 @@ def judge(facts: RunFacts) -> list[Finding]:
     resources = find_ray_resources(view)
     ranked = [*certain, *nan, *_unless_caught(own), *structure, *resources, *own, *vague]
     ranked = _with_preemption(taken, ranked)
-    return _distinct([*ranked, *find_unclear(view)])
+    return _distinct([*(ranked or find_cancelled(view)), *find_unclear(view)])
 
 
 def _specific(finding: Finding) -> tuple[bool, int]:

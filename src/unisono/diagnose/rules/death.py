@@ -17,6 +17,8 @@ _KILLED = re.compile(r"Killed process \d{1,10} \(([^)]{1,40})\)")
 _OURS = re.compile(
     r"unisono|python|pt_|ray|torch|train|deepspeed|accelerate|llama|conda|worker|load|fork|bash|sh$|srun|slurm|mpi|orted"
 )
+_SERVICES = re.compile(r"tensorboard|jupyter|dashboard|exporter|prometheus|uvicorn|gunicorn|nginx|[Ss]erver", re.IGNORECASE)  # fmt: skip
+"""Programs beside a run, which are told to end when it is over."""
 _POD_LINES = 12
 """From the name of a pod to the reason of its end, in what kubectl prints."""
 
@@ -36,15 +38,16 @@ def find_out_of_memory(view: View) -> list[Finding]:
         ranks = tuple(sorted({one.rank for one in view.facts.exits if one.code == -9 and one.rank is not None}))  # fmt: skip
     if not ranks:
         ranks = ranks_of(view.facts.of("killed_pid")) or ranks_of(event for event in said if event.signature != "kernel_out_of_memory")  # fmt: skip
+    pods = _pods(view, said)
     if not ranks:
-        ranks = _of_pods(view, said) or _left_over(view)
+        ranks = ranks_of(event for event in view.facts.events if event.rank is not None and _stem(event.source) in pods) or _left_over(view)  # fmt: skip
     lines = list(view.facts.of("killed_pid"))[:2]
     kernel = [event for event in said if "Killed process" in event.text] or said
     decisive = (*kernel[:3], *(event for event in said[:3] if event not in kernel[:3]), *[one.event for one in view.failing_exits if one.code == -9][:2])  # fmt: skip
     who = f"rank {ranks[0]}'s process" if len(ranks) == 1 else "a process"
     oom = [event for event in said if event.signature == "host_memory_gone"]
     why = f"{who} could not get memory of the host" if oom and len(oom) == len(said) else f"{who} was killed for its use of host memory"  # fmt: skip
-    return [Finding("host_oom_killed", why, tuple(_unique((*decisive, *lines))), ranks if len(ranks) <= 1 else (), _hosts(view, said, ranks), confidence=0.95, step=view.facts.step)]  # fmt: skip
+    return [Finding("host_oom_killed", why, tuple(_unique((*decisive, *lines))), ranks if len(ranks) <= 1 else (), pods if len(pods) == 1 else _hosts(view, said, ranks), confidence=0.95, step=view.facts.step)]  # fmt: skip
 
 
 def find_ray_deaths(view: View) -> list[Finding]:
@@ -59,7 +62,7 @@ def find_ray_deaths(view: View) -> list[Finding]:
     members = {event.number("pid"): event.number("rank") for event in view.facts.of("ray_member")}
     ranks = {rank for rank in snippets if rank is not None} or {rank for pid, rank in members.items() if pid in dead and rank is not None}  # fmt: skip
     ips = [event.fields["ip"] for event in view.facts.of("ray_ip", "ray_dead")] or [event.who.host for event in said if event.who.host]  # fmt: skip
-    ips = [event.fields["ip"] for event in view.facts.of("ray_node_dead")] or ips
+    ips = [event.fields["ip"] for event in view.facts.of("ray_node_dead")] or [event.fields["ip"] for event in view.facts.of("ray_low") if "memory" in event.text.lower() or "he node IP" in event.text] or ips  # fmt: skip
     hosts = tuple(dict.fromkeys(ip for ip in ips if ip))
     one = tuple(sorted(ranks)) if len(ranks) == 1 else ()
     why = f"Ray lost the worker of rank {one[0]}" if one else "Ray lost a worker process"
@@ -75,6 +78,16 @@ def find_preemption(view: View) -> list[Finding]:
     failed = tuple(dict.fromkeys(event.fields["host"] for event in view.facts.of("node_failed")))
     why = f"the job was ended since node {', '.join(failed)} failed" if failed else "the job was told to end from outside"  # fmt: skip
     return [Finding("preempted_sigterm", why, first_of_each(said), hosts=failed if len(failed) == 1 else (), confidence=0.9, step=view.facts.step)]  # fmt: skip
+
+
+def find_cancelled(view: View) -> list[Finding]:
+    """The job was told to end, nobody says why, and nothing had failed before."""
+    said = [event for event in view.facts.of("cancelled") if not view.survived(event) and not _SERVICES.search(event.text)]  # fmt: skip
+    lost = [event for event in view.facts.of(*LOST, *WAITED) if any(one.source != event.source or event.order < one.order for one in said)]  # fmt: skip
+    failed = [event for event in view.facts.events if event.kind in ("error", "death") and not view.is_quiet(event) and not view.is_victims(event) and event.signature not in ("traceback", "exception")]  # fmt: skip
+    if not said or lost or failed or view.failing_exits:
+        return []
+    return [Finding("preempted_sigterm", "the job was told to end from outside (scancel, a service that stops it, a machine that is taken back), and nothing had failed before", first_of_each(said), confidence=0.6, step=view.facts.step, missing=("the scheduler's word on why it was cancelled",))]  # fmt: skip
 
 
 def find_deaths(view: View) -> list[Finding]:
@@ -128,7 +141,9 @@ def _ended(view: View, exits: list[Exit], confidence: float) -> Finding:
     ]
     evidence = (*words[:2], *evidence)
     evidence += tuple(event for event in view.facts.of("table_signal") if event.number("pid") in pids)[:1]
-    return Finding("rank_died_first", f"{who} {how}, with no word of why", evidence, ranks if len(ranks) == 1 else (), confidence=confidence, step=view.facts.step, facts={"signal": _SIGNALS.get(code, ""), "code": str(code)}, missing=("dmesg of its host", f"the log of {who}"))  # fmt: skip
+    hosts = tuple(dict.fromkeys(one.host for one in exits if one.host and (one.rank in ranks or not ranks)))
+    several = len({*view.facts.hosts, *hosts}) > 1
+    return Finding("rank_died_first", f"{who} {how}, with no word of why", evidence, ranks if len(ranks) == 1 else (), hosts if several and len(hosts) == 1 else (), confidence=confidence, step=view.facts.step, facts={"signal": _SIGNALS.get(code, ""), "code": str(code)}, missing=("dmesg of its host", f"the log of {who}"))  # fmt: skip
 
 
 def _killed(view: View) -> list[Finding]:
@@ -155,14 +170,10 @@ def _is_strangers(view: View, event: Event) -> bool:
     return int(pid) not in told and not shells
 
 
-def _of_pods(view: View, said: list[Event]) -> tuple[int, ...]:
-    """The ranks whose logs bear the name of a pod that ran out of memory."""
-    pods = {
-        event.fields["pod"]
-        for event in view.facts.of("pod_named")
-        if any(one.source == event.source and abs(one.line - event.line) <= _POD_LINES for one in said)
-    }
-    return ranks_of(event for event in view.facts.events if event.rank is not None and _stem(event.source) in pods)  # fmt: skip
+def _pods(view: View, said: list[Event]) -> tuple[str, ...]:
+    """The pods of which somebody says that they ran out of memory."""
+    near = [event.fields["pod"] for event in view.facts.of("pod_named") if any(one.source == event.source and abs(one.line - event.line) <= _POD_LINES for one in said)]  # fmt: skip
+    return tuple(dict.fromkeys(near))
 
 
 def _stem(name: str) -> str:

@@ -192,6 +192,9 @@ def _undecided(view: View, waiting: list[Collective]) -> list[Finding]:
 
 def _gloo(view: View) -> list[Finding]:
     """Waits without sequence numbers: gloo, the store, monitored barriers."""
+    listed = _listed(view)
+    if listed:
+        return listed
     named = view.facts.of("monitored_barrier")
     if named:
         ranks = tuple(int(word) for word in named[0].fields["ranks"].replace(",", " ").split())
@@ -213,6 +216,20 @@ def _gloo(view: View) -> list[Finding]:
     if not any(event.signature in ("gloo_timeout", "store_wait") for event in waits):
         return []
     return [Finding("rank_stalled", "ranks waited for one that did not come in time; the logs do not show which", first_of_each(waits), confidence=0.4, missing=_whose(alive or absent))]  # fmt: skip
+
+
+def _listed(view: View) -> list[Finding]:
+    """A coordinator's list of those who did not come: Horovod's inspector of stalls, JAX's coordination service."""
+    lines = view.facts.of("not_come")
+    words = [event for event in view.facts.of("stall_seen", "tasks_unhealthy") if not view.survived(event)]
+    numbers = {int(word) for event in lines for name in ("ranks", "missing", "task") for word in event.fields.get(name, "").replace(",", " ").split()}  # fmt: skip
+    if not words or not numbers:
+        return []
+    ranks = tuple(sorted(numbers))
+    gone = any(event.signature == "tasks_unhealthy" for event in words)
+    who = ", ".join(f"rank {rank}" for rank in ranks[:8])
+    why = f"{who} sends no heartbeats any more" if gone else f"{who} did not come to a collective in which the others waited"  # fmt: skip
+    return [Finding("rank_died_first" if gone else "rank_stalled", why, (*words[:2], *lines[:3]), ranks if len(ranks) == 1 else (), confidence=0.85, step=view.facts.step, missing=(f"the log of {who}",))]  # fmt: skip
 
 
 def missing_ranks(view: View, waiting: set[int]) -> list[int]:

@@ -10,7 +10,7 @@ from unisono.diagnose.rules.view import View, hosts_of, ranks_of
 
 ALIKE = frozenset({
     "gated_model", "model_path_missing", "hub_unreachable", "flash_attn_missing", "missing_dependency", "version_mismatch", "no_cuda_build", "driver_too_old", "cuda_arch_unsupported",
-    "bnb_no_gpu", "unused_parameters_ddp", "checkpoint_mismatch", "corrupt_checkpoint", "port_in_use", "rdzv_timeout", "dns_failure", "hostname_loopback", "preempted_sigterm",
+    "bnb_no_gpu", "unused_parameters_ddp", "checkpoint_mismatch", "port_in_use", "rdzv_timeout", "dns_failure", "hostname_loopback", "preempted_sigterm",
     "ray_resources_unsatisfiable", "duplicate_gpu", "ib_unreachable", "p2p_blocked", "nccl_socket_iface", "nan_loss", "collective_mismatch", "checkpoint_not_shared",
 })  # fmt: skip
 """What all ranks of a host share: no rank is to blame for it."""

@@ -8,7 +8,7 @@ from unisono.diagnose.facts import Traceback
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.identity import split_prefix
 from unisono.diagnose.rules.owned import culprits
-from unisono.diagnose.rules.view import WRAPPERS, View
+from unisono.diagnose.rules.view import WRAPPERS, View, ranks_of
 from unisono.diagnose.tracebacks import exception_of
 
 NOT_OWNERS = frozenset({
@@ -17,6 +17,13 @@ NOT_OWNERS = frozenset({
 """Pointed to by lines that explain no exception."""
 _NCCL = re.compile(r"NCCL error in|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|DistBackendError|HCCL|c10d::|torch\.distributed\.Dist\w+Error")  # fmt: skip
 _BLAMED_ON = re.compile(r"^(?:CUDA error: (?:unspecified launch failure|an illegal memory access|misaligned address|an illegal instruction|device-side assert)|CUDA error: unknown)")  # fmt: skip
+
+
+_COLLECTIVES = frozenset({
+    "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier",
+    "monitored_barrier", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "wait", "init_process_group", "rendezvous", "sync_global_devices", "wait_for_everyone", "synchronize",
+})  # fmt: skip
+"""Functions in which ranks meet: what is raised in them is mostly another's fault."""
 
 
 def find_user_errors(view: View) -> list[Finding]:
@@ -30,11 +37,23 @@ def find_user_errors(view: View) -> list[Finding]:
     threads = [trace for trace in view.facts.tracebacks if trace.threaded and not view.is_victim(trace) and not view.survived(trace.event)]  # fmt: skip
     if not own and not lone and threads and (view.consequences or view.failing_exits):
         return [_of_thread(view, threads)]
+    if not alive and not lone and (refused := _refused_start(view)):
+        return refused
     if not alive and not lone:
         return [_finding(view, own, 0.4)] if own and view.failing_exits else []
     if not alive:
         return [_from_lines(view, lone)]
-    return [_finding(view, alive, 0.9)]
+    meets = all(trace.type in ("RuntimeError", "TimeoutError", "XlaRuntimeError") and {*trace.functions[-1:]} & _COLLECTIVES for trace in alive)  # fmt: skip
+    return [_finding(view, alive, 0.6 if meets else 0.9)]
+
+
+def _refused_start(view: View) -> list[Finding]:
+    """A program that did not take its arguments: it says so without a traceback."""
+    said = [event for event in view.facts.of("usage_error") if not view.survived(event)]
+    if not said:
+        return []
+    words = _after_label(said[0].text)
+    return [Finding("user_code_error", f"the program did not accept how it was called: {words[:160]}", tuple(said[:4]), culprits(view, said) if len(ranks_of(said)) == 1 else (), confidence=0.85, facts={"exception": "", "message": words})]  # fmt: skip
 
 
 def _of_thread(view: View, traces: list[Traceback]) -> Finding:

@@ -17,6 +17,7 @@ WRAPPERS = frozenset({
     "ChildFailedError", "CalledProcessError", "TrainingFailedError", "WorkerGroupError", "ControllerError", "SystemExit", "ProcessRaisedException", "ProcessExitedException",
     "RayTaskError", "SignalException", "TuneError", "ChildProcessError", "RayActorError", "ActorDiedError", "ActorUnavailableError", "WorkerCrashedError", "ExecutionError", "KeyboardInterrupt",
     "GetTimeoutError", "RaySystemError", "TaskCancelledError", "ObjectLostError", "OwnerDiedError", "NodeDiedError", "LocalRayletDiedError", "WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError",
+    "SIGTERMException", "CheckpointException",
 })  # fmt: skip
 """Exceptions that only hand on what happened elsewhere."""
 
@@ -27,7 +28,8 @@ _VICTIM = re.compile(
     r"collective operation timeout|Some NCCL operations have failed|was aborted on rank|Connection timed out.{0,80}store|failed to pass monitoredBarrier|"
     r"Connection was likely closed|Read error \[|writev \[|Write error \[|store->(?:get|wait)|Failed to (?:recv|send) within|ncclUniqueId.{0,80}store|DistStoreError|"
     r"Please check the log of (?:rank|other)|A call failed possibly due to a network error|NCCL operation .{0,60}(?:timed out|timeout)|process group (?:has been|was) aborted|"
-    r"HCCL.{0,60}timeout|Ranks? \d{1,6} (?:didn't|did not) (?:reach|join)|No route to host.{0,40}store|ProcessGroup(?:NCCL|Gloo)?.{0,40} abort"
+    r"Rendezvous(?:Closed|GracefulExit)Error|[Bb]arrier timed out|Horovod(?:InternalError| has been shut down)|Notify register .{0,80}times? out|ACL stream synchronize failed|Getting socket times out|[Ss]tream synchronize timeout|"
+    r"[Cc]oordination service|\b(?:UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED): |HCCL.{0,60}timeout|Ranks? \d{1,6} (?:didn't|did not) (?:reach|join)|No route to host.{0,40}store|ProcessGroup(?:NCCL|Gloo)?.{0,40} abort"
 )
 _LEVEL = re.compile(
     r"(?:^|[\s\[|(:])(?:WARNING|(?<!NCCL )WARN|Warning|UserWarning|FutureWarning|RuntimeWarning|DeprecationWarning|INFO|DEBUG)\b|^\[?[WID]\d{3,4} \d\d:|Retrying|retrying|will retry|[Ff]ailed to load .{0,200}: "
