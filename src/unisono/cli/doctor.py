@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unisono.cli.output import output
-from unisono.cli.places import Devices, Head, JoinTimeout, NodeRank, NodesOrLeast, Nproc, Overrides, TokenFile
+from unisono.cli.places import (
+    Devices,
+    Head,
+    Hosts,
+    JoinTimeout,
+    NodeRank,
+    NodesOrLeast,
+    Nproc,
+    Overrides,
+    TokenFile,
+)
 
 if TYPE_CHECKING:
     from unisono.doctor.examining import Examination
@@ -23,6 +33,7 @@ def doctor(
     nodes: NodesOrLeast = None,
     node_rank: NodeRank = None,
     head: Head = None,
+    hosts: Hosts = None,
     token_file: TokenFile = None,
     join_timeout: JoinTimeout = 300.0,
     ladder: Annotated[
@@ -42,7 +53,7 @@ def doctor(
         bool, typer.Option("--end-orphans", help="End your ranks that earlier runs have left behind.")
     ] = False,
 ) -> None:
-    """Looks at this machine, and with --nodes at its peers, before anything is started. Ends with 6 where a check fails."""
+    """Looks at this machine, and with --nodes or --hosts at its peers, before anything is started. Ends with 6 where a check fails."""
     from unisono.cli.screen import Screen
     from unisono.doctor.asked import DoctorRequest
     from unisono.doctor.examining import examine
@@ -53,7 +64,7 @@ def doctor(
     screen = Screen(speak)
     request = DoctorRequest(
         config, tuple(overrides or ()), nproc=nproc, devices=devices, nodes=nodes, node_rank=node_rank, head=head,
-        token_file=token_file, join_timeout_s=join_timeout, ladder=ladder, end_orphans=end_orphans,
+        hosts=hosts, token_file=token_file, join_timeout_s=join_timeout, ladder=ladder, end_orphans=end_orphans,
         show=screen.show,
     )  # fmt: skip
     try:

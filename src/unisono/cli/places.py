@@ -22,6 +22,9 @@ NodeRank = Annotated[
     int | None, typer.Option(min=0, metavar="R", help="Which node this is, from 0.", show_default=False)
 ]
 Head = Annotated[str | None, typer.Option(metavar="HOST[:PORT]", help="Where node 0 is.", show_default=False)]
+Hosts = Annotated[
+    str | None, typer.Option(metavar="A,B,…", help="Start these nodes over ssh.", show_default=False)
+]
 TokenFile = Annotated[
     str | None, typer.Option(metavar="FILE", help="The job's secret; else UNISONO_TOKEN.", show_default=False)
 ]

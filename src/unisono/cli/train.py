@@ -1,5 +1,6 @@
 """`unisono train`: fine-tune a model."""
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ from unisono.cli.places import (
     DebugComm,
     Devices,
     Head,
+    Hosts,
     JoinTimeout,
     NodeRank,
     NodesOrLeast,
@@ -47,9 +49,7 @@ def train(
     nodes: NodesOrLeast = None,
     node_rank: NodeRank = None,
     head: Head = None,
-    hosts: Annotated[
-        str | None, typer.Option(metavar="A,B,…", help="Start these nodes over ssh.", show_default=False)
-    ] = None,
+    hosts: Hosts = None,
     token_file: TokenFile = None,
     join_timeout: JoinTimeout = 300.0,
     launcher: Annotated[
@@ -74,6 +74,14 @@ def train(
         typer.Option(metavar="T", help="Limit of a Slurm job, as 8:00:00.", show_default=False),
     ] = None,
     debug_comm: DebugComm = False,
+    reason: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=TEXT",
+            help="Why this variable is set by hand; the plan keeps it.",
+            show_default=False,
+        ),
+    ] = None,
     restarts: Annotated[
         int | None,
         typer.Option(min=0, max=100, help="How often a run that died goes on by itself.", show_default=False),
@@ -91,7 +99,7 @@ def train(
     from unisono.launch.asked import TrainRequest
 
     request = TrainRequest(
-        config, tuple(overrides or ()), resume=resume, fresh=fresh, allow=tuple(allow or ()), trust=trust,
+        config, (*(overrides or ()), *map(_as_override, reason or ())), resume=resume, fresh=fresh, allow=tuple(allow or ()), trust=trust,
         devices=devices, restarts=restarts, nproc=nproc,
         nodes=nodes, node_rank=node_rank, head=head, hosts=hosts, token_file=token_file, join_timeout_s=join_timeout,
         launcher=launcher, ray_address=ray_address, partition=partition, time=time,
@@ -103,6 +111,23 @@ def train(
         raise typer.Exit(_rehearse(request))
     else:
         raise typer.Exit(_train(request))
+
+
+def _as_override(text: str) -> str:
+    """`NAME=TEXT` as an override of the config, which all nodes and launchers get.
+
+    Raises:
+        UsageError: if it has no name or no text.
+    """
+    from unisono.errors import UsageError
+
+    name, _, why = text.partition("=")
+    if not (name.isidentifier() and why.strip()):
+        raise UsageError.of(
+            f"--reason {text!r} names no variable, or gives no reason", where="command line",
+            fix="as in --reason NCCL_P2P_DISABLE='hangs on these boards, ticket 4711'",
+        )  # fmt: skip
+    return f"reasons.{name}={json.dumps(why.strip())}"
 
 
 def _train(request: "TrainRequest") -> int:

@@ -7,11 +7,11 @@ from typing import Any
 from unisono.config.schema import RunConfig
 
 # A run may be moved, prolonged, watched or restarted differently and is still the same run.
-_NOT_THE_RUN = {"output_dir", "duration", "restarts", "grace", "track", "parallel", "watch"}
+_NOT_THE_RUN = {"output_dir", "duration", "restarts", "grace", "reasons", "track", "parallel", "watch"}
 
 
 def what_decides(config: RunConfig) -> dict[str, Any]:
-    """The part of a config that decides what is learnt: all but output_dir, duration, restarts, grace, track, parallel and watch."""
+    """The part of a config that decides what is learnt: all but output_dir, duration, restarts, grace, reasons, track, parallel and watch."""
     return config.model_dump(mode="json", by_alias=True, exclude=_NOT_THE_RUN)
 
 

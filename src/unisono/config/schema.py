@@ -326,6 +326,10 @@ class RunConfig(Section):
     watch: WatchSection = WatchSection()
     restarts: int = Field(default=2, ge=0, le=100, description="how often a run that died goes on by itself")
     grace: SecondsText = Field(default="25 seconds", description="from SIGTERM to the end, with a checkpoint")
+    reasons: dict[str, str] = Field(
+        default={},
+        description="why a variable of the environment was set by hand, by its name; stands in plan.json beside its value",
+    )
     track: list[Literal["tensorboard"]] = Field(
         default=[], description="where metrics go besides metrics.jsonl; needs `pip install 'unisono[track]'`"
     )

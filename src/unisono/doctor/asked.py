@@ -8,6 +8,7 @@ from unisono.events import Message
 from unisono.facts import Probes
 from unisono.launch.asked import TrainRequest
 from unisono.launch.command import Programs
+from unisono.launch.nodes.ssh import Remote
 
 Show = Callable[[Message], None]
 
@@ -37,6 +38,7 @@ class DoctorRequest:
         nodes: how many there are: a number, or MIN:MAX.
         node_rank: which of them this is.
         head: where node 0 is.
+        hosts: `--hosts` as it was typed: this machine and those on which it starts the same look over ssh.
         token_file: a file with the job's secret.
         join_timeout_s: how long the nodes wait for each other.
         ladder: whether a real collective is tried, with one setting after the other where it fails.
@@ -53,6 +55,7 @@ class DoctorRequest:
     nodes: str | None = None
     node_rank: int | None = None
     head: str | None = None
+    hosts: str | None = None
     token_file: str | None = None
     join_timeout_s: float = 300.0
     ladder: bool = False
@@ -66,6 +69,18 @@ class DoctorRequest:
         """The training start that this is the look before; its config is empty where none was given."""
         return _Look(
             self.config_path or Path(), self.overrides, nproc=self.nproc, devices=self.devices, nodes=self.nodes,
-            node_rank=self.node_rank, head=self.head, token_file=self.token_file, join_timeout_s=self.join_timeout_s,
+            node_rank=self.node_rank, head=self.head, hosts=self.hosts, token_file=self.token_file, join_timeout_s=self.join_timeout_s,
             programs=self.programs, probes=self.probes,
+        )  # fmt: skip
+
+    @property
+    def remote(self) -> Remote:
+        """The same look, on another node."""
+        config = () if self.config_path is None else (str(self.config_path),)
+        return Remote(
+            ("doctor", *config, *self.overrides),
+            {
+                "--join-timeout": f"{self.join_timeout_s:g}", "--nproc": self.nproc, "--devices": self.devices,
+                "--ladder": self.ladder or None, "--end-orphans": self.end_orphans or None,
+            },
         )  # fmt: skip

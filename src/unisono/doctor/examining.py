@@ -72,7 +72,7 @@ def examine(request: DoctorRequest) -> Examination:
     try:
         return Examination(
             host,
-            veiled(meet(request.training, asked, own, party, ladder=request.ladder)),
+            veiled(meet(request, asked, own, party)),
         )
     except Disagreed as error:
         if error.verdict is None:

@@ -9,6 +9,7 @@ from typing import Any
 from unisono.agree.agreement import Agreement
 from unisono.agree.naming import Who, name_all
 from unisono.agree.report import NodeReport
+from unisono.doctor.asked import DoctorRequest
 from unisono.doctor.check import Check, Finding
 from unisono.doctor.looking import NO_FILES, Asked
 from unisono.errors import Disagreed
@@ -17,13 +18,14 @@ from unisono.files import make_private_dir
 from unisono.launch.asked import TrainRequest
 from unisono.launch.node_report import NONCE_FILE, look_at_files, look_at_output, make_node_report
 from unisono.launch.nodes.party import MakeReport, Party, Show, Standing
+from unisono.launch.nodes.ssh import SshFronts, start_others
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
 
 AGREEMENT = Check(
     "peers.agreement", "whether all nodes mean the same run",
     "nodes that differ in ranks, versions, settings, code, config or files train wrongly or wait for each other for ever",
-    "With `--nodes`: all nodes meet at the head, as they would before a run. Each brings its report and what it has found of itself; every node dials the others with"
+    "With `--nodes` or `--hosts`: all nodes meet at the head, as they would before a run. Each brings its report and what it has found of itself; every node dials the others with"
     " small and large messages, and one process on each takes part in a small collective. [All rules](agreement.md). Fails, with exit code 3 on every node, where a rule"
     " forbids a start; what only warns is listed by its rule, as peers.clock.",
     ("nproc_mismatch", "version_mismatch", "env_mismatch", "config_mismatch", "node_missing", "address_unreachable"),
@@ -33,14 +35,7 @@ CATALOGUE: tuple[Check, ...] = (AGREEMENT,)
 _FINDINGS_S = 60.0
 
 
-def meet(
-    request: TrainRequest,
-    asked: Asked,
-    own: list[Finding],
-    party: Party,
-    *,
-    ladder: bool = False,
-) -> list[Finding]:
+def meet(request: DoctorRequest, asked: Asked, own: list[Finding], party: Party) -> list[Finding]:
     """Brings the nodes together; gives what all of them have found, the same on each.
 
     Args:
@@ -48,15 +43,14 @@ def meet(
         asked: the config, and this node.
         own: what was found of this node.
         party: this node among the others.
-        ladder: whether a collective that fails is tried with one setting after the other.
 
     Raises:
         Disagreed: with the verdict that all nodes have been told.
     """
-    make = _report_maker(request, asked)
+    make = _report_maker(request.training, asked)
     if party.topology.is_head:
-        return _as_head(party, make, asked, own, ladder=ladder)
-    return _as_node(party, make, own, ladder=ladder)
+        return _as_head(request, party, make, asked, own)
+    return _as_node(party, make, own, ladder=request.ladder)
 
 
 def disagreed(error: Disagreed) -> list[Finding]:
@@ -69,17 +63,24 @@ def disagreed(error: Disagreed) -> list[Finding]:
 
 
 def _as_head(
-    party: Party, make: MakeReport, asked: Asked, own: list[Finding], *, ladder: bool
+    request: DoctorRequest, party: Party, make: MakeReport, asked: Asked, own: list[Finding]
 ) -> list[Finding]:
     from unisono.doctor.between import LADDER, head_trial
     from unisono.launch.nodes.head import hold_meeting
 
+    def start(address: tuple[str, int]) -> SshFronts:
+        variables = asked.here.environment.variables
+        return start_others(request.remote, party.topology, party.token, address, variables=variables)
+
     between: list[Finding] = []
-    trial = head_trial(ladder=ladder, findings=between)
+    trial = head_trial(ladder=request.ladder, findings=between)
     with (
         _marked(asked) as mark,
-        hold_meeting(party, make, welcome={**mark, LADDER: ladder}, trial=trial) as meeting,
-    ):
+        hold_meeting(
+            party, make, welcome={**mark, LADDER: request.ladder}, trial=trial,
+            start_others=start if party.topology.hosts else None,
+        ) as meeting,
+    ):  # fmt: skip
         said = meeting.gather("findings", timeout_s=_FINDINGS_S, what="what the node has found of itself")
         hosts = meeting.roll.hosts
         by_node = {Who(0, -1, party.host): own}

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from unisono.agree.environment_rules import LAUNCH, need_of
 from unisono.agree.lint import judge_settings
@@ -99,7 +100,21 @@ def suspicious(facts: Surroundings) -> list[Finding]:
     """By agreement's own table."""
     report = facts.report
     members = [(Who(report.node_rank, -1, report.host), report)]
-    return as_findings(judge_settings(members), report, {"settings": SUSPICIOUS})
+    reasons = {} if facts.loaded is None else facts.loaded.config.reasons
+    return [
+        _with_reason(finding, reasons)
+        for finding in as_findings(judge_settings(members), report, {"settings": SUSPICIOUS})
+    ]
+
+
+def _with_reason(finding: Finding, reasons: Mapping[str, str]) -> Finding:
+    """With what the config says of a setting that has a reason."""
+    rows = [
+        f"{name} is set on purpose: {why}"
+        for name, why in reasons.items()
+        if finding.status != "pass" and re.search(rf"\b{re.escape(name)}\b", finding.evidence[0])
+    ]
+    return replace(finding, evidence=(*finding.evidence, *rows)) if rows else finding
 
 
 def misspelt(facts: Surroundings) -> list[Finding]:

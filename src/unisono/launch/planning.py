@@ -1,10 +1,13 @@
 """From a loaded config to the plan: data, model facts, layout, resume point."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from unisono.config import LoadedConfig
 from unisono.facts import Environment, Machine
+from unisono.facts.nccl_files import read_nccl_files
 from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Show
 from unisono.launch.device import choose_devices, device_words, usable_accelerators
@@ -16,6 +19,8 @@ from unisono.launch.srun import placed_by_slurm
 from unisono.launch.tasks import run_task
 from unisono.launch.topology import Topology, read_topology
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
+
+_BY_HAND = re.compile(r"^(NCCL|GLOO|TP|TORCH|PYTORCH|CUDA|CUBLAS|CUDNN)_")
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ def make_plan(
             device=layout.ranks[0].device, nodes=layout.nodes, ranks=layout.ranks, store_host=layout.store_host,
             threads=layout.threads, threads_origin=layout.threads_origin, model=ModelFacts.model_validate(prepared["model"]),
             data=DataSummary.model_validate(prepared["data"]), resume=resume, resume_reason=resume_reason,
-            ignored_variables=misleading(here.leftovers, world_size=layout.world_size),
+            settings=_set_by_hand(here.environment, loaded.config.reasons), ignored_variables=misleading(here.leftovers, world_size=layout.world_size),
             origins=_origins(loaded, here, layout), faults=request.faults,
         )
     )  # fmt: skip
@@ -150,3 +155,10 @@ def make_plan(
 def _origins(loaded: LoadedConfig, here: Here, layout: Layout) -> dict[str, str]:
     own = {"device": f"{layout.ranks[0].device.name}: {here.device_origin}"}
     return {**loaded.origins, **here.topology.origins, **own}
+
+
+def _set_by_hand(environment: Environment, reasons: Mapping[str, str]) -> dict[str, str]:
+    """Settings of NCCL, gloo, torch and CUDA that are in force here, and any other for which somebody gives a reason."""
+    variables = environment.variables
+    known = {**read_nccl_files(named=variables.get("NCCL_CONF_FILE")), **variables}
+    return {name: value for name, value in known.items() if _BY_HAND.match(name) or name in reasons}

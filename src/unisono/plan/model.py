@@ -128,6 +128,15 @@ class MemoryEstimate(Part):
     total: int
 
 
+class Setting(Part):
+    """A variable of the head's environment, or a line of its nccl.conf, that decides how ranks compute or find each other."""
+
+    name: str
+    value: str
+    reason: str = ""
+    """Why somebody has set it, in their own words: `--reason`, or `reasons` in the config; empty: nobody has said."""
+
+
 class ResumePoint(Part):
     """The checkpoint that the run goes on from."""
 
@@ -194,6 +203,8 @@ class RunPlan(Part):
     """One line for the first screen: fresh, resumed from where and why, extended."""
     allowed: list[dict[str, Any]] = []
     """What has changed the run's meaning on its way, and was allowed: key, before, after, from_step; of all starts, in order."""
+    settings: list[Setting] = []
+    """What was set by hand on the head, by name; what each other node had is in agreement.json."""
     ignored_variables: list[str] = []
     origins: dict[str, str] = {}
     """Where each value that was not simply written in the config came from."""

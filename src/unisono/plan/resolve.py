@@ -1,6 +1,7 @@
 """From what was asked and what was found to what will be done. Pure; every number a user might wonder at has its origin."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from unisono.plan.model import (
     RankPlace,
     ResumePoint,
     RunPlan,
+    Setting,
     Strategy,
 )
 from unisono.units import Duration, Warmup, show_bytes
@@ -43,6 +45,7 @@ class PlanInputs:
     data: DataSummary
     resume: ResumePoint | None
     resume_reason: str
+    settings: dict[str, str] = field(default_factory=dict)
     ignored_variables: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
     faults: dict[str, Any] = field(default_factory=dict)
@@ -107,12 +110,17 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         memory=memory,
         resume=given.resume,
         resume_reason=given.resume_reason,
+        settings=[
+            Setting(name=name, value=value, reason=config.reasons.get(name, ""))
+            for name, value in sorted(given.settings.items())
+        ],
         ignored_variables=given.ignored_variables,
         origins=origins,
         warnings=_without_effect(config, data, strategy)
         + _silent(given, strategy)
         + _uneven(given.nodes)
-        + _seldom_kept(config, data),
+        + _seldom_kept(config, data)
+        + _reasons_for_nothing(config, given.settings),
         faults=given.faults,
     )
 
@@ -272,6 +280,15 @@ def _seldom_kept(config: RunConfig, data: DataSummary) -> list[str]:
     return [
         f"checkpoint.keep_every is {wanted} steps and checkpoint.every {every}: only at every {math.lcm(every, wanted)} steps"
         " is there a checkpoint that stays for ever"
+    ]
+
+
+def _reasons_for_nothing(config: RunConfig, settings: Mapping[str, str]) -> list[str]:
+    """A line for each variable that is explained and not set: a misspelt name, or a setting that has gone since."""
+    return [
+        f"reasons.{name} has no effect: {name} is not set on the head"
+        for name in config.reasons
+        if name not in settings
     ]
 
 

@@ -51,6 +51,7 @@ RULES: dict[str, Rule] = {
     "restarts": Rule("silent"),
     "grace": Rule("silent"),
     "watch": Rule("silent"),
+    "reasons": Rule("silent"),
     "track": Rule("line", "what is tracked begins or ends here"),
     "duration": Rule("silent"),  # the reason of the start says it
     "eval": Rule("line", _WHAT_IS_MEASURED),

@@ -43,6 +43,7 @@ def test_only_the_step_that_helps_is_written_out() -> None:
     found = climbed(lambda settings: GOOD if settings.get("NCCL_P2P_DISABLE") == "1" else 0.0)
     finding = say(found)
     assert (finding.status, finding.fix) == ("fail", ("export NCCL_P2P_DISABLE=1",))
+    assert any("`unisono train … --reason NCCL_P2P_DISABLE='WHY'`" in line for line in finding.evidence)
     assert any("2 to 20 times slower" in line for line in finding.evidence)
 
 

@@ -48,7 +48,25 @@ def say(climb: Climb, *, interface: str = "") -> Finding:
     how = "fails" if not first.ok else f"crawls ({first.rate / 1e6:,.1f} MB/s)"
     text = f"as it is it {how}: {first.text}; it works with: {climb.chosen.name} ({_speed(climb.chosen)}{_against_best(climb)})"
     costs = [f"it costs {cost}" for cost in climb.costs]
-    return found(LADDER, "fail" if not first.ok else "warn", text, *costs, *rows, *transports, fix=lines)
+    return found(
+        LADDER,
+        "fail" if not first.ok else "warn",
+        text,
+        *costs,
+        *_to_keep(climb.chosen),
+        *rows,
+        *transports,
+        fix=lines,
+    )
+
+
+def _to_keep(chosen: Tried) -> list[str]:
+    """How a setting that somebody now makes by hand gets its reason into the plan; nothing where only something is taken away."""
+    names = [name for name, value in chosen.settings.items() if value is not None]
+    if not names:
+        return []
+    reasons = " ".join(f"--reason {name}='WHY'" for name in names)
+    return [f"set by hand it stays for years: `unisono train … {reasons}` keeps in the plan why"]
 
 
 def _speed(tried: Tried) -> str:

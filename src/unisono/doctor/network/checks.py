@@ -73,6 +73,8 @@ def check_port(around: Surroundings) -> list[Finding]:
     )
     if topology.nodes > 1 and not topology.is_head:
         return []
+    if topology.nodes > 1 and topology.hosts and topology.head_port == 0:
+        return [found(PORT, "pass", "the system chooses a free one, and --hosts tells it to the others")]
     needed = topology.nodes > 1
     named = needed or asked.isdecimal()
     port = topology.head_port if needed else int(asked) if asked.isdecimal() else _TORCHRUN_PORT

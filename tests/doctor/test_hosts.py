@@ -1,0 +1,79 @@
+"""One command looks at all nodes, and prints one report. Run, as root: pytest tests/doctor/test_hosts.py
+
+Nodes are network namespaces. In the place of the ssh client stands a program that takes its command line and runs the command on
+that node; the client itself, against a real sshd, is in tests/launch/test_ssh.py.
+"""
+
+import json
+import os
+import sys
+
+from tests.nodes.fronts import Front
+from tests.nodes.ground import Namespaces, Own
+from tests.nodes.harness import Job
+
+_SSH = """#!{python}
+import os, sys
+ways = {ways!r}
+after = sys.argv.index("--")
+host, command = sys.argv[after + 1], sys.argv[after + 2]
+os.environ.update({environment!r})
+way = ways[host]
+os.execvp(way[0], [*way, "bash", "-c", command])
+"""
+
+
+def typed(networks: Namespaces, job: Job, *words: str, there: dict[str, str] | None = None) -> Front:
+    """Types the command with --hosts on the first node; it has no token.
+
+    Args:
+        networks: the nodes.
+        job: on them.
+        words: of the command line.
+        there: variables that a login on the other nodes has.
+    """
+    hosts = [networks.host(node) for node in range(job.nodes)]
+    folder = job.folder / "bin"
+    folder.mkdir()
+    ways = {host: networks.command(node, [], Own()) for node, host in enumerate(hosts)}
+    login = job._environment(1, {"UNISONO_TOKEN": "", **(there or {})})
+    (folder / "ssh").write_text(_SSH.format(python=sys.executable, ways=ways, environment=login))
+    (folder / "ssh").chmod(0o755)
+    path = os.pathsep.join((str(folder), os.environ["PATH"]))
+    command = [sys.executable, "-m", "unisono", "doctor", *words, "--hosts", ",".join(hosts), "--json"]
+    front = Front(
+        networks.command(0, ["env", f"PATH={path}", *command], Own()), node=0, host=hosts[0], cwd=job.home(0),
+        environment=job._environment(0, {"UNISONO_TOKEN": ""}), json=True,
+    )  # fmt: skip
+    job.fronts.append(front)
+    return front
+
+
+def checks(front: Front) -> dict[str, list[dict[str, object]]]:
+    found: dict[str, list[dict[str, object]]] = {}
+    for finding in json.loads(front.text("out"))["checks"]:
+        found.setdefault(finding["id"], []).append(finding)
+    return found
+
+
+def test_one_command_gives_one_report_of_all_nodes(networks: Namespaces, trio: Job) -> None:
+    front = typed(networks, trio, there={"OMP_NUM_THREAD": "2"})
+    assert front.wait() == 0, front.text()
+    found = checks(front)
+    [agreed] = found["peers.agreement"]
+    assert "3 nodes mean the same run" in str(agreed["evidence"])
+    assert found["system.shm"][0]["where"] == "nodes 0 (ada), 1 (bob) and 2 (cyd)"
+    [misspelt] = found["settings.misspelt"]
+    assert (misspelt["status"], misspelt["where"]) == ("warn", "nodes 1 (bob) and 2 (cyd)")
+    trio.wait_gone()
+
+
+def test_a_node_that_is_set_otherwise_ends_it_with_3_and_its_name(networks: Namespaces, pair: Job) -> None:
+    front = typed(networks, pair, "c.yaml", there={"NCCL_ALGO": "Tree"})
+    assert front.wait() == 3, front.text()
+    [agreed] = checks(front)["peers.agreement"]
+    assert agreed["status"] == "fail"
+    assert "NCCL_ALGO" in str(agreed["evidence"])
+    assert "bob" in str(agreed["evidence"])
+    assert not pair.out.exists()
+    pair.wait_gone()
