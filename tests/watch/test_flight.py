@@ -36,9 +36,34 @@ def test_of_several_groups_the_one_that_a_rank_waits_in_counts() -> None:
 
 def test_where_it_waits_in_none_the_group_of_all_ranks_counts() -> None:
     found: dict[str, Any] = json.loads(dump("two_groups"))
-    found["pg_status"]["1"]["last_completed_collective"] = "3"
+    found["entries"][-1]["retired"] = True
     begun = read_flight(json.dumps(found)).begun
     assert begun == Collective("0:default_pg", 1, "all_reduce", "[[4]]")
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "completed"), [("all_reduce", "3", 5), ("behind", "3", 5), ("behind", "-1", 5)]
+)
+def test_a_count_of_completed_ones_that_has_gone_back_does_not_count(
+    name: str, told: str, completed: int
+) -> None:
+    """Gloo's threads write it in any order, the last word wins; seen to fall from 5 to 3."""
+    found = json.loads(dump(name))
+    found["pg_status"]["0"]["last_completed_collective"] = told
+    assert read_flight(json.dumps(found)).completed == completed
+
+
+def test_what_waits_behind_a_later_one_that_has_ended_is_not_completed() -> None:
+    found = json.loads(dump("behind"))
+    found["entries"][2]["retired"] = False  # number 3 of 5
+    assert read_flight(json.dumps(found)).completed == 2
+
+
+def test_without_word_of_what_has_retired_the_count_is_all_there_is() -> None:
+    found = json.loads(dump("all_reduce"))
+    for entry in found["entries"]:
+        del entry["retired"]
+    assert read_flight(json.dumps(found)).completed == 5
 
 
 def test_numbers_count_where_the_entry_is_no_longer_kept() -> None:
@@ -50,6 +75,7 @@ def test_numbers_count_where_the_entry_is_no_longer_kept() -> None:
 def test_before_the_first_collective_nothing_is_completed() -> None:
     found = json.loads(dump("all_reduce"))
     found["pg_status"]["0"] |= {"last_completed_collective": "-1", "last_enqueued_collective": "1"}
+    found["entries"] = [{**found["entries"][0], "retired": False}]
     flight = read_flight(json.dumps(found))
     assert (str(flight.begun), flight.completed) == ("all_reduce #1 [[7]]", None)
 

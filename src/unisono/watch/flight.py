@@ -1,11 +1,13 @@
 """Reads the dump of torch's flight recorder, as torch 2.11 to 2.13 write it for gloo and NCCL. Pure.
 
-An entry's own `state` is not to be trusted: gloo leaves it at "scheduled" for ever. What has begun and ended stands in `pg_status`.
+An entry's own `state` is not to be trusted: gloo leaves it at "scheduled" for ever. What has begun stands in `pg_status`; what has ended, in each
+entry's `retired`. The number of the last completed one in `pg_status` counts only where an entry does not tell: gloo's threads finish in
+any order, each writes its own number there, and so it was seen to go back.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.text import one_line
@@ -33,8 +35,11 @@ def read_flight(text: str) -> Flight:
     """What a dump says; nothing where it is empty, torn, or of another form."""
     try:
         dump: Any = json.loads(text)
-        groups = [Group.of(str(number), status) for number, status in dump["pg_status"].items()]
         entries = [entry for entry in dump.get("entries") or () if not entry.get("is_p2p")]
+        groups = [
+            Group.of(str(number), status).as_entries_tell(entries)
+            for number, status in dump["pg_status"].items()
+        ]
         found = [(group, group.entry(entries)) for group in groups if group.enqueued > 0]
         if not found:
             return Flight()
@@ -77,6 +82,18 @@ class Group:
         """What `pg_status` says of one group."""
         completed = int(status["last_completed_collective"])
         return cls(number, int(status["last_enqueued_collective"]), completed if completed >= 0 else None)
+
+    def as_entries_tell(self, entries: Sequence[Mapping[str, Any]]) -> "Group":
+        """The same with what its entries say has ended: all before the first that has not."""
+        own = [entry for entry in entries if str(entry["pg_id"]) == self.number and "retired" in entry]
+        if not own:
+            return self
+        done = {int(entry["collective_seq_id"]): bool(entry["retired"]) for entry in own}
+        pending = [number for number, is_retired in done.items() if not is_retired]
+        # The newest are not among them where the recorder keeps few, or was read in the middle of a call.
+        known = self.completed or 0 if self.enqueued not in done else 0
+        completed = min(pending) - 1 if pending else max(*done, known)
+        return replace(self, completed=completed or None)
 
     @property
     def waits(self) -> bool:
