@@ -1,12 +1,12 @@
 """What the job is: our options, the program's arguments, and the environment, in this order; contradictions are refused. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from unisono.errors import Problem, UsageError
 from unisono.guard.command import Command, Job, Said, read_job
-from unisono.launch.topology import Accelerators, Topology, TopologyAsked, read_topology
-from unisono.launch.written import DEFAULT_PORT, parse_head
+from unisono.launch.topology import Accelerators, Placed, Topology, TopologyAsked, read_topology
+from unisono.launch.written import DEFAULT_PORT, parse_head, parse_hosts
 
 _VARIABLES = {"nodes": "NNODES", "node_rank": "NODE_RANK", "nproc": "NPROC_PER_NODE", "head": "MASTER_ADDR"}
 
@@ -28,6 +28,8 @@ class RunAsked:
         debug_comm: `--debug-comm`.
         json: `--json`.
         devices: `--devices`, as it was typed: what the program may see.
+        hosts: `--hosts`, as it was typed: this machine and those that it starts over ssh, between commas.
+        ssh: the program that starts them, with options; tests have a port and keys of their own.
     """
 
     words: tuple[str, ...]
@@ -42,6 +44,13 @@ class RunAsked:
     debug_comm: bool = False
     json: bool = False
     devices: str | None = None
+    hosts: str | None = None
+    ssh: tuple[str, ...] = ("ssh",)
+
+    @property
+    def from_stdin(self) -> bool:
+        """Whether stdin is the lifeline of who started this front over ssh, and not the program's."""
+        return self.token_file == "-"  # noqa: S105 - the place of a secret
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,13 @@ class RunShape:
 
 
 def read_shape(
-    asked: RunAsked, command: Command, variables: Mapping[str, str], accelerators: Accelerators
+    asked: RunAsked,
+    command: Command,
+    variables: Mapping[str, str],
+    accelerators: Accelerators,
+    *,
+    is_here: Callable[[str], bool] = lambda _host: False,
+    placed: Placed | None = None,
 ) -> RunShape:
     """The job of a command line.
 
@@ -73,6 +88,8 @@ def read_shape(
         command: the program's.
         variables: of the environment.
         accelerators: that the program would see here.
+        is_here: whether a host of `--hosts` is this machine.
+        placed: by a scheduler that has started one front on each node.
 
     Raises:
         UsageError: if two sources contradict each other, naming both; or if something is missing, or cannot be read.
@@ -89,12 +106,15 @@ def read_shape(
     try:
         topology = read_topology(
             TopologyAsked(
-                nproc=asked.nproc, nodes=asked.nodes, node_rank=asked.node_rank, head=asked.head, command="unisono run"
+                nproc=asked.nproc, nodes=asked.nodes, node_rank=asked.node_rank, head=asked.head,
+                hosts=parse_hosts(asked.hosts), command="unisono run",
             ),
             merged, replace(accelerators, count=0) if asked.nproc is not None or job.nproc else accelerators,
+            is_here=is_here, placed=placed,
         )  # fmt: skip
     except UsageError as error:
         raise UsageError(*(_in_its_words(problem, origins) for problem in error.problems)) from error
+    _refuse_other_hosts(asked, job, topology, variables)
     topology = replace(
         topology, origins={k: origins.get(v, v).replace("MASTER_PORT", origins.get("MASTER_PORT", "MASTER_PORT")) for k, v in topology.origins.items()},
         nproc_origin=origins.get(topology.nproc_origin, topology.nproc_origin),
@@ -154,6 +174,23 @@ def _refuse_contradictions(asked: RunAsked, job: Job, variables: Mapping[str, st
     del port
     if problems:
         raise UsageError(*problems)
+
+
+def _refuse_other_hosts(asked: RunAsked, job: Job, topology: Topology, variables: Mapping[str, str]) -> None:
+    """With `--hosts` one command line is for all nodes: the program's own arguments must not say another number, or which node it is."""
+    if asked.hosts is None:
+        return
+    rank, nodes = job.node_rank, job.nodes
+    if rank is not None and rank.origin not in variables:
+        raise UsageError.of(
+            f"--hosts starts the same program on every node, and {rank.origin} {rank.text} says which one it is", where="command line",
+            fix=f"leave out {rank.origin}: every node is told",
+        )  # fmt: skip
+    if nodes is not None and nodes.origin not in variables and not _is_same(str(topology.nodes), nodes.text):
+        raise UsageError.of(
+            f"--hosts makes {topology.nodes} nodes with this one, and {nodes.origin} says {nodes.text}", where="command line",
+            fix=f"leave out {nodes.origin}, or name as many hosts",
+        )  # fmt: skip
 
 
 def _is_same(ours: str, theirs: str) -> bool:

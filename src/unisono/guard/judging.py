@@ -108,6 +108,7 @@ class Judging:
     _attempt: int = 0
     _ends: dict[int, RankEnd] = field(default_factory=dict)
     _lost: dict[int, NodeLoss] = field(default_factory=dict)
+    _silences: dict[int, float] = field(default_factory=dict)
     _signs: Signs | None = None
     _watching: Watching | None = None
     _brought: Brought = field(init=False)
@@ -144,6 +145,8 @@ class Judging:
 
     def _hear(self, timeout_s: float) -> None:
         also = [self.server.fileno()] if self.server is not None else []
+        if self.server is not None:  # of one that leaves now it cannot be asked afterwards
+            self._silences |= dict.fromkeys(self.server.here(), 0.0) | self.server.silences()
         for message in self.here.news(timeout_s, also=also):
             self._take(0, message)
         for event in self.server.receive(0) if self.server is not None else []:
@@ -345,7 +348,8 @@ class Judging:
         picture = self._watching.picture if self._watching is not None else None
         own = [end for end in self._ends.values() if not ended_well(end) and not is_victim(end)]
         if self._lost and not own:
-            return name_lost_node(next(iter(self._lost.values())), after_s=since_s)
+            loss = next(iter(self._lost.values()))
+            return name_lost_node(loss, after_s=round(since_s + self._silences.get(loss.node_rank, 0.0), 3))
         culprit = first_cause(list(self._ends.values()))
         killed = culprit is not None and culprit.returncode < 0 and culprit.returncode != -signal.SIGABRT
         if not killed and since_s < (_SETTLE_S if culprit is not None else _ONLY_VICTIMS_S):

@@ -39,6 +39,7 @@ class Program:
         log: Path,
         folder: Path | None,
         stdout_is_ours: bool = False,
+        reads: bool = True,
     ) -> None:
         """Starts it.
 
@@ -48,6 +49,7 @@ class Program:
             log: gets what it prints, beside the front's own streams.
             folder: of the border; the keeper removes it at the end.
             stdout_is_ours: with `--json`: what the program writes to stdout goes to stderr.
+            reads: whether our stdin is the program's; otherwise it finds its end there.
 
         Raises:
             UsageError: if there is no such program, or it cannot be started.
@@ -62,7 +64,7 @@ class Program:
             "command": list(command), "environment": dict(environment), "log": str(log), "folder": str(folder or ""),
             "json": stdout_is_ours,
         }  # fmt: skip
-        self._keeper, self._report = _start(settings, environment)
+        self._keeper, self._report = _start(settings, environment, reads=reads)
         limit = time.monotonic() + _STARTING_S
         while not (self.pid or self._failed) and time.monotonic() < limit:
             self.poll(0.2)
@@ -145,12 +147,12 @@ class Program:
 
 
 def _start(
-    settings: dict[str, object], environment: Mapping[str, str]
+    settings: dict[str, object], environment: Mapping[str, str], *, reads: bool
 ) -> tuple["subprocess.Popen[bytes]", int]:
     """The keeper, and the end of the pipe on which it reports."""
     read_end, write_end = os.pipe()
     told = os.memfd_create("unisono-run", os.MFD_CLOEXEC)  # not in a file: an environment may hold secrets
-    stdin = os.dup(0)
+    stdin = os.dup(0) if reads else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.write(told, json.dumps({**settings, "report": write_end, "stdin": stdin}).encode())
         os.lseek(told, 0, os.SEEK_SET)

@@ -20,11 +20,12 @@ from unisono.errors import Disagreed, UsageError
 from unisono.facts import Environment, Machine, Probes, read_environment, read_machine, take_token
 from unisono.facts.environment import whole_environment
 from unisono.files import write_json
-from unisono.guard.asked import RunAsked, RunShape, read_shape
+from unisono.guard.asked import RunAsked, RunShape
 from unisono.guard.command import read_command
 from unisono.guard.folder import border, is_heads, outcome_of, run_dir
 from unisono.guard.here import Here, exit_code_of_program
 from unisono.guard.judging import Judging
+from unisono.guard.placing import find_shape, find_token, remote_run, with_our_programs
 from unisono.guard.program import Program
 from unisono.guard.ranks import ProgramDir, ProgramRanks
 from unisono.guard.report import make_report
@@ -41,8 +42,8 @@ from unisono.launch.nodes.head import hold_meeting
 from unisono.launch.nodes.meeting import Meeting
 from unisono.launch.nodes.party import MakeReport, Party, Standing
 from unisono.launch.nodes.refusal import refusals_told
+from unisono.launch.nodes.ssh import SshFronts, start_others
 from unisono.launch.nodes.words import last_word
-from unisono.launch.token import read_token
 from unisono.launch.topology import Accelerators
 from unisono.plan import NodePlace
 from unisono.rundir.result import RunResult, set_verdict, write_result
@@ -83,15 +84,15 @@ class Run:
         token = take_token()
         environment = read_environment()
         machine = read_machine(self.probes.devices)
-        whole = whole_environment()
+        whole = with_our_programs(self.asked, whole_environment())
         shape = self._shape(machine, environment, whole)
-        secret = read_token(self.asked.token_file, token, nodes=shape.topology.nodes)
+        secret = find_token(self.asked, shape.topology, environment, token)
         party = Party(
             topology=shape.topology, token=secret.secret if secret is not None else b"", host=machine.host, show=self.show,
             join_timeout_s=self.asked.join_timeout_s, network=self.probes.network, command="unisono run",
         )  # fmt: skip
         with refusals_told(party):
-            self._refuse_missing()
+            self._refuse_missing(whole)
             run = run_dir(self.asked.output_dir, is_head=shape.topology.is_head)
         for text in (*_described(shape), *shape.notes, f"log and result: {run.root}"):
             say(self.show, text)
@@ -113,8 +114,8 @@ class Run:
                     self.show({"kind": "verdict", "time": time.time(), **error.verdict.to_json()})
                 return self.finish(run, error.exit_code, error.verdict, writes=True)
 
-    def _refuse_missing(self) -> None:
-        if shutil.which(self.asked.words[0]) is None:
+    def _refuse_missing(self, variables: Mapping[str, str]) -> None:
+        if shutil.which(self.asked.words[0], path=variables.get("PATH")) is None:
             raise UsageError.of(
                 f"there is no program {self.asked.words[0]}", where="the words after --",
                 fix="give the program as you would type it: unisono run -- torchrun train.py",
@@ -127,7 +128,9 @@ class Run:
         automatic = command.kind in _ALL_DEVICES or any(
             one.text in ("gpu", "auto") for one in (command.said("nproc_per_node"),) if one
         )
-        return read_shape(self.asked, command, whole, accelerators if automatic else Accelerators(0))
+        return find_shape(
+            self.asked, command, environment, whole, accelerators if automatic else Accelerators(0), self.probes.network,
+        )  # fmt: skip
 
     def finish(
         self, run: ProgramDir, exit_code: int, verdict: Verdict | None, *, stopped: str = "", writes: bool
@@ -175,9 +178,17 @@ class _Start:
 
     def _as_head(self, party: Party) -> dict[str, Any]:
         uneven = self.whole.asked.uneven
+
+        def start(address: tuple[str, int]) -> SshFronts:
+            return start_others(
+                remote_run(self.whole.asked, self.run.root), party.topology, party.token, address,
+                logs=self.run.log("", 0).parent, variables=self.environment.variables,
+            )  # fmt: skip
+
         with hold_meeting(
             party, self._maker(), keep=self._keep, tries_collective=False,
             compare=lambda reports: compare_programs(reports, uneven=uneven),
+            start_others=start if party.topology.hosts else None,
         ) as meeting:  # fmt: skip
             reports = meeting.reports
             nodes = [self._place(r.node_rank, r.host, r.address, r.nproc, r.nproc_origin) for r in reports]
@@ -236,7 +247,8 @@ class _Start:
                 say(self.whole.show, note)
             log = self.run.log(self.machine.host, 0)
             with Program(
-                asked.words, environment=found.environment, log=log, folder=folder, stdout_is_ours=asked.json
+                asked.words, environment=found.environment, log=log, folder=folder, stdout_is_ours=asked.json,
+                reads=not asked.from_stdin,
             ) as program:  # fmt: skip
                 ranks = ProgramRanks(
                     folder, self.run, topology.node_rank, self.machine.host, program.keeper_pid
@@ -357,7 +369,7 @@ def _described(shape: RunShape) -> list[str]:
         return []
     origins = topology.origins
     return [
-        f"{topology.nodes} nodes ({origins.get('nodes', '?')}), this is node {topology.node_rank} ({origins.get('node_rank', '?')}), "
-        f"head {topology.head_host}:{topology.head_port} ({origins.get('head', '?')}), "
+        f"{topology.nodes} nodes ({origins.get('nodes', '?')}), this is node {topology.node_rank} ({origins.get('node_rank', '--hosts' if topology.hosts else '?')}), "
+        f"head {topology.head_host}{f':{topology.head_port}' if topology.head_port else ''} ({origins.get('head', '?')}), "
         f"{topology.nproc} rank{'' if topology.nproc == 1 else 's'} here ({topology.nproc_origin})"
     ]
