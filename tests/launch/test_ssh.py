@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.ports import free_port
+from tests.sshd import ssh_server
 from unisono.errors import UsageError
 from unisono.facts.network import SystemNetwork
 from unisono.launch.asked import TrainRequest
@@ -38,7 +39,6 @@ from unisono.launch.topology import Accelerators, Topology, TopologyAsked, read_
 LIMIT_S = 90.0
 STANDIN = Path(__file__).parent / "standins" / "ssh_front.py"
 TOKEN = b"a-secret-of-more-than-16-bytes"
-SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 
 # Stands in for the front on the other host: says its arguments and the token's length, then holds on to stdin.
 _FRONT = """
@@ -72,41 +72,9 @@ def request(ssh: tuple[str, ...] = ("ssh",), **changes: object) -> TrainRequest:
 @pytest.fixture(scope="module")
 def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
     """An sshd on a free loopback port; gives the ssh command line that reaches it."""
-    if SSHD is None or shutil.which("ssh") is None or shutil.which("ssh-keygen") is None:
-        pytest.skip("no sshd here: apt-get install openssh-server")
     folder = tmp_path_factory.mktemp("sshd")
-    folder.chmod(0o700)
-    for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
-    shutil.copy(folder / "user.pub", folder / "authorized")
-    (folder / "authorized").chmod(0o600)
-    port = free_port()
-    lines = [
-        f"Port {port}", "ListenAddress 127.0.0.1", "ListenAddress 127.0.0.2", f"HostKey {folder / 'host'}", "UsePAM no",
-        f"AuthorizedKeysFile {folder / 'authorized'}", f"PidFile {folder / 'pid'}", "StrictModes no",
-        "PasswordAuthentication no", "PermitRootLogin prohibit-password",
-    ]  # fmt: skip
-    (folder / "config").write_text("\n".join(lines) + "\n")
-    with contextlib.suppress(OSError):
-        Path("/run/sshd").mkdir(exist_ok=True)
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [SSHD, "-D", "-e", "-f", str(folder / "config")], stderr=log, start_new_session=True
-        )
-    options = (
-        "ssh", "-p", str(port), "-i", str(folder / "user"), "-o", "StrictHostKeyChecking=no", "-o", "IdentitiesOnly=yes",
-        "-o", f"UserKnownHostsFile={folder / 'known'}", "-o", "LogLevel=ERROR", "-F", "none",
-    )  # fmt: skip
-    try:
-        limit = time.monotonic() + 20
-        while subprocess.run([*options, "127.0.0.1", "true"], check=False, capture_output=True).returncode:
-            if process.poll() is not None or time.monotonic() > limit:
-                pytest.skip(f"sshd does not work here: {(folder / 'log').read_text()[-300:]}")
-            time.sleep(0.1)
+    with ssh_server(folder) as options:
         yield options
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unisono.cli.output import output, silence
-from unisono.cli.places import DebugComm, Head, JoinTimeout, NodeRank, TokenFile
+from unisono.cli.places import DebugComm, Head, Hosts, JoinTimeout, NodeRank, TokenFile
 
 if TYPE_CHECKING:
     from unisono.causes import Verdict
@@ -31,6 +31,7 @@ def run(
     ] = None,
     node_rank: NodeRank = None,
     head: Head = None,
+    hosts: Hosts = None,
     token_file: TokenFile = None,
     join_timeout: JoinTimeout = 300.0,
     output_dir: Annotated[
@@ -54,7 +55,7 @@ def run(
     speak = output()
     asked = RunAsked(
         tuple(command), nproc=nproc, nodes=nodes, node_rank=node_rank, head=head, token_file=token_file,
-        join_timeout_s=join_timeout, output_dir=output_dir, uneven=uneven, debug_comm=debug_comm, json=speak.json, devices=devices,
+        join_timeout_s=join_timeout, output_dir=output_dir, uneven=uneven, debug_comm=debug_comm, json=speak.json, devices=devices, hosts=hosts,
     )  # fmt: skip
     told = Told(speak)
 

@@ -15,6 +15,7 @@ from unisono.launch.device import device_words
 from unisono.launch.resolved import with_absolute_paths
 from unisono.launch.topology import TopologyAsked
 from unisono.launch.verifier import Rhythm
+from unisono.launch.written import parse_hosts
 from unisono.rundir.changes import read_allowed
 
 
@@ -107,7 +108,7 @@ class TrainRequest:
         """
         return TopologyAsked(
             nproc=self.nproc, nodes=self.nodes, node_rank=self.node_rank, head=self.head,
-            devices=device_words(self.devices), hosts=_hosts(self.hosts), command=self.command,
+            devices=device_words(self.devices), hosts=parse_hosts(self.hosts), command=self.command,
         )  # fmt: skip
 
 
@@ -173,12 +174,3 @@ def _refuse_several_tasks(step: SlurmStep | None, request: TrainRequest) -> None
         why="it starts its ranks itself; started several times, all would train the same run",
         fix=f"one task on each node: {start} {request.command}{ranks}",
     )
-
-
-def _hosts(text: str | None) -> tuple[str, ...]:
-    words = () if text is None else tuple(word.strip() for word in text.split(","))
-    if not all(words):
-        raise UsageError.of(
-            f"--hosts {text!r} has an empty place", where="command line", fix="as in --hosts a,b,c"
-        )
-    return words

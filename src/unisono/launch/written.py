@@ -25,6 +25,20 @@ def parse_head(text: str, source: str) -> tuple[str, int]:
     return checked_host(host, source), port(number, source)
 
 
+def parse_hosts(text: str | None) -> tuple[str, ...]:
+    """The hosts of `--hosts a,b,c`; none where it was not given.
+
+    Raises:
+        UsageError: if a place is empty.
+    """
+    words = () if text is None else tuple(word.strip() for word in text.split(","))
+    if not all(words):
+        raise UsageError.of(
+            f"--hosts {text!r} has an empty place", where="command line", fix="as in --hosts a,b,c"
+        )
+    return words
+
+
 def checked_host(text: str, source: str) -> str:
     """`text`, if it can be a host name or an address.
 

@@ -36,7 +36,7 @@ def refusals_told(party: Party) -> Iterator[None]:
 
 def tell_refusal(party: Party, error: UnisonoError) -> None:
     """Tells the head, or on the head everybody who calls within a few seconds. Never raises: the error itself matters more."""
-    if party.topology.nodes == 1:
+    if party.topology.nodes == 1 or party.topology.hosts:  # those of --hosts have not been started
         return
     rank = party.topology.node_rank
     verdict = error.verdict if isinstance(error, Disagreed) else None

@@ -1,0 +1,64 @@
+"""A real sshd on loopback, with keys of its own, for tests that start nodes over ssh."""
+
+import contextlib
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_port
+
+SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
+_SSH = shutil.which("ssh")
+_STARTS_S = 60.0
+
+
+@contextlib.contextmanager
+def ssh_server(folder: Path) -> Iterator[tuple[str, ...]]:
+    """An sshd on a free port of 127.0.0.1 and 127.0.0.2; gives the ssh command line that reaches it. Skips the test where there is none."""
+    if SSHD is None or _SSH is None or shutil.which("ssh-keygen") is None:
+        pytest.skip("no sshd here: apt-get install openssh-server")
+    folder.chmod(0o700)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+    shutil.copy(folder / "user.pub", folder / "authorized")
+    (folder / "authorized").chmod(0o600)
+    port = free_port()
+    lines = [
+        f"Port {port}", "ListenAddress 127.0.0.1", "ListenAddress 127.0.0.2", f"HostKey {folder / 'host'}", "UsePAM no",
+        f"AuthorizedKeysFile {folder / 'authorized'}", f"PidFile {folder / 'pid'}", "StrictModes no",
+        "PasswordAuthentication no", "PermitRootLogin prohibit-password",
+    ]  # fmt: skip
+    (folder / "config").write_text("\n".join(lines) + "\n")
+    with contextlib.suppress(OSError):
+        Path("/run/sshd").mkdir(exist_ok=True)
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [SSHD, "-D", "-e", "-f", str(folder / "config")], stderr=log, start_new_session=True
+        )
+    options = (
+        "ssh", "-p", str(port), "-i", str(folder / "user"), "-o", "StrictHostKeyChecking=no", "-o", "IdentitiesOnly=yes",
+        "-o", f"UserKnownHostsFile={folder / 'known'}", "-o", "LogLevel=ERROR", "-F", "none",
+    )  # fmt: skip
+    try:
+        limit = time.monotonic() + _STARTS_S
+        while subprocess.run([*options, "127.0.0.1", "true"], check=False, capture_output=True).returncode:
+            if process.poll() is not None or time.monotonic() > limit:
+                pytest.skip(f"sshd does not work here: {(folder / 'log').read_text()[-300:]}")
+            time.sleep(0.1)
+        yield options
+    finally:
+        process.kill()
+        process.wait()
+
+
+def as_program(options: tuple[str, ...], folder: Path) -> Path:
+    """A folder for PATH in which `ssh` is that command line, as a user's ~/.ssh/config would have it."""
+    program = folder / "ssh"
+    program.write_text(f'#!/bin/sh\nexec {_SSH} {shlex.join(options[1:])} "$@"\n')
+    program.chmod(0o755)
+    return folder
