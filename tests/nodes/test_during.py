@@ -92,6 +92,7 @@ def test_a_rank_that_refuses_ends_all_nodes_with_its_own_words(pair: Job) -> Non
 
 
 @pytest.mark.fault("a front is killed (kill -9)")
+@pytest.mark.long  # test_restart has it with a run that goes on
 def test_a_front_that_is_killed_takes_its_ranks_and_the_others_are_told(pair: Job) -> None:
     fronts = training(pair)
     moment = time.monotonic()

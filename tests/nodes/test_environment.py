@@ -17,9 +17,9 @@ pytestmark = pytest.mark.ranks
     ("name", "value"),
     [
         ("NCCL_ALGO", "Tree"),
-        ("NCCL_PROTO", "LL"),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),  # on one rank alone it makes initialisation hang on all
-        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+        pytest.param("NCCL_PROTO", "LL", marks=pytest.mark.long),
+        pytest.param("CUBLAS_WORKSPACE_CONFIG", ":4096:8", marks=pytest.mark.long),
     ],
 )
 def test_a_variable_that_one_node_has_alone_is_named_with_its_value(trio: Job, name: str, value: str) -> None:
@@ -59,7 +59,12 @@ def test_a_misspelt_name_is_answered_with_the_nearest_known_one(trio: Job) -> No
 @pytest.mark.fault("other version on one node")
 @pytest.mark.parametrize(
     ("package", "value"),
-    [("torch", "2.9.1"), ("transformers", "4.57.0"), ("python", "3.10"), ("unisono", "0.0.9")],
+    [
+        ("torch", "2.9.1"),
+        ("unisono", "0.0.9"),
+        pytest.param("transformers", "4.57.0", marks=pytest.mark.long),
+        pytest.param("python", "3.10", marks=pytest.mark.long),
+    ],
 )
 def test_another_version_on_one_node_is_named(trio: Job, package: str, value: str) -> None:
     fronts = [

@@ -29,6 +29,7 @@ def test_a_first_checkpoint_that_the_heads_disk_cannot_hold_ends_every_node_with
     pair.wait_gone()
 
 
+@pytest.mark.long  # on one node it is in tests/nproc
 def test_the_head_says_what_all_checkpoints_will_take(networks: Namespaces, pair: Job) -> None:
     del networks
     pair.config(duration="2000 steps", checkpoint={"every": "500 steps"}, parallel={"strategy": "fsdp"})

@@ -75,6 +75,7 @@ def test_rank_zero_is_named_like_any_other(solo: Job) -> None:
     solo.wait_gone(limit_s=5)
 
 
+@pytest.mark.long  # tests/resume kills fronts, and waits until nothing of theirs is left
 def test_no_rank_outlives_a_front_that_is_killed(solo: Job) -> None:
     front = training(solo)
     assert len(solo.ranks()) == 2

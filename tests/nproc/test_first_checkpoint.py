@@ -51,6 +51,7 @@ def test_the_first_checkpoint_is_read_back_and_the_run_says_what_all_of_them_tak
     assert solo.read("checkpoints/verified.json")["verified"]["step-00000001"]["intact"] is True
 
 
+@pytest.mark.long
 def test_it_is_pruned_like_others(solo: Job) -> None:
     solo.config(checkpoint={"every": "1 steps", "keep": 2})
     assert start(solo).wait() == 0
@@ -60,6 +61,7 @@ def test_it_is_pruned_like_others(solo: Job) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_rehearses_only_where_its_ranks_are_laid_out_otherwise(solo: Job) -> None:
     solo.config(duration="2 steps")
     assert solo.start(0, topology=False).wait() == 0, solo.told()
