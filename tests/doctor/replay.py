@@ -16,7 +16,7 @@ from unisono.facts.holders import holder_of
 from unisono.facts.kernel_log import KernelLine, read_kernel_log
 from unisono.facts.machine import numa_node_of, pci_address
 from unisono.facts.nvml import Beside, read_nvml
-from unisono.facts.pci import nvidia_devices
+from unisono.facts.pci import nvidia_devices, redirecting_bridges
 from unisono.facts.topology_of_devices import DevicesDetails, Holder
 
 FOLDER = Path(__file__).parent / "recorded"
@@ -154,6 +154,7 @@ def beside_of(body: dict[str, Any]) -> Beside:
         on_bus=lambda: tuple(beside["on_bus"]),
         kernel_log=lambda: None if log is None else [KernelLine(text, age) for text, age in log],
         holder=lambda pid, size: Holder(pid, size, *processes.get(str(pid), ())),
+        redirecting=lambda _addresses: beside.get("redirecting"),
     )
 
 
@@ -184,6 +185,7 @@ def record(nvml: Any) -> dict[str, Any]:
             "numa_node": {bus: numa_node_of(bus) for bus in buses},
             "on_bus": list(nvidia_devices()),
             "kernel_log": None if log is None else [[line.text, line.age_s] for line in log if "NVRM" in line.text],
+            "redirecting": redirecting_bridges(buses),
             "processes": {str(pid): [holder_of(pid).user, holder_of(pid).command] for pid in pids},
         },
     }  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from unisono.facts.holders import holder_of
 from unisono.facts.kernel_log import KernelLine, read_kernel_log
 from unisono.facts.nvml import probe_details, xids_in
-from unisono.facts.pci import nvidia_devices
+from unisono.facts.pci import nvidia_devices, redirecting_bridges
 from unisono.facts.topology_of_devices import Holder, Xid
 
 
@@ -91,3 +91,46 @@ def test_accelerators_on_the_bus_are_told_from_other_devices(tmp_path: Path) -> 
 def test_a_machine_without_such_hardware_is_told_nothing_about_packages() -> None:
     found = probe_details()
     assert found.devices or found.on_bus or found.note == ""
+
+
+def bridge(*, control: int, before: int = 0x0001) -> bytes:
+    """The registers of a PCIe bridge, as the kernel shows them to root: another capability first, then ACS."""
+    registers = bytearray(4096)
+    registers[0x100:0x104] = (before | 1 << 16 | 0x148 << 20).to_bytes(4, "little")
+    registers[0x148:0x14C] = (0x000D | 1 << 16).to_bytes(4, "little")  # the last of the list
+    registers[0x14E:0x150] = control.to_bytes(2, "little")
+    return bytes(registers)
+
+
+def on_bus(folder: Path, name: str, *above: tuple[str, bytes]) -> None:
+    """A device below bridges, as /sys has it: folders in folders, and links to all of them."""
+    place = folder / "devices" / "pci0000:00"
+    (folder / "bus").mkdir(exist_ok=True)
+    for address, registers in (*above, (name, bytes(64))):
+        place = place / address
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "config").write_bytes(registers)
+        if not (folder / "bus" / address).is_symlink():
+            (folder / "bus" / address).symlink_to(place)
+
+
+def test_bridges_that_redirect_are_read_from_their_registers(tmp_path: Path) -> None:
+    on_bus(
+        tmp_path,
+        "0000:16:00.0",
+        ("0000:14:00.0", bridge(control=0)),
+        ("0000:15:00.0", bridge(control=0x001D)),
+    )
+    on_bus(tmp_path, "0000:27:00.0", ("0000:14:00.0", bridge(control=0)), ("0000:26:00.0", bridge(control=0)))
+    both = ["0000:16:00.0", "0000:27:00.0"]
+    assert redirecting_bridges(both, tmp_path / "bus") == {"0000:16:00.0": ("0000:15:00.0",)}
+    assert redirecting_bridges(["0000:99:00.0"], tmp_path / "bus") == {}
+
+
+def test_registers_that_only_root_sees_are_unknown_and_a_list_without_end_ends(tmp_path: Path) -> None:
+    on_bus(tmp_path, "0000:16:00.0", ("0000:15:00.0", bridge(control=0x001D)[:64]))
+    assert redirecting_bridges(["0000:16:00.0"], tmp_path / "bus") is None
+    turning = bytearray(4096)
+    turning[0x100:0x104] = (0x0001 | 1 << 16 | 0x100 << 20).to_bytes(4, "little")
+    on_bus(tmp_path, "0000:28:00.0", ("0000:27:00.0", bytes(turning)))
+    assert redirecting_bridges(["0000:28:00.0"], tmp_path / "bus") == {}

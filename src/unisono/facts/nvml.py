@@ -7,7 +7,7 @@ NVML's numbers are written out here: they are part of its interface, and nvidia-
 import ctypes
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from unisono.facts.holders import holder_of_driver
 from unisono.facts.kernel_log import KernelLine, read_kernel_log
 from unisono.facts.machine import numa_node_of, pci_address
-from unisono.facts.pci import nvidia_devices
+from unisono.facts.pci import nvidia_devices, redirecting_bridges
 from unisono.facts.topology_of_devices import (
     DeviceDetails,
     DevicesDetails,
@@ -69,12 +69,14 @@ class Beside:
         on_bus: the accelerators there.
         kernel_log: its lines, or None.
         holder: who a process is.
+        redirecting: see `facts.pci.redirecting_bridges`.
     """
 
     numa_node: Callable[[str], int | None] = numa_node_of
     on_bus: Callable[[], tuple[str, ...]] = nvidia_devices
     kernel_log: Callable[[], Sequence[KernelLine] | None] = read_kernel_log
     holder: Callable[[int, int | None], Holder] = holder_of_driver
+    redirecting: Callable[[Sequence[str]], Mapping[str, tuple[str, ...]] | None] = redirecting_bridges
 
 
 def probe_details(*, limit_s: float = _LIMIT_S) -> DevicesDetails:
@@ -157,6 +159,7 @@ class _Reader:
             devices=tuple(devices), pairs=self._pairs(handles), driver=_text(self._ask("nvmlSystemGetDriverVersion")),
             driver_cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10), on_bus=on_bus,
             xids=None if log is None else xids_in(log),
+            redirecting=self._beside.redirecting([one.bus_id for one in devices if one.bus_id]),
         )  # fmt: skip
 
     def _ask(self, name: str, *arguments: Any) -> Any:

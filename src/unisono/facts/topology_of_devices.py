@@ -139,6 +139,8 @@ class DevicesDetails:
         driver_cuda: the newest CUDA that it knows, as (12, 4).
         on_bus: addresses of NVIDIA's accelerators on the PCI bus, whether the driver answers for them or not.
         xids: the oldest first; None: the kernel's log cannot be read here.
+        redirecting: by address of a device, the bridges above it that send what it exchanges with others through the host (ACS);
+            None: only root can tell.
         note: why there are no devices; empty where there are, or where nothing is to be expected.
     """
 
@@ -148,6 +150,7 @@ class DevicesDetails:
     driver_cuda: tuple[int, int] | None = None
     on_bus: tuple[str, ...] = ()
     xids: tuple[Xid, ...] | None = None
+    redirecting: Mapping[str, tuple[str, ...]] | None = None
     note: str = ""
 
     def pair(self, one: int, other: int) -> Pair:

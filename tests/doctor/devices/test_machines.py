@@ -138,6 +138,17 @@ def test_nvlink_without_peer_access_is_a_fault() -> None:
     assert finding(scene(details_from(body), (0, 1, 2, 3)), "links").status == "pass"
 
 
+def test_switches_that_send_everything_up_to_the_host_are_named_where_two_devices_share_one() -> None:
+    body = recorded("l20_two_sockets_10")
+    body["beside"]["redirecting"] = {"0000:16:00.0": ["0000:15:00.0"], "0000:27:00.0": ["0000:26:00.0"]}
+    found = finding(scene(details_from(body), (0, 1), vendor="intel"), "links")
+    assert found.status == "warn"
+    assert "ACS is on in 0000:15:00.0, 0000:26:00.0" in found.evidence[0]
+    assert "setpci -s $b ECAP_ACS+0x6.w=0000" in found.fix[1]
+    for chosen in ((2, 3), (0, 5)):  # another switch; no switch in common, so all goes over the host anyway
+        assert finding(scene(details_from(body), chosen, vendor="intel"), "links").status == "pass"
+
+
 @pytest.mark.makes("devices.health", "fail")
 def test_memory_errors_xids_heat_and_lost_links_are_named_with_their_remedies() -> None:
     found = finding(scene("h100_errors_8", (0, 1)), "health")

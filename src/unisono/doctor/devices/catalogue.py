@@ -14,7 +14,9 @@ LINKS = Check(
     "devices.links", "What joins the devices",
     "two devices without a direct way send every gradient through the host's memory, at a fraction of the speed",
     "Topology, NVLinks and peer access of each two devices from NVML; which transport NCCL is expected to take follows its own rule"
-    " (NCCL_P2P_LEVEL, the processor's make). FAIL: NVLink without peer access. WARN: a setting keeps devices from the way that they have.",
+    " (NCCL_P2P_LEVEL, the processor's make). FAIL: NVLink without peer access. WARN: a setting keeps devices from the way that they have, or PCIe"
+    " switches send what they exchange up to the host (ACS in the bridges' registers, which only root can read): slow, and with an IOMMU it may hang.",
+    ("p2p_blocked",),
 )  # fmt: skip
 SELECTION = Check(
     "devices.selection", "The chosen devices",

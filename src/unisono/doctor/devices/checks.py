@@ -1,5 +1,6 @@
 """Looks at devices once, and judges all that can be said of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -196,7 +197,37 @@ def _links(scene: Scene) -> list[Finding]:
             name for name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE") if name in settings
         ]
         return [found(LINKS, "warn", text, *ways, *rows, fix=[f"unset {' '.join(names)}"])]
+    detour = _detour(scene.details, [pair for pair in pairs if now[pair].kind == "p2p"])
+    if detour:
+        return [_through_the_host(*detour, rows=[*ways, *rows])]
     return [found(LINKS, "pass", ways[0], *ways[1:], *rows)]
+
+
+def _detour(
+    details: DevicesDetails, pairs: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, int], list[str]] | None:
+    """The first two devices below PCIe switches that send what they exchange up to the host, and all such bridges."""
+    redirecting = details.redirecting or {}
+    below = [pair for pair in pairs if details.pair(*pair).level in ("single", "multiple")]
+    bridges: dict[tuple[int, int], list[str]] = {}
+    for pair in below:
+        devices = [device for index in pair if (device := details.device(index)) is not None]
+        named = [bridge for device in devices for bridge in redirecting.get(device.bus_id, ())]
+        if named:
+            bridges[pair] = named
+    if not bridges:
+        return None
+    return next(iter(bridges)), sorted({bridge for named in bridges.values() for bridge in named})
+
+
+def _through_the_host(pair: tuple[int, int], bridges: list[str], *, rows: list[str]) -> Finding:
+    shown = ", ".join(bridges[:8]) + (" …" if len(bridges) > 8 else "")
+    text = f"what {pair[0]} and {pair[1]} exchange goes up to the host, though they share a PCIe switch: ACS is on in {shown}"
+    fix = [
+        "on a machine of its own: ACS (and the IOMMU, or iommu=pt) off in the BIOS; in a virtual machine it is the host's matter",
+        f"until the next restart: for b in {' '.join(bridges)}; do sudo setpci -s $b ECAP_ACS+0x6.w=0000; done",
+    ]
+    return found(LINKS, "warn", text, *rows, fix=fix)
 
 
 def _selection(scene: Scene) -> list[Finding]:
