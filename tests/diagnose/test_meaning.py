@@ -89,8 +89,17 @@ def with_times_before(files: dict[str, str]) -> dict[str, str]:
     return {name: "\n".join(f"2025-03-04T10:00:00.{number % 1000:03d}000Z {line}" for number, line in enumerate(lines_of(text))) for name, text in files.items()}  # fmt: skip
 
 
+def with_times_in_brackets(files: dict[str, str]) -> dict[str, str]:
+    return {name: "\n".join(f"[2025-03-04 10:{number // 60 % 60:02d}:{number % 60:02d}] {line}" for number, line in enumerate(lines_of(text))) for name, text in files.items()}  # fmt: skip
+
+
+def in_objects(files: dict[str, str]) -> dict[str, str]:
+    """As a collector of containers' logs keeps them."""
+    return {name: "\n".join(json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "2025-03-04T10:00:00Z"}) for line in lines_of(text)) for name, text in files.items()}  # fmt: skip
+
+
 WAYS: list[Callable[[dict[str, str]], dict[str, str]]] = [
-    in_other_order, with_noise_around, in_other_places, in_colours, with_carriage_returns, with_a_bar_before, with_times_before,
+    in_other_order, with_noise_around, in_other_places, in_colours, with_carriage_returns, with_a_bar_before, with_times_before, with_times_in_brackets, in_objects,
 ]  # fmt: skip
 
 

@@ -68,7 +68,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         id="ib_completion", hints=("Got completion from peer", "Got completion with error", "ibv_modify_qp", "ibv_reg_mr", "Call to ibv_", "NET/IB"),
-        pattern=r"NET/IB ?: Got completion from peer .{0,120}status=(?:IBV_WC_(?!WR_FLUSH)\w{1,30}|(?!5 )\d{1,3} )|NET/IB ?: Got completion with error (?!5\b)\d{1,3}|Call to ibv_\w{3,24} failed|NET/IB ?: .{0,80}"
+        pattern=r"NET/IB ?: Got completion from peer .{0,120}(?:status=|with error )(?:IBV_WC_(?!WR_FLUSH)\w{1,30}|(?!5\b)\d{1,3}\b)|NET/IB ?: Got completion with error (?!5\b)\d{1,3}|Call to ibv_\w{3,24} failed|NET/IB ?: .{0,80}"
         r"(?:port error|Got async event : (?!GID)[\w ]{0,20}error)", kind="error",
         cause="ib_unreachable", source="NCCL, transport/net_ib.cc; " + _ISSUES + "NVIDIA/nccl/issues/1814",
         example="gpu03:5521:5790 [3] transport/net_ib.cc:1322 NCCL WARN NET/IB : Got completion from peer 10.0.1.4<43817> with status=12 opcode=0 len=0 vendor "
@@ -78,7 +78,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         id="ib_flushed", hints=("Got completion from peer",),
-        pattern=r"NET/IB ?: Got completion from peer .{0,120}status=(?:5 |IBV_WC_WR_FLUSH)", kind="consequence", cause=None,
+        pattern=r"NET/IB ?: Got completion from peer .{0,120}(?:status=|with error )(?:5\b|IBV_WC_WR_FLUSH)", kind="consequence", cause=None,
         source="NCCL, transport/net_ib.cc: the queue was flushed, since the peer is gone",
         example="gpu03:5521:5790 [3] transport/net_ib.cc:1322 NCCL WARN NET/IB : Got completion from peer 10.0.1.4<43817> with status=5 opcode=0 len=0 vendor "
         "err 249 (Recv)",

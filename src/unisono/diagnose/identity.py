@@ -6,6 +6,8 @@ from dataclasses import replace
 from unisono.diagnose.event import Who
 
 _HOST = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
+_STAMP = r"\[?20\d\d[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d| UTC)?\]? (?:std(?:err|out) [FP] )?"
+"""The time that a collector of logs puts before each line."""
 _PREFIXES: tuple[re.Pattern[str], ...] = tuple(
     re.compile(pattern)
     for pattern in (
@@ -21,7 +23,8 @@ _PREFIXES: tuple[re.Pattern[str], ...] = tuple(
         + _HOST
         + r"):(?P<pid>\d{1,10}):\d{1,10} \[(?P<device>\d{1,3})\] (?=NCCL|[\w/.]{3,60}:\d)",  # NCCL
         r"20\d\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?\t(?P<host>[\w.-]{1,63})\t",
-        r"20\d\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)? (?:std(?:err|out) [FP] )?",
+        _STAMP,
+        r"\[\d\d:\d\d:\d\d(?:[.,]\d{1,9})?\] ",
         r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) {1,2}\d{1,2} \d\d:\d\d:\d\d (?P<host>[\w.-]{1,63}) (?=kernel: |systemd|python\d?\[|slurmd|nvidia)",  # syslog
         r"\[Global rank (?P<rank>\d{1,6})\]:? ?",
         r"> ",  # quoted
@@ -38,14 +41,12 @@ _INSIDE = re.compile(
 )
 _FILE_RANK = re.compile(r"(?:^|[^a-z])(?:global[_-]?)?rank[_-]?(\d{1,6})(?!\d)|(?:^|[_-])r(\d{1,5})\.(?:log|out|err)|^std_log_process_(\d{1,5})\.", re.IGNORECASE)  # fmt: skip
 _FILE_NODE = re.compile(r"(?:^|[^a-z])(?:node|host|worker|machine|pod|master)[_-]?(\d{1,5})(?!\d)", re.IGNORECASE)  # fmt: skip
-_FILE_HOST = re.compile(r"^(?P<host>[A-Za-z][A-Za-z0-9-]{0,60}?\d[A-Za-z0-9-]{0,20}?|(?:node|host|worker|machine|server|gpu)-[a-z])(?:[-_.]rank[-_]?\d{1,6})?\.(?:log|out|err|txt)$")  # fmt: skip
+_FILE_HOST = re.compile(r"^(?!(?:slurm|job|run|log|out|output|train|exp|attempt|std|console|part|epoch|version|test)[^a-z])(?P<host>[A-Za-z][A-Za-z0-9-]{0,60}?\d[A-Za-z0-9-]{0,20}?|(?:node|host|worker|machine|server|gpu)-[a-z])(?:[-_.]rank[-_]?\d{1,6})?\.(?:log|out|err|txt)$")  # fmt: skip
 _LOG_DIR = re.compile(r"(?:^|/)(?:attempt_\d{1,4}/)?(\d{1,4})/(?:stderr|stdout)\.log$")
 _MOST_PREFIXES = 4
 _MOST_SRUN_SHARE = 0.6
 _FEWEST_STYLED = 2
-_BEFORE = re.compile(
-    r"(?:> )?(?:20\d\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)? (?:std(?:err|out) [FP] )?)?(?:> )?"
-)
+_BEFORE = re.compile(rf"(?:> )?(?:{_STAMP}){{0,2}}(?:> )?(?:(?P<compose>[a-z][\w.-]{{0,62}}) {{1,12}}\| )?")
 """What may stand before what a launcher puts before a line: a quotation's mark, the time of a collector of logs."""
 
 
@@ -59,7 +60,7 @@ def split_prefix(piece: str, *, style: str = "") -> tuple[Who, str]:
     who, place = Who(), 0
     if style:
         timed = _BEFORE.match(piece)
-        place = timed.end() if timed else 0
+        who, place = (_merged(who, timed.groupdict()), timed.end()) if timed else (who, 0)
         found = (_PDSH if style == "pdsh" else _SRUN).match(piece, place)
         if found:
             place = found.end()

@@ -21,7 +21,7 @@ _PIECES = re.compile(
 _LONGEST_PREFIX = 400
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,12}m")
 _BARE = re.compile(
-    r"(?:\S{1,80} {1,12}\| |\[[^\]\s]{1,120}\](?:<std\w{3}>)?:? ?|\([^)\n]{1,160}\) |[\w.-]{1,63}: ?|20\d\d-\d\d-\d\d[T ]\S{8,20}\s|[\w.-]{1,63}\t|> ){1,4}"
+    r"(?:\S{1,80} {1,12}\| |\[[^\]\s]{1,120}\](?:<std\w{3}>)?:? ?|\([^)\n]{1,160}\) |[\w.-]{1,63}: ?|\[?20\d\d[-/]\d\d[-/]\d\d[T ]\S{8,36} |20\d\d-\d\d-\d\d[T ]\S{8,20}\s|std(?:err|out) [FP] |[\w.-]{1,63}\t|> ){1,4}"
 )
 
 
@@ -80,7 +80,7 @@ def _end(data: bytes) -> int:
 
 def split_pieces(text: str) -> list[str]:
     """The parts of a line that were written at different moments or by different ranks."""
-    if text.startswith('{"') and text.endswith("}"):
+    if text.endswith("}") and '{"' in text[:_LONGEST_PREFIX] and _is_object(text):
         return [text]  # a collector's: what is in it is taken apart later
     pieces: list[str] = []
     for piece in _PIECES.split(text):
@@ -89,6 +89,12 @@ def split_pieces(text: str) -> list[str]:
         elif piece:
             pieces.append(piece)
     return pieces
+
+
+def _is_object(text: str) -> bool:
+    """Whether a line is a JSON object, perhaps behind a collector's prefixes."""
+    before, _, _ = text.partition('{"')
+    return not before or _is_bare(before)
 
 
 def _is_bare(piece: str) -> bool:

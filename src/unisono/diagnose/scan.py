@@ -1,5 +1,6 @@
 """Reads one log: which lines mean something. Flat memory: of each kind of event of each rank the first and the last are kept."""
 
+import codecs
 import re
 from bisect import bisect_left
 from collections import deque
@@ -26,6 +27,8 @@ EDGE_LINES = 40
 """Lines of the head and of the tail of a log that are kept."""
 _TAIL_BYTES = 1 << 16
 _STYLE_LINES = 60
+_OBJECT_CHARS = 300
+"""A collector's prefixes end within so many characters."""
 _SECTIONS = (
     "Traceback (most recent call last)",
     "Exception ignored ",
@@ -125,7 +128,8 @@ class _Reader:
     def _begin(self, data: bytes) -> None:
         head = data[:_TAIL_BYTES].split(b"\n")[:_STYLE_LINES]
         lines = [plain(text.decode("utf-8", "replace")[:LINE_LIMIT]) for text in head]
-        self._style = identity.find_style(lines)
+        inner = [unwrap(text) for text in lines]
+        self._style = identity.find_style([one for text, found in zip(lines, inner, strict=True) for one in (found[1] if found else [text])])  # fmt: skip
         self._year = next((year for text in lines if (year := times.find_year(text))), None)
         self._out.head = self._edge(b"\n".join(head), 1, 0)[:EDGE_LINES]
 
@@ -151,7 +155,7 @@ class _Reader:
 
     def _look(self, raw: bytes, offset: int, line: int) -> None:
         for piece, order in _pieces(raw, offset):
-            inner = unwrap(piece) if piece.startswith('{"') else None
+            inner = _inner(piece)
             if inner is None:
                 self._look_at(piece, order, line)
                 continue
@@ -224,12 +228,29 @@ def _line_end(data: bytes, start: int) -> int:
 
 def _pieces(raw: bytes, offset: int) -> Iterator[tuple[str, int]]:
     """The pieces of a line, each with its place in the log."""
+    if not offset:
+        raw = raw.removeprefix(codecs.BOM_UTF8)
     for part in raw.split(b"\r"):
         if part:
             text = part[: 4 * LINE_LIMIT].decode("utf-8", "replace")
             for number, piece in enumerate(split_pieces(text)):
                 yield (plain(piece) if "\x1b" in piece else piece), offset + number
         offset += len(part) + 1
+
+
+def _inner(piece: str) -> tuple[Who, list[str]] | None:
+    """Whom a line that is a JSON object names and its message's lines, also within another and behind a collector's prefixes."""
+    if '{"' not in piece[:_OBJECT_CHARS]:
+        return None
+    who, rest = (NOBODY, piece) if piece.startswith('{"') else identity.split_prefix(piece)
+    found = unwrap(rest) if rest.startswith('{"') else None
+    if found is None:
+        return None
+    inside = unwrap(found[1][0]) if len(found[1]) == 1 and found[1][0].startswith('{"') else None
+    named, lines = inside or found
+    outer = found[0] if inside else NOBODY
+    rank = next((one.rank for one in (named, outer, who) if one.rank is not None), None)
+    return replace(named, rank=rank, host=named.host or outer.host or who.host), lines
 
 
 def _marks(text: str) -> Iterator[tuple[Mark, dict[str, str]]]:

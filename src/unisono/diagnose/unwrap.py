@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from unisono.diagnose.event import NOBODY, Who
+from unisono.text import plain
 
 _TEXTS = ("log", "msg", "message", "event", "textPayload", "text", "error", "exc", "exc_info", "exception", "traceback", "stack", "stack_info", "stacktrace")  # fmt: skip
 _RANKS = ("rank", "global_rank", "RANK")
@@ -24,7 +25,7 @@ def unwrap(line: str) -> tuple[Who, list[str]] | None:
     except (ValueError, RecursionError):
         return None
     messages = [found[name] for name in _TEXTS if isinstance(found.get(name), str)]
-    lines = [one for message in messages for one in message.splitlines() if one.strip()]
+    lines = [plain(one) if "\x1b" in one else one for message in messages for one in message.splitlines() if one.strip()]  # fmt: skip
     if not lines or isinstance(found.get("loss"), int | float):
         return None
     inner = [found, *(value for value in found.values() if isinstance(value, dict))]
