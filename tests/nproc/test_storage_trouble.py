@@ -1,5 +1,6 @@
 """Disks that are full, read-only or silent while ranks train. Run: pytest tests/nproc/test_storage_trouble.py"""
 
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -71,11 +72,38 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(
     text = next(line.text for line in front.lines if "no room for checkpoint" in line.text)
     assert "bytes) are missing" in text
     assert "free" in text
+    warned = [
+        json.loads(line) for line in (solo.out / "events" / "rank-00000.jsonl").read_text().splitlines()
+    ]
+    named = [message["verdict"] for message in warned if message.get("code") == "checkpoint_failed"]
+    assert named
+    assert {(verdict["cause"], verdict["severity"]) for verdict in named} == {("disk_full", "warning")}
     kept = published(solo)
     assert kept
     disk.make_room()
     newer(solo, kept[-1])
     stopped(solo, front)
+
+
+@pytest.mark.fault("a run is stopped whose disk never had room for a checkpoint")
+@pytest.mark.parametrize(
+    "world", [(1, "auto"), pytest.param((2, "fsdp"), marks=pytest.mark.long)], ids=["one rank", "fsdp"]
+)
+def test_a_run_that_is_stopped_and_could_save_nothing_ends_with_the_full_disk_as_its_verdict(
+    solo: Job, mounts: ExitStack, world: tuple[int, str]
+) -> None:
+    disk = mounts.enter_context(in_memory(solo.out / "checkpoints", size=2 * MIB))
+    disk.fill(leave=0)
+    front = start(solo, world)
+    front.wait_for("no room for checkpoint")
+    front.signal(signal.SIGTERM)
+    assert front.wait(limit_s=60) == 6, front.text()
+    result = solo.read("result.json")
+    assert (result["outcome"], result["verdict"]["cause"]) == ("unfit", "disk_full"), front.text()
+    assert result["verdict"]["hosts"] == [front.host]
+    assert not result["verdict"]["ranks"]
+    assert solo.read("verdict.json")["cause"] == "disk_full"
+    assert "[disk_full]" in front.text("err")
 
 
 @pytest.mark.long
@@ -104,6 +132,7 @@ def test_where_not_even_the_weights_fit_it_is_said_and_the_same_command_goes_on_
     disk.fill(leave=0)
     assert front.wait(limit_s=90) == 6, front.text()
     assert "the result cannot be written" in front.text("err")
+    assert "[disk_full]" in front.text("err")
     disk.make_room()
     again = start(solo, (1, "auto"), duration="60 steps")
     assert again.wait() == 0, again.text()

@@ -3,6 +3,7 @@
 Run: pytest tests/ranks/test_group.py. NCCL refuses two ranks on one device, so there is one rank here; tests/ranks has more, over gloo.
 """
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -67,6 +68,15 @@ def test_sums_flags_and_barriers_go_over_the_group(group: Ranks) -> None:
     assert tensor.tolist() == [1.0, 1.0, 1.0]
     assert group.any(True)
     assert not group.any(False)
+
+
+def test_a_note_is_seen_once_it_is_left_from_any_thread(group: Ranks) -> None:
+    assert not group.has_note("gave up step-00000005.tmp-1")
+    leaving = threading.Thread(target=group.leave_note, args=("gave up step-00000005.tmp-1",))
+    leaving.start()
+    leaving.join()
+    assert group.has_note("gave up step-00000005.tmp-1")
+    assert not group.has_note("gave up step-00000010.tmp-2")
 
 
 def test_gradients_in_buffers_are_those_of_one_device(group: Ranks) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from unisono.causes import Evidence, Verdict, find_cause
 from unisono.errors import Problem, UnfitError
 from unisono.units import show_bytes
 
@@ -49,8 +50,8 @@ class StorageFailed(UnfitError):  # noqa: N818 - named for what happened, as Ran
         path: where it should have been.
     """
 
-    def __init__(self, *problems: Problem, path: Path) -> None:
-        super().__init__(*problems)
+    def __init__(self, *problems: Problem, path: Path, verdict: Verdict | None = None) -> None:
+        super().__init__(*problems, verdict=verdict)
         self.path = path
 
 
@@ -66,14 +67,12 @@ class StorageFull(StorageFailed):
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
         missing = show_bytes(self.missing_bytes)
-        super().__init__(
-            Problem(
-                f"no room for checkpoint {path.name}: {missing} ({self.missing_bytes} bytes) are missing", str(path),
-                f"it needs {show_bytes(needed_bytes)} in {path.parent}, and {show_bytes(free_bytes)} are free",
-                f"free {missing} there, or lower checkpoint.keep; the older checkpoints are as they were",
-            ),
-            path=path,
+        problem = Problem(
+            f"no room for checkpoint {path.name}: {missing} ({self.missing_bytes} bytes) are missing", str(path),
+            f"it needs {show_bytes(needed_bytes)} in {path.parent}, and {show_bytes(free_bytes)} are free",
+            f"free {missing} there, or lower checkpoint.keep; the older checkpoints are as they were",
         )  # fmt: skip
+        super().__init__(problem, path=path, verdict=disk_full(problem, phase="save"))
 
     @property
     def missing_bytes(self) -> int:
@@ -86,6 +85,15 @@ def is_full(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in _FULL
     return type(error).__name__ == "SafetensorError" and _FULL_TEXT.search(str(error)) is not None
+
+
+def disk_full(problem: Problem, *, phase: str) -> Verdict:
+    """The verdict on a disk that has no room for what a problem tells of; which node's disk it is who knows the rank adds."""
+    known = find_cause("disk_full")
+    return Verdict(
+        cause="disk_full", when="during", summary=problem.what, phase=phase, evidence=(Evidence(where=problem.where, text=problem.why),),
+        fix=(problem.fix, *(known.remedy if known else ())),
+    )  # fmt: skip
 
 
 def free_bytes(directory: Path) -> int:

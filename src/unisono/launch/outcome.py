@@ -86,7 +86,7 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
         error = refusal(culprit.last)
         if plan.world_size > 1:
             error = _said_by(error, plan.ranks[culprit.rank])
-        return Ending(error.exit_code, known, error.verdict, error)
+        return Ending(error.exit_code, known, _placed(error.verdict, culprit, plan), error)
     stopped = _stopped(attempt, culprit)
     if stopped and not (culprit is not None and culprit.last is not None):
         return Ending(stopped, known)
@@ -111,6 +111,14 @@ def _said_by(error: UnisonoError, place: RankPlace) -> UnisonoError:
         for problem in error.problems
     ]
     return type(error)(*problems, verdict=error.verdict)
+
+
+def _placed(verdict: Verdict | None, end: RankEnd, plan: RunPlan) -> Verdict | None:
+    """A verdict that does not know where its rank is, as one on a disk: with the host, and the step that was the last."""
+    if verdict is None or verdict.hosts:
+        return verdict
+    step = verdict.step if verdict.step is not None else end.step or None
+    return verdict.model_copy(update={"hosts": (plan.ranks[end.rank].host,), "step": step})
 
 
 def _name(decision: Decision, attempt: Attempt, plan: RunPlan) -> Verdict:

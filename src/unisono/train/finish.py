@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from unisono.checkpoint.trouble import free_bytes, is_full
-from unisono.errors import UnfitError
+from unisono.checkpoint.trouble import disk_full, free_bytes, is_full
+from unisono.errors import Problem, UnfitError
 from unisono.files import fsync_dir
 from unisono.train.run import Run
 from unisono.train.weights import write_weights
@@ -61,10 +61,13 @@ def _storage_trouble_told(run: Run, temporary: Path, target: Path) -> Iterator[N
         shutil.rmtree(temporary, ignore_errors=True)
         free = show_bytes(free_bytes(target.parent))
         why = f"the disk is full: {free} are free without what was begun" if is_full(error) else str(error)
-        raise UnfitError.of(
-            f"the result cannot be written to {target}", where=str(target), why=why,
-            fix=f"mend or free the storage, and run the same command again: it goes on from the checkpoint of step {run.saved_step}",
-        ) from error  # fmt: skip
+        problem = Problem(
+            f"the result cannot be written to {target}", str(target), why,
+            f"mend or free the storage, and run the same command again: it goes on from the checkpoint of step {run.saved_step}",
+        )  # fmt: skip
+        raise UnfitError(
+            problem, verdict=disk_full(problem, phase="finish") if is_full(error) else None
+        ) from error
 
 
 def _sync(directory: Path) -> None:

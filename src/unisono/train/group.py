@@ -1,4 +1,4 @@
-"""The one owner of the process group: it opens it, sums and broadcasts over it, and closes it once, in bounded time.
+"""The one owner of the process group: it opens it, sums and broadcasts over it, leaves notes, and closes it once, in bounded time.
 
 One rank is `Alone`: no group, no store, no socket. Several are `Ranks`. Nothing else in unisono names torch.distributed's group.
 """
@@ -23,7 +23,7 @@ _BACKLOG = 4096
 
 
 class Group(Protocol):
-    """The ranks of a run. Every method but `close` is for all ranks, at the same place of the program."""
+    """The ranks of a run. Every method is for all ranks, at the same place of the program, but those of notes: they are for any thread."""
 
     rank: int
     world_size: int
@@ -49,6 +49,12 @@ class Group(Protocol):
 
     def figures(self, summed: torch.Tensor) -> list[float]:
         """What a sum has given, (n,); on a GPU it is here that the others are waited for."""
+
+    def leave_note(self, note: str) -> None:
+        """Leaves a note that any rank may look for."""
+
+    def has_note(self, note: str) -> bool:
+        """Whether some rank has left it; False, too, where rank 0 is gone."""
 
 
 class Alone:
@@ -79,6 +85,14 @@ class Alone:
     def figures(self, summed: torch.Tensor) -> list[float]:
         """Its numbers."""
         return list(summed.tolist())
+
+    def leave_note(self, note: str) -> None:
+        """There is nobody to read it."""
+
+    def has_note(self, note: str) -> bool:
+        """There is nobody to leave one."""
+        del note
+        return False
 
 
 class Listener:
@@ -133,6 +147,7 @@ class Ranks:
             base = dist.TCPStore(
                 host, port, None, is_master=False, timeout=_JOIN_LIMIT, wait_for_workers=False
             )
+        self._notes = dist.PrefixStore(f"notes/{name}", base)
         extra: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group(
             backend_of(device), store=dist.PrefixStore(f"unisono/{name}", base), rank=rank, world_size=world_size,
@@ -192,6 +207,17 @@ class Ranks:
             return list(summed.tolist())
         with self._beats.waiting():
             return list(summed.tolist())
+
+    def leave_note(self, note: str) -> None:
+        """Leaves a note that any rank may look for."""
+        self._notes.set(note, "")
+
+    def has_note(self, note: str) -> bool:
+        """Whether some rank has left it; False, too, where rank 0 is gone."""
+        try:
+            return bool(self._notes.check([note]))
+        except RuntimeError:  # the main thread learns it from its collective
+            return False
 
 
 def world_mesh(device: torch.device, world_size: int) -> DeviceMesh:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.checkpoint.store import CheckpointStore
+from unisono.checkpoint.store import CheckpointStore, StorageFailed
 from unisono.data.table import TokenTable
 from unisono.events import Reporter
 from unisono.model.forward import Forward
@@ -65,6 +65,8 @@ class Run:
     """Rank 0's, of sharded ranks: what the others have written."""
     saved_step: int | None = None
     """The step of the newest checkpoint that this start has written or begun from. Known to rank 0."""
+    trouble: StorageFailed | None = None
+    """Why the newest save was no checkpoint; None after one that was. Known to rank 0."""
     begun_step: int | None = None
     """The step of the newest save that was begun; the same on all ranks that write."""
     storage: StorageWatch | None = None

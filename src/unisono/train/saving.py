@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 
+from unisono.causes import Verdict
 from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.reader import CheckpointReader
 from unisono.checkpoint.state import load_optimizer
 from unisono.checkpoint.store import StorageFailed, step_of, temporary_name
 from unisono.checkpoint.tensor_file import group_file
-from unisono.checkpoint.trouble import storage_trouble
+from unisono.checkpoint.trouble import disk_full, is_full, storage_trouble
 from unisono.checkpoint.values import STATE, state_text
 from unisono.checkpoint.writing import TensorFile, write_files
 from unisono.errors import IntegrityError, Problem
@@ -90,7 +91,7 @@ def require_checkpoint(run: Run) -> None:
             f"the run was asked to stop after step {run.state.step}, and no checkpoint could be written", str(path),
             "the warnings before tell why", "mend the storage, and start it again: it begins anew",
         )  # fmt: skip
-        raise StorageFailed(problem, path=path)
+        raise StorageFailed(problem, path=path, verdict=run.trouble.verdict if run.trouble else None)
 
 
 def restore(run: Run, path: Path, *, trust: bool = False) -> None:
@@ -214,10 +215,12 @@ def _write(run: Run, job: _Job, text: bytes | None, save: Save, files: Files) ->
             threads=plan.threads, holder=plan.host, temporary=job.temporary,
         )  # fmt: skip
     except StorageFailed as error:
+        run.trouble = error
+        run.group.leave_note(_gave_up(job))
         _tell_failure(run, job, error)
         return None
     save.advance("pruning")
-    run.saved_step = job.step
+    run.saved_step, run.trouble = job.step, None
     _tell(run, job, path, save)
     try:
         run.store.prune(run.plan.config.checkpoint.keep, protect=_best_saved(run), every=run.plan.keep_every)
@@ -250,7 +253,8 @@ def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
             f"step {save.step} cannot be saved: {error.strerror or error}", str(path), "its lines of metrics.jsonl come first",
             "mend the storage; the older checkpoints are as they were",
         )  # fmt: skip
-        raise StorageFailed(problem, path=path) from error
+        verdict = disk_full(problem, phase="save") if is_full(error) else None
+        raise StorageFailed(problem, path=path, verdict=verdict) from error
 
 
 def _write_files(
@@ -272,23 +276,32 @@ def _write_shard(run: Run, job: _Job, save: Save, files: Files) -> None:
     """Writes this rank's part beside the others', or on its own node's disk, and reports it."""
     directory = run.files.checkpoints / job.temporary
     entries: dict[str, FileEntry] = {}
-    error = ""
+    error, verdict = "", None
     save.on_stuck = lambda why: run.report.send(
         "shard_written", step=job.step, temporary=job.temporary, files={}, error=why
     )
     save.advance(f"writing {directory}")
     try:
-        _enter(run, directory)
+        _enter(run, job, directory)
         entries = _write_files(run, job, save, files, directory, {})
         _refuse_abandoned(save, directory)
     except (OSError, StorageFailed) as failure:
         trouble = storage_trouble(failure, directory, directory)
-        error = "; ".join(str(problem.what) for problem in trouble.problems) if trouble else str(failure)
+        found = trouble or (failure if isinstance(failure, StorageFailed) else None)
+        error = "; ".join(str(problem.what) for problem in found.problems) if found else str(failure)
+        verdict = found.verdict.to_json() if found and found.verdict else None
     told = {name: entry.model_dump() for name, entry in entries.items()}
-    run.report.send("shard_written", step=job.step, temporary=job.temporary, files=told, error=error)
+    run.report.send(
+        "shard_written", step=job.step, temporary=job.temporary, files=told, error=error, verdict=verdict
+    )
 
 
-def _enter(run: Run, directory: Path) -> None:
+def _gave_up(job: _Job) -> str:
+    """The note of rank 0 by which the others do not wait for it."""
+    return f"gave up {job.temporary}"
+
+
+def _enter(run: Run, job: _Job, directory: Path) -> None:
     """Waits until rank 0 has made the directory, where this node sees it; a save that it has given up is not begun anew.
 
     Raises:
@@ -301,7 +314,9 @@ def _enter(run: Run, directory: Path) -> None:
     while not directory.is_dir():
         if time.monotonic() > limit:
             raise _given_up(f"rank 0 has not made {directory.name}", directory)
-        time.sleep(0.02)
+        if run.group.has_note(_gave_up(job)):
+            raise _given_up(f"rank 0 has given {directory.name} up", directory)
+        time.sleep(0.05)
 
 
 def _refuse_abandoned(save: Save, directory: Path) -> None:
@@ -340,7 +355,9 @@ def _shards_of_others(run: Run, job: _Job, save: Save) -> dict[str, FileEntry]:
         if message["error"]:
             label = run.plan.ranks[rank].label
             path = run.files.checkpoints / job.temporary
-            raise _given_up(f"the part of {label} could not be written: {message['error']}", path)
+            given_up = _given_up(f"the part of {label} could not be written: {message['error']}", path)
+            given_up.verdict = Verdict.from_json(message["verdict"]) if message.get("verdict") else None
+            raise given_up
         missing.discard(rank)
         found |= {name: FileEntry.model_validate(entry) for name, entry in message["files"].items()}
     save.waits_for_others = False
@@ -356,8 +373,12 @@ def _tell(run: Run, job: _Job, path: Path, save: Save) -> None:
 
 
 def _tell_failure(run: Run, job: _Job, error: StorageFailed) -> None:
+    named = (
+        error.verdict.model_copy(update={"severity": "warning", "step": job.step}) if error.verdict else None
+    )
+    cited = {"verdict": named.to_json()} if named else {}
     for problem in error.problems:
         what = "; ".join(part for part in (problem.what, problem.why) if part)
         run.report.send(
-            "warning", code="checkpoint_failed", step=job.step, text=what, where=problem.where, fix=problem.fix
+            "warning", code="checkpoint_failed", step=job.step, text=what, where=problem.where, fix=problem.fix, **cited
         )  # fmt: skip

@@ -43,6 +43,12 @@ class _Odd:
     def figures(self, summed: torch.Tensor) -> list[float]:
         return self._group.figures(summed)
 
+    def leave_note(self, note: str) -> None:
+        self._group.leave_note(note)
+
+    def has_note(self, note: str) -> bool:
+        return self._group.has_note(note)
+
     def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is summed in place of `tensor`; before that another collective may come."""
         step = self._beats.step
