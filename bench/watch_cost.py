@@ -41,9 +41,9 @@ KINDS = ("enter", "begin_micro", "begin_collective", "waiting", "begin_step")
 STEPS_S = (0.05, 0.005)
 ALLOWED = {0.05: 0.001, 0.005: 0.01}
 ROUNDS, CALLS = 30, 5000
-WARM_S, MEASURED_S, POLL_S = 9.0, 8.0, 0.2
+WARM_S, MEASURED_S, POLL_S = 6.0, 5.0, 0.2
 PARTS = {"second_thread_cpu_s_per_s": "second_thread_s_per_s", "front_cpu_s_per_s_and_rank": "front_s_per_s"}
-PART_ROUNDS = 5
+PART_ROUNDS = 3
 _WORK = bytes(1 << 16)
 FIRST_COUNTED = 5
 
