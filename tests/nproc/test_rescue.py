@@ -18,16 +18,17 @@ from tests.nodes.harness import Job
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 INJECTED = {"PYTHONPATH": str(Path(injected.__file__).parent)}
-STEPS = 18
+STEPS, OFTEN_STEPS = 18, 45
+LIMIT_S = 400.0
 COMPARED = ("step", "epoch", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "eval_loss")
 Kill = Callable[[Job, random.Random], None]
 Outcome = tuple[list[dict[str, Any]], bytes]
 
 
-def configure(job: Job, *, strategy: str = "auto", restarts: int = 20) -> None:
+def configure(job: Job, *, strategy: str = "auto", restarts: int = 20, steps: int = STEPS) -> None:
     """Steps of some 100 ms on the tiny model, beside which its adapter is small. The only checkpoint is the one after the last step."""
     job.config(
-        duration=f"{STEPS} steps", batch={"global": 48, "micro": 2}, checkpoint={"every": "1000 steps"}, restarts=restarts,
+        duration=f"{steps} steps", batch={"global": 48, "micro": 2}, checkpoint={"every": "1000 steps"}, restarts=restarts,
         adapter={"rank": 2, "alpha": 4, "dropout": 0.1}, data={"eval": 0.2, "packing": False}, eval={"every": "5 steps"},
         parallel={"strategy": strategy},
     )  # fmt: skip
@@ -72,8 +73,8 @@ def last_seen(job: Job, front: Front) -> int:
     return max([*steps, *(int(line["step"]) for line in job.metrics())])
 
 
-def strike(job: Job, front: Front, kill: Kill, chance: random.Random, *, after: int) -> None:
-    """Kills at a random moment of a step, and sees that the next start goes on from the last step that was seen."""
+def strike(job: Job, front: Front, kill: Kill, chance: random.Random, *, after: int) -> int:
+    """Kills at a random moment of a step, and sees that the next start goes on from the last step that was seen; gives that step."""
     job.waits_for_step(after)
     time.sleep(chance.uniform(0, 0.15))  # not a wait: the moment is the point
     starts, seen = len(front.messages("plan")), last_seen(job, front)
@@ -82,13 +83,14 @@ def strike(job: Job, front: Front, kill: Kill, chance: random.Random, *, after: 
     plan = front.messages("plan")[-1]
     told = [int(message["step"]) for message in front.messages("step") if message["time"] < plan["time"]]
     assert plan["resume"]["step"] == max(told) >= seen, front.text()
+    return max(told)
 
 
-def straight(job: Job, nproc: int, strategy: str) -> Outcome:
+def straight(job: Job, nproc: int, strategy: str, *, steps: int) -> Outcome:
     """What an undisturbed run ends with."""
-    configure(job, strategy=strategy)
+    configure(job, strategy=strategy, steps=steps)
     front = start(job, nproc)
-    assert front.wait() == 0, front.text()
+    assert front.wait(limit_s=LIMIT_S) == 0, front.text()
     return outcome(job)
 
 
@@ -107,13 +109,15 @@ def straight(job: Job, nproc: int, strategy: str) -> Outcome:
 def test_no_step_is_lost_and_the_end_is_that_of_an_undisturbed_run(
     solo_of: Callable[[], Job], nproc: int, strategy: str, kills: list[Kill]
 ) -> None:
-    wanted, job = straight(solo_of(), nproc, strategy), solo_of()
-    configure(job, strategy=strategy)
+    steps = OFTEN_STEPS if len(kills) > 2 else STEPS
+    wanted, job = straight(solo_of(), nproc, strategy, steps=steps), solo_of()
+    configure(job, strategy=strategy, steps=steps)
     front, chance = start(job, nproc), random.Random(f"{strategy} {len(kills)}")
-    after = sorted(chance.sample(range(1, STEPS - 1), len(kills)))
-    for kill, step in zip(kills, after, strict=True):
-        strike(job, front, kill, chance, after=step)
-    assert front.wait() == 0, front.text()
+    reached = 0
+    for kill, step in zip(kills, sorted(chance.sample(range(1, steps // 2), len(kills))), strict=True):
+        # A second death before any new step would rightly be taken for deterministic, and end the run.
+        reached = strike(job, front, kill, chance, after=max(step, reached + 1))
+    assert front.wait(limit_s=LIMIT_S) == 0, front.text()
     assert outcome(job) == wanted
     restarts = job.read("result.json")["restarts"]
     assert len(restarts) == len(kills)
