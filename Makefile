@@ -1,35 +1,48 @@
 # make demo   fine-tune the built-in model and show what it learnt (about two minutes after installation)
 # make test   everything that is checked before a change lands; WORKERS=1 runs one test at a time
+# make test-long   the tests of minutes and hours; LONG_WORKERS=1 runs one at a time
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 # More than there are cores at the least: many tests wait for processes.
 WORKERS ?= 3
+# Tests of this kind start up to eight processes each, and strike at moments that they wait for.
+LONG_WORKERS ?= 2
+# Many threads of many small processes would only wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check test-long format clean
+.PHONY: demo test check lint types tests test-long format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "unisono needs Python 3.11 or newer; set PYTHON=python3.11")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --constraint constraints.txt torch
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PY) -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(PY) -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)
 	$(PY) examples/demo.py
 
-check: $(STAMP)
+check: lint types
+
+lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/lint-imports
+
+types: $(STAMP)
 	$(VENV)/bin/mypy
 
-test: $(STAMP) check
-	$(PY) -m pytest -m "not long and not gpu" -n $(WORKERS) --durations=15
+tests: $(STAMP)
+	$(PYTEST) -m "not long and not gpu" -n $(WORKERS) --durations=15
+
+# mypy takes one core for a minute: beside the first tests.
+test: lint
+	$(MAKE) --no-print-directory --jobs=2 types tests
 
 test-long: $(STAMP)
-	$(PY) -m pytest -m long
+	$(PYTEST) -m "long and not gpu" -n $(LONG_WORKERS) --durations=30
 
 format: $(STAMP)
 	$(VENV)/bin/ruff format .

@@ -1,4 +1,4 @@
-"""Which tests go to the same process when several run side by side (`pytest -n`): those of a file, and files that share dear runs."""
+"""Which tests go to the same process when several run side by side (`pytest -n`): those of a file, files that share dear runs, some rooms."""
 
 from xdist.scheduler import LoadFileScheduling
 
@@ -8,6 +8,8 @@ _TOGETHER = {
     "tests/ranks/test_resume.py": "tests/ranks/test_equality.py",
 }
 """A file, and the other with which it goes: session fixtures make their runs once in a process."""
+_ROOMS = ("tests/ray/", "tests/slurm/")
+"""All files of such a room go together: two clusters at a time would be more than a small machine can carry."""
 
 
 class Sharing(LoadFileScheduling):
@@ -15,4 +17,5 @@ class Sharing(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return _TOGETHER.get(file, file)
+        room = next((room for room in _ROOMS if file.startswith(room)), None)
+        return room or _TOGETHER.get(file, file)
