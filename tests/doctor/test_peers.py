@@ -6,6 +6,9 @@ import pytest
 
 from tests.nodes.fronts import Front, together
 from tests.nodes.harness import Job
+from unisono.agree.naming import Who
+from unisono.doctor.peers import together as together_of
+from unisono.doctor.system import judge_clock
 
 
 def checks(front: Front) -> dict[str, list[dict[str, object]]]:
@@ -27,8 +30,23 @@ def test_nodes_that_agree_show_the_same_table_on_each_and_nothing_was_started(pa
     assert "2 nodes mean the same run" in rows
     for rule in ("network.dial", "network.size", "network.collective", "versions", "env", "nproc"):
         assert f"\n{rule}: " in rows
+    unknown = [
+        name for name, found in one.items() if any(finding["status"] == "unknown" for finding in found)
+    ]
+    assert not [name for name in unknown if name.startswith("peers.")], (
+        "without a config nothing of one is missing"
+    )
     assert not pair.out.exists()
     pair.wait_gone()
+
+
+def test_nodes_that_are_wrong_in_the_same_way_share_a_line_whenever_each_has_looked() -> None:
+    looks = {
+        Who(node, -1, host): [judge_clock(1.7e9 + node, installed_s=1.6e9, synchronised=False)]
+        for node, host in enumerate("abc")
+    }
+    [found] = together_of(looks)
+    assert (found.status, found.where) == ("warn", "nodes 0 (a), 1 (b) and 2 (c)")
 
 
 @pytest.mark.makes("peers.agreement", "fail")

@@ -33,6 +33,7 @@ AGREEMENT = Check(
 CATALOGUE: tuple[Check, ...] = (AGREEMENT,)
 
 _FINDINGS_S = 60.0
+_OF_A_CONFIG = ("files.data", "files.tokenizer", "files.model", "storage.shared")
 
 
 def meet(request: DoctorRequest, asked: Asked, own: list[Finding], party: Party) -> list[Finding]:
@@ -87,7 +88,11 @@ def _as_head(
         by_node |= {
             Who(rank, -1, hosts.get(rank, "?")): _read(message) for rank, message in sorted(said.items())
         }
-        findings = [*together(by_node), *between, *_of_agreement(meeting.agreement, len(by_node))]
+        findings = [
+            *together(by_node),
+            *between,
+            *_of_agreement(meeting.agreement, len(by_node), given=asked.given),
+        ]
         result = {"checks": [finding.to_json() for finding in findings]}
         meeting.end({"kind": "ended", "exit_code": 0, "verdicts": [], "problems": [], "result": result})
     return findings
@@ -134,8 +139,11 @@ def _grouped(here: list[tuple[Who, Finding]]) -> list[Finding]:
     ]
 
 
-def _of_agreement(agreement: Agreement, nodes: int) -> list[Finding]:
-    """One line for all that is as it must be; a finding for each rule that warns or could not be judged."""
+def _of_agreement(agreement: Agreement, nodes: int, *, given: bool) -> list[Finding]:
+    """One line for all that is as it must be; a finding for each rule that warns or could not be judged.
+
+    `given`: there is a config. Without one nothing is said of the files and the output_dir that only a config names.
+    """
     fixes = {verdict.summary: verdict.fix for verdict in agreement.verdicts}
     passed = agreement.with_status("pass")
     rows = tuple(f"{check.id}: {check.text}" for check in passed)
@@ -143,6 +151,8 @@ def _of_agreement(agreement: Agreement, nodes: int) -> list[Finding]:
         Finding(AGREEMENT.id, "pass", (f"{nodes} nodes mean the same run, by {len(passed)} rules", *rows))
     ]
     for check in agreement.with_status("warn", "unknown"):
+        if not given and check.id in _OF_A_CONFIG:
+            continue
         fix = fixes.get(check.text, (check.fix,) if check.fix else ())
         found.append(Finding(f"peers.{check.id}", check.status, (check.text,), fix, check.where))
     return found

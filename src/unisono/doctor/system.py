@@ -110,7 +110,10 @@ def clock(facts: Surroundings) -> list[Finding]:
 
 
 def judge_clock(wall_s: float, *, installed_s: float, synchronised: bool | None) -> Finding:
-    """Pure. Seconds since 1970; `installed_s`: when unisono's files were written, by the clock of that day."""
+    """Pure. Seconds since 1970; `installed_s`: when unisono's files were written, by the clock of that day.
+
+    The time stands only where it matters or nothing is wrong: nodes that are wrong in the same way share a line.
+    """
     now = f"{datetime.fromtimestamp(wall_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
     if wall_s < installed_s - _DAY_S:
         was = f"{datetime.fromtimestamp(installed_s, UTC):%Y-%m-%d}"
@@ -120,9 +123,10 @@ def judge_clock(wall_s: float, *, installed_s: float, synchronised: bool | None)
         fix = [
             "`timedatectl set-ntp true`, then `chronyc tracking`; in a container this is the host's matter"
         ]
-        return found(CLOCK, "warn", f"{now}; the kernel says that no time service keeps it", fix=fix)
-    kept = "kept by a time service" if synchronised else "whether a time service keeps it cannot be told"
-    return found(CLOCK, "pass" if synchronised else "unknown", f"{now}; {kept}")
+        return found(CLOCK, "warn", "the kernel says that no time service keeps it", fix=fix)
+    if synchronised is None:
+        return found(CLOCK, "unknown", "whether a time service keeps it cannot be told")
+    return found(CLOCK, "pass", f"{now}; kept by a time service")
 
 
 CATALOGUE: tuple[Check, ...] = (LIMITS, SHM, CORES, MEMORY, CORE_DUMPS, CLOCK, VERSIONS, *DISKS, *LEFT_BEHIND)
