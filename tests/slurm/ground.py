@@ -45,6 +45,7 @@ EnforcePartLimits={limits}
 SchedulerParameters=sched_interval=2,bf_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+{gres}
 {nodes}
 PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10
@@ -75,6 +76,7 @@ class Cluster:
         nodes: how many of the nodes have a slurmd.
         limits: EnforcePartLimits: whether sbatch refuses what a partition does not allow, or lets it wait for ever.
         own: what each node sees in place of the machine's own files; () as a rule.
+        gpus: how many accelerators each node is said to have; there are none behind them.
     """
 
     networks: Namespaces
@@ -82,6 +84,7 @@ class Cluster:
     nodes: int = 2
     limits: str = "NO"
     own: Sequence[Own] = ()
+    gpus: int = 0
     daemons: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
 
     @property
@@ -102,10 +105,13 @@ class Cluster:
         self.folder.chmod(0o755)
         for name in ("state", *(f"spool-{host}" for host in self.names)):
             (self.folder / name).mkdir()
+        has = f" Gres=gpu:{self.gpus}" if self.gpus else ""
         lines = [
-            f"NodeName={host} NodeAddr={self.networks.address(node)} CPUs=8 State=UNKNOWN"
+            f"NodeName={host} NodeAddr={self.networks.address(node)} CPUs=8{has} State=UNKNOWN"
             for node, host in enumerate(self.names)
         ]
+        if self.gpus:
+            (self.folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu Count={self.gpus}\n")
         munge = self._munge()
         # Nothing is bound to control groups here, and what the machine has of them is not for every slurmd.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainCores=no\n")
@@ -116,6 +122,7 @@ class Cluster:
                 nodes="\n".join(lines),
                 names=",".join(self.names),
                 limits=self.limits,
+                gres="GresTypes=gpu" if self.gpus else "",
             )
         )
         self._start("slurmctld", 0, "slurmctld", "-D", "-c", "-f", str(self.conf))
@@ -251,10 +258,10 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(
-    networks: Namespaces, folder: Path, *, nodes: int = 2, limits: str = "NO", own: Sequence[Own] = ()
-) -> Iterator[Cluster]:
+    networks: Namespaces, folder: Path, *, nodes: int = 2, limits: str = "NO", own: Sequence[Own] = (), gpus: int = 0
+) -> Iterator[Cluster]:  # fmt: skip
     """A cluster that is up, and is gone afterwards."""
-    made = Cluster(networks, folder, nodes, limits, own)
+    made = Cluster(networks, folder, nodes, limits, own, gpus)
     try:
         made.up()
         yield made

@@ -79,6 +79,30 @@ def asked(folder: Path, **request: Any) -> JobAsked:
     )
 
 
+def run_script(script: str, folder: Path, *, nodes: int) -> tuple[Path, list[str]]:
+    """Runs a batch script in a folder of its own, with an srun that notes its words and its input; gives both."""
+    fake, here = folder / "bin", folder / "here"
+    for made in (fake, here):
+        made.mkdir()
+    (fake / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@" > args\ncat > config\n')
+    (fake / "srun").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-s"], input=script, text=True, cwd=here, capture_output=True, check=False, timeout=60,
+        env={"PATH": f"{fake}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": str(nodes)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return here, (here / "args").read_text().splitlines()
+
+
+def test_of_min_and_max_nodes_the_fronts_wait_for_as_many_as_slurm_has_given(tmp_path: Path) -> None:
+    _, words = run_script(batch_script(asked(tmp_path / "run", nodes="6:8"), "x"), tmp_path, nodes=7)
+    assert words[words.index("--nodes") + 1] == "6:7"
+    folder = tmp_path / "one"
+    folder.mkdir()
+    _, words = run_script(batch_script(asked(tmp_path / "run", nodes="6"), "x"), folder, nodes=6)
+    assert "--nodes" not in words
+
+
 def test_nothing_that_is_written_in_a_path_or_an_override_is_run_by_the_script(tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s a "run"; touch $(echo bad) `echo bad` %j'
     job = asked(
@@ -86,20 +110,9 @@ def test_nothing_that_is_written_in_a_path_or_an_override_is_run_by_the_script(t
     )
     config = "model: $(touch bad)\nEND_OF_CONFIG\n`touch bad`"
     script = batch_script(job, config)
-    fake = tmp_path / "bin"
-    fake.mkdir()
-    (fake / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@" > args\ncat > config\n')
-    (fake / "srun").chmod(0o755)
-    here = tmp_path / "here"
-    here.mkdir()
-    done = subprocess.run(
-        ["bash", "-s"], input=script, text=True, cwd=here, capture_output=True, check=False, timeout=60,
-        env={"PATH": f"{fake}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    here, words = run_script(script, tmp_path, nodes=2)
     assert {path.name for path in here.iterdir()} == {"args", "config"}
     assert (here / "config").read_text() == config + "\n"
-    words = (here / "args").read_text().splitlines()
     assert "a=$(touch bad)" in words
     assert "b='x'; touch bad" in words
     assert {path.name for path in (folder / "slurm").iterdir()} == {"lines.7"}

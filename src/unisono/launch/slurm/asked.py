@@ -90,7 +90,7 @@ def job_asked(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobAsk
         name=f"unisono-{re.sub(r'[^A-Za-z0-9_.-]', '-', run.root.name)[:60]}", run=run, folder=Path.cwd(), least_nodes=least,
         nodes=nodes, nproc=request.nproc, gpus=_gpus(request, config) if gpus else 0, partition=request.partition,
         time=request.time, signal_s=signal_s,
-        words=_words(request, least, nodes), typed=request.command,
+        words=_words(request), typed=request.command,
     )  # fmt: skip
 
 
@@ -140,12 +140,15 @@ def _gpus(request: TrainRequest, config: RunConfig) -> int:
     return request.nproc
 
 
-def _words(request: TrainRequest, least: int, nodes: int) -> tuple[str, ...]:
-    """The command of each node. `--fresh` is not in it: a job that is requeued would rename its own run."""
+def _words(request: TrainRequest) -> tuple[str, ...]:
+    """The command of each node. `--fresh` is not in it: a job that is requeued would rename its own run.
+
+    Nor is `--nodes`: the step says how many there are, and of MIN:MAX the script knows how many Slurm has given.
+    """
     words = [sys.executable, "-m", "unisono", "train", _CONFIG, *request.overrides]
     options = {
         "--nproc": request.nproc, "--devices": request.devices, "--restarts": request.restarts,
-        "--join-timeout": f"{request.join_timeout_s:g}", "--nodes": f"{least}:{nodes}" if least < nodes else None,
+        "--join-timeout": f"{request.join_timeout_s:g}",
     }  # fmt: skip
     for name, value in options.items():
         words += [] if value is None else [name, str(value)]

@@ -17,7 +17,7 @@ before="$(newest)"
 
 # One front on each node; node 0 is the head. Lines of JSON, each behind the number of its node. All get the config below.
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1{cpus}{no_kill} --kill-on-bad-exit=0 --wait=0 --label \\
-  {command} >>{output}."$SLURM_JOB_ID" 2>&1 <<'{end}' &
+  {command}{at_least} >>{output}."$SLURM_JOB_ID" 2>&1 <<'{end}' &
 {config}{end}
 step=$!
 
@@ -49,7 +49,9 @@ def batch_script(asked: JobAsked, config: str) -> str:
     number = str(asked.nodes) if asked.least_nodes == asked.nodes else f"{asked.least_nodes}-{asked.nodes}"
     elastic = asked.least_nodes < asked.nodes
     options = {
-        "--job-name": asked.name, "--nodes": number, "--ntasks-per-node": "1",
+        "--job-name": asked.name, "--nodes": number,
+        # With a number of tasks Slurm gives no more nodes than the fewest have tasks; srun says below that it is one a node.
+        "--ntasks-per-node": None if elastic else "1", "--mincpus": str(asked.nproc) if elastic and asked.nproc else None,
         "--cpus-per-task": str(asked.nproc) if asked.nproc else None,
         "--gpus-per-node": str(asked.gpus) if asked.gpus else None, "--partition": asked.partition, "--time": asked.time,
         "--signal": f"B:USR1@{asked.signal_s}", "--chdir": str(asked.folder),
@@ -61,7 +63,7 @@ def batch_script(asked: JobAsked, config: str) -> str:
     body = _BODY.format(
         folder=shlex.quote(str(asked.run.slurm)), python=shlex.quote(sys.executable), make_token=shlex.quote(_MAKE_TOKEN),
         checkpoints=shlex.quote(str(asked.run.checkpoints)), cpus=f" --cpus-per-task={asked.nproc}" if asked.nproc else "",
-        no_kill=" --no-kill" if elastic else "", command=quoted(asked.words), output=shlex.quote(str(asked.run.slurm / "lines")),
+        no_kill=" --no-kill" if elastic else "", at_least=f' --nodes {asked.least_nodes}:"$SLURM_JOB_NUM_NODES"' if elastic else "", command=quoted(asked.words), output=shlex.quote(str(asked.run.slurm / "lines")),
         signal_s=asked.signal_s, config=config if config.endswith("\n") else config + "\n", end=_end_of(config),
     )  # fmt: skip
     return "\n".join(lines) + body
