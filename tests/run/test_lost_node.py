@@ -85,8 +85,7 @@ def test_a_node_that_is_lost_is_named_and_nothing_of_the_program_is_left(
         "silence is counted, and a broken connection is seen at once"
     )
     both[1].front.wait(limit_s=LIMIT_S)
-    for node in range(2):
-        until(lambda node=node: not apart.pids(node), f"nothing is left on node {node}")
+    until(lambda: not any(apart.pids(node) for node in range(2)), "nothing is left on either node")
 
 
 @pytest.mark.parametrize("blow", [lose_power, cut])
@@ -99,5 +98,4 @@ def test_a_node_that_loses_the_head_says_so_and_ends_its_ranks(
     assert ended.verdict.cause == "node_unreachable"
     assert ended.exit_code == 4
     both[0].front.wait(limit_s=LIMIT_S)
-    for node in range(2):
-        until(lambda node=node: not apart.pids(node), f"nothing is left on node {node}")
+    until(lambda: not any(apart.pids(node) for node in range(2)), "nothing is left on either node")

@@ -6,17 +6,17 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from unisono.integrations.torchrun.asking import asked_node_rank, asked_nproc
+from unisono.integrations.torchrun.asking import asked_node_rank, asked_nproc, asked_restarts
 
 # torchrun itself, with a back-end that says what ours would find from where it is called.
 _PROBE = """
 import sys
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.run import main
-from unisono.integrations.torchrun.asking import asked_node_rank, asked_nproc
+from unisono.integrations.torchrun.asking import asked_node_rank, asked_nproc, asked_restarts
 
 def create(parameters):
-    print("found", asked_nproc(), asked_node_rank(), parameters.max_nodes, parameters.config.get("rank"), flush=True)
+    print("found", asked_nproc(), asked_node_rank(), asked_restarts(), parameters.max_nodes, parameters.config.get("rank"), flush=True)
     sys.exit(0)
 
 rendezvous_handler_registry.register("probe", create)
@@ -33,6 +33,8 @@ def test_the_number_of_ranks_and_of_the_node_is_found_in_this_torch() -> None:
         "2",
         "--nproc-per-node",
         "5",
+        "--max-restarts",
+        "4",
         "--rdzv-backend",
         "probe",
         "--rdzv-endpoint",
@@ -48,7 +50,7 @@ def test_the_number_of_ranks_and_of_the_node_is_found_in_this_torch() -> None:
         timeout=240,
         env=environment,
     )
-    assert "found 5 2 3 2" in done.stdout, done.stderr
+    assert "found 5 2 4 3 2" in done.stdout, done.stderr
 
 
 def test_torchrun_finds_the_back_end_and_nothing_of_torch_is_loaded_for_that() -> None:
@@ -60,3 +62,4 @@ def test_torchrun_finds_the_back_end_and_nothing_of_torch_is_loaded_for_that() -
 def test_outside_of_torchrun_nothing_is_found() -> None:
     assert asked_nproc() is None
     assert asked_node_rank() is None
+    assert asked_restarts() is None

@@ -22,6 +22,18 @@ dist.all_reduce(seen)
 print(f"world {int(seen)}", flush=True)
 dist.destroy_process_group()
 """
+DIES_ONCE = """
+import os, signal, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+seen = torch.ones(1)
+dist.all_reduce(seen)
+print(f"world {int(seen)}", flush=True)
+dist.destroy_process_group()
+"""
+DDP = str(Path(__file__).with_name("programs") / "ddp.py")
 Start = Callable[..., list[Front]]
 
 
@@ -42,6 +54,7 @@ def start(ground: Ground, tmp_path: Path) -> Iterator[Start]:
             folder = tmp_path / f"node{node}"
             folder.mkdir()
             (folder / "program.py").write_text(PROGRAM)
+            (folder / "dies_once.py").write_text(DIES_ONCE)
             filled = [word.format(node=node, head=ground.address(0), port=port) for word in words]
             environment = {
                 "PATH": f"{BIN}:{os.environ['PATH']}", "HOME": os.environ.get("HOME", "/root"), "UNISONO_TOKEN": TOKEN,
@@ -135,6 +148,31 @@ def test_programs_without_a_launcher_meet_at_the_port_that_the_fronts_have_agree
     said = {front.text("out") for front in fronts}
     assert len(said) == 1
     assert said.pop().endswith("False")
+
+
+@pytest.mark.ranks
+def test_ranks_whose_rows_differ_between_nodes_are_refused_on_both_before_the_first_step(
+    start: Start,
+) -> None:
+    fronts = start(run(sys.executable, STANDIN, DDP, "--out", "out", "--fault", "unseeded"))
+    ended(fronts, [3, 3])
+    words = [last_words(front) for front in fronts]
+    assert words[0] == words[1]
+    assert "[split_mismatch]" in words[0][0]
+    assert all(f"rank {node}, {front.label}" in " ".join(words[0]) for node, front in enumerate(fronts))
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_once_is_a_warning_on_both_nodes_where_their_launchers_start_anew(
+    start: Start,
+) -> None:
+    fronts = start(run(sys.executable, STANDIN, "--max-restarts", "2", "dies_once.py"))
+    ended(fronts, [0, 0])
+    assert all("world 2" in front.text("out") for front in fronts)
+    assert "rank 1, node 1" in fronts[0].text("err")
+    assert "killed by SIGKILL" in fronts[0].text("err")
+    assert "may start the ranks anew" in fronts[0].text("err")
+    assert not any("WHAT " in front.text("err") for front in fronts)
 
 
 @pytest.mark.long

@@ -255,6 +255,8 @@ class Judging:
     # --- agreements
 
     def _take_facts(self, node_rank: int, message: Message) -> None:
+        if message["name"] == LAUNCHER:  # one that the program starts by itself has its own --max-restarts
+            self.restarts = max(self.restarts, int(message["own"].get("max_restarts", 0)))
         compared = self._brought.take(node_rank, message, now=time.monotonic())
         if compared is None:
             return

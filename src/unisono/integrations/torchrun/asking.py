@@ -1,7 +1,7 @@
-"""What torchrun does not hand to a rendezvous handler: how many ranks it starts here, and which node this is.
+"""What torchrun does not hand to a rendezvous handler: how many ranks it starts here, how often anew, and which node this is.
 
-RendezvousParameters has neither. Both are in the calls that lead to us, in names of torch's that are not public: `launch_agent(config)` has
-`config.nproc_per_node`, and `torch.distributed.run.run(args)` has `args.node_rank`. tests/run/test_torchrun.py would notice their change.
+RendezvousParameters has none of it. It is in the calls that lead to us, in names of torch's that are not public: `launch_agent(config)` has
+`config.nproc_per_node` and `config.max_restarts`, and `torch.distributed.run.run(args)` has `args.node_rank`. tests/run/test_torchrun.py would notice their change.
 """
 
 import sys
@@ -18,9 +18,12 @@ def asked_nproc(frame: FrameType | None = None) -> int | None:
     Args:
         frame: the innermost call; the default is the caller's.
     """
-    config = _local_of(frame or sys._getframe(1), _LAUNCHER, "launch_agent", "config")  # noqa: SLF001 - see above
-    nproc = getattr(config, "nproc_per_node", None)
-    return nproc if isinstance(nproc, int) else None
+    return _of_config("nproc_per_node", frame or sys._getframe(1))  # noqa: SLF001 - see above
+
+
+def asked_restarts(frame: FrameType | None = None) -> int | None:
+    """How often the launcher starts its ranks anew when one dies; None where it does not say."""
+    return _of_config("max_restarts", frame or sys._getframe(1))  # noqa: SLF001 - see above
 
 
 def asked_node_rank(frame: FrameType | None = None) -> int | None:
@@ -28,6 +31,11 @@ def asked_node_rank(frame: FrameType | None = None) -> int | None:
     args = _local_of(frame or sys._getframe(1), _RUN, "run", "args")  # noqa: SLF001 - see above
     rank = getattr(args, "node_rank", None)
     return rank if isinstance(rank, int) else None
+
+
+def _of_config(name: str, frame: FrameType) -> int | None:
+    value = getattr(_local_of(frame, _LAUNCHER, "launch_agent", "config"), name, None)
+    return value if isinstance(value, int) else None
 
 
 def _local_of(frame: FrameType | None, module: str, function: str, name: str) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from unisono.integrations.border import LAUNCHER, Answer, Guard, Presence, find_guard
-from unisono.integrations.torchrun.asking import asked_node_rank, asked_nproc
+from unisono.integrations.torchrun.asking import asked_node_rank, asked_nproc, asked_restarts
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -32,23 +32,33 @@ _STORE_S = 900.0  # torch's own limit for a store
 
 def create(parameters: RendezvousParameters) -> RendezvousHandler:
     """A handler for one torchrun; called by it, below `launch_agent`."""
-    return UnisonoRendezvous(parameters, nproc=asked_nproc(), node_rank=asked_node_rank())
+    return UnisonoRendezvous(
+        parameters, nproc=asked_nproc(), node_rank=asked_node_rank(), max_restarts=asked_restarts() or 0
+    )
 
 
 class UnisonoRendezvous(RendezvousHandler):
     """Agreement through the front of this node; without a front, through one that is started for it."""
 
-    def __init__(self, parameters: RendezvousParameters, *, nproc: int | None, node_rank: int | None) -> None:
+    def __init__(
+        self,
+        parameters: RendezvousParameters,
+        *,
+        nproc: int | None,
+        node_rank: int | None,
+        max_restarts: int = 0,
+    ) -> None:
         """Knows what torchrun was asked for; nothing is begun.
 
         Args:
             parameters: of torchrun.
             nproc: ranks that it is about to start here; None: not known.
             node_rank: as it was given to torchrun; `--rdzv-conf rank=R` and the front beat it.
+            max_restarts: how often it starts its ranks anew.
         """
         self._parameters = parameters
         self._nodes = int(parameters.max_nodes)
-        self._nproc = nproc
+        self._nproc, self._max_restarts = nproc, max_restarts
         self._guard = find_guard(os.environ)  # noqa: TID251 - this is somebody else's process, and the border's variable is in it
         asked = parameters.config.get("rank")
         self._node_rank = int(asked) if asked is not None else node_rank if node_rank is not None else -1
@@ -56,6 +66,7 @@ class UnisonoRendezvous(RendezvousHandler):
             self._node_rank = self._guard.node_rank
         self._wait_s = float(parameters.config.get("wait", _WAIT_S))
         self._store: Store | None = None
+        self._of_ranks: Store | None = None
         self._listening: socket.socket | None = None
         self._answer: Answer | None = None
         self._round = 0
@@ -70,7 +81,7 @@ class UnisonoRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits until all nodes agree; afterwards every start of the ranks has a part of the store of its own.
+        """Waits until all nodes agree; ranks that are started anew have a store of their own.
 
         Raises:
             RendezvousTimeoutError: if nobody answers.
@@ -78,6 +89,8 @@ class UnisonoRendezvous(RendezvousHandler):
         """
         if self._store is None:
             self._store = self._alone() if self._nodes == 1 else self._together()
+        else:
+            self._renew(self._store)
         host, port = self._address
         store = PrefixStore(f"unisono/{self._parameters.run_id}/{self._round}", self._store)
         self._round += 1
@@ -133,8 +146,19 @@ class UnisonoRendezvous(RendezvousHandler):
         self._address = (host, port)
         return TCPStore(host, port, None, False, timedelta(seconds=_STORE_S))
 
+    def _renew(self, store: "Store") -> None:
+        """A new store for ranks that are started anew: torch adds no prefix, and in the old one are addresses of those that are gone."""
+        key = f"unisono/{self._parameters.run_id}/{self._round}/ranks"
+        if self._node_rank > 0:
+            host, port = json.loads(store.get(key))
+            self._address = (str(host), int(port))
+            return
+        host = self._address[0]
+        self._of_ranks = self._serve(host, self._bind(host))
+        store.set(key, json.dumps(self._address))
+
     def _bring(self, guard: Guard) -> Answer | None:
-        own: dict[str, Any] = {}
+        own: dict[str, Any] = {"max_restarts": self._max_restarts}
         if self._node_rank == 0:
             host = parse_rendezvous_endpoint(guard.store or self._parameters.endpoint, _DEFAULT_PORT)[0]
             self._listening = self._bind(host)
