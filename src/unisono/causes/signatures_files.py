@@ -3,6 +3,8 @@
 from unisono.causes.signature import Signature
 
 _TRANSFORMERS = "transformers 5.23"
+_NO_HUB = r"^(?!.{0,600}ConnectionPool\(host='(?:\d{1,3}\.|localhost|[\w-]{1,60}'|[\w.-]{1,80}\.(?:svc|local|internal|lan|cluster)\b|[\w.-]{0,40}(?:wandb|mlflow|comet|neptune))).{0,1400}"
+"""Not of a server of one's own, nor of one that takes down metrics."""
 
 SIGNATURES: tuple[Signature, ...] = (
     Signature(
@@ -43,13 +45,13 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         id="versions_differ", hints=("is required for a normal functioning", "undefined symbol", "Version mismatch: The cluster", "does not recognize this architecture", "cannot import name", "has no attribute", "size changed, may indicate",
-               "GLIBC", "does not match the version torch was compiled with", "compiled with different CUDA", "mismatches the version that was used to compile", "torchvision::nms", "Driver/library version mismatch",
+               "GLIBC", "does not match the version torch was compiled with", "compiled with different CUDA", "mismatches the version that was used to compile", "torchvision::nms", "Driver/library version mismatch", "cannot open shared object file",
                "Numpy is not available"),
         pattern=r"is required for a normal functioning of this module, but found|: undefined symbol: |Version mismatch: The cluster was started with|but Transformers "
         r"does not recognize this architecture|ImportError: cannot import name '\w{1,80}' from '(?:transformers|torch|peft|accelerate|trl|datasets|deepspeed|huggingface_hub|tokenizers|diffusers|bitsandbytes|numpy|pyarrow|lightning|"
         r"pytorch_lightning|ray)\b|AttributeError: module '(?:transformers|torch|peft|accelerate|trl|datasets|deepspeed|numpy|ray)[\w.]{0,80}' has no attribute '(?!_cuda_setDevice)|size changed, may indicate binary incompatibility|"
         r"version `GLIBC(?:XX)?_[\d.]{1,12}' not found|does not match the version torch was compiled with|compiled with different CUDA|mismatches the version that was used to compile|operator torchvision::nms does not exist|"
-        r"Driver/library version mismatch|Numpy is not available", kind="error", cause="version_mismatch", source=_TRANSFORMERS + ", utils/versions.py; ld.so; Ray 2.60",
+        r"Driver/library version mismatch|(?:ImportError|OSError): lib(?!cuda\.so)(?:cu|nv|nccl|c10|torch|stdc)[\w+-]{0,40}\.so[\d.]{0,12}: cannot open shared object file|Numpy is not available", kind="error", cause="version_mismatch", source=_TRANSFORMERS + ", utils/versions.py; ld.so; Ray 2.60",
         example="ImportError: transformers>=5.30 is required for a normal functioning of this module, but found transformers==5.23.0.",
         look_alike="a newer version of transformers is available",
     ),
@@ -78,8 +80,8 @@ SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="hub_away", hints=("We couldn't connect to", "Max retries exceeded", "OfflineModeIsEnabled", "outgoing traffic has been disabled", "LocalEntryNotFoundError", "Couldn't reach", "Read timed out", "cannot find the requested files in the",
                "Too Many Requests", "Server Error", "ConnectTimeout", "ConnectError"),
-        pattern=r"We couldn't connect to '?https?://|LocalEntryNotFoundError|Couldn't reach .{1,200}(?:Hub|https?:)|HTTPSConnectionPool\(host=.{1,120}Read timed out|cannot find the requested files in the|HTTPError: (?:429|50\d) (?:Client|Server) Error|"
-        r"(?:httpx2?|httpcore2?)\.Connect(?:Timeout|Error)|Max retries exceeded with url|OfflineModeIsEnabled|outgoing traffic has been disabled", kind="error",
+        pattern=_NO_HUB + r"(?:We couldn't connect to '?https?://|LocalEntryNotFoundError|Couldn't reach .{1,200}(?:Hub|https?:)|HTTPSConnectionPool\(host=.{1,120}Read timed out|cannot find the requested files in the|HTTPError: (?:429|50\d) (?:Client|Server) Error|"
+        r"(?:httpx2?|httpcore2?)\.Connect(?:Timeout|Error)|Max retries exceeded with url|OfflineModeIsEnabled|outgoing traffic has been disabled)", kind="error",
         cause="hub_unreachable", source=_TRANSFORMERS + ", utils/hub.py; urllib3; huggingface_hub 2.4",
         example="OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files.",
         look_alike="Downloading model.safetensors: 100%",

@@ -72,7 +72,7 @@ def _nodes(events: Iterable[Event], logs: Sequence[Scanned]) -> int | None:
     told = Counter(number for event in events if event.signature in ("lf_nodes", "deepspeed_nodes", "nnodes") and (number := event.number("nodes")))  # fmt: skip
     if told:
         return told.most_common(1)[0][0]
-    named = {log.who.node_rank for log in logs if log.who.node_rank is not None}
+    named = {who.node_rank for who in (*(log.who for log in logs), *(event.who for event in events)) if who.node_rank is not None}  # fmt: skip
     return len(named) if len(named) > 1 else None
 
 

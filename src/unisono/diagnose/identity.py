@@ -15,6 +15,8 @@ _PREFIXES: tuple[re.Pattern[str], ...] = tuple(
         r"\[(?:trainer|default|worker|elastic|local_rank)_?(?P<local_rank>\d{1,4})\]:? ?",  # torchrun --tee
         r"\[\d{1,6},(?:mpirank:)?(?P<rank>\d{1,6})(?:,(?P<host>[\w.-]{1,63}))?\]<std(?:err|out)>:? ?",  # mpirun --tag-output; SageMaker
         r"\((?P<actor>[A-Za-z_][\w:.]{0,80}(?: rank=(?P<rank>\d{1,6}))?) pid=(?P<pid>\d{1,10})(?:, ip=(?P<host>[\w.:-]{3,60}))?\) ?",  # Ray
+        r"\((?:head|task|worker\d{0,4}|node-?\d{0,4})(?:, rank=(?P<node_rank>\d{1,5}))?, pid=(?P<pid>\d{1,10})(?:, ip=(?P<host>[\w.:-]{3,60}))?\) ?",  # SkyPilot
+        r"std(?:err|out): ?",
         r"\((?:raylet|gcs_server|autoscaler)(?:, ip=(?P<host>[\w.:-]{3,60})| \+\w{1,12})?\) ?",
         r"\[(?:pod/)?(?P<pod>[a-z0-9][a-z0-9.-]{1,200}-(?P<pod_number>\d{1,4}))[/ ][\w.-]{1,63}\] ?",  # kubectl logs --prefix
         r"(?P<compose>[a-z][\w.-]{0,62}) {1,12}\| ",  # docker compose
@@ -144,6 +146,8 @@ def _like_host(word: str) -> bool:
 
 
 def _merged(who: Who, found: dict[str, str | None]) -> Who:
-    numbers = {name: int(found[name] or 0) for name in ("rank", "local_rank", "pid") if found.get(name)}
+    numbers = {
+        name: int(found[name] or 0) for name in ("rank", "local_rank", "pid", "node_rank") if found.get(name)
+    }
     host = found.get("host") or found.get("pod") or found.get("compose")
     return replace(who, **numbers, **({"host": host} if host else {}))  # type: ignore[arg-type]
