@@ -1,16 +1,19 @@
 """One command looks at all nodes, and prints one report. Run, as root: pytest tests/doctor/test_hosts.py
 
-Nodes are network namespaces. In the place of the ssh client stands a program that takes its command line and runs the command on
-that node; the client itself, against a real sshd, is in tests/launch/test_ssh.py.
+Nodes are network namespaces; in the place of the ssh client stands a program that takes its command line and runs the command on
+that node. One test has a real client and a real sshd, both ends on this machine's loopback.
 """
 
 import json
 import os
 import sys
+from pathlib import Path
 
+from tests.doctor.bedside import doctor
 from tests.nodes.fronts import Front
 from tests.nodes.ground import Namespaces, Own
 from tests.nodes.harness import Job
+from tests.sshd import as_program, ssh_server
 
 _SSH = """#!{python}
 import os, sys
@@ -47,6 +50,17 @@ def typed(networks: Namespaces, job: Job, *words: str, there: dict[str, str] | N
     )  # fmt: skip
     job.fronts.append(front)
     return front
+
+
+def test_it_goes_over_a_real_ssh_with_the_options_of_the_command(tmp_path: Path) -> None:
+    keys = tmp_path / "sshd"
+    keys.mkdir()
+    with ssh_server(keys) as options:
+        path = os.pathsep.join((str(as_program(options, keys)), os.environ["PATH"]))
+        seen = doctor(tmp_path, "--hosts", "127.0.0.2", "--ladder", env={"PATH": path, "NCCL_DEBUG": "WARN"})
+    assert seen.status("network.ladder") == "pass", seen.out + seen.err
+    assert "2 nodes mean the same run" in seen.text("peers.agreement")
+    assert str(seen.of("system.shm")[0]["where"]).startswith("nodes 0 (")
 
 
 def checks(front: Front) -> dict[str, list[dict[str, object]]]:
