@@ -1,14 +1,19 @@
 """Nodes of a job, looked at together without a run. Run: pytest tests/doctor/test_peers.py"""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tests.nodes.fronts import Front, together
 from tests.nodes.harness import Job
 from unisono.agree.naming import Who
+from unisono.config.load import build_config
+from unisono.doctor.looking import Asked
+from unisono.doctor.peers import _marked
 from unisono.doctor.peers import together as together_of
 from unisono.doctor.system import judge_clock
+from unisono.rundir.lock import RunLock
 
 
 def checks(front: Front) -> dict[str, list[dict[str, object]]]:
@@ -47,6 +52,28 @@ def test_nodes_that_are_wrong_in_the_same_way_share_a_line_whenever_each_has_loo
     }
     [found] = together_of(looks)
     assert (found.status, found.where) == ("warn", "nodes 0 (a), 1 (b) and 2 (c)")
+
+
+def marking(output_dir: Path) -> Asked:
+    """What is asked for a run with this output_dir; nothing of the machine is looked at."""
+    raw = {"model": {"path": "builtin:tiny"}, "data": {"train": "-"}, "output_dir": str(output_dir)}
+    return Asked(build_config(raw, lines={}, name="c.yaml"), given=True, here=None)  # type: ignore[arg-type]
+
+
+def test_the_mark_of_a_look_goes_with_the_folders_that_were_made_for_it(tmp_path: Path) -> None:
+    with _marked(marking(tmp_path / "runs" / "out")) as mark:
+        assert mark
+        assert len(list((tmp_path / "runs" / "out").iterdir())) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_is_at_work_is_left_alone(tmp_path: Path) -> None:
+    before = {"run.lock"}
+    with RunLock(tmp_path / "run.lock") as lock:
+        lock.acquire("here", 4711)
+        with _marked(marking(tmp_path)) as mark:
+            assert mark == {}
+            assert {entry.name for entry in tmp_path.iterdir()} == before
 
 
 @pytest.mark.makes("peers.agreement", "fail")

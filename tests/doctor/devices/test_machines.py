@@ -8,6 +8,7 @@ import pytest
 from tests.doctor.replay import details_from, details_of, recorded
 from unisono.doctor.check import Finding
 from unisono.doctor.devices.checks import Scene, judge_devices
+from unisono.facts.nvml import SLOW
 from unisono.facts.processor import Processors
 from unisono.facts.topology_of_devices import DevicesDetails
 
@@ -256,6 +257,20 @@ def test_hardware_without_the_python_package_is_unknown_with_the_line_to_type() 
     assert [(one.id, one.status, one.fix) for one in found] == [
         ("devices.seen", "unknown", ("pip install nvidia-ml-py",))
     ]
+
+
+def test_a_driver_that_is_slow_is_unknown_and_no_failure() -> None:
+    details = DevicesDetails(on_bus=("0000:07:00.0",), note=f"{SLOW} 30 s")
+    [found] = judge_devices(scene(details, ()))
+    assert (found.status, "nvidia-smi -pm 1" in found.fix[0]) == ("unknown", True)
+
+
+def test_nobody_is_told_to_end_a_process_whose_number_means_somebody_else_here() -> None:
+    """The driver tells the host's numbers; in a container no user is known for them."""
+    body = recorded("mixed_4")
+    body["beside"]["processes"] = {}
+    found = finding(scene(details_from(body), (2,)), "memory")
+    assert (found.status, found.fix) == ("fail", ("`nvidia-smi` on the host shows who it is",))
 
 
 def test_a_driver_that_does_not_answer_is_a_failure_and_no_hardware_is_none() -> None:
