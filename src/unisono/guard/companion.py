@@ -7,6 +7,7 @@ It prints the path of the border's guard.json on stdout, and on stderr what a fr
 
 import json
 import os
+import select
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from unisono.launch.token import read_token
 from unisono.launch.topology import Topology
 from unisono.plan import NodePlace
 from unisono.text import one_line
+
+_READING_S = 60.0  # it looks 50 times a second, on a machine that may have much to do
 
 
 def main() -> int:
@@ -96,7 +99,9 @@ class _Companion:
                 folder, ProgramDir(Path("/nowhere")), topology.node_rank, self.party.host, os.getpid()
             )
             here = Here(None, ranks, folder, None, signals)
-            return self._as_head(here) if topology.is_head else self._as_member(here)
+            code = self._as_head(here) if topology.is_head else self._as_member(here)
+            _wait_for_reader(folder)
+            return code
 
     def _as_head(self, here: Here) -> int:
         with hold_meeting(
@@ -143,6 +148,12 @@ class _Companion:
             )  # fmt: skip
 
         return make
+
+
+def _wait_for_reader(folder: Path) -> None:
+    """torchrun closes our stdin once it has read its answer, which is gone with the border."""
+    if any(folder.glob("answer-*.json")):
+        select.select([sys.stdin], [], [], _READING_S)
 
 
 def _show(message: Message) -> None:
