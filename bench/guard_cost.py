@@ -72,7 +72,7 @@ def hooks_main() -> None:
     at = here()
     assert at is not None
     assert at.is_rank
-    tensor = torch.ones(10)
+    tensor, rows = torch.ones(10), [0]
 
     def nothing(_: object) -> None:
         return None
@@ -83,7 +83,8 @@ def hooks_main() -> None:
     def batch() -> None:
         before = at.beats.phase
         at.beats.enter("data")
-        at.beats.take_batch()
+        if at.loop.batch(rows):
+            at.beats.take_batch()
         at.beats.enter(before)
 
     costs = {

@@ -183,6 +183,21 @@ def test_another_number_of_ranks_on_one_node_is_refused_on_both(
     assert not both[0].losses(0)
 
 
+@pytest.mark.long
+def test_an_unchanged_llama_factory_trains_on_two_nodes(
+    start: Start, ground: Ground, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    arguments, changes = _of_llama_factory(request, tmp_path)
+    port = ground.head_port()
+    both = [
+        start(LLAMA_FACTORY, *arguments, changes={**changes, **_as_node(ground, node, 1, port)}, ground=ground, node=node)
+        for node in range(2)
+    ]  # fmt: skip
+    ends = [one.ended() for one in both]
+    assert [end.exit_code for end in ends] == [0, 0], both[0].front.text() + both[1].front.text()
+    assert (tmp_path / "saves" / "trainer_state.json").exists()
+
+
 @pytest.fixture(scope="session")
 def llama_factory_programs() -> Path:
     """The programs of LLaMA-Factory's own environment; where it cannot be had, the test says why."""
