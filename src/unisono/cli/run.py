@@ -34,6 +34,12 @@ def run(
     hosts: Hosts = None,
     token_file: TokenFile = None,
     join_timeout: JoinTimeout = 300.0,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="local or nodes; of ray and slurm it says what to type.", show_default=False
+        ),
+    ] = None,
     output_dir: Annotated[
         str,
         typer.Option(
@@ -56,6 +62,7 @@ def run(
     asked = RunAsked(
         tuple(command), nproc=nproc, nodes=nodes, node_rank=node_rank, head=head, token_file=token_file,
         join_timeout_s=join_timeout, output_dir=output_dir, uneven=uneven, debug_comm=debug_comm, json=speak.json, devices=devices, hosts=hosts,
+        launcher=launcher,
     )  # fmt: skip
     told = Told(speak)
 

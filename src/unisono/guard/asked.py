@@ -1,5 +1,6 @@
 """What the job is: our options, the program's arguments, and the environment, in this order; contradictions are refused. Pure."""
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -7,6 +8,7 @@ from unisono.errors import Problem, UsageError
 from unisono.guard.command import Command, Job, Said, read_job
 from unisono.launch.topology import Accelerators, Placed, Topology, TopologyAsked, read_topology
 from unisono.launch.written import DEFAULT_PORT, parse_head, parse_hosts
+from unisono.text import nearest
 
 _VARIABLES = {"nodes": "NNODES", "node_rank": "NODE_RANK", "nproc": "NPROC_PER_NODE", "head": "MASTER_ADDR"}
 
@@ -30,6 +32,7 @@ class RunAsked:
         devices: `--devices`, as it was typed: what the program may see.
         hosts: `--hosts`, as it was typed: this machine and those that it starts over ssh, between commas.
         ssh: the program that starts them, with options; tests have a port and keys of their own.
+        launcher: `--launcher`: who starts the fronts.
     """
 
     words: tuple[str, ...]
@@ -46,6 +49,7 @@ class RunAsked:
     devices: str | None = None
     hosts: str | None = None
     ssh: tuple[str, ...] = ("ssh",)
+    launcher: str | None = None
 
     @property
     def from_stdin(self) -> bool:
@@ -174,6 +178,35 @@ def _refuse_contradictions(asked: RunAsked, job: Job, variables: Mapping[str, st
     del port
     if problems:
         raise UsageError(*problems)
+
+
+def refuse_launcher(asked: RunAsked) -> None:
+    """A front of `run` stands beside the program on its own node: Ray and Slurm start fronts by the command that is typed there.
+
+    Raises:
+        UsageError: if `--launcher` names none, or one that contradicts the other options, or one that is asked for otherwise.
+    """
+    launcher, program = asked.launcher, shlex.join(asked.words)
+    if launcher in (None, "nodes"):
+        return
+    if launcher == "local":
+        if asked.hosts is not None or asked.nodes not in (None, "1"):
+            raise UsageError.of(
+                "--launcher local is for one node, and several are asked for", where="command line", fix="leave out --launcher",
+            )  # fmt: skip
+        return
+    if launcher == "slurm":
+        fix = f"in a batch script or after salloc: srun --ntasks-per-node=1 unisono run -- {program}"
+    elif launcher == "ray":
+        fix = f"--hosts a,b for its nodes; a program that starts its ranks by Ray itself needs neither: unisono run -- {program}"
+    else:
+        near = nearest(launcher, ["local", "nodes", "ray", "slurm"])
+        fix = f"did you mean `{near}`?" if near else "choose one of local, nodes, or leave it out"
+        raise UsageError.of(f"there is no launcher {launcher}", where="--launcher", fix=fix)
+    raise UsageError.of(
+        f"run does not go to {launcher.capitalize()} by itself, as train does", where="--launcher",
+        why="somebody else's program is started on each node as it is", fix=fix,
+    )  # fmt: skip
 
 
 def _refuse_other_hosts(asked: RunAsked, job: Job, topology: Topology, variables: Mapping[str, str]) -> None:

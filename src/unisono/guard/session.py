@@ -20,7 +20,7 @@ from unisono.errors import Disagreed, UsageError
 from unisono.facts import Environment, Machine, Probes, read_environment, read_machine, take_token
 from unisono.facts.environment import whole_environment
 from unisono.files import write_json
-from unisono.guard.asked import RunAsked, RunShape
+from unisono.guard.asked import RunAsked, RunShape, refuse_launcher
 from unisono.guard.command import read_command
 from unisono.guard.folder import border, is_heads, outcome_of, run_dir
 from unisono.guard.here import Here, exit_code_of_program
@@ -81,6 +81,7 @@ class Run:
         Raises:
             UnisonoError: if nothing was started, for a reason of this node alone.
         """
+        refuse_launcher(self.asked)
         token = take_token()
         environment = read_environment()
         machine = read_machine(self.probes.devices)
