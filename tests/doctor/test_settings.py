@@ -77,6 +77,14 @@ def test_a_misspelt_name_warns_with_the_one_that_may_be_meant(tmp_path: Path) ->
         assert f"{name} may be meant" in text
 
 
+def test_a_right_name_that_is_almost_a_known_one_is_left_alone(tmp_path: Path) -> None:
+    seen = doctor(tmp_path, env={"PYTORCH_HIP_ALLOC_CONF": "expandable_segments:True", "NCCL_IB_PKEY": "0"})
+    assert (seen.status("settings.misspelt"), seen.status("settings.suspicious")) == ("pass", "pass")
+    assert "PYTORCH_HIP_ALLOC_CONF: its library's documentation says what it does" in seen.text(
+        "settings.values"
+    )
+
+
 @pytest.mark.makes("settings.left_over", "warn")
 def test_variables_of_a_former_job_warn_with_the_line_that_unsets_them(tmp_path: Path) -> None:
     env = {"RANK": "0", "MASTER_ADDR": "10.0.0.1", "UNISONO_GUARD": "/dev/shm/gone/guard.json"}
