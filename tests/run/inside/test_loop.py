@@ -44,3 +44,12 @@ def test_a_loader_that_is_trained_on_later_is_followed() -> None:
         loop.stepped()
     assert loop.batch(second)
     assert not loop.batch(first)
+
+
+def test_what_is_gathered_of_each_step_begins_no_step_where_batches_are_read() -> None:
+    """As the Trainer gathers its loss, before it takes the next batch."""
+    loop, rows = Loop(), [1]
+    for _ in range(6):
+        loop.batch(rows)
+        loop.stepped()
+        assert not loop.collective(*ALL_GATHER)

@@ -104,8 +104,8 @@ class Here:
             self._begin_step(max(1, self.beats.step) + 1)
 
     def take_batch(self) -> None:
-        """A batch has been taken for the step, so that it is begun."""
-        if self.is_main_thread():
+        """The program says that it has taken a batch for the step, so that it is begun."""
+        if self.is_main_thread() and self.loop.batch(None):
             self.beats.take_batch()
 
     def _begin_step(self, step: int) -> None:

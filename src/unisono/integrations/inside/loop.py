@@ -14,18 +14,19 @@ class Loop:
         self._trained_on: int | None = None
         self._read: int | None = None
         self._reads = False  # since the last step
+        self._by_batches = False  # the last step
         self._has_begun = False
         self._opening = (0, 0)
         self._alike = 0
 
     def batch(self, rows: object) -> bool:
-        """A batch was taken of these rows; whether it begins a step, or goes on with it."""
+        """A batch was taken of these rows; whether it begins a step, or goes on with it. None: of what the program itself calls its batches."""
         self._read, self._reads = id(rows), True
         return self._trained_on in (None, self._read)
 
     def collective(self, kind: int, elements: int) -> bool:
-        """A collective is called; whether it begins a step. Only the first after a step may."""
-        if self._has_begun or self._reads:
+        """A collective is called; whether it begins a step. Only the first after a step may, and where batches are read it sums up the last one."""
+        if self._has_begun or self._reads or self._by_batches:
             return False
         self._has_begun = True
         found = (kind, elements)
@@ -37,4 +38,5 @@ class Loop:
         """A step is made."""
         if self._reads:
             self._trained_on = self._read
+        self._by_batches = self._reads
         self._reads = self._has_begun = False
