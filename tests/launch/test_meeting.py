@@ -162,7 +162,7 @@ def test_a_node_that_never_calls_is_named_while_one_waits_and_at_the_end(job: Jo
 def test_who_comes_after_the_verdict_hears_it(job: Job) -> None:
     first = [job.start(0, join_timeout=3.0), job.start(1)]
     first[1].until(lambda: first[1].said("error"), "its end")
-    late = job.start(2)
+    late = job.start(2, join_timeout=10.0)  # not long: where it comes much later, nobody is there any more
     late_code = late.wait()
     assert late_code == 3, job.told
     assert [node.wait() for node in first] == [3, 3]

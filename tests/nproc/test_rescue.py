@@ -99,7 +99,7 @@ def straight(job: Job, nproc: int, strategy: str, *, steps: int) -> Outcome:
     [
         (1, "auto", [one_of(0)]),
         (2, "ddp", [one_of(0), all_of_them]),
-        (2, "fsdp", [one_of(1)]),
+        pytest.param(2, "fsdp", [one_of(1)], marks=pytest.mark.long),  # in tests/nodes and tests/resume
         pytest.param(1, "auto", [one_of(0)] * 10, marks=pytest.mark.long),
         pytest.param(2, "ddp", [any_one, any_one, all_of_them] * 4, marks=pytest.mark.long),
         pytest.param(2, "fsdp", [any_one, any_one, all_of_them] * 4, marks=pytest.mark.long),
