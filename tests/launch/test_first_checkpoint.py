@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from unisono.checkpoint.room import Room
+from unisono.checkpoint.trouble import StorageFull
 from unisono.launch.command import Programs
 from unisono.launch.first_checkpoint import FirstCheckpoint, Saved, estimate, still_due, summary
 from unisono.plan import ResumePoint, RunPlan
@@ -81,6 +82,29 @@ def test_programs_get_the_same_figures_in_the_first_checkpoints_object() -> None
     }  # fmt: skip
     alone = estimate(plan_of(1, 200), saved, room, read_s=1.1)
     assert (alone["more"], alone["at_once"], alone["bytes"], alone["seconds"]) == (0, 1, saved.bytes, 0)
+
+
+def test_a_first_checkpoint_that_finds_no_room_ends_the_run_with_the_full_disk_as_its_verdict(
+    tmp_path: Path,
+) -> None:
+    said: list[dict[str, Any]] = []
+    plan = plan_of(9, 3).model_copy(update={"host": "ada"})
+    first = FirstCheckpoint(plan, programs=Programs(), leftovers={}, show=said.append)
+    full = StorageFull(tmp_path / "step-00000001", needed_bytes=2000, free_bytes=500)
+    assert full.verdict is not None
+    warned = full.verdict.model_copy(update={"severity": "warning"}).to_json()
+    first.heard(
+        0, {"kind": "warning", "code": "checkpoint_failed", "step": 1, "text": str(full), "verdict": warned}
+    )
+    error = first.look()
+    assert error is not None
+    assert error.exit_code == 6
+    assert error.verdict is not None
+    assert (error.verdict.cause, error.verdict.severity, error.verdict.hosts) == (
+        "disk_full",
+        "fatal",
+        ("ada",),
+    )
 
 
 def test_its_object_waits_for_them_and_is_shown_without_where_they_never_come() -> None:

@@ -125,6 +125,8 @@ def test_a_first_checkpoint_that_cannot_be_written_ends_the_run_at_once(solo: Jo
         solo.wait_gone()
     assert solo.metrics()[-1]["step"] < 500
     assert "the first checkpoint could not be written: no room for checkpoint step-00000001" in front.text()
+    verdict = solo.read("result.json")["verdict"]
+    assert (verdict["cause"], verdict["severity"], verdict["hosts"]) == ("disk_full", "fatal", [front.host])
 
 
 def test_a_checkpoint_that_comes_back_otherwise_ends_the_run_with_7(solo: Job) -> None:

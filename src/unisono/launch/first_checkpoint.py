@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono.causes import Verdict
 from unisono.checkpoint.keeping import Rules
 from unisono.checkpoint.room import Room, most_at_once
 from unisono.errors import IntegrityError, Problem, RankDied, UnfitError, UnisonoError
@@ -95,7 +96,7 @@ class FirstCheckpoint:
                 float(message.get("blocking_s") or 0.0),
             )  # fmt: skip
         elif message["kind"] == "warning" and message.get("code") == "checkpoint_failed":
-            self._error = _not_written(message)
+            self._error = _not_written(message, host=self._plan.host)
 
     def pass_on(self, message: Message) -> None:
         """Shows a message. The first checkpoint's waits until it is read back, and then has `estimate`: what all of them will take."""
@@ -255,10 +256,14 @@ def _refusal(plan: RunPlan, saved: Saved, room: Room) -> UnfitError | None:
     )  # fmt: skip
 
 
-def _not_written(message: Message) -> UnfitError:
+def _not_written(message: Message, *, host: str) -> UnfitError:
+    told = message.get("verdict")
+    fatal = {"severity": "fatal", "hosts": (host,)}
+    verdict = Verdict.from_json(told).model_copy(update=fatal) if isinstance(told, dict) else None
     return UnfitError.of(
         f"the first checkpoint could not be written: {message.get('text', '')}", where=str(message.get("where", "")),
         why="it is made after the first step so that what cannot be saved is not trained for hours", fix=str(message.get("fix", "")),
+        verdict=verdict,
     )  # fmt: skip
 
 
