@@ -17,11 +17,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests.nodes.ground import Namespaces  # noqa: E402
 from tests.run.guarded import (  # noqa: E402 - the tests are found through the line above
     ACCELERATE,
     DDP,
@@ -34,10 +36,14 @@ from tests.run.guarded import (  # noqa: E402 - the tests are found through the 
     Named,
     Program,
 )  # fmt: skip
+from tests.run.lost import TRAINING, cut, kill, lose_power, training_on_two_nodes  # noqa: E402
 
 _RESULTS = ROOT / "bench" / "results" / "run_programs.json"
 _PROGRAMS = (DDP, TRAINER, FSDP2, LIGHTNING, ACCELERATE, SFT, LIGHTNING_ITSELF)
 _LONG = ("--steps", "5000", "--step-s", "0.02")
+_LOST = {
+    "power": (lose_power, "node 1 loses its power"), "node": (kill, "all of node 1 is killed"), "cut": (cut, "node 1 is cut off"),
+}  # fmt: skip
 _SHORTER_MAKES = {"ddp.py": 37, "fsdp2.py": 37}  # of 40 steps; the trainers' rank makes 38
 
 
@@ -118,9 +124,29 @@ def _row(program: Program, fault: str) -> Row:
             ended: Named = guarded.ended(since=since)
         finally:
             guarded.close()
+    return _found(program, _WORDS[fault], ended, counted=counted, load=load)
+
+
+def _lost_row(fault: str) -> Row:
+    """Of two nodes, each a network namespace; what the one that is left says."""
+    blow, words = _LOST[fault]
+    with tempfile.TemporaryDirectory() as name:
+        load, folder = os.getloadavg()[0], Path(name)
+        apart = Namespaces(2, folder)
+        try:
+            with training_on_two_nodes(apart, folder) as both:
+                since = time.monotonic()
+                blow(apart, 1)
+                ended = both[0].ended(since=since)
+        finally:
+            apart.close()
+    return _found(TRAINING, words, ended, counted="the blow", load=load)
+
+
+def _found(program: Program, fault: str, ended: Named, *, counted: str, load: float) -> Row:
     verdict = ended.verdict
     return Row(
-        program.name, _WORDS[fault], ended.exit_code, verdict.cause if verdict else "none", verdict.ranks if verdict else (),
+        program.name, fault, ended.exit_code, verdict.cause if verdict else "none", verdict.ranks if verdict else (),
         verdict.summary if verdict else "", ended.named_s, ended.ended_s, counted, round(load, 1),
     )  # fmt: skip
 
@@ -129,20 +155,25 @@ def main() -> None:
     """Makes the rows that are asked for."""
     parser = argparse.ArgumentParser()
     parser.add_argument("-k", default="", help="only programs with this in their name")
-    parser.add_argument("-f", action="append", choices=list(_FAULTS), help="only these faults")
+    parser.add_argument("-f", action="append", choices=[*_FAULTS, *_LOST], help="only these faults")
     asked = parser.parse_args()
     kept = json.loads(_RESULTS.read_text())["rows"] if _RESULTS.exists() else []
     rows = {(row["program"], row["fault"]): row for row in kept}
-    for program in (one for one in _PROGRAMS if asked.k in one.name):
-        for fault in (one for one in asked.f or _FAULTS if _can(program, one)):
-            try:
-                row = _row(program, fault)
-            except AssertionError as error:
-                print(f"{program.name} × {fault}: {error}", file=sys.stderr)
-                continue
-            rows[program.name, row.fault] = asdict(row)
-            print(json.dumps(asdict(row)), flush=True)
-            _write(list(rows.values()))
+    wanted = [
+        partial(_row, program, fault)
+        for program in _PROGRAMS if asked.k in program.name
+        for fault in _FAULTS if fault in (asked.f or _FAULTS) and _can(program, fault)
+    ]  # fmt: skip
+    wanted += [partial(_lost_row, fault) for fault in _LOST if asked.k in TRAINING.name and fault in (asked.f or _LOST)]  # fmt: skip
+    for make in wanted:
+        try:
+            row = make()
+        except AssertionError as error:
+            print(error, file=sys.stderr)
+            continue
+        rows[row.program, row.fault] = asdict(row)
+        print(json.dumps(asdict(row)), flush=True)
+        _write(list(rows.values()))
 
 
 def _write(rows: list[dict[str, object]]) -> None:

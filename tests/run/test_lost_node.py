@@ -1,8 +1,5 @@
 """A node is lost while a program runs under `unisono run` on two. Run: pytest tests/run/test_lost_node.py"""
 
-import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,14 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.ground import Ground, Namespaces, why_no_namespaces
-from tests.run.guarded import LIMIT_S, PROGRAMS, Guarded, Program
+from tests.run.guarded import LIMIT_S, Guarded
+from tests.run.lost import cut, kill, lose_power, training_on_two_nodes
 from tests.run.test_one_node import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
-_WORDS = (str(PROGRAMS / "launcher.py"), "--out", "out", "--steps", "50000", "--step-s", "0.02")
-TRAINING = Program("a training for hours", "", (sys.executable, *_WORDS))
-TOKEN = "0123456789abcdef0123456789abcdef"
 NAMED_S = 60.0  # some 8 s of silence are due
 SILENT_S = 3.0
 
@@ -33,39 +28,8 @@ def apart(ground: Ground) -> Namespaces:
 @pytest.fixture
 def both(apart: Namespaces, tmp_path: Path) -> Iterator[list[Guarded]]:
     """A rank on each of two nodes, in the midst of a training."""
-    begun = []
-    try:
-        for node in range(2):
-            folder = tmp_path / f"node{node}"
-            folder.mkdir()
-            changes = {
-                "NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": apart.address(0), "MASTER_PORT": str(apart.head_port()),
-                "NPROC_PER_NODE": "1", "UNISONO_TOKEN": TOKEN, "GLOO_SOCKET_IFNAME": "eth0",
-            }  # fmt: skip
-            begun.append(Guarded(TRAINING, folder, changes=changes, ground=apart, node=node))
-        for node, guarded in enumerate(begun):
-            guarded.pid_at(node, 4)
+    with training_on_two_nodes(apart, tmp_path) as begun:
         yield begun
-    finally:
-        apart.open()
-        for guarded in begun:
-            guarded.close()
-
-
-def kill(apart: Namespaces, node: int) -> None:
-    """All that runs on a node, its front as well."""
-    for pid in apart.pids(node):
-        os.kill(pid, signal.SIGKILL)
-
-
-def cut(apart: Namespaces, node: int) -> None:
-    """Nothing comes from the node any more, nor goes there."""
-    apart.inside(node, "ip", "link", "set", "eth0", "down")
-
-
-def lose_power(apart: Namespaces, node: int) -> None:
-    cut(apart, node)
-    kill(apart, node)
 
 
 @pytest.mark.parametrize("blow", [lose_power, kill, cut])
