@@ -88,3 +88,34 @@ def test_a_container_that_was_killed_is_named() -> None:
     text = "one-0  | step 8\none-1  | step 8\none-1 exited with code 137\none-0  | RuntimeError: Connection closed by peer [172.18.0.3]:5120\n"  # fmt: skip
     said = verdict(compose=text)
     assert (said.cause, said.hosts) == ("rank_died_first", ("one-1",))
+
+
+FAILED = (
+    "starting\n[rank0]: step 1\n[rank2]: Traceback (most recent call last):\n[rank2]:   File \"/w/t.py\", line 3, in step\n[rank2]:     batch['labels']\n[rank2]: KeyError: 'labels'\n"
+    "[rank0]: RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.9]:1111\n"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "sft-worker-{0} pytorch ", "[gpu-{0}] ", "2026-01-01T10:00:{0:02d}.123Z INFO [stdout] ", "Jan 01 10:00:{0:02d} gpu-3 run.sh[{0}]: ", "{0:6d}\t", "17356896{0:02d}.123 ",
+        "2026-01-01 10:00:{0:02d}.123 | ERROR    | pump:out:88 - ", "    ", "| ", "(worker1, rank=1, pid=88{0}, ip=10.0.0.2) ", "stderr: ",
+    ],
+)  # fmt: skip
+def test_what_a_collector_puts_before_every_line_does_not_count(before: str) -> None:
+    wrapped = "".join(f"{before.format(number + 10)}{line}\n" for number, line in enumerate(FAILED.splitlines()))  # fmt: skip
+    said = verdict(train=wrapped)
+    assert (said.cause, said.ranks) == ("user_code_error", (2,))
+    assert "KeyError" in said.evidence[0].text
+
+
+def test_what_only_some_lines_begin_with_belongs_to_them() -> None:
+    steps = "".join(f"step {number} of 9 loss 2.{number}\n" for number in range(9))
+    said = verdict(train=steps + "step 9 Traceback (most recent call last):\n" + FAILED)
+    assert (said.cause, said.ranks) == ("user_code_error", (2,))
+
+
+def test_numbers_of_lines_are_no_ranks() -> None:
+    numbered = "".join(f"{number}: {line}\n" for number, line in enumerate(FAILED.splitlines(), 1))
+    assert verdict(train=numbered).ranks == (2,)

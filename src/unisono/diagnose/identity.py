@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 from unisono.diagnose.event import Who
 
@@ -48,6 +49,7 @@ _LOG_DIR = re.compile(r"(?:^|/)(?:attempt_\d{1,4}/)?(\d{1,4})/(?:stderr|stdout)\
 _MOST_PREFIXES = 4
 _MOST_SRUN_SHARE = 0.6
 _FEWEST_STYLED = 2
+_FEWEST_COUNTED = 5
 _BEFORE = re.compile(rf"(?:> )?(?:{_STAMP}){{0,2}}(?:> )?(?:(?P<compose>[a-z][\w.-]{{0,62}}) {{1,12}}\| )?")
 """What may stand before what a launcher puts before a line: a quotation's mark, the time of a collector of logs."""
 
@@ -91,7 +93,7 @@ def find_style(lines: list[str]) -> str:
     """
     lines = [_BEFORE.sub("", line, count=1) for line in lines if line.strip()]
     numbered = [bool(_SRUN.match(line)) for line in lines]
-    if _is_usual(numbered):
+    if _is_usual(numbered) and not _are_line_numbers(lines):
         return "srun-nodes" if _are_nodes(lines) else "srun"
     named = [(found := _PDSH.match(line)) is not None and _like_host(found["host"]) for line in lines]
     return "pdsh" if _is_usual(named) else ""
@@ -139,6 +141,16 @@ def _are_nodes(lines: list[str]) -> bool:
         if found and ("distributed tasks at:" in rest or "torch/distributed/run.py" in rest):
             return True
     return False
+
+
+def _are_line_numbers(lines: list[str]) -> bool:
+    """Whether the numbers before lines only ever grow: an editor's or grep's."""
+    numbers = [int(found["number"]) for line in lines if (found := _SRUN.match(line))]
+    return (
+        len(numbers) >= _FEWEST_COUNTED
+        and numbers[0] > 0
+        and all(one + 1 == other for one, other in pairwise(numbers))
+    )
 
 
 def _like_host(word: str) -> bool:

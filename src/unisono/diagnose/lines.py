@@ -1,7 +1,7 @@
 """Chunks of bytes that end where a line ends, and the pieces of a line: flat memory, whatever a file holds."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -78,13 +78,18 @@ def _end(data: bytes) -> int:
     return end if end or len(data) < LONGEST_LINE_BYTES else len(data)
 
 
-def split_pieces(text: str) -> list[str]:
-    """The parts of a line that were written at different moments or by different ranks."""
+def split_pieces(text: str, unwrap: Callable[[str], str | None] = lambda _: None) -> list[str]:
+    """The parts of a line that were written at different moments or by different ranks.
+
+    Args:
+        text: the line.
+        unwrap: the text without what a collector puts before every line of this log; None: it does not bear it.
+    """
     if text.endswith("}") and '{"' in text[:_LONGEST_PREFIX] and _is_object(text):
         return [text]  # a collector's: what is in it is taken apart later
     pieces: list[str] = []
     for piece in _PIECES.split(text):
-        if pieces and _is_bare(pieces[-1]):
+        if pieces and (_is_bare(pieces[-1]) or ((bare := unwrap(pieces[-1])) is not None and (not bare or _is_bare(bare)))):  # fmt: skip
             pieces[-1] += piece
         elif piece:
             pieces.append(piece)

@@ -5,7 +5,7 @@ import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import BinaryIO
 
 from unisono.causes.signature import compiled
@@ -19,6 +19,7 @@ from unisono.diagnose.prefilter import Prefilter
 from unisono.diagnose.redact import shown
 from unisono.diagnose.tracebacks import Tracebacks
 from unisono.diagnose.unwrap import unwrap
+from unisono.diagnose.wrapping import Wrapping
 from unisono.text import plain
 
 FIRST_KEPT, LAST_KEPT = 60, 60
@@ -97,7 +98,9 @@ class _Reader:
         self._prefilter = Prefilter(STRONG, WEAK)
         self._year: int | None = None
         self._style: str | None = None
+        self._inner_style = ""
         self._section: int | None = None
+        self._wrapping = Wrapping()
         self._tail = b""
         self._tail_line = 1
         self._tail_offset = 0
@@ -106,6 +109,8 @@ class _Reader:
         data = chunk.data
         if self._style is None:
             self._begin(data)
+        else:
+            self._wrapping.learn(data, self._style)
         self._out.bytes += len(data)
         self._out.lines = chunk.line + data.count(b"\n") - 1
         line, counted = chunk.line, 0
@@ -130,14 +135,16 @@ class _Reader:
         lines = [plain(text.decode("utf-8", "replace")[:LINE_LIMIT]) for text in head]
         inner = [unwrap(text) for text in lines]
         self._style = identity.find_style([one for text, found in zip(lines, inner, strict=True) for one in (found[1] if found else [text])])  # fmt: skip
+        self._wrapping.learn(data, self._style)
+        self._inner_style = identity.find_style([bare for text in lines if (bare := self._wrapping.off(identity.split_prefix(text, style=self._style)[1])) is not None])  # fmt: skip
         self._year = next((year for text in lines if (year := times.find_year(text))), None)
         self._out.head = self._edge(b"\n".join(head), 1, 0)[:EDGE_LINES]
 
     def _edge(self, data: bytes, line: int, offset: int) -> list[Event]:
         found = []
         for raw in data.split(b"\n"):
-            for piece, order in _pieces(raw, offset):
-                who, rest = identity.split_prefix(piece, style=self._style or "")
+            for piece, order in _pieces(raw, offset, self._wrapping):
+                who, rest = self._split(piece)
                 if rest.strip():
                     found.append(self._event("line", "fact", None, piece, line, order, who, {}))
             line += 1
@@ -154,7 +161,7 @@ class _Reader:
         self._tail, self._tail_line, self._tail_offset = data, line, offset
 
     def _look(self, raw: bytes, offset: int, line: int) -> None:
-        for piece, order in _pieces(raw, offset):
+        for piece, order in _pieces(raw, offset, self._wrapping):
             inner = _inner(piece)
             if inner is None:
                 self._look_at(piece, order, line)
@@ -165,7 +172,7 @@ class _Reader:
     def _look_at(self, piece: str, order: int, line: int, *, of: Who = NOBODY, around: str = "") -> None:
         if self._year is None:
             self._year = times.find_year(piece)
-        who, rest = identity.split_prefix(piece, style=self._style or "")
+        who, rest = self._split(piece)
         if not rest.strip():
             return
         who = replace(who, rank=of.rank if who.rank is None else who.rank, host=who.host or of.host)
@@ -175,7 +182,9 @@ class _Reader:
             self._section = int(section["rank"]) if section["edge"] == "Begin" else None
         if who.rank is None and self._section is not None:
             who = replace(who, rank=self._section)
-        line_event = self._event("exception", "error", None, piece, line, order, who, {})
+        bare = self._wrapping.off(identity.split_prefix(piece, style=self._style or "")[1])
+        line_event = self._event("exception", "error", None, piece if bare is None else bare, line, order, who, {})  # fmt: skip
+        around = around or (piece if bare is not None else "")
         if line_event.time is None and around:
             line_event = replace(line_event, time=times.find_time(around, year=self._year))
         key = f"{who.rank}/{who.local_rank}/{who.pid}/{who.host}"
@@ -187,6 +196,15 @@ class _Reader:
         for mark, fields in _marks(rest):
             kind: EventKind = mark.kind  # type: ignore[assignment]
             self._add(replace(line_event, signature=mark.id, kind=kind, cause=None, fields=fields))
+
+    def _split(self, piece: str) -> tuple[Who, str]:
+        """Whom the prefixes of a line name, and the line without them and without what a collector put before it."""
+        who, rest = identity.split_prefix(piece, style=self._style or "")
+        bare = self._wrapping.off(rest)
+        if bare is None:
+            return who, rest
+        inner, rest = identity.split_prefix(bare, style=self._inner_style)
+        return Who(*(own if own is not None else outer for own, outer in zip(astuple(inner), astuple(who), strict=True))), rest  # fmt: skip
 
     @staticmethod
     def _names_itself(rest: str) -> bool:
@@ -226,14 +244,14 @@ def _line_end(data: bytes, start: int) -> int:
     return len(data) if end < 0 else end
 
 
-def _pieces(raw: bytes, offset: int) -> Iterator[tuple[str, int]]:
+def _pieces(raw: bytes, offset: int, wrapping: Wrapping) -> Iterator[tuple[str, int]]:
     """The pieces of a line, each with its place in the log."""
     if not offset:
         raw = raw.removeprefix(codecs.BOM_UTF8)
     for part in raw.split(b"\r"):
         if part:
             text = part[: 4 * LINE_LIMIT].decode("utf-8", "replace")
-            for number, piece in enumerate(split_pieces(text)):
+            for number, piece in enumerate(split_pieces(text, wrapping.off)):
                 yield (plain(piece) if "\x1b" in piece else piece), offset + number
         offset += len(part) + 1
 
