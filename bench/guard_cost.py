@@ -1,6 +1,6 @@
 """What the guard costs inside a rank of somebody else's program: each hook, the threads, and a DDP toy with the guard and without it in turn.
 
-    python bench/guard_cost.py               about five minutes; writes bench/results/guard_cost.json
+    python bench/guard_cost.py               about five minutes; writes bench/results/guard_cost.json after each pair
     python bench/guard_cost.py --pairs 2 --out /tmp/cost.json
 
     computed cost of a step = Σ over hooks (calls a step × cost of one) + CPU time of the threads, a second × step
@@ -173,28 +173,38 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE.parent / "results" / "guard_cost.json")
     asked = parser.parse_args()
     found = hooks()
-    computed_s = sum(found["hooks_ns"].values()) / 1e9 + found["threads_share"] * STEP_S
-    pairs = []
+    pairs: list[dict[str, Any]] = []
+    write(asked.out, found, pairs)
     for number in range(asked.pairs):
         order = (True, False) if number % 2 else (False, True)
         pair = {
             guarded: run(asked.steps, asked.port + 2 * number + guarded, guarded=guarded) for guarded in order
         }
-        pairs.append({"on": pair[True], "off": pair[False]})
+        pairs.append({"on": pair[True], "off": pair[False], "load": round(os.getloadavg()[0], 1)})
         print(
             f"pair {number + 1}: cpu {pair[True]['cpu_s'] / pair[False]['cpu_s']:.4f}, wall {pair[True]['wall_s'] / pair[False]['wall_s']:.4f}",
             flush=True,
         )
+        write(asked.out, found, pairs)
+
+
+def write(path: Path, found: dict[str, Any], pairs: list[dict[str, Any]]) -> None:
+    """The figures so far: what was computed, and the medians of the pairs."""
+    computed_s = sum(found["hooks_ns"].values()) / 1e9 + found["threads_share"] * STEP_S
+    ratios = {
+        name: statistics.median(pair["on"][f"{name}_s"] / pair["off"][f"{name}_s"] for pair in pairs) if pairs else None
+        for name in ("cpu", "wall")
+    }  # fmt: skip
     value = {
         "schema": 1, "machine": f"{platform.machine()}, {os.cpu_count()} cores", "python": platform.python_version(), "step_s": STEP_S, **found,
         "computed_s": computed_s, "computed_share": computed_s / STEP_S, "allowed_share": ALLOWED,
-        "cpu_ratio": statistics.median(p["on"]["cpu_s"] / p["off"]["cpu_s"] for p in pairs),
-        "wall_ratio": statistics.median(p["on"]["wall_s"] / p["off"]["wall_s"] for p in pairs), "load": os.getloadavg()[0], "pairs": pairs,
+        "cpu_ratio": ratios["cpu"], "wall_ratio": ratios["wall"], "pairs": pairs,
     }  # fmt: skip
-    asked.out.parent.mkdir(exist_ok=True)
-    asked.out.write_text(json.dumps(value, indent=1) + "\n")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value, indent=1) + "\n")
     print(
-        f"computed {value['computed_share']:.3%} of a step of 5 ms; measured CPU {value['cpu_ratio']:.4f}, wall {value['wall_ratio']:.4f}"
+        f"computed {value['computed_share']:.3%} of a step of 5 ms; of {len(pairs)} pairs: {ratios}",
+        flush=True,
     )
 
 

@@ -100,6 +100,8 @@ def test_a_rank_that_is_killed_is_named(program: Program, start: Start) -> None:
     ended = guarded.ended(since=since)
     assert ended.verdict is not None, guarded.front.text()
     assert (ended.verdict.cause, ended.verdict.ranks) == ("rank_killed", (1,))
+    noted = guarded.losses(1)[-1]["step"]  # some note it before the optimizer's step, some after
+    assert ended.verdict.step in (noted - 1, noted)
     assert ended.exit_code == 5
 
 
@@ -117,7 +119,8 @@ def test_a_rank_that_is_stopped_is_named_and_nothing_of_it_is_left(program: Prog
 
 # Accelerate deals a loader's batches out by itself: whatever the rows, all ranks make the same number of steps.
 @pytest.mark.parametrize(
-    "program", [*_long(DDP, TRAINER, *[other for other in _OTHERS if other is not ACCELERATE])]
+    "program",
+    [*_long(DDP, TRAINER, LIGHTNING_ITSELF, *[other for other in _OTHERS if other is not ACCELERATE])],
 )
 def test_a_rank_with_fewer_steps_is_named(program: Program, start: Start) -> None:
     guarded = start(program, "--fault", "steps", "--steps", "40")

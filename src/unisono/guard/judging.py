@@ -13,6 +13,7 @@ from unisono.control.server import HeadServer
 from unisono.events import Message
 from unisono.guard.brought import Brought
 from unisono.guard.here import PASSED_EVERYWHERE, Here, is_gone_wrong
+from unisono.guard.job import ProgramJob
 from unisono.guard.ranks import UNKNOWN_END
 from unisono.integrations.border import LAUNCHER
 from unisono.launch.attempt import Show, say
@@ -38,24 +39,6 @@ _RESTART_S = 120.0  # for a launcher to start its ranks anew; torchrun alone giv
 _ALONE_S = 60.0  # a rank is one once it has loaded torch, which takes long where files come over a network
 _NOWHERE = DeviceChoice(kind="cpu", name="unknown", memory_bytes=0, bfloat16=False)
 BY_ITSELF = "this program starts its processes by itself: only deaths are seen"
-
-
-@dataclass(frozen=True)
-class ProgramJob:
-    """Who takes part, as far as it is known; ranks that have not been heard of are there without a place."""
-
-    nodes: Sequence[NodePlace]
-    ranks: Sequence[RankPlace]
-    total_steps: int = 0
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return len(self.ranks)
-
-    def on_node(self, node_rank: int) -> Sequence[RankPlace]:
-        """The ranks of one node."""
-        return [place for place in self.ranks if place.node_rank == node_rank]
 
 
 @dataclass
@@ -129,6 +112,7 @@ class Judging:
                 self._hear(_POLL_S)
                 self._look()
                 self._decide(time.monotonic())
+            self._decide_at_the_end()
         finally:
             if self._signs is not None:
                 self._signs.close()
@@ -330,6 +314,20 @@ class Judging:
             self._ended_all = True
             for node in self.nodes:
                 self._do(node.node_rank, {"kind": "end"})
+
+    def _decide_at_the_end(self) -> None:
+        """Names a rank that left while others counted on it, where all of it went so fast that nothing was named: what is printed does not say so."""
+        if self._trouble is None or self.verdict is not None or self.asked is not None or self._lost:
+            return
+        culprit = first_cause(list(self._ends.values()))
+        if (
+            culprit is not None
+            and culprit.last is not None
+            and culprit.last["kind"] == "result"
+            and culprit.rank < self._world
+        ):
+            after_s = round(time.monotonic() - self._trouble, 3)
+            self._name(name_death(culprit, self.job, after_s=after_s), end_in_s=0.0)
 
     def _may_begin_again(self, now: float) -> bool:
         """Whether the program's launchers are all there, and still have time to start the ranks anew by themselves."""

@@ -299,7 +299,7 @@ class ProgramRanks:
         why = "its launcher ended it" if by_launcher else ""
         return RankEnd(
             rank=number, returncode=code if code is not None else 0, last=last, phase=beat.phase if beat else rank.phase,
-            step=beat.step if beat else rank.step, oom_killed=(oom_kills() or 0) > self._kills_before,
+            step=max(0, beat.step - 1) if beat else rank.step, oom_killed=(oom_kills() or 0) > self._kills_before,
             ended_by_us=why or (UNKNOWN_END if code is None and last is None else ""),
         )  # fmt: skip
 
