@@ -69,19 +69,19 @@ class Scene:
         return [(one["cause"], tuple(one["ranks"])) for one in found]
 
 
-def test_it_looks_four_times_a_second_and_half_as_often_while_all_ranks_move() -> None:
+def test_it_looks_five_times_a_second_and_half_as_often_while_all_ranks_move() -> None:
     scene = Scene(2)
 
     def looks(seconds: float, *, idle: bool) -> int:
         before = scene.signs.looked
-        for tick in range(int(seconds / 0.0625)):
-            idle_s = 0.0625 * (tick + 1) if idle else 0.0
-            scene.see(view(0, "compute", idle_s), view(1, "compute", 0.0), after_s=0.0625)
+        for tick in range(int(seconds / 0.05)):
+            idle_s = 0.05 * (tick + 1) if idle else 0.0
+            scene.see(view(0, "compute", idle_s), view(1, "compute", 0.0), after_s=0.05)
         return scene.signs.looked - before
 
-    assert looks(10.0, idle=False) == pytest.approx(20, abs=2)
-    assert looks(2.0, idle=True) == pytest.approx(8, abs=1)
-    assert looks(10.0, idle=False) == pytest.approx(20, abs=2)
+    assert looks(10.0, idle=False) == pytest.approx(24, abs=3)
+    assert looks(4.0, idle=True) == pytest.approx(18, abs=3)
+    assert looks(10.0, idle=False) == pytest.approx(24, abs=3)
 
 
 def waiting(rank: int, idle_s: float) -> RankView:

@@ -16,7 +16,10 @@ from unisono.watch.patience import Patience
 if TYPE_CHECKING:
     from unisono.control.server import HeadServer
 
-_EVERY_S, _CALM_EVERY_S = 0.25, 0.5  # calm: every rank has moved since the last look
+_EVERY_S, _CALM_EVERY_S = (
+    0.2,
+    0.4,
+)  # whoever calls polls as often; calm: every rank has moved since the last look
 _SILENT_S = 3.0
 _ASK_AGAIN_S = 5.0
 _LATE_S = 2.0  # a view of a rank on another node may be so old
@@ -115,7 +118,7 @@ class Watching:
         return {**self._raw, **{place.rank: self._signs.raw(place.rank) for place in self._plan.on_node(0)}}
 
     def look(self) -> Verdict | None:
-        """Called as often as one likes; looks four times a second, and twice while all ranks move. Between it gives what was found last.
+        """Called as often as one likes; looks five times a second, and half as often while all ranks move. Between it gives what was found last.
 
         A verdict is the end of the ranks.
         """
