@@ -119,3 +119,10 @@ def test_what_only_some_lines_begin_with_belongs_to_them() -> None:
 def test_numbers_of_lines_are_no_ranks() -> None:
     numbered = "".join(f"{number}: {line}\n" for number, line in enumerate(FAILED.splitlines(), 1))
     assert verdict(train=numbered).ranks == (2,)
+
+
+def test_255_is_an_exit_code_and_no_signal() -> None:
+    """What MPI_Abort leaves behind, and programs that leave with -1."""
+    ended = "srun: error: n97: task 5: Exited with exit code 255\nslurmstepd: error: *** STEP 41.0 ON n96 CANCELLED AT 2025-12-12T17:52:24 ***\nsrun: error: n97: tasks 1,3: Terminated\n"  # fmt: skip
+    said = verdict(train=STEPS + ended)
+    assert (said.cause, said.ranks) == ("rank_died_first", (5,))

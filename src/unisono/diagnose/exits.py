@@ -65,15 +65,15 @@ def _srun(event: Event) -> list[Exit]:
     code = event.number("code")
     if code is None:
         code = next((number for words, number in _WORDS.items() if words in how), 1)
-    elif code > 128:
-        code = 128 - code
+    else:
+        code = _of_shell(code)
     ranks = _numbers(event.fields.get("rank", ""))
     return [Exit(event, code, rank=rank, host=event.fields.get("host"), time=event.time) for rank in ranks]
 
 
 def _rank(event: Event) -> list[Exit]:
     code = event.number("code") or 0
-    code = -code if event.fields.get("how") == "signal" else 128 - code if code > 128 else code
+    code = -code if event.fields.get("how") == "signal" else _of_shell(code)
     return [Exit(event, code, rank=event.number("rank"), pid=event.number("pid"), host=event.who.host, time=event.time)]  # fmt: skip
 
 
@@ -109,6 +109,11 @@ def _deepspeed(event: Event) -> list[Exit]:
     return [
         Exit(event, event.number("code") or 0, time=event.time)
     ]  # whose it is, the line does not know: it names the last local rank
+
+
+def _of_shell(code: int) -> int:
+    """Minus the signal, where a shell's code tells of one: 128 and its number. 255 is what programs leave with that give -1."""
+    return 128 - code if 128 < code <= 128 + signal.NSIG else code
 
 
 def _numbers(text: str) -> list[int]:
