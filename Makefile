@@ -8,8 +8,8 @@ PY := $(VENV)/bin/python
 WORKERS ?= 3
 # Tests of this kind start up to eight processes each, and strike at moments that they wait for.
 LONG_WORKERS ?= 2
-# Many threads of many small processes would only wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+# Many threads of many small processes would only wait for each other; and each of them would compile the package anew where no bytecode is kept.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test check lint types tests test-long format clean
