@@ -1,15 +1,18 @@
 """A real Ray cluster of network namespaces, each with a disk of its own, and commands that are typed on its nodes."""
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +51,9 @@ class RayCluster:
         token: that Ray asks for.
     """
 
-    def __init__(self, ground: Namespaces, folder: Path, *, cpus: list[int], mark: str = "") -> None:
+    def __init__(
+        self, ground: Namespaces, folder: Path, *, cpus: list[int], mark: str = "", dashboard: bool = False
+    ) -> None:
         self.ground = ground
         self.folder = folder
         self.disk = folder / "disk"
@@ -57,6 +62,7 @@ class RayCluster:
         self.fronts: list[Front] = []
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
         self._cpus = cpus
+        self._dashboard = dashboard
         self._starts = 0
         self.disk.mkdir()
         _RAYS_FOLDER.mkdir(exist_ok=True)
@@ -66,20 +72,30 @@ class RayCluster:
     def address(self) -> str:
         return f"{self.ground.address(0)}:{_PORT}"
 
-    def start_nodes(self, *nodes: int, **changes: str) -> None:
-        """Starts Ray on nodes, with changes of their environment, and waits until they are in."""
-        for node in nodes:
-            self._start(node, changes)
-            self.until(partial(self._is_in, node, changes), limit_s=_START_S, what=f"Ray runs on node {node}")
+    def start_nodes(
+        self, *nodes: int, python: str = sys.executable, before: Sequence[str] = (), **changes: str
+    ) -> None:
+        """Starts Ray on nodes, and waits until they are in.
 
-    def _start(self, node: int, changes: dict[str, str]) -> None:
-        ray = Path(sys.executable).with_name("ray")
+        Args:
+            nodes: which.
+            python: that runs Ray there.
+            before: words in front of the command.
+            changes: of their environment.
+        """
+        for node in nodes:
+            start = partial(self._start, node, changes, [*before, python])
+            start()
+            self.until(partial(self._is_in, node, start), limit_s=_START_S, what=f"Ray runs on node {node}")
+
+    def _start(self, node: int, changes: dict[str, str], python: list[str]) -> None:
         words = [
-            str(ray), "start", "--block", "--disable-usage-stats", f"--num-cpus={self._cpus[node]}", "--object-store-memory=80000000",
-            f"--node-ip-address={self.ground.address(node)}",
+            *python, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", f"--num-cpus={self._cpus[node]}",
+            "--object-store-memory=80000000", f"--node-ip-address={self.ground.address(node)}",
         ]  # fmt: skip
+        dashboard = ["--include-dashboard=true", "--dashboard-host=0.0.0.0"]
         words += (
-            ["--head", f"--port={_PORT}", "--include-dashboard=false"]
+            ["--head", f"--port={_PORT}", *(dashboard if self._dashboard else ["--include-dashboard=false"])]
             if node == 0
             else [f"--address={self.address}"]
         )
@@ -97,6 +113,27 @@ class RayCluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), number)
         process.wait(30)
+
+    def raylet(self, node: int) -> psutil.Process:
+        """Ray's own process that has a node in the cluster."""
+        pids = map(int, self._pids(node))
+        return next(p for p in map(psutil.Process, pids) if p.cmdline()[0].endswith("raylet/raylet"))
+
+    def other_ray(self, version: str) -> Path:
+        """A folder with another version of Ray, by its own word: all else of it is the installed one."""
+        folder = self.folder / f"ray-{version}"
+        found = importlib.util.find_spec("ray")
+        assert found is not None
+        assert found.origin is not None
+        installed = Path(found.origin).parent
+        (folder / "ray").mkdir(parents=True)
+        for path in installed.iterdir():
+            if path.name not in ("_version.py", "__pycache__"):
+                (folder / "ray" / path.name).symlink_to(path)
+        own = importlib.metadata.version("ray")
+        text = (installed / "_version.py").read_text().replace(f'"{own}"', f'"{version}"')
+        (folder / "ray/_version.py").write_text(text)
+        return folder
 
     def other_code(self) -> Path:
         """A folder with another unisono, as a node has it that was not updated; it is on the same path everywhere."""
@@ -117,7 +154,7 @@ class RayCluster:
         own = {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0", "HF_HUB_OFFLINE": "1",
             "XDG_CACHE_HOME": str(self.disk / "cache"), "XDG_CONFIG_HOME": str(self.disk / "settings"), "HOME": str(self.disk),
-            "OMP_NUM_THREADS": "1", "TEST_RAY": self.mark,
+            "OMP_NUM_THREADS": "1", "TEST_RAY": self.mark, "RAY_JOB_STOP_WAIT_TIME_S": "60",
         }  # fmt: skip
         return {name: value for name, value in {**kept, **own, **changes}.items() if value}
 
@@ -147,9 +184,16 @@ class RayCluster:
         body = json_of(self.on_disk(0, Path(config)))
         return self.on_disk(0, Path(body["output_dir"]))
 
-    def type(self, *words: str, node: int = 0, speaks_json: bool = True, **changes: str) -> Front:
+    def type(
+        self,
+        *words: str,
+        node: int = 0,
+        speaks_json: bool = True,
+        python: str = sys.executable,
+        **changes: str,
+    ) -> Front:
         """Types `unisono WORDS` on a node."""
-        program = [sys.executable, "-m", "unisono", *words, *(["--json"] if speaks_json else [])]
+        program = [python, "-m", "unisono", *words, *(["--json"] if speaks_json else [])]
         front = Front(
             self.inside(node, program, cwd=self.disk), node=node, host=self.ground.host(node), cwd=self.folder,
             environment=self.environment(**{"RAY_ADDRESS": self.address, **changes}), json=speaks_json,
@@ -167,7 +211,7 @@ class RayCluster:
         for process in self.processes():
             with contextlib.suppress(psutil.Error, OSError):
                 line = " ".join(process.cmdline())
-                if ("unisono" in line and "ray start" not in line) or "ray::Keeper" in line:
+                if re.search(r" -m unisono\b|bin/unisono |ray::Keeper", line):
                     found.append(line)
         return found
 
@@ -251,14 +295,14 @@ class RayCluster:
         )
         return done.stdout.split()
 
-    def _is_in(self, node: int, changes: dict[str, str]) -> bool:
+    def _is_in(self, node: int, start: Callable[[], None]) -> bool:
         """Whether `ray start` says so. It gives its own processes 30 s, which a busy machine may not keep: then once more."""
         if "Ray runtime started" in self._log(node).read_text():
             return True
         if self.nodes[node].poll() is not None:
             self._starts += 1
             assert self._starts < _TRIES, self._log(node).read_text()
-            self._start(node, changes)
+            start()
         return False
 
     def _log(self, node: int) -> Path:

@@ -10,22 +10,22 @@ import pytest
 from tests.nodes.ground import Namespaces, why_no_namespaces
 from tests.ray.cluster import RayCluster, config_of
 
-Cluster = Callable[[list[int]], RayCluster]
+Cluster = Callable[..., RayCluster]
 Typed = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
 def cluster_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Makes a cluster with so many CPUs on each node; it is ended with the module."""
+    """Makes a cluster with so many CPUs on each node, perhaps with a dashboard; it is ended with the module."""
     if why_no_namespaces():
         pytest.skip(why_no_namespaces())
     pytest.importorskip("ray")
     made: list[tuple[RayCluster | None, Namespaces]] = []
 
-    def make(cpus: list[int]) -> RayCluster:
+    def make(cpus: list[int], *, dashboard: bool = False) -> RayCluster:
         ground = Namespaces(len(cpus), tmp_path_factory.mktemp("ground"))
         made.append((None, ground))
-        cluster = RayCluster(ground, tmp_path_factory.mktemp("ray"), cpus=cpus)
+        cluster = RayCluster(ground, tmp_path_factory.mktemp("ray"), cpus=cpus, dashboard=dashboard)
         made[-1] = (cluster, ground)
         return cluster
 

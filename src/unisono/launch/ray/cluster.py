@@ -2,6 +2,7 @@
 
 import contextlib
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,10 +101,17 @@ def connected(address: str) -> Iterator[None]:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="unisono")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise _not_connected(address, str(error)) from error
+    _leave_signals_to_the_front()
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _leave_signals_to_the_front() -> None:
+    """Terminals and `ray job stop` signal all processes of a command, and Ray has its drivers end by SIGTERM; what is to be saved comes through this one."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def living_nodes() -> list[RayNode]:

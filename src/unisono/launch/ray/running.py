@@ -236,12 +236,13 @@ class Running:
             self._passed += 1
 
     def _tell_who_is_lost(self) -> None:
-        """The head names the node that is gone; Ray's words on it are evidence."""
+        """The head names the node that is gone; what Ray says of it may be why, and the head does not know that."""
         for place in self.places[1:]:
             if place.lost and place.node_rank not in self._told:
                 self._told.add(place.node_rank)
                 verdict = name_lost_place(place)
-                self._note(f"{verdict.summary}: {verdict.evidence[0].text}")
+                text = f"{verdict.summary}: {verdict.evidence[0].text}"
+                self.reporter.send("warning", code=verdict.cause, text=text, fix="; ".join(verdict.fix))
 
     def _leave(self) -> None:
         for place in self.places:

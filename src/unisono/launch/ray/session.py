@@ -10,7 +10,7 @@ from typing import Any
 
 from unisono.causes import Verdict, find_cause
 from unisono.config import LoadedConfig
-from unisono.errors import Disagreed, UsageError
+from unisono.errors import Disagreed, RankDied, UsageError
 from unisono.events import Message
 from unisono.facts import Environment, read_environment, read_machine
 from unisono.facts.machine import Gpu
@@ -82,6 +82,8 @@ class _Session:
             try:
                 with TaskProcess("driver", self.body, talks=True, programs=_DRIVER) as driver:
                     last = self._hear(driver, stack, claimed)
+            except RankDied as error:
+                raise _driver_died(error, str(self.body["address"])) from error
             finally:
                 claimed.worth_keeping = _has_something(self.run_dir)
             return self._ended(last)
@@ -184,6 +186,15 @@ def _driver_request(request: TrainRequest, loaded: LoadedConfig, environment: En
         "least": shape.enough, "nproc": shape.nproc, "join_timeout_s": request.join_timeout_s,
         "variables": carried_variables(environment.variables),
     }  # fmt: skip
+
+
+def _driver_died(error: RankDied, address: str) -> RankDied:
+    """Ray ends a driver by abort() where the cluster's head, or the raylet beside it, is gone; others end it by a signal."""
+    told = error.problems[0]
+    return RankDied.of(
+        told.what.replace("the task driver", "the process that is connected to Ray"), where=f"Ray cluster {address}", why=told.why,
+        fix="`ray status` says whether the cluster is still there; the same command goes on from the newest checkpoint that is here",
+    )  # fmt: skip
 
 
 def _has_something(run: RunDir) -> bool:

@@ -1,0 +1,57 @@
+"""The process that is connected to Ray dies. Run: pytest tests/ray/test_driver.py"""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+_LIMIT_S = 120.0
+
+
+@pytest.mark.slow
+def test_its_end_is_told_with_the_cluster_and_nothing_is_left(
+    tmp_path: Path, model_dir: Path, rows_file: Path
+) -> None:
+    """It tries to reach a cluster that takes up its call and never answers."""
+    pytest.importorskip("ray")
+    (tmp_path / "c.yaml").write_text(
+        f"model: {model_dir}\ndata: {{train: {rows_file}}}\ndevice: cpu\noutput_dir: {tmp_path / 'out'}\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(_LIMIT_S)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        command = [
+            sys.executable,
+            "-m",
+            "unisono",
+            "train",
+            "c.yaml",
+            "--launcher",
+            "ray",
+            "--ray-address",
+            address,
+        ]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        front = subprocess.Popen(
+            command, cwd=tmp_path, env={**kept, "XDG_CONFIG_HOME": str(tmp_path / "settings")}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        try:
+            call, _ = silent.accept()
+            (driver,) = psutil.Process(front.pid).children(recursive=True)
+            assert "unisono.launch.ray" in driver.cmdline()
+            driver.kill()
+            said, _ = front.communicate(timeout=_LIMIT_S)
+        finally:
+            front.kill()
+            front.communicate()
+        call.close()
+    assert front.returncode == 5, said
+    assert "the process that is connected to Ray ended: killed by SIGKILL" in said
+    assert f"where: Ray cluster {address}" in said
+    assert "the same command goes on from the newest checkpoint" in said
+    assert not (tmp_path / "out").exists()
