@@ -95,7 +95,7 @@ SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="preempted", hints=("DUE TO ", "Node failure on", "reempt", "SignalException", "TERM_RUNLIMIT", "TERM_PREEMPT", "walltime", "Spot ", "spot ", "job time limit", "DeadlineExceeded", "imminent node shutdown", "TaintManager", "MaxRuntimeExceeded", "MaxRuntimeInSeconds", "node was preempted", "timed-out", "timed out. Ran", "PREEMPTED", "TIMEOUT ", "NODE_FAIL", "CANCELLED by"),
         pattern=r"DUE TO (?:PREEMPTION|TIME LIMIT|NODE FAILURE)|srun: error: Node failure on |[Rr]eason: {1,12}Preempt|SignalException: Process \d{1,10} got signal: (?:15|10|12)\b|TERM_(?:RUNLIMIT|PREEMPT)|PBS: job killed: walltime|"
-        r"[Ss]pot (?:instance )?interruption|[Ii]nstance (?:is being|was|has been) preempted|[Pp]reempted by (?:a )?(?:pod|node|job|higher)|[Jj]ob (?:was|has been) preempted|DeadlineExceeded|in response to imminent node shutdown|TaintManagerEviction|MaxRuntimeExceeded|[Ee]xceeded MaxRuntimeInSeconds|\b(?:[Rr]unner|VM|[Ww]orker|[Ii]nstance|[Nn]ode|[Pp]od|[Tt]ask|[Mm]achine)s?\b.{0,30} (?:was|has been|have been|is being|been|were) preempted|[Tt]his job is timed-out|Job has timed out\. Ran|^\d{1,12}(?:\.\w{1,10})? .{1,80}\b(?:PREEMPTED|TIMEOUT|NODE_FAIL|CANCELLED by \d{1,9}) {1,20}\d{1,3}:\d", kind="error",
+        r"[Ss]pot (?:instance )?interruption|[Ii]nstance (?:is being|was|has been) preempted|[Pp]reempted by (?:a )?(?:pod|node|job|higher)|[Jj]ob (?:was|has been) preempted|DeadlineExceeded|in response to imminent node shutdown|TaintManagerEviction|MaxRuntimeExceeded|[Ee]xceeded MaxRuntimeInSeconds|\b(?:[Rr]unner|VM|[Ww]orker|[Ii]nstance|[Nn]ode|[Pp]od|[Tt]ask|[Mm]achine)s?\b.{0,30} (?:was|has been|have been|is being|been|were) preempted|[Tt]his job is timed-out|Job has timed out\. Ran|^\d{1,12}(?:\.\w{1,10})?[ |].{0,80}\b(?:PREEMPTED|TIMEOUT|NODE_FAIL|CANCELLED by \d{1,9})[ |]{1,20}\d{1,3}:\d", kind="error",
         cause="preempted_sigterm", source="Slurm 23, slurmstepd; Kubernetes events; " + _ELASTIC + "/api.py",
         example="slurmstepd: error: *** STEP 81231.0 ON gpu-04 CANCELLED AT 2025-03-04T19:00:12 DUE TO PREEMPTION ***",
         look_alike="slurmstepd: error: *** STEP 81231.0 ON gpu-04 CANCELLED AT 2025-03-04T19:00:12 ***",
@@ -114,7 +114,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         id="cancelled", hints=("CANCELLED AT ", "Job step aborted", "Received 15 death signal", "Received SIGTERM", "received SIGTERM", "Terminated"),
-        pattern=r"\*{3} (?:STEP|JOB) \S{1,40} ON \S{1,80} CANCELLED AT \S{1,30}(?! DUE)|Job step aborted|Received 15 death signal|[Rr]eceived SIGTERM", kind="consequence", cause=None,
+        pattern=r"\*{3} (?:STEP|JOB) \S{1,40} ON \S{1,80} CANCELLED AT \S{1,30}(?! DUE TO)|Job step aborted|Received 15 death signal|[Rr]eceived SIGTERM", kind="consequence", cause=None,
         source="Slurm 23, slurmstepd and srun; " + _ELASTIC + "/api.py: somebody told the job to end, perhaps since one of its tasks had failed",
         example="slurmstepd: error: *** STEP 81231.0 ON gpu-04 CANCELLED AT 2025-03-04T19:00:12 ***", look_alike="the order was cancelled",
     ),
@@ -125,8 +125,8 @@ SIGNATURES: tuple[Signature, ...] = (
         look_alike="The client socket has connected to [node0]:29400 on [node1]:51234.",
     ),
     Signature(
-        id="kernel_segfault", hints=("segfault at", "general protection fault", "Segmentation fault", "Bus error", "Illegal instruction", "Caught signal 11", "received signal SIGSEGV", "SIGSEGV received", "SIGBUS received"),
-        pattern=r"\[\d{1,10}\]:? (?:segfault at|general protection)|(?:: |\d )(?:Segmentation fault|Bus error|Illegal instruction)\b|Caught signal 11|received signal SIGSEGV|SIG(?:SEGV|BUS) received at time|^Segmentation fault", kind="death",
+        id="kernel_segfault", hints=("segfault at", "general protection fault", "Segmentation fault", "Bus error", "Illegal instruction", "Caught signal 11", "received signal SIGSEGV", "SIGSEGV received", "SIGBUS received", "Segfault encountered"),
+        pattern=r"\[\d{1,10}\]:? (?:segfault at|general protection)|(?:: |\d )(?:Segmentation fault|Bus error|Illegal instruction)\b|Caught signal 11|received signal SIGSEGV|SIG(?:SEGV|BUS) received at time|^Segmentation fault|Segfault encountered", kind="death",
         cause="rank_died_first", source="Linux (dmesg); shells; UCX; abseil in Ray's workers", example="kernel: python[4412]: segfault at 0 ip 00007f1c sp 00007ffd error 4 in libtorch_cuda.so",
         look_alike="segmentation of the image is done", beside=("fatal_python",),
     ),

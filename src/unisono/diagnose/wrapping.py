@@ -13,6 +13,8 @@ _SAMPLED = 60
 """Lines of the head and of the tail of a chunk that have to bear it."""
 _FEWEST = 4
 _SHARE = 0.85
+_NUMBERED = re.compile(r"\d{1,5}: ?$")
+"""What srun puts before a line; it is no part of a wrapping."""
 _PARTS = re.compile(
     r"(?P<number>\d+)|(?P<level>\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL|FATAL|TRACE|stdout|stderr|info|warn|error)\b)"
     r"|(?P<month>\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec|Mon|Tue|Wed|Thu|Fri|Sat|Sun)\b)|(?P<blank> +)|(?P<other>.)"
@@ -35,21 +37,30 @@ class Wrapping:
         if not before:
             return
         self._known = True
-        rests = {_outer(identity.split_prefix(text, style=style)[1]) for text in before}
+        rests = {identity.split_prefix(text, style=style)[1] for text in before}
         if "" in rests or any(len(text) > _LONGEST for text in rests):
             return
-        pattern = re.compile("|".join(sorted({_shape(text) for text in rests}, key=len, reverse=True)))
-        lines = [line for line in _sample(data) if line.strip()]
-        bearing = sum(
-            pattern.match(identity.split_prefix(line, style=style)[1]) is not None for line in lines
-        )
-        if len(lines) >= _FEWEST and bearing >= _SHARE * len(lines):
-            self._pattern = pattern
+        rests = {_outer(text) for text in rests}
+        if "" in rests:
+            return
+        lines = [identity.split_prefix(line, style=style)[1] for line in _sample(data) if line.strip()]
+        self._pattern = _common(rests, lines)
+        ranked = _common({_NUMBERED.sub("", text) for text in rests} - {""}, lines)
+        if self._pattern and ranked and identity.find_style([line[found.end() :] for line in lines if (found := ranked.match(line))]):  # fmt: skip
+            self._pattern = ranked
 
     def off(self, text: str) -> str | None:
         """The text of a line, known prefixes taken off, without its wrapping; None: it bears none."""
         found = self._pattern.match(text) if self._pattern else None
         return text[found.end() :] if found else None
+
+
+def _common(texts: set[str], lines: list[str]) -> re.Pattern[str] | None:
+    """A pattern for these texts, if nearly all lines begin with one of them."""
+    if not texts or len(lines) < _FEWEST:
+        return None
+    pattern = re.compile("|".join(sorted({_shape(text) for text in texts}, key=len, reverse=True)))
+    return pattern if sum(pattern.match(line) is not None for line in lines) >= _SHARE * len(lines) else None
 
 
 def _outer(text: str) -> str:
@@ -72,7 +83,8 @@ def _places(data: bytes) -> list[int]:
 
 def _before(data: bytes, place: int) -> str | None:
     """What stands before an anchor in its line; None: it is within something, as in a launcher's table or behind a bar."""
-    start = max(data.rfind(b"\n", 0, place), data.rfind(b"\r", 0, place)) + 1
+    least = max(0, place - 8 * _LONGEST)
+    start = max(data.rfind(b"\n", least, place), data.rfind(b"\r", least, place), least - 1) + 1
     text = plain(data[start:place].decode("utf-8", "replace"))
     return None if text.rstrip().endswith(("traceback :", "]", "%")) and not text.endswith(" ") else text
 

@@ -42,8 +42,7 @@ def find_finished(view: View) -> list[Finding]:
         real = [
             event
             for event in real
-            if ("slurmstepd: " not in event.text or "DUE TO" in event.text)
-            and event.signature not in _KERNELS
+            if ("slurmstepd" not in event.text or "DUE TO" in event.text) and event.signature not in _KERNELS
         ]
     return [] if real else [_healthy(view, end)]
 

@@ -93,7 +93,7 @@ class View:
         """Whether the rank went on training, or the launcher began anew, after the line."""
         if event.order < self.attempt_began.get(event.source, -1):
             return True
-        if "slurmstepd: " in event.text:  # the scheduler has the last word; lines still come for a while
+        if "slurmstepd" in event.text:  # the scheduler has the last word; lines still come for a while
             return any(one.source == event.source and one.order > event.order for one in self.beginnings)
         later = [
             one
