@@ -287,11 +287,18 @@ class Judging:
 
     def _lasting(self, found: Verdict | None, now: float) -> Verdict | None:
         """Ranks of somebody else's program leave one by one, as they like: that one has left counts once the others still wait later."""
-        if found is None or found.cause != "unequal_steps":
+        if found is None or not self._has_left(found):
             self._early_since = None
             return found
         self._early_since = self._early_since or now
         return found if now - self._early_since >= _LEFT_S else None
+
+    def _has_left(self, found: Verdict) -> bool:
+        """Whether the ranks that are named have said their last word; those that wait in another collective than the rest have not."""
+        views = self._watching.picture.views if self._watching is not None else {}
+        return found.cause == "unequal_steps" and any(
+            rank in views and views[rank].told_result for rank in found.ranks
+        )
 
     def _gather(self) -> None:
         """Keeps what a verdict can cite, while it is there."""
