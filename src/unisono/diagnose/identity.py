@@ -89,9 +89,10 @@ def find_rank(text: str) -> int | None:
 def find_style(lines: list[str]) -> str:
     """What the lines of a log begin with: "srun" (a number: the rank), "srun-nodes" (a number: the node), "pdsh" (a host), or "" for neither.
 
-    What a script says before its first such line does not count.
+    What a script says before its first such line does not count, nor what Slurm itself says.
     """
     lines = [_BEFORE.sub("", line, count=1) for line in lines if line.strip()]
+    lines = [line for line in lines if not line.startswith(("srun: ", "slurmstepd"))]
     numbered = [bool(_SRUN.match(line)) for line in lines]
     if _is_usual(numbered) and not _are_line_numbers(lines):
         return "srun-nodes" if _are_nodes(lines) else "srun"
