@@ -281,8 +281,6 @@ class RayCluster:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(ray.pid, signal.SIGKILL)
             ray.wait(30)
-        with contextlib.suppress(OSError):
-            _RAYS_FOLDER.rmdir()
         shutil.rmtree(self.disk, ignore_errors=True)
 
     def _pids(self, node: int) -> list[str]:

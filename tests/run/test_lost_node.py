@@ -32,7 +32,7 @@ def both(apart: Namespaces, tmp_path: Path) -> Iterator[list[Guarded]]:
         yield begun
 
 
-@pytest.mark.parametrize("blow", [lose_power, kill, cut])
+@pytest.mark.parametrize("blow", [pytest.param(lose_power, marks=pytest.mark.long), kill, cut])
 def test_a_node_that_is_lost_is_named_and_nothing_of_the_program_is_left(
     blow: Callable[[Namespaces, int], None], both: list[Guarded], apart: Namespaces
 ) -> None:
@@ -52,7 +52,7 @@ def test_a_node_that_is_lost_is_named_and_nothing_of_the_program_is_left(
     until(lambda: not any(apart.pids(node) for node in range(2)), "nothing is left on either node")
 
 
-@pytest.mark.parametrize("blow", [lose_power, cut])
+@pytest.mark.parametrize("blow", [lose_power, pytest.param(cut, marks=pytest.mark.long)])
 def test_a_node_that_loses_the_head_says_so_and_ends_its_ranks(
     blow: Callable[[Namespaces, int], None], both: list[Guarded], apart: Namespaces
 ) -> None:

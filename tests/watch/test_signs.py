@@ -191,7 +191,7 @@ def test_looking_costs_little_for_a_rank_that_works(watched: Start) -> None:
         ranks.signs.views(began + number * 0.2)  # so that /proc is read in every fifth
     each_s = (sum(own.cpu_times()[:2]) - used) / count / 2
     print(f"{each_s * 1e6:.1f} µs")
-    assert each_s < 200e-6  # 50 to 70 alone; other work on the machine adds to it
+    assert each_s < 350e-6  # 50 to 70 alone; other work on the machine adds to it
 
 
 def test_a_rank_that_reads_a_large_file_has_not_gone_silent_and_one_that_only_sleeps_has(
