@@ -15,6 +15,8 @@ from tests.nodes.ground import HOSTS, Namespaces, Own
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 _UP_S = 60.0
+_DEVICES = ("/dev/null", "/dev/zero")
+"""What slurmd counts as accelerators: it wants a file for each."""
 _CONF = """
 ClusterName=unisono
 SlurmctldHost=ada(10.231.7.1)
@@ -76,7 +78,7 @@ class Cluster:
         nodes: how many of the nodes have a slurmd.
         limits: EnforcePartLimits: whether sbatch refuses what a partition does not allow, or lets it wait for ever.
         own: what each node sees in place of the machine's own files; () as a rule.
-        gpus: how many accelerators each node is said to have; there are none behind them.
+        gpus: how many accelerators each node is said to have, two at the most; there are none behind them.
     """
 
     networks: Namespaces
@@ -111,7 +113,8 @@ class Cluster:
             for node, host in enumerate(self.names)
         ]
         if self.gpus:
-            (self.folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu Count={self.gpus}\n")
+            files = [f"Name=gpu File={path}" for path in _DEVICES[: self.gpus]]
+            (self.folder / "gres.conf").write_text("\n".join(["AutoDetect=off", *files, ""]))
         munge = self._munge()
         # Nothing is bound to control groups here, and what the machine has of them is not for every slurmd.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainCores=no\n")
