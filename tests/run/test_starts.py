@@ -95,7 +95,7 @@ def torchrun(folder: Path, *words: str) -> list[str]:
     return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", *words]
 
 
-@pytest.mark.ranks
+@pytest.mark.long  # torch 2.13 may give ranks that are started anew the addresses of those that are gone
 def test_a_rank_that_is_killed_once_is_a_warning_where_its_launcher_starts_it_anew(tmp_path: Path) -> None:
     words = torchrun(tmp_path, "--max-restarts", "2", "dies.py", "1")
     with run(tmp_path, words, env={**os.environ, "OMP_NUM_THREADS": "1"}) as front:
@@ -106,7 +106,7 @@ def test_a_rank_that_is_killed_once_is_a_warning_where_its_launcher_starts_it_an
     assert (result(tmp_path)["outcome"], result(tmp_path)["verdict"]) == ("completed", None)
 
 
-@pytest.mark.ranks
+@pytest.mark.long  # torch 2.13 may give ranks that are started anew the addresses of those that are gone
 def test_a_rank_that_is_killed_at_each_start_is_named_once_its_launcher_gives_up(tmp_path: Path) -> None:
     words = torchrun(tmp_path, "--max-restarts", "1", "dies.py", "9")
     with run(tmp_path, words, env={**os.environ, "OMP_NUM_THREADS": "1"}) as front:
