@@ -99,10 +99,6 @@ def test_a_stopped_rank_on_another_node_is_named(cluster: RayCluster, config: Co
     cluster.nothing_left()
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="a head that is left alone and starts again fails in Meeting.gather: KeyError here_again_1",
-)
 def test_a_node_that_is_lost_beside_the_heads_is_named_and_the_run_goes_on_without_it(
     cluster: RayCluster, config: Config
 ) -> None:
@@ -172,10 +168,6 @@ def test_rays_memory_monitor_on_the_heads_node_is_named_and_the_run_goes_on(
     cluster.nothing_left()
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="a head that is left alone and starts again fails in Meeting.gather: KeyError here_again_1",
-)
 def test_rays_memory_monitor_on_another_node_is_told_and_the_run_goes_on_without_it(
     cluster: RayCluster, config: Config, small: Callable[[int], SmallMemory]
 ) -> None:

@@ -39,10 +39,6 @@ def test_a_fresh_start_keeps_the_earlier_run_under_another_name_and_so_does_its_
 
 @pytest.mark.long
 @pytest.mark.ranks
-@pytest.mark.xfail(
-    strict=False,
-    reason="a head that is left alone and starts again fails in Meeting.gather: KeyError here_again_1",
-)
 def test_with_min_and_max_nodes_the_job_goes_on_without_one_that_is_lost(job: SlurmJob) -> None:
     job.config(
         duration="300 steps", batch={"global": 8, "micro": 1}, checkpoint={"every": "10 steps"},

@@ -34,6 +34,11 @@ class Twins:
 
     def barrier(self) -> None: ...
 
+    def leave_note(self, note: str) -> None: ...
+
+    def has_note(self, note: str) -> bool:
+        return False
+
 
 class Layers(torch.nn.Module):
     """Three matrices in a row, the second of which may be left out."""

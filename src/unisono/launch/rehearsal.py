@@ -65,6 +65,11 @@ def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
             "a rehearsal is for one node", where="--rehearse", why="it tries the path from data to export, and leaves nothing behind",
             fix="leave out --nodes and --hosts; `unisono train --dry-run` shows the plan of all nodes",
         )  # fmt: skip
+    if request.launcher in ("ray", "slurm"):
+        say(
+            show,
+            f"a rehearsal is on this machine: --launcher {request.launcher} is left out, and no node of it is asked",
+        )
     done = Rehearsal()
 
     @contextmanager

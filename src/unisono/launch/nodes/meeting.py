@@ -173,7 +173,7 @@ class Meeting:
                     [self._gone(rank, self.roll.hosts.get(rank, "?"), why) for rank in late], nodes=late
                 )
             self.listen(min(_POLL_S, max(0.0, limit - time.monotonic())))
-        return self._inbox.pop(kind)
+        return self._inbox.pop(kind, {})  # the head may be the only one left
 
     def judge(self, agreement: Agreement) -> None:
         """Adds what was found. Warnings are said on every node.
