@@ -19,6 +19,9 @@ import pytest
 
 from tests.ports import free_port
 from unisono.causes import Verdict
+from unisono.launch.nodes.meeting import Meeting
+from unisono.launch.nodes.party import Party
+from unisono.launch.topology import Topology
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 90.0
@@ -149,6 +152,15 @@ def test_what_differs_is_said_in_the_same_words_everywhere(job: Job) -> None:
 
 
 @pytest.mark.slow
+def test_a_head_that_all_others_have_left_gathers_from_nobody() -> None:
+    shape = Topology(2, 0, "127.0.0.1", 0, 1, nproc_declared=True, nproc_origin="--nproc", least_nodes=1)
+    party = Party(shape, b"a-secret-of-more-than-16-bytes", "ada", lambda _message: None)
+    with Meeting(party) as meeting:
+        meeting.leave_out(1, "is lost")
+        assert meeting.gather("here_again_1", timeout_s=5.0) == {}
+        meeting.end({"kind": "end", "exit_code": 0})
+
+
 def test_a_node_that_never_calls_is_named_while_one_waits_and_at_the_end(job: Job) -> None:
     nodes = [job.start(0, join_timeout=4.0), job.start(1)]
     verdict = disagree(job, nodes, "node_missing")
