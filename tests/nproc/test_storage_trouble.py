@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,16 @@ def stopped(job: Job, front: Front) -> None:
     assert not [name for name in left if ".tmp-" in name or name.startswith(".trash")]
 
 
+def _verdicts(solo: Job) -> list[dict[str, Any]]:
+    """Of the checkpoints that failed; a rank writes its events beside the training, a moment after it has told its front."""
+    logs = (solo.out / "events").glob("rank-*.jsonl")
+    lines = [
+        line for log in logs for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")
+    ]
+    warned = [json.loads(line) for line in lines]
+    return [message["verdict"] for message in warned if message.get("code") == "checkpoint_failed"]
+
+
 @pytest.mark.fault("the disk is full while a checkpoint is written")
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(
@@ -72,11 +83,8 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(
     text = next(line.text for line in front.lines if "no room for checkpoint" in line.text)
     assert "bytes) are missing" in text
     assert "free" in text
-    warned = [
-        json.loads(line) for line in (solo.out / "events" / "rank-00000.jsonl").read_text().splitlines()
-    ]
-    named = [message["verdict"] for message in warned if message.get("code") == "checkpoint_failed"]
-    assert named
+    solo.until(lambda: bool(_verdicts(solo)), what="the warning, with its verdict, in the events of a rank")
+    named = _verdicts(solo)
     assert {(verdict["cause"], verdict["severity"]) for verdict in named} == {("disk_full", "warning")}
     kept = published(solo)
     assert kept

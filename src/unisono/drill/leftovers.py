@@ -92,7 +92,7 @@ def _table(net: Path) -> dict[str, int]:
 
 def _shared_memory() -> list[str]:
     """All but the folders of `unisono run`, which a drill does not start: other runs of the machine make and remove them meanwhile."""
-    return [path.name for path in _entries(_SHM) if not path.name.startswith("unisono-")]
+    return [path.name for path in _entries(_SHM) if not path.name.startswith(f"unisono-{os.getuid()}-")]
 
 
 def _open_in_shared_memory() -> set[str]:
