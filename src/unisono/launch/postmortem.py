@@ -10,7 +10,7 @@ from unisono.launch.ranks import RankEnd
 from unisono.launch.tasks import how_it_ended
 from unisono.plan import RankPlace
 from unisono.text import one_line
-from unisono.watch import Picture
+from unisono.watch import Picture, RankView
 from unisono.watch.judge import mismatch
 from unisono.watch.telling import doing
 
@@ -57,7 +57,12 @@ def apart(seen: Picture | None, culprit: RankEnd | None) -> Verdict | None:
     """
     if seen is None:
         return None
-    stood = [v for v in seen.views.values() if v.has_ended or v.idle_s >= _STOOD_S]
+    died_at = _place(seen.views.get(culprit.rank)) if culprit is not None else None
+    stood = [
+        v
+        for v in seen.views.values()
+        if v.has_ended or v.idle_s >= _STOOD_S or (died_at is not None and _place(v) == died_at)
+    ]
     in_collectives = {v.rank: v for v in stood if v.beat is not None and v.beat.phase == "comm"}
     if culprit is None or is_victim(culprit):
         counts = {(v.beat.step, v.beat.comm) for v in in_collectives.values() if v.beat is not None}
@@ -66,6 +71,13 @@ def apart(seen: Picture | None, culprit: RankEnd | None) -> Verdict | None:
     elif culprit.returncode != -signal.SIGABRT or culprit.rank not in in_collectives:
         return None
     return mismatch(seen, list(in_collectives.values())) if len(in_collectives) > 1 else None
+
+
+def _place(view: RankView | None) -> tuple[int, int] | None:
+    """Which collective of which step a rank is in; None outside of any. Who is where the dead one was has not gone on, however lately it came."""
+    if view is None or view.beat is None or view.beat.phase != "comm":
+        return None
+    return view.beat.step, view.beat.comm
 
 
 def name_death(
