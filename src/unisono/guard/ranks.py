@@ -43,6 +43,7 @@ class Rank:
         last: `result`, `refused` or `crashed`, once it is told.
         end: how it ended, once it has.
         ended_at: when that was seen, in the kernel's ticks since boot.
+        grouped: whether it has been in a process group.
     """
 
     registration: border.Registration
@@ -55,6 +56,7 @@ class Rank:
     step: int = 0
     end: RankEnd | None = None
     ended_at: int = 0
+    grouped: bool = False
 
     def close(self) -> None:
         """Gives its memory and its descriptor back."""
@@ -232,6 +234,7 @@ class ProgramRanks:
             return False
         is_new = not known.registered or known.registration.uuid != one.uuid
         known.registration = one
+        known.grouped |= one.grouped
         if not known.registered:
             self._open(known)
         return is_new
@@ -300,8 +303,14 @@ class ProgramRanks:
         return RankEnd(
             rank=number, returncode=code if code is not None else 0, last=last, phase=beat.phase if beat else rank.phase,
             step=max(0, beat.step - 1) if beat else rank.step, oom_killed=(oom_kills() or 0) > self._kills_before,
-            ended_by_us=why or (UNKNOWN_END if code is None and last is None else ""),
+            ended_by_us=why or (UNKNOWN_END if last is None and (code is None or self._was_done(rank, code)) else ""),
         )  # fmt: skip
+
+    def _was_done(self, rank: Rank, code: int) -> bool:
+        """Whether nobody counted on it any more: it had left its process group. Ray ends its workers so, with status 1; the program's own code tells."""
+        said = (one for one in border.registrations(self.folder) if _who(one) == _who(rank.registration))
+        now = next(said, rank.registration)
+        return code > 0 and rank.grouped and not now.grouped
 
 
 def _who(one: border.Registration) -> tuple[int, int]:
