@@ -30,6 +30,26 @@ def test_a_first_checkpoint_that_the_heads_disk_cannot_hold_ends_every_node_with
 
 
 @pytest.mark.long  # on one node it is in tests/nproc
+def test_checkpoints_that_cannot_all_fit_on_the_heads_disk_are_the_same_verdict_on_every_node(
+    networks: Namespaces, pair: Job
+) -> None:
+    del networks
+    pair.config(
+        duration="2000 steps", checkpoint={"every": "20 steps", "keep": 99}, parallel={"strategy": "ddp"}
+    )
+    (pair.out / "checkpoints").mkdir(parents=True)
+    small = Own(small=[(pair.out / "checkpoints", 2 << 20)])
+    fronts = [pair.start(0, own=small, rehearse=True, json=False), pair.start(1, rehearse=True, json=False)]
+    assert together(fronts) == [6, 6], pair.told()
+    for front in fronts:
+        assert "the checkpoints of this run do not fit: up to 100 at a time take" in front.text("err")
+        assert "[storage_unfit]" in front.text("err")
+    verdict = pair.read("result.json")["verdict"]
+    assert (verdict["cause"], verdict["hosts"], verdict["ranks"]) == ("storage_unfit", [fronts[0].host], [])
+    pair.wait_gone()
+
+
+@pytest.mark.long  # on one node it is in tests/nproc
 def test_the_head_says_what_all_checkpoints_will_take(networks: Namespaces, pair: Job) -> None:
     del networks
     pair.config(duration="2000 steps", checkpoint={"every": "500 steps"}, parallel={"strategy": "fsdp"})

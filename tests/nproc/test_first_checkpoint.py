@@ -108,7 +108,14 @@ def test_without_it_nothing_is_saved_before_its_time_and_with_it_checkpoints_tha
         assert f"where: {job.out / 'checkpoints'}" in text
         assert "checkpoint.keep is 3, and one more is there while it is written" in text
         assert "or set checkpoint.keep=2" in text
-        assert (job.read("result.json")["outcome"], job.read("result.json")["exit_code"]) == ("unfit", 6)
+        result = job.read("result.json")
+        assert (result["outcome"], result["exit_code"]) == ("unfit", 6)
+        named = {key: result["verdict"][key] for key in ("cause", "when", "severity", "hosts", "step")}
+        assert named == {
+            "cause": "storage_unfit", "when": "during", "severity": "fatal", "hosts": [front.host], "step": 1,
+        }  # fmt: skip
+        assert job.read("verdict.json") == result["verdict"]
+        assert "[storage_unfit]" in front.text("err")
         job.wait_gone()
         again = start(job, "checkpoint.keep=3")
         assert again.wait() == 6, "it is tried again where it has failed: " + again.text()

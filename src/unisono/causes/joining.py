@@ -214,12 +214,13 @@ CAUSES: tuple[Cause, ...] = (
         id="storage_unfit",
         title="the storage cannot take what the run will write",
         meaning=(
-            "output_dir is read-only, belongs to somebody else, hangs, or has less room than one checkpoint needs. Without a check this shows at the first save, hours later."
+            "output_dir is read-only, belongs to somebody else, hangs, or has less room than the run's checkpoints will need together. Without a check this shows at a save, hours later."
         ),
         telltales=(
             "`Permission denied`, `Read-only file system`",
             "`df -h PATH` or `df -i PATH` (inodes) is near 100 %",
             "`touch PATH/x` does not come back",
+            "`the checkpoints of this run do not fit: up to 4 at a time take 5.8 GB, and there are 4.1 GB`, said after the first of them",
         ),
         neighbours=(
             ("disk_full", "there was room at the start, and it was used up during the run"),
@@ -231,7 +232,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         exit_code=6,
         retry_helps=False,
-        when=("before",),
+        when=("before", "during"),
     ),
     Cause(
         id="port_in_use",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.causes import Verdict
+from unisono.causes import Evidence, Verdict
 from unisono.checkpoint.keeping import Rules
 from unisono.checkpoint.room import Room, most_at_once
 from unisono.errors import IntegrityError, Problem, RankDied, UnfitError, UnisonoError
@@ -247,12 +247,21 @@ def _refusal(plan: RunPlan, saved: Saved, room: Room) -> UnfitError | None:
     fix = f"free {missing} there" + (f", or set checkpoint.keep={lower}" if lower else "")
     if plan.keep_every:
         fix += ", or leave out checkpoint.keep_every"
-    return UnfitError.of(
+    problem = Problem(
         f"the checkpoints of this run do not fit: up to {at_most} at a time take {show_bytes(needed)}, and there are {show_bytes(room.bytes)}",
-        where=str(saved.path.parent),
-        why=f"the one of step {saved.step} took {show_bytes(saved.bytes)}; {'; '.join(stay)}; {show_bytes(room.free_bytes)} are free"
+        str(saved.path.parent),
+        f"the one of step {saved.step} took {show_bytes(saved.bytes)}; {'; '.join(stay)}; {show_bytes(room.free_bytes)} are free"
         f" beside the {show_bytes(room.own_bytes)} of those that are there",
-        fix=f"{fix}, or set output_dir to a larger disk; then run the same command again, which goes on from step {saved.step}",
+        f"{fix}, or set output_dir to a larger disk; then run the same command again, which goes on from step {saved.step}",
+    )  # fmt: skip
+    return UnfitError(problem, verdict=_storage_unfit(problem, plan.host, saved.step))
+
+
+def _storage_unfit(problem: Problem, host: str, step: int) -> Verdict:
+    """The verdict on the head's disk, which all checkpoints would end on."""
+    return Verdict(
+        cause="storage_unfit", when="during", hosts=(host,), summary=problem.what, phase="save", step=step,
+        evidence=(Evidence(where=problem.where, text=problem.why),), fix=(problem.fix,),
     )  # fmt: skip
 
 
