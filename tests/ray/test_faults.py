@@ -16,7 +16,7 @@ import pytest
 
 import unisono
 from tests.nodes.fronts import Front
-from tests.ray.cluster import RayCluster
+from tests.ray.cluster import RayCluster, json_of
 from tests.ray.memory import THRESHOLD, SmallMemory
 
 pytestmark = [
@@ -168,10 +168,10 @@ def test_rays_memory_monitor_on_the_heads_node_is_named_and_the_run_goes_on(
     cluster.nothing_left()
 
 
-def test_rays_memory_monitor_on_another_node_is_told_and_the_run_goes_on_without_it(
+def test_rays_memory_monitor_on_another_node_is_the_verdict_and_the_run_goes_on_without_it(
     cluster: RayCluster, config: Config, small: Callable[[int], SmallMemory]
 ) -> None:
-    """The head sees a node that is gone; why, Ray says to the driver a moment later."""
+    """The head sees a connection that closes; why, Ray says to the driver a moment later."""
     memory = small(2)
     path = config(cluster, duration="200 steps")
     front = cluster.type("train", path, *_ONE_WILL_DO)
@@ -179,11 +179,14 @@ def test_rays_memory_monitor_on_another_node_is_told_and_the_run_goes_on_without
     memory.fill()
     assert front.wait(limit_s=_LIMIT_S) == 0, front.text()
     verdict = front.verdicts[0]
-    assert (verdict.cause, verdict.hosts) == ("node_unreachable", (cluster.ground.host(2),)), front.text()
-    told = [message for message in front.messages("warning") if message["code"] == "host_oom_killed"]
-    assert [("node 1 (cyd)" in message["text"], "memory" in message["text"]) for message in told] == [
-        (True, True)
-    ]
+    host = cluster.ground.host(2)
+    assert (verdict.cause, verdict.ranks, verdict.hosts) == ("host_oom_killed", (1,), (host,)), front.text()
+    assert f"node 1 ({host}) is lost: Ray's memory monitor" in verdict.summary
+    cited = {item.where: item.text for item in verdict.evidence}
+    assert "memory" in cited[f"Ray, on node 1 ({host})"]
+    assert f"node 1 ({host})" in cited["the control channel"]
+    assert json_of(next((cluster.out_of(path) / "verdicts").glob("*.json")))["cause"] == "host_oom_killed"
+    assert [m["code"] for m in front.messages("warning") if m["code"] == "host_oom_killed"] == []
     assert len(front.result["restarts"]) == 1
     steps_once(cluster, path, 200)
     cluster.nothing_left()

@@ -15,6 +15,7 @@ from unisono.launch.device import device_words
 from unisono.launch.resolved import with_absolute_paths
 from unisono.launch.topology import TopologyAsked
 from unisono.launch.verifier import Rhythm
+from unisono.launch.witness import Witness
 from unisono.launch.written import parse_hosts
 from unisono.rundir.changes import read_allowed
 
@@ -52,6 +53,7 @@ class TrainRequest:
         probes: what this machine is asked through.
         faults: written into the plan; only tests and drills do.
         rhythm: how checkpoints are read again while the run goes on; tests are in a hurry.
+        witness: what who has started the fronts knows of a lost node; None where nobody knows more than the head.
     """
 
     config_path: Path
@@ -82,6 +84,7 @@ class TrainRequest:
     probes: Probes = field(default_factory=Probes)
     faults: dict[str, Any] = field(default_factory=dict)
     rhythm: Rhythm = field(default_factory=Rhythm)
+    witness: Witness | None = None
 
     @property
     def command(self) -> str:

@@ -24,6 +24,7 @@ from unisono.launch.claim import Claim, claim
 from unisono.launch.drawing import Drawing
 from unisono.launch.drift import Drift
 from unisono.launch.evidence import keep_evidence
+from unisono.launch.explaining import with_witness
 from unisono.launch.first_checkpoint import FirstCheckpoint, with_rehearsal
 from unisono.launch.gathering import look_alone
 from unisono.launch.going_on import GoingOn
@@ -156,7 +157,8 @@ class Start:
             self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
             with KeptMemory(keeping_ranks(plan, 0)) as kept:
                 attempt = self._attempt(plan, here, claimed.run, recorder, others, kept)
-                ending = with_step(ending_of(attempt, plan), here.environment.slurm_step)
+                ending = with_witness(ending_of(attempt, plan), attempt, plan, self.request.witness)
+                ending = with_step(ending, here.environment.slurm_step)
                 ending = self._told(claimed.run, plan, attempt, ending, others)
                 store = CheckpointStore(claimed.run.checkpoints, key=user_key(here.environment.settings_dir))
                 found = Found.here(kept)

@@ -4,13 +4,16 @@ import contextlib
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from unisono.errors import UnfitError, UsageError
 from unisono.launch.ray import keeper
+from unisono.launch.ray.rays_head import RaysHead
 from unisono.text import one_line
 from unisono.units import show_bytes
 
@@ -20,6 +23,7 @@ RESERVE_BYTES = 500_000_000
 
 _REACH_S = 3.0
 _NOTE_EVERY_S = 10.0
+_END_S = 5.0
 _SPREAD = "STRICT_SPREAD"
 
 
@@ -105,13 +109,29 @@ def connected(address: str) -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        _bounded(ray.shutdown)
 
 
 def _leave_signals_to_the_front() -> None:
     """Terminals and `ray job stop` signal all processes of a command, and Ray has its drivers end by SIGTERM; what is to be saved comes through this one."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _bounded(work: Callable[[], object]) -> None:
+    """Asks Ray for an end, for a few seconds: where its head is gone it would wait for that, and what it is asked for ends with the cluster."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(_END_S)
+
+
+def rays_head() -> RaysHead:
+    """Where Ray's own head is; needs a connection."""
+    import ray
+
+    address = str(ray.get_runtime_context().gcs_address)
+    host = address.rpartition(":")[0].strip("[]")
+    return RaysHead(address, next((node.host for node in living_nodes() if node.address == host), ""))
 
 
 def living_nodes() -> list[RayNode]:
@@ -197,8 +217,8 @@ def placed(
         yield actors
     finally:
         for actor in actors:
-            ray.kill(actor)
-        remove_placement_group(group)
+            _bounded(partial(ray.kill, actor))
+        _bounded(partial(remove_placement_group, group))
 
 
 def _reserve(wanted: Wanted, *, nodes: int, least: int, patience: "_Patience") -> tuple[Any, int]:

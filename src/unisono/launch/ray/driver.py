@@ -17,8 +17,9 @@ from unisono.events import Reporter, read_message
 from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.launch.ray.alike import refuse_unlike
 from unisono.launch.ray.asked import RayAsked
-from unisono.launch.ray.cluster import RayNode, Wanted, connected, living_nodes, placed
+from unisono.launch.ray.cluster import RayNode, Wanted, connected, living_nodes, placed, rays_head
 from unisono.launch.ray.fronts import KeeperLost, Place
+from unisono.launch.ray.rays_head import RaysHead
 from unisono.launch.ray.running import Ended, Running
 from unisono.rundir import RunDir
 
@@ -40,7 +41,9 @@ def drive(reporter: Reporter, body: dict[str, Any]) -> dict[str, Any]:
     threading.Thread(target=_watch_for_token, args=(reporter, connecting), daemon=True).start()
     with connected(asked.address):
         connecting.set()
-        return _Driver(reporter, asked, front).run()
+        with rays_head() as head:
+            reporter.send("connected", address=head.address, host=head.host)
+            return _Driver(reporter, asked, front, head).run()
 
 
 class _FromFront:
@@ -65,6 +68,7 @@ class _Driver:
     reporter: Reporter
     asked: RayAsked
     front: _FromFront
+    rays_head: RaysHead
     restarts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -87,9 +91,13 @@ class _Driver:
                 self.reporter.send("verdict", **lost.to_json())
             if lost is None or self.front.signals or len(self.restarts) >= self.asked.config.restarts:
                 return self._told(start)
+            if self.rays_head.silent_s:
+                self._note(f"it cannot start again: {self.rays_head.label} does not answer")
+                return self._told(start)
             self.restarts.append(
                 {"verdict": lost.to_json(), "from_step": start.saved_step, "seconds": start.seconds}
             )
+            self.reporter.send("restarting", restart=self.restarts[-1])
             self._note(
                 f"starting again on the nodes that are left ({len(self.restarts)} of {self.asked.config.restarts})"
             )
@@ -112,7 +120,7 @@ class _Driver:
             self.front.go.clear()
             self.reporter.send("placed", shared=places[0].shares, hosts=[place.host for place in places])
             self.front.go.wait()
-            return Running(self.reporter, self.asked, self.front, places).run()
+            return Running(self.reporter, self.asked, self.front, places, self.rays_head).run()
 
     def _see_who_shares(self, places: list[Place]) -> None:
         """Which nodes have the run's directory themselves, by a file that is left in it for a moment."""

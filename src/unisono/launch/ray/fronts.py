@@ -48,6 +48,7 @@ class Place:
         address: the node's.
         facts: what `Keeper.facts` told.
         shares: whether it sees the run's directory of who typed the command.
+        folder: this job's own on it.
         lost: Ray's words, once its actor is gone.
         code: of its front, once that has ended.
         tail: the last lines that its front printed.
@@ -58,6 +59,7 @@ class Place:
     address: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     shares: bool = False
+    folder: str = ""
     lost: str = ""
     code: int | None = None
     tail: list[str] = field(default_factory=list)
@@ -122,6 +124,11 @@ class Place:
         """As `Keeper.ask`; one that is gone needs not be asked."""
         if not self.lost:
             self.actor.ask.remote(word)
+
+    def leave_word(self, path: str, text: str) -> None:
+        """Leaves a file for its front, which can do without; nobody waits for it."""
+        if not self.lost:
+            self.actor.write.remote(path, 0, text.encode(), 0o600)
 
     def poll(self) -> Any:
         """Asks for what comes next."""
@@ -216,8 +223,13 @@ class Fronts:
                     self.hear(text)
 
 
-def name_lost_place(place: Place) -> Verdict:
-    """The verdict on a node whose actor is gone: Ray's words are evidence for it."""
+def ray_on(place: Place) -> str:
+    """Where Ray's words on a node are evidence."""
+    return f"Ray, on {place.label}"
+
+
+def name_lost_place(place: Place, ranks: Sequence[int] = ()) -> Verdict:
+    """The verdict on a node whose actor is gone: Ray's words are evidence for it. Ranks are blamed where only they are gone, and not their node."""
     words = place.lost
     by_memory = any(sign in words for sign in _OF_MEMORY)
     cause = "host_oom_killed" if by_memory else "node_unreachable"
@@ -230,10 +242,10 @@ def name_lost_place(place: Place) -> Verdict:
         what = "its node has left the Ray cluster" if by_node else "Ray's process on it has ended"
     known = find_cause(cause)
     return Verdict(
-        cause=cause, when="during", hosts=(plain_host(place.host),), phase="ray",
+        cause=cause, when="during", ranks=tuple(ranks) if by_memory else (), hosts=(plain_host(place.host),), phase="ray",
         summary=f"{place.label} is lost: {what}",
         evidence=(
-            Evidence(where=f"Ray, on {place.label}", text=one_line(words, limit=400)),
+            Evidence(where=ray_on(place), text=one_line(words, limit=400)),
             *(Evidence(where=f"{place.label}, its front's output", text=text) for text in place.tail),
         ),
         fix=("`ray status` and the raylet's log on that node (/tmp/ray/session_latest/logs) say why", *(known.remedy[:1] if known else ())),

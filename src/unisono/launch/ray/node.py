@@ -11,6 +11,7 @@ from unisono.child import end_with_front
 from unisono.errors import UnisonoError
 from unisono.events import Message, Reporter
 from unisono.launch.asked import TrainRequest
+from unisono.launch.ray.losses import LossesTold
 from unisono.launch.session import train
 from unisono.launch.token import watch_lifeline
 
@@ -30,7 +31,10 @@ def main(request: dict[str, Any], warden: int) -> int:
     def show(message: Message) -> None:
         reporter.send(**{name: value for name, value in message.items() if name != "time"})
 
-    asked = TrainRequest(config_path=Path(request["config"]), token_file=LIFELINE, **request["asked"])
+    config = Path(request["config"])
+    asked = TrainRequest(
+        config_path=config, token_file=LIFELINE, witness=LossesTold(config.parent), **request["asked"]
+    )
     if asked.nodes == "1":  # with others it is watched by whoever reads the token
         watch_lifeline()
     try:

@@ -1,6 +1,7 @@
 """One start of a job on its places: fronts, the directory that follows, and how it ended. In the driver's process."""
 
 import contextlib
+import json
 import secrets
 import time
 from collections.abc import Callable
@@ -14,8 +15,10 @@ from unisono.errors import UnfitError
 from unisono.events import Message, Reporter, read_message
 from unisono.facts import read_environment
 from unisono.launch.ray.asked import RayAsked
-from unisono.launch.ray.fronts import Fronts, KeeperLost, Place, name_lost_place
+from unisono.launch.ray.fronts import Fronts, KeeperLost, Place, name_lost_place, ray_on
+from unisono.launch.ray.losses import loss_file
 from unisono.launch.ray.mirror import Mirror, Mirroring
+from unisono.launch.ray.rays_head import RaysHead, name_rays_head
 from unisono.launch.resolved import config_yaml
 from unisono.rundir import RunDir
 from unisono.rundir.result import read_result
@@ -23,6 +26,9 @@ from unisono.text import one_line
 
 _POLL_S = 0.3
 _WITHOUT_HEAD_S = 15.0
+_SILENT_S = 3.0
+_WITHOUT_RAY_S = 20.0
+"""A minute after its head Ray ends its nodes: until then what was trained is to be saved, and here."""
 _OF_RANKS = ("logs/", "events/")
 _LAST_WORDS = ("result", "start_refused")
 
@@ -61,17 +67,24 @@ class Running:
         asked: what it asks for.
         wishes: signals that it got.
         places: by node rank.
+        rays_head: by which the cluster stands.
     """
 
     reporter: Reporter
     asked: RayAsked
     wishes: Wishes
     places: list[Place]
+    rays_head: RaysHead
     _ended: Ended = field(default_factory=Ended)
     _planned: bool = False
     _gone: Place | None = None
     _missing: Place | None = None
+    _headless: Verdict | None = None
+    _silence_told: bool = False
+    _plan: Message = field(default_factory=dict)
+    _unsaid: dict[int, Verdict] = field(default_factory=dict)
     _told: set[int] = field(default_factory=set)
+    _named: set[str] = field(default_factory=set)
     _passed: int = 0
 
     def run(self) -> Ended:
@@ -96,13 +109,21 @@ class Running:
             ) from error  # fmt: skip
         finally:
             self._leave()
+        for node_rank in list(self._unsaid):
+            self._say_unsaid(node_rank)
         head, ended = self.places[0], self._ended
         ended.seconds = time.monotonic() - began
         ended.saved_step = _newest_step(self._run_dir)
-        if ended.last is None:
+        if (
+            self._headless is not None
+            and not self.wishes.signals
+            and (ended.last or {}).get("exit_code") != 0
+        ):
+            ended.last, ended.lost = None, self._headless
+        elif ended.last is None:
             gone = self._gone or head
             gone.lost = gone.lost or f"its front ended with exit code {gone.code}, without a word"
-            ended.lost = name_lost_place(gone)
+            ended.lost = name_lost_place(gone, self._ranks_on(gone))
         elif self._missing is not None and not self.wishes.signals and ended.last.get("exit_code") == 75:
             ended.last = _never_came(
                 self._missing
@@ -162,7 +183,7 @@ class Running:
             f"{self.asked.job}-{secrets.token_hex(4)}"  # what an earlier start has left may be going only now
         )
         for place in self.places:
-            folder = str(place.call("make_place", job))
+            folder = place.folder = str(place.call("make_place", job))
             if place.shares:
                 continue
             only = _OF_RANKS if place is not self.places[0] else ()
@@ -200,7 +221,10 @@ class Running:
             if kind in _LAST_WORDS:
                 self._ended.last = message
                 return
-            self._planned = self._planned or kind == "plan"
+            if kind == "plan":
+                self._planned, self._plan = True, message
+            if kind == "verdict":
+                self._note_named(message)
             if kind == "step":
                 self._ended.step = int(message["step"])
             self.reporter.send(**{name: value for name, value in message.items() if name != "time"})
@@ -215,6 +239,7 @@ class Running:
             fronts.listen(_POLL_S)
             self._pass_on(fronts.head)
             self._tell_who_is_lost()
+            self._see_rays_head(fronts.head)
             head_is_silent = head_is_far and following[0].trouble is not None
             if head_is_silent or any(isinstance(one.trouble, OSError) for one in following):
                 return  # or the disk here; `finish` raises it
@@ -236,13 +261,51 @@ class Running:
             self._passed += 1
 
     def _tell_who_is_lost(self) -> None:
-        """The head names the node that is gone; what Ray says of it may be why, and the head does not know that."""
+        """The head names the node that is gone; what Ray says of it may be why, so the head is told. Where Ray says it later, it is a warning."""
         for place in self.places[1:]:
-            if place.lost and place.node_rank not in self._told:
+            if not place.lost or place.node_rank in self._told:
+                continue
+            self._told.add(place.node_rank)
+            verdict = name_lost_place(place)
+            head = self.places[0]
+            head.leave_word(loss_file(head.folder, place.node_rank), json.dumps(verdict.to_json()))
+            self._unsaid[place.node_rank] = verdict
+        for node_rank, verdict in list(self._unsaid.items()):
+            if self._named.intersection(verdict.hosts):
+                self._say_unsaid(node_rank)
+
+    def _see_rays_head(self, head: Place) -> None:
+        """Without Ray's head the ranks can go on for a while, but not for long: they are asked to save and to end."""
+        silent_s, rays = self.rays_head.silent_s, self.rays_head
+        if silent_s < _SILENT_S:
+            self._silence_told = False
+        elif not self._silence_told:
+            self._silence_told = True
+            self._note(
+                f"{rays.label} does not answer: {rays.why}; if it is not back in {_WITHOUT_RAY_S:g} s, the run is saved and ends"
+            )
+        if silent_s > _WITHOUT_RAY_S and self._headless is None:
+            self._headless = name_rays_head(rays, after_s=silent_s)
+            head.ask("signal SIGTERM")
+
+    def _note_named(self, message: Message) -> None:
+        """The head has named nodes; of those whose loss it explains in Ray's words nothing more is to be said."""
+        where = {str(item["where"]) for item in message["evidence"]}
+        for place in self.places:
+            if ray_on(place) in where:
                 self._told.add(place.node_rank)
-                verdict = name_lost_place(place)
-                text = f"{verdict.summary}: {verdict.evidence[0].text}"
-                self.reporter.send("warning", code=verdict.cause, text=text, fix="; ".join(verdict.fix))
+                self._unsaid.pop(place.node_rank, None)
+        self._named.update(map(str, message["hosts"]))
+
+    def _say_unsaid(self, node_rank: int) -> None:
+        verdict = self._unsaid.pop(node_rank)
+        text = f"{verdict.summary}: {verdict.evidence[0].text}"
+        self.reporter.send("warning", code=verdict.cause, text=text, fix="; ".join(verdict.fix))
+
+    def _ranks_on(self, place: Place) -> list[int]:
+        """Those of a node, by the last plan; none before the first."""
+        ranks = self._plan.get("ranks", [])
+        return [int(rank["rank"]) for rank in ranks if rank["node_rank"] == place.node_rank]
 
     def _leave(self) -> None:
         for place in self.places:

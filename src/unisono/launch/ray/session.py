@@ -4,7 +4,7 @@ import contextlib
 import secrets
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.launch.nodes.ssh import carried_variables
 from unisono.launch.nodes.words import say as say_verdict
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
+from unisono.launch.ray.rays_head import RaysHead, name_rays_head
 from unisono.launch.tasks import TaskProcess, refusal
 from unisono.launch.topology import Accelerators, TopologyAsked, read_topology
 from unisono.rundir import RunDir
@@ -29,6 +30,8 @@ from unisono.rundir.result import RunResult, read_result, set_verdict, write_res
 
 _DRIVER = Programs(task=(sys.executable, "-m", "unisono.launch.ray"))
 _POLL_S = 0.1
+_HEAD_GOES_S = 3.0
+"""A cluster's head does not end in one moment with what is connected to it."""
 
 
 def train(request: TrainRequest, show: Show) -> dict[str, Any]:
@@ -64,6 +67,10 @@ class _Session:
     interrupts: Interrupts
     body: dict[str, Any]
     began: float
+    rays_head: RaysHead | None = None
+    step: int = 0
+    restarts: list[dict[str, Any]] = field(default_factory=list)
+    """Of the driver's; with it and what is above, a driver that dies can be done without."""
 
     @property
     def run_dir(self) -> RunDir:
@@ -83,7 +90,7 @@ class _Session:
                 with TaskProcess("driver", self.body, talks=True, programs=_DRIVER) as driver:
                     last = self._hear(driver, stack, claimed)
             except RankDied as error:
-                raise _driver_died(error, str(self.body["address"])) from error
+                last = self._without_driver(error)
             finally:
                 claimed.worth_keeping = _has_something(self.run_dir)
             return self._ended(last)
@@ -107,15 +114,41 @@ class _Session:
                             )  # what an earlier start brought
                             stack.close()
                         driver.send({"kind": "go"})
+                    case "connected":
+                        self.rays_head = RaysHead(str(message["address"]), str(message["host"]))
+                    case "restarting":
+                        self.restarts.append(message["restart"])
                     case "result":
                         return message
                     case _:
+                        self.step = int(message["step"]) if message["kind"] == "step" else self.step
                         self.show(message)
             wished = (self.interrupts.first is not None) + self.interrupts.twice
             while passed < wished and self.interrupts.first is not None:
                 driver.send({"kind": "signal", "name": self.interrupts.first.name})
                 passed += 1
             time.sleep(_POLL_S)
+
+    def _without_driver(self, error: RankDied) -> Message:
+        """The last word in place of a driver's that has ended without one: Ray ends it at once where the cluster's head is gone.
+
+        Raises:
+            RankDied: if it is not.
+        """
+        head = self.rays_head
+        if head is not None:
+            head.look_for(_HEAD_GOES_S)
+        if head is None or not head.why:
+            raise _driver_died(error, str(self.body["address"])) from error
+        verdict = name_rays_head(head, words=error.problems[0].why)
+        self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+        return {
+            "kind": "result",
+            "last": None,
+            "lost": verdict.to_json(),
+            "step": self.step,
+            "restarts": self.restarts,
+        }
 
     def _ended(self, told: Message) -> dict[str, Any]:
         """What became of it, from the driver's last word.
