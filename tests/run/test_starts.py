@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.run.test_one_node import LAUNCHER, LIMIT_S, number_in, result, run, until
 
 BIN = Path(sys.executable).parent
@@ -27,14 +28,25 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_n
 """
 """A process of a rank that outlives it, with its environment: a loader, or a tracker."""
 _DIES = """
-import os, signal, sys, torch, torch.distributed as dist
+import os, signal, sys, time, torch, torch.distributed as dist
+start, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
+
+def of_rank_0():
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return {store.get(key).hex() for key in store.list_keys() if key.endswith("//0/0")}
+
+if start and rank == "1":  # it comes when rank 0 has looked for it, and has found the one that is gone if that could be found
+    before = set(open("before").read().split())
+    while not of_rank_0() - before: time.sleep(0.02)
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
-if dist.get_rank() == 1 and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < int(sys.argv[1]):
+if rank == "1" and start < int(sys.argv[1]):
+    open("before", "w").write(" ".join(of_rank_0()))
     os.kill(os.getpid(), signal.SIGKILL)
 dist.barrier()
 dist.destroy_process_group()
 """
+"""Of two ranks: rank 1 is killed at so many starts, and each time it comes late to the next one."""
 
 
 def ranks(name: str, *, before: str = "") -> str:
@@ -89,15 +101,26 @@ def test_of_launchers_side_by_side_it_is_said_that_only_one_is_watched(tmp_path:
     assert front.returncode == 0
 
 
-def torchrun(folder: Path, *words: str) -> list[str]:
+def torchrun(folder: Path, *words: str, way: Sequence[str] = ("--standalone",)) -> list[str]:
     """A torchrun with two ranks of `_DIES`, which may be started anew."""
     (folder / "dies.py").write_text(_DIES)
-    return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", *words]
+    return [str(BIN / "torchrun"), *way, "--nproc-per-node", "2", *words]
 
 
-@pytest.mark.long  # torch 2.13 may give ranks that are started anew the addresses of those that are gone
-def test_a_rank_that_is_killed_once_is_a_warning_where_its_launcher_starts_it_anew(tmp_path: Path) -> None:
-    words = torchrun(tmp_path, "--max-restarts", "2", "dies.py", "1")
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "kind", ["c10d", pytest.param("static", marks=pytest.mark.long), pytest.param("unisono", marks=pytest.mark.long)]
+)  # fmt: skip
+def test_a_rank_that_is_killed_once_is_a_warning_where_its_launcher_starts_it_anew(
+    tmp_path: Path, kind: str
+) -> None:
+    """Whatever the launcher keeps of the first start, the second one's ranks meet each other."""
+    way = {
+        "c10d": ["--standalone"],
+        "static": ["--master-port", str(free_port())],
+        "unisono": ["--rdzv-backend", "unisono"],
+    }[kind]
+    words = torchrun(tmp_path, "--max-restarts", "1", "dies.py", "1", way=way)
     with run(tmp_path, words, env={**os.environ, "OMP_NUM_THREADS": "1"}) as front:
         _, err = front.communicate(timeout=LIMIT_S)
     assert front.returncode == 0, err.decode()
@@ -106,12 +129,13 @@ def test_a_rank_that_is_killed_once_is_a_warning_where_its_launcher_starts_it_an
     assert (result(tmp_path)["outcome"], result(tmp_path)["verdict"]) == ("completed", None)
 
 
-@pytest.mark.long  # torch 2.13 may give ranks that are started anew the addresses of those that are gone
+@pytest.mark.long
 def test_a_rank_that_is_killed_at_each_start_is_named_once_its_launcher_gives_up(tmp_path: Path) -> None:
-    words = torchrun(tmp_path, "--max-restarts", "1", "dies.py", "9")
+    words = torchrun(tmp_path, "--max-restarts", "2", "dies.py", "9")
     with run(tmp_path, words, env={**os.environ, "OMP_NUM_THREADS": "1"}) as front:
         _, err = front.communicate(timeout=LIMIT_S)
     assert front.returncode == 5, err.decode()
+    assert err.count(b"the program has started its ranks anew") == 2
     verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
     assert (verdict["cause"], verdict["ranks"]) == ("rank_killed", [1])
 

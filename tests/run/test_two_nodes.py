@@ -163,10 +163,17 @@ def test_ranks_whose_rows_differ_between_nodes_are_refused_on_both_before_the_fi
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("backend", ["unisono", "static", "c10d"])
 def test_a_rank_that_is_killed_once_is_a_warning_on_both_nodes_where_their_launchers_start_anew(
-    start: Start,
+    start: Start, backend: str
 ) -> None:
-    fronts = start(run(sys.executable, STANDIN, "--max-restarts", "2", "dies_once.py"))
+    """Whatever the launchers keep of the first start, the second one's ranks meet each other."""
+    ways = {
+        "unisono": [],
+        "static": ["--rdzv-backend", "static", "--master-addr", "{head}", "--master-port", "29717"],
+        "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", "{head}:29717"],
+    }
+    fronts = start(run(sys.executable, STANDIN, *ways[backend], "--max-restarts", "2", "dies_once.py"))
     ended(fronts, [0, 0])
     assert all("world 2" in front.text("out") for front in fronts)
     assert "rank 1, node 1" in fronts[0].text("err")

@@ -15,6 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import (
     ConcatDataset,
@@ -29,6 +32,7 @@ from unisono.integrations.inside.collectives import _NAMES
 from unisono.integrations.inside.path.sitecustomize import HOOKS
 from unisono.integrations.inside.rows import dealt_by, digest_of
 from unisono.integrations.inside.sampling import begun_of, pending_of, recorders
+from unisono.integrations.inside.starts import _forgetting, with_own_names
 
 _RECORDING = """
 import json, torch, torch.distributed as dist
@@ -42,8 +46,10 @@ print(json.dumps([count_begun(), pending_of(whole), len(whole["entries"]), begun
 """
 
 
-def test_the_hooked_modules_are_modules_that_importing_torch_loads() -> None:
-    assert all(name in sys.modules for name in HOOKS)
+def test_the_hooked_modules_are_modules_that_importing_torch_or_its_launcher_loads() -> None:
+    assert {name for name in HOOKS if name not in sys.modules} <= {dynamic_rendezvous.__name__}
+    source = inspect.getsource(sys.modules["torch.distributed.elastic.rendezvous.registry"])
+    assert dynamic_rendezvous.__name__.rpartition(".")[2] in source
 
 
 def test_every_collective_that_is_hooked_is_there_and_none_of_the_public_ones_is_forgotten() -> None:
@@ -80,6 +86,60 @@ def test_a_recorder_is_found_as_soon_as_torch_is_loaded() -> None:
         assert begun_of(short) >= 0
         assert "entries" not in short
     assert pending_of({"entries": [{"retired": False}, {"retired": True}]}) == 1
+
+
+def ports_of_two_starts(kind: type[DynamicRendezvousHandler]) -> list[int | None]:
+    """Of the stores that a launcher of one node gives to the ranks of its first start and of its second."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    handler = kind.from_backend(
+        "starts", store, C10dRendezvousBackend(store, "starts"), 1, 1, local_addr="127.0.0.1"
+    )
+    try:
+        found = [handler.next_rendezvous().bootstrap_store_info for _ in range(2)]
+    finally:
+        handler.shutdown()
+    return [info.master_port if info else None for info in found]
+
+
+class Forgetting(DynamicRendezvousHandler):
+    next_rendezvous = _forgetting(DynamicRendezvousHandler.next_rendezvous)
+
+
+def test_ranks_that_are_started_anew_get_another_store() -> None:
+    one, other = ports_of_two_starts(Forgetting)
+    assert one != other
+
+
+def test_torch_by_itself_gives_ranks_that_are_started_anew_the_store_of_those_before() -> None:
+    """If it does not any more, `inside/starts.py` can go for that torch: pytorch/pytorch#135712."""
+    one, other = ports_of_two_starts(DynamicRendezvousHandler)
+    assert one == other
+
+
+@pytest.mark.parametrize(("nodes", "launchers", "found"), [("1", "elsewhere", [False] * 3), ("2", "elsewhere", [False, True, True]), ("2", "there", [False] * 3)])  # fmt: skip
+def test_in_one_store_each_start_has_names_of_its_own_where_all_count_alike(
+    nodes: str, launchers: str, found: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    if launchers == "there":
+        dist.PrefixStore("none", store).set("torchelastic/assigned_ranks/0", "")
+    meet = with_own_names(lambda *_, **__: iter([(store, 0, 2)]), c10d)
+    seen = []
+    told = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": nodes, "GROUP_RANK": "0"}  # fmt: skip
+    for start in range(3):
+        for name, value in {**told, "TORCHELASTIC_RESTART_COUNT": str(start)}.items():
+            monkeypatch.setenv(name, value)
+        ((of_ranks, rank, world_size),) = meet("env://")
+        assert (rank, world_size) == (0, 2)
+        seen.append(of_ranks.check(["address"]))
+        of_ranks.set("address", "here")
+    assert seen == found
+
+
+def test_init_meets_by_the_name_that_is_hooked() -> None:
+    original = inspect.unwrap(dist.init_process_group)
+    assert "rendezvous" in original.__code__.co_names
+    assert c10d.PrefixStore is dist.PrefixStore
 
 
 def test_init_and_destroy_have_the_parameters_that_are_given_and_read() -> None:

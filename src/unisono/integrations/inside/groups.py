@@ -15,6 +15,7 @@ from unisono.integrations.border import Registration, own_registration
 from unisono.integrations.inside.collectives import wrap_collectives
 from unisono.integrations.inside.devices import bind_device, uuid_of
 from unisono.integrations.inside.here import Here, here
+from unisono.integrations.inside.starts import with_own_names
 
 _SEES = ("beats", "collectives", "stacks")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -27,6 +28,7 @@ def hook(module: ModuleType) -> None:
     if at is None:
         return
     wrap_collectives(module, at)
+    module.rendezvous = with_own_names(module.rendezvous, module)  # type: ignore[attr-defined]
     module.init_process_group = _opening(module.init_process_group, module, at)  # type: ignore[attr-defined]
     module.destroy_process_group = _closing(module.destroy_process_group, module, at)  # type: ignore[attr-defined]
 

@@ -19,6 +19,7 @@ HOOKS = {
     "torch.cuda": "devices",
     "torch.accelerator": "devices",
     "torch.distributed.distributed_c10d": "groups",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": "starts",
     "torch.optim.optimizer": "steps",
     "torch.utils.data.dataloader": "loaders",
 }
