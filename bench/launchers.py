@@ -4,7 +4,8 @@
     python bench/launchers.py --times 1 --only ray     some of them; the others keep what is in the file
 
 Two ranks everywhere: of one node (local), or of two nodes that are network namespaces of this machine, with a real sshd, Slurm and Ray. The
-clusters are up before. Launchers take turns, so that a busy machine slows all alike; what to look at is the difference to local.
+clusters are up before. Launchers take turns, so that a busy machine slows all alike; what to look at is the difference to local. The load before
+each run is in the result.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +119,31 @@ class Bench:
         return start
 
 
-def measure(start: Start) -> tuple[float, float]:
-    """Seconds to the first step and to the end of one run."""
+@dataclass(frozen=True)
+class Seen:
+    """One run.
+
+    Attributes:
+        first_step_s: seconds from typing to the first step.
+        end_s: to the end.
+        load: of this machine in the minute before: how many wanted a core.
+    """
+
+    first_step_s: float
+    end_s: float
+    load: float
+
+
+def measure(start: Start) -> Seen:
+    """One run, from typing to its end."""
+    load = os.getloadavg()[0]
     front = start()
     code = front.wait(limit_s=_LIMIT_S)
     assert code == 0, front.text()
     first = front.said('"kind": "step"')
     assert first is not None
     assert front.ended is not None
-    return first - front.started, front.ended - front.started
+    return Seen(first - front.started, front.ended - front.started, load)
 
 
 def main() -> None:
@@ -140,26 +158,27 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="launchers-")))
         bench = Bench(folder, options.only, stack)
-        seen: dict[str, list[tuple[float, float]]] = {name: [] for name in bench.starts}
+        seen: dict[str, list[Seen]] = {name: [] for name in bench.starts}
         for _ in range(options.times):
             for name, start in bench.starts.items():
-                seen[name].append(measure(start))
+                one = measure(start)
+                seen[name].append(one)
                 print(
-                    f"{name}: first step after {seen[name][-1][0]:.1f} s, end after {seen[name][-1][1]:.1f} s",
+                    f"{name}: first step after {one.first_step_s:.1f} s, end after {one.end_s:.1f} s, load {one.load:.1f}",
                     flush=True,
                 )
     _write(seen)
 
 
-def _write(seen: dict[str, list[tuple[float, float]]]) -> None:
+def _write(seen: dict[str, list[Seen]]) -> None:
     body: dict[str, Any] = {"schema": 1, "launchers": {}}
     if RESULTS.exists():
         body = json.loads(RESULTS.read_text())
     body["machine"] = {"cpus": os.cpu_count(), "python": platform.python_version()}
-    for name, pairs in seen.items():
-        first, end = ([round(pair[place], 2) for pair in pairs] for place in (0, 1))
+    for name, runs in seen.items():
+        first, end = ([round(run.first_step_s, 2) for run in runs], [round(run.end_s, 2) for run in runs])
         body["launchers"][name] = {
-            "first_step_s": first, "end_s": end, "median_first_step_s": statistics.median(first), "median_end_s": statistics.median(end),
+            "first_step_s": first, "end_s": end, "load": [round(run.load, 1) for run in runs], "median_first_step_s": statistics.median(first), "median_end_s": statistics.median(end),
         }  # fmt: skip
     local = body["launchers"].get("local")
     for row in body["launchers"].values():

@@ -27,9 +27,13 @@ def test_every_cell_of_the_table_leads_to_a_test_that_exists() -> None:
         file = (PAGE.parent / path).resolve()
         assert file.is_relative_to(ROOT / "tests"), path
         functions = {
-            node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)
+            node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)
         }
         assert name in functions, f"{path}::{name}"
+        marks = {ast.unparse(mark) for mark in functions[name].decorator_list}
+        assert not any(re.search(r"xfail|skip", mark) for mark in marks), (
+            f"{path}::{name} is not expected to pass"
+        )
 
 
 def test_every_launcher_has_all_columns() -> None:
