@@ -7,6 +7,7 @@ from typing import Any
 
 import xxhash
 
+from unisono.child import loading_modules
 from unisono.config.schema import RunConfig
 from unisono.data.cache import Ingredients, Lookup, gather, look_up, remember, writing
 from unisono.data.ledger import flat_total
@@ -74,7 +75,8 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
     Raises:
         ModelError: if transformers cannot read it.
     """
-    from transformers import AutoTokenizer
+    with loading_modules():
+        from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(
@@ -96,8 +98,9 @@ def _build(
     *,
     limit_rows: int | None,
 ) -> None:
-    from unisono.data.build import build_table
-    from unisono.data.encode import Encoder
+    with loading_modules():
+        from unisono.data.build import build_table
+        from unisono.data.encode import Encoder
 
     pretrain = config.objective == "pretrain"
     encoder = Encoder(

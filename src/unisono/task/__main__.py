@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any, Protocol
 
-from unisono.child import parse_child_arguments, run_child
+from unisono.child import loading_modules, parse_child_arguments, run_child
 from unisono.errors import UsageError
 from unisono.events import Reporter
 
@@ -40,7 +40,8 @@ def main(argv: list[str]) -> int:
     def body(report: Reporter) -> dict[str, Any]:
         if arguments.name not in TASKS:
             raise UsageError.of(f"there is no task {arguments.name!r}", fix=f"one of {', '.join(TASKS)}")
-        task: Task = importlib.import_module(f"unisono.task.{TASKS[arguments.name]}")
+        with loading_modules():
+            task: Task = importlib.import_module(f"unisono.task.{TASKS[arguments.name]}")
         return task.run(json.loads(arguments.file.read_text(encoding="utf-8")), report)
 
     return run_child(body, arguments)

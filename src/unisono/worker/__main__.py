@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from unisono.child import parse_child_arguments, run_child
+from unisono.child import loading_modules, parse_child_arguments, run_child
 from unisono.errors import UsageError
 from unisono.events import Reporter
 from unisono.plan import RunPlan
@@ -26,9 +26,8 @@ def main(argv: list[str]) -> int:
     beats, pulse = _begin_to_beat(arguments.beat_fds)
 
     def body(report: Reporter) -> dict[str, Any]:
-        from unisono.train.stop import (
-            StopRequest,
-        )  # with torch, seconds; a signal until then simply ends the process
+        with loading_modules():  # torch, seconds; a signal until then simply ends the process
+            from unisono.train.stop import StopRequest
 
         beats.enter("start")
         stop = StopRequest()
@@ -41,9 +40,10 @@ def main(argv: list[str]) -> int:
                 "the plan cannot be read", where=str(arguments.file), why=one_line(str(error))
             ) from error
         report.phase("start", "loading torch")
-        from unisono.train.group import close_group
-        from unisono.train.recorder import flight_record
-        from unisono.train.whole import run_plan
+        with loading_modules():
+            from unisono.train.group import close_group
+            from unisono.train.recorder import flight_record
+            from unisono.train.whole import run_plan
 
         closing.append(close_group)
         pulse.answer = flight_record
