@@ -1,8 +1,8 @@
 """Ray's own head is lost in mid-run. Run: pytest -m long tests/ray/test_rays_head.py. Three Ray nodes without a shared disk; Ray's own limits are as they come."""
 
 import json
+import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,8 @@ pytestmark = [
 
 _TWO = ("--launcher", "ray", "--nodes", "2", "--nproc", "1", "--no-rehearse")
 _LIMIT_S = 400.0
-_ENDS_S = 120.0
-"""For the command to end: on another node than Ray's head it waits 20 s for that to come back, and then saves."""
+_ENDS_S = 240.0
+"""For the command to end: it waits 20 s for Ray's head to come back, and then saves."""
 _NODES_END_S = 300.0
 """For what ran on the nodes: Ray ends them a minute after its head, and with them our fronts."""
 
@@ -106,6 +106,12 @@ def gcs(cluster: RayCluster) -> psutil.Process:
     return next(p for p in cluster.processes() if p.name() == "gcs_server")
 
 
+def driver(front: Front) -> psutil.Process:
+    """Our process that is connected to Ray."""
+    children = psutil.Process(front.pid).children(recursive=True)
+    return next(process for process in children if "unisono.launch.ray" in process.cmdline())
+
+
 def lost_head(cluster: RayCluster, front: Front) -> None:
     """The verdict names Ray's head, and says what Ray's silence was."""
     (verdict,) = front.verdicts
@@ -118,15 +124,11 @@ def lost_head(cluster: RayCluster, front: Front) -> None:
     assert any(item.where == f"Ray cluster {cluster.address}" for item in verdict.evidence)
 
 
-def test_typed_on_another_node_the_run_is_saved_and_ends_where_rays_head_is_gone(
-    whole: Whole, body: dict[str, Any]
-) -> None:
+def test_where_rays_head_is_gone_the_run_is_saved_and_ends(whole: Whole, body: dict[str, Any]) -> None:
     cluster = whole.cluster
     front = whole.train(1, body)
     cluster.stop_node(0)
-    began = time.monotonic()
     assert front.wait(limit_s=_ENDS_S) == 4, front.text()
-    print(f"ended after {time.monotonic() - began:.1f} s")
     lost_head(cluster, front)
     out = whole.disk(1, body["output_dir"])
     result = json_of(out / "result.json")
@@ -136,21 +138,18 @@ def test_typed_on_another_node_the_run_is_saved_and_ends_where_rays_head_is_gone
     assert Path(result["checkpoint"]).name == f"step-{steps[-1]:08d}"
     assert (whole.disk(1, result["checkpoint"]) / "manifest.json").exists()
     whole.nothing_left((1, 2))
-    print(f"nothing left after {time.monotonic() - began:.1f} s")
 
 
-def test_typed_on_rays_head_its_loss_is_the_verdict_and_the_nodes_are_left_clean(
+def test_where_rays_head_takes_our_connection_with_it_its_loss_is_the_verdict_all_the_same(
     whole: Whole, body: dict[str, Any]
 ) -> None:
     cluster = whole.cluster
     front = whole.train(0, body)
     gcs(cluster).kill()
-    began = time.monotonic()
+    driver(front).send_signal(signal.SIGABRT)  # so Ray ends those that are connected to it, after a minute
     assert front.wait(limit_s=_ENDS_S) == 4, front.text()
-    print(f"ended after {time.monotonic() - began:.1f} s")
     lost_head(cluster, front)
     result = json_of(whole.disk(0, body["output_dir"]) / "result.json")
     assert (result["exit_code"], result["verdict"]["cause"]) == (4, "node_unreachable")
     assert (whole.disk(0, result["checkpoint"]) / "manifest.json").exists()
     whole.nothing_left((1, 2))
-    print(f"nothing left after {time.monotonic() - began:.1f} s")

@@ -47,7 +47,7 @@ class Wanted:
         return found | ({"GPU": self.gpus} if self.gpus else {})
 
     def __str__(self) -> str:
-        return f"on each of them {show_resources(self.bundle)} (1 CPU{', 1 GPU' if self.gpus else ''} and " \
+        return f"on each {show_resources(self.bundle)} (1 CPU{', 1 GPU' if self.gpus else ''} and " \
             f"{show_bytes(MEMORY_OF_A_RANK_BYTES)} a rank, {show_bytes(RESERVE_BYTES)} in reserve)"  # fmt: skip
 
 

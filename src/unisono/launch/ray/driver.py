@@ -108,7 +108,8 @@ class _Driver:
 
     def _start(self) -> Ended:
         wanted = self._wanted(living_nodes())
-        self._note(f"asking the Ray cluster for {self.asked.nodes} nodes: {wanted}")
+        several = "node" if self.asked.nodes == 1 else "nodes"
+        self._note(f"asking the Ray cluster for {self.asked.nodes} {several}: {wanted}")
         with placed(
             wanted, nodes=self.asked.nodes, least=self.asked.least, timeout_s=self.asked.join_timeout_s, note=self._note,
             stopped=lambda: bool(self.front.signals),
