@@ -15,6 +15,7 @@ from tests.ports import free_port
 from tests.run.test_one_node import LAUNCHER, LIMIT_S, number_in, result, run, until
 
 BIN = Path(sys.executable).parent
+STANDIN = str(Path(__file__).with_name("standin_launcher.py"))
 # Of one rank: it tells its process in a file, and waits until it may end.
 _WAITS = """
 import os, pathlib, sys, time
@@ -114,14 +115,15 @@ def torchrun(folder: Path, *words: str, way: Sequence[str] = ("--standalone",)) 
 def test_a_rank_that_is_killed_once_is_a_warning_where_its_launcher_starts_it_anew(
     tmp_path: Path, kind: str
 ) -> None:
-    """Whatever the launcher keeps of the first start, the second one's ranks meet each other."""
-    way = {
-        "c10d": ["--standalone"],
-        "static": ["--master-port", str(free_port())],
-        "unisono": ["--rdzv-backend", "unisono"],
+    """Whatever the launcher keeps of the first start, the second one's ranks meet each other; also where the program starts it by itself."""
+    again = ("--max-restarts", "1", "dies.py", "1")
+    words = {
+        "c10d": torchrun(tmp_path, *again),
+        "static": [sys.executable, STANDIN, "--nproc-per-node", "2", *again],
+        "unisono": torchrun(tmp_path, *again, way=["--rdzv-backend", "unisono"]),
     }[kind]
-    words = torchrun(tmp_path, "--max-restarts", "1", "dies.py", "1", way=way)
-    with run(tmp_path, words, env={**os.environ, "OMP_NUM_THREADS": "1"}) as front:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
+    with run(tmp_path, words, env=environment) as front:
         _, err = front.communicate(timeout=LIMIT_S)
     assert front.returncode == 0, err.decode()
     assert b"killed by SIGKILL" in err

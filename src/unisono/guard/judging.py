@@ -179,6 +179,9 @@ class Judging:
             return
         if attempt > self._attempt:
             self._begin_again(attempt)
+        self.restarts = max(
+            self.restarts, int(message.get("restarts", 0))
+        )  # a launcher that the program starts by itself has its own
         self._world = max(self._world, min(int(message["world_size"]), 1 << 16))
         for value in message["places"]:
             place = RankPlace.model_validate(value)

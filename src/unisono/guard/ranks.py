@@ -106,6 +106,11 @@ class ProgramRanks:
         return max((rank.registration.world_size for rank in self._ranks.values()), default=0)
 
     @property
+    def _restarts(self) -> int:
+        """How often their launcher starts them anew."""
+        return max((rank.registration.restarts for rank in self._ranks.values()), default=0)
+
+    @property
     def beats(self) -> dict[int, BeatMemory]:
         """Of those that leave signs of life."""
         return {n: rank.memory for n, rank in self._ranks.items() if rank.memory is not None}
@@ -153,7 +158,7 @@ class ProgramRanks:
             places = [place.model_dump(mode="json") for place in self.places]
             others.insert(
                 0,
-                {"kind": "registered", "places": places, "world_size": self.world_size, "attempt": self.newest, "unseen": self.unseen},
+                {"kind": "registered", "places": places, "world_size": self.world_size, "attempt": self.newest, "unseen": self.unseen, "restarts": self._restarts},
             )  # fmt: skip
         return [*others, *said, *ended]
 

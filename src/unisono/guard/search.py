@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from unisono.facts.tree import processes_below, variables_of
 from unisono.integrations.border import Registration, start_of
 
-_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,7 @@ def search(root: int, host: str) -> Search:
             local_rank = int(variables["LOCAL_RANK"])
             local_world_size = int(variables.get("LOCAL_WORLD_SIZE") or 1)
             attempt = int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0)
+            restarts = int(variables.get("TORCHELASTIC_MAX_RESTARTS") or 0)
         except (KeyError, ValueError):
             continue
         said[pid] = (rank, world_size)
@@ -77,7 +85,7 @@ def search(root: int, host: str) -> Search:
         if said.get(parent) == (rank, world_size) or not 0 <= rank < world_size or started is None:
             continue
         registration = Registration(
-            pid, started, rank, local_rank, world_size, local_world_size, host, attempt=attempt, sees=()
-        )
+            pid, started, rank, local_rank, world_size, local_world_size, host, attempt=attempt, sees=(), restarts=restarts,
+        )  # fmt: skip
         found.append(Found(registration, parent))
     return Search(parents, said, tuple(found))

@@ -110,6 +110,7 @@ class Registration:
         sees: what the hook sees: "beats", "collectives", "stacks"; what is missing in it is not seen, and the front says so.
         stacks_signal: at which faulthandler writes the stacks: a real-time signal that the program had left free; 0: none was. Ask
             `facts.process.catches` before sending it: a program that replaces itself (exec) has no handler any more.
+        restarts: how often its launcher starts its ranks anew (TORCHELASTIC_MAX_RESTARTS).
     """
 
     pid: int
@@ -124,6 +125,7 @@ class Registration:
     grouped: bool = False
     sees: tuple[str, ...] = ("beats", "stacks")
     stacks_signal: int = 0
+    restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +274,7 @@ def own_registration(environment: Mapping[str, str], **more: Any) -> Registratio
         local_rank = int(environment.get("LOCAL_RANK", rank))
         local_world_size = int(environment.get("LOCAL_WORLD_SIZE", world_size))
         attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
+        restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0))
     except (KeyError, ValueError):
         return None
     if not 0 <= rank < world_size:
@@ -279,7 +282,7 @@ def own_registration(environment: Mapping[str, str], **more: Any) -> Registratio
     pid = os.getpid()
     return Registration(
         pid=pid, started=start_of(pid) or 0, rank=rank, local_rank=local_rank, world_size=world_size,
-        local_world_size=local_world_size, host=socket.gethostname(), attempt=attempt, **more,
+        local_world_size=local_world_size, host=socket.gethostname(), attempt=attempt, restarts=restarts, **more,
     )  # fmt: skip
 
 
