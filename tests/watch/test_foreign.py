@@ -34,8 +34,17 @@ def judged(*views: RankView, looks: Sequence[Look] = ()) -> Suspicion | Verdict 
     return judge(picture, Patience())
 
 
-def begun(number: int, name: str, count: int, sizes: str = "[[72]]") -> Look:
-    return Look(number, stack=("x.py:1 in f",), begun=Collective("0:default_pg", count, name, sizes))
+def begun(
+    number: int,
+    name: str,
+    count: int,
+    sizes: str = "[[72]]",
+    *,
+    recurs: bool = False,
+    may_step: bool | None = None,
+) -> Look:
+    collective = Collective("0:default_pg", count, name, sizes)
+    return Look(number, stack=("x.py:1 in f",), begun=collective, recurs=recurs, may_step=may_step)
 
 
 def named(found: Suspicion | Verdict | None) -> tuple[str, tuple[int, ...]] | None:
@@ -104,6 +113,36 @@ def test_a_rank_that_has_taken_no_batch_for_the_step_of_the_others_made_fewer_st
     assert isinstance(found, Verdict)
     assert (found.cause, found.ranks) == ("unequal_steps", (1,))
     assert "step 8 was the last" in found.summary
+
+
+def test_a_rank_that_cannot_come_back_to_its_steps_made_fewer_where_the_others_are_in_a_collective_of_theirs() -> (
+    None
+):
+    looks = [
+        begun(0, "all_reduce", 9, recurs=True, may_step=True),
+        begun(1, "barrier", 9, "[]", may_step=False),
+    ]
+    found = judged(rank(0, pending=1, micro=0), rank(1, pending=1, phase="comm", micro=0), looks=looks)
+    assert isinstance(found, Verdict)
+    assert (found.cause, found.ranks) == ("unequal_steps", (1,))
+    assert "step 8 was the last" in found.summary
+    assert "nothing leads back" in " ".join(item.text for item in found.evidence)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"recurs": True, "may_step": True}, {"may_step": True}),  # it evaluates in its loop
+        ({"recurs": True, "may_step": True}, {}),  # nobody knows
+        ({"recurs": True, "may_step": False}, {"may_step": False}),  # both are done
+        ({"may_step": True}, {"may_step": False}),  # what is odd may be the first's
+    ],
+)
+def test_else_both_are_shown_and_none_is_blamed(first: dict[str, bool], second: dict[str, bool]) -> None:
+    looks = [begun(0, "all_reduce", 9, **first), begun(1, "barrier", 9, "[]", **second)]
+    found = judged(rank(0, pending=1, micro=0), rank(1, pending=1, phase="comm", micro=0), looks=looks)
+    assert isinstance(found, Verdict)
+    assert (found.cause, found.ranks) == ("collective_mismatch", ())
 
 
 def test_a_long_collective_of_all_is_no_finding_at_first() -> None:

@@ -124,7 +124,8 @@ class Looking:
         self.raw = Raw(stacks, self._flight_text())
         flight = read_flight(self.raw.flight)
         return Look(
-            rank=self.rank, stack=stack, how=how, begun=flight.begun, completed=flight.completed, rows=tuple(self._memory.rows()),
+            rank=self.rank, stack=stack, how=how, begun=flight.begun, completed=flight.completed, rows=tuple(self._memory.rows()), recurs=flight.recurs,
+            may_step=flight.may_step,
             note=f"its control group {self._frozen} is frozen" if self._frozen is not None else "",
         )  # fmt: skip
 

@@ -25,10 +25,14 @@ class Flight:
         begun: the last one that was begun; None where the recorder does not have it any more. Not the first that is not completed: gloo
             counts a collective as completed late, and one that has long ended would be told.
         completed: the number of the last that was completed; None where none was.
+        recurs: whether one like `begun` has been before it.
+        may_step: of a rank of somebody else's program: whether it can still come to where it makes its steps; None where it is not known.
     """
 
     begun: Collective | None = None
     completed: int | None = None
+    recurs: bool = False
+    may_step: bool | None = None
 
 
 def read_flight(text: str) -> Flight:
@@ -44,7 +48,11 @@ def read_flight(text: str) -> Flight:
         if not found:
             return Flight()
         group, entry = max(found, key=lambda pair: (pair[0].waits, _is_default(pair[1]), pair[0].enqueued))
-        return Flight(_collective(entry, group) if entry is not None else None, group.completed)
+        may_step = dump.get("may_step")
+        return Flight(
+            _collective(entry, group) if entry is not None else None, group.completed, recurs=_recurs(entry, entries),
+            may_step=may_step if isinstance(may_step, bool) else None,
+        )  # fmt: skip
     except (ValueError, LookupError, TypeError, AttributeError):
         return Flight()
 
@@ -111,6 +119,14 @@ class Group:
             if str(entry["pg_id"]) == self.number and int(entry["collective_seq_id"]) == self.enqueued:
                 return entry
         return None
+
+
+def _recurs(entry: Mapping[str, Any] | None, entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether an earlier one of its group has its name and its sizes."""
+    if entry is None:
+        return False
+    like = [(one["pg_id"], one["profiling_name"], one["input_sizes"]) for one in entries]
+    return like.count((entry["pg_id"], entry["profiling_name"], entry["input_sizes"])) > 1
 
 
 def _is_default(entry: Mapping[str, Any] | None) -> bool:

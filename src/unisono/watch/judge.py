@@ -76,6 +76,8 @@ def mismatch(picture: Picture, views: Sequence[RankView]) -> Verdict | None:
     beats = {view.rank: view.beat for view in views if view.beat is not None and view.beat.is_foreign}
     if left_the_loop(list(beats.values())):
         return _left_the_loop(picture, beats, since_s)
+    if len(beats) == len(views) and (found := _out_of_their_loop(picture, beats, since_s)) is not None:
+        return found
     kinds: dict[str, list[int]] = {}
     for view in views:
         kinds.setdefault(_collective(view, picture), []).append(view.rank)
@@ -112,6 +114,27 @@ def _left_the_loop(picture: Picture, beats: Mapping[int, Beat], since_s: float) 
     step = beats[ahead[0]].step
     summary = f"{labels(picture, behind)} made fewer steps: step {step - 1} was the last, and {labels(picture, ahead)} went on to step {step}"
     return verdict("unequal_steps", summary, picture, ranks=behind, since_s=since_s)
+
+
+def _out_of_their_loop(picture: Picture, beats: Mapping[int, Beat], since_s: float) -> Verdict | None:
+    """Ranks that can make no step any more, where others can: those are in a collective that they have been in before, and in no other."""
+    looks = {rank: look for rank in beats if (look := picture.looks.get(rank)) is not None}
+    behind = [rank for rank, look in looks.items() if look.may_step is False]
+    ahead = [rank for rank, look in looks.items() if look.may_step and look.recurs]
+    if not behind or not ahead or len(behind) + len(ahead) < len(beats):
+        return None
+    begun = {rank: alike(look.begun) for rank, look in looks.items() if look.begun is not None}
+    if len(begun) < len(beats) or {begun[rank] for rank in behind} & {begun[rank] for rank in ahead}:
+        return None
+    last = max(beats[rank].step for rank in behind) - 1
+    are, its = ("is", "its loop") if len(ahead) == 1 else ("are", "theirs")
+    summary = f"{labels(picture, behind)} made fewer steps: step {last} was the last, and the loop is over there; {labels(picture, ahead)} {are} still in {its}"
+    ways = {True: "its loop has had that before", False: "nothing leads back from there to its steps"}
+    evidence = [
+        Evidence(where=labels(picture, [rank]), text=f"{begun[rank]}; {ways[rank in ahead]}")
+        for rank in beats
+    ]
+    return verdict("unequal_steps", summary, picture, ranks=behind, since_s=since_s, evidence=evidence)
 
 
 def _stopped(picture: Picture, alive: Sequence[RankView]) -> Suspicion | Verdict | None:

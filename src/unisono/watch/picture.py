@@ -56,6 +56,8 @@ class Look:
         how: by what the stack was got: "faulthandler", "py-spy", or why there is none.
         begun: the last collective that was begun, by the flight recorder; None where it is not known.
         completed: the number of the last that was completed.
+        recurs: whether one like it has been before.
+        may_step: whether it can still come to where it makes its steps; None where that is not known.
         rows: the sequences that it works on.
         note: anything else that a person should read, as a frozen cgroup.
     """
@@ -67,13 +69,15 @@ class Look:
     completed: int | None = None
     rows: tuple[int, ...] = ()
     note: str = ""
+    recurs: bool = False
+    may_step: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For the way to the head."""
         begun = self.begun
         return {
             "rank": self.rank, "stack": list(self.stack), "how": self.how, "completed": self.completed, "rows": list(self.rows),
-            "note": self.note,
+            "note": self.note, "recurs": self.recurs, "may_step": self.may_step,
             "begun": None if begun is None else {"group": begun.group, "number": begun.number, "name": begun.name, "sizes": begun.sizes},
         }  # fmt: skip
 
@@ -84,10 +88,10 @@ class Look:
         Raises:
             KeyError, TypeError, ValueError: if it is no such object.
         """
-        begun, completed = value["begun"], value["completed"]
+        begun, completed, may_step = value["begun"], value["completed"], value.get("may_step")
         return cls(
             rank=int(value["rank"]), stack=tuple(map(str, value["stack"])), how=str(value["how"]), rows=tuple(map(int, value["rows"])),
-            note=str(value["note"]), completed=None if completed is None else int(completed),
+            note=str(value["note"]), recurs=bool(value.get("recurs")), may_step=None if may_step is None else bool(may_step), completed=None if completed is None else int(completed),
             begun=None if begun is None else Collective(
                 str(begun["group"]), int(begun["number"]), str(begun["name"]), str(begun["sizes"])
             ),

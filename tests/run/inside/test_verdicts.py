@@ -51,6 +51,21 @@ def test_a_rank_that_makes_fewer_steps_is_named_also_under_torchrun(guarded: Sta
     assert until_named(guarded(*TORCHRUN, *words)) == ("unequal_steps", (1,))
 
 
+def test_a_rank_whose_loop_is_over_is_named_also_where_nothing_shows_that_a_step_begins(
+    guarded: Start,
+) -> None:
+    played = launched(guarded, PROGRAMS / "bareloop.py", "unequal")
+    assert until_named(played) == ("unequal_steps", (1,))
+    played.until(lambda: played.verdict)
+    assert played.verdict is not None
+    assert "step 60 was the last" in played.verdict.summary
+
+
+@pytest.mark.long
+def test_a_rank_that_sums_up_alone_within_its_loop_is_shown_and_not_blamed(guarded: Start) -> None:
+    assert until_named(launched(guarded, PROGRAMS / "bareloop.py", "alone")) == ("collective_mismatch", ())
+
+
 @pytest.mark.long
 def test_of_three_ranks_the_one_in_another_collective_is_named(guarded: Start) -> None:
     played = launched(guarded, DDP, "other", nproc=3)

@@ -22,6 +22,7 @@ from unisono.integrations.border import (
 )
 from unisono.integrations.inside.loop import Loop
 from unisono.integrations.inside.sampling import Sampling
+from unisono.integrations.inside.wayback import WayBack
 from unisono.watch.beat import Beats, Pulse, beat_while_collecting
 
 _LOWEST_SIGNAL = 10  # above SIGRTMIN; programs that use such signals begin at the low ones
@@ -35,6 +36,7 @@ class Here:
         registration: who it is; None while it is no rank.
         beats: its signs of life, of the main thread.
         loop: where its steps begin.
+        way: to where it makes them.
         main: the main thread's number.
         inside: whether the main thread is in a hooked function, which may call others.
         counts_steps: whether steps are those of an optimizer; False once the program says by itself which step it is in.
@@ -45,6 +47,7 @@ class Here:
         self.registration: Registration | None = None
         self.beats = Beats()
         self.loop = Loop()
+        self.way = WayBack()
         self.main = threading.main_thread().ident
         self.inside = False
         self.counts_steps = True
@@ -100,6 +103,8 @@ class Here:
 
     def stepped(self) -> None:
         """An optimizer has made a step."""
+        if self.is_main_thread():
+            self.way.note(sys._getframe())  # noqa: SLF001 - as traceback does
         if self.counts_steps:
             self._begin_step(max(1, self.beats.step) + 1)
 
@@ -128,12 +133,16 @@ class Here:
 
             # Never chained: the default of a real-time signal ends the process.
             faulthandler.register(number, file=stacks, all_threads=True, chain=False)
-        sampling = Sampling(self.beats)
+        sampling = Sampling(self.beats, self._may_step)
         Pulse(record, sampling.dump, answers).start()
         sampling.start()
         beat_while_collecting(self.beats)
         self._hear_the_end()
         return number
+
+    def _may_step(self) -> bool | None:
+        """Whether the main thread can still make a step; None where that is not known. Any thread may ask."""
+        return self.way.is_open(sys._current_frames().get(self.main or 0))  # noqa: SLF001 - as faulthandler does
 
     def _hear_the_end(self) -> None:
         before = sys.excepthook
@@ -177,7 +186,7 @@ class Here:
         """A child is no rank by birth, and must not write in its parent's record."""
         self.presence = Presence(self.presence.guard)
         self.registration = None
-        self.beats, self.loop = Beats(), Loop()
+        self.beats, self.loop, self.way = Beats(), Loop(), WayBack()
         self.main = threading.get_ident()
         self.inside = self._has_ended = False
 

@@ -55,9 +55,16 @@ def _interest(dump: bytes) -> tuple[int, int]:
 class Sampling(threading.Thread):
     """The thread. It ends with the process, and is nothing that anybody waits for."""
 
-    def __init__(self, beats: Beats) -> None:
+    def __init__(self, beats: Beats, may_step: Callable[[], bool | None]) -> None:
+        """Has not begun.
+
+        Args:
+            beats: of the main thread.
+            may_step: whether that can still make a step; None where it is not known.
+        """
         super().__init__(name="unisono-sampling", daemon=True)
         self._beats = beats
+        self._may_step = may_step
         self._begun = 0
         self._use = _Use()
 
@@ -82,13 +89,16 @@ class Sampling(threading.Thread):
                 self._look_closer()
 
     def dump(self) -> bytes:
-        """All that a recorder has, for the front that asks for it."""
-        return dump_of_interest()
+        """All that a recorder has, and whether the rank may make another step, for the front that asks for it."""
+        may_step, dump = self._may_step(), dump_of_interest()
+        if may_step is None or not dump.startswith(b"{"):
+            return dump
+        return b'{"may_step": %s, %s' % (json.dumps(may_step).encode(), dump[1:])
 
     def _look_closer(self) -> None:
         pending = 0
         with suppress(ValueError, LookupError, TypeError, RuntimeError):
-            pending = pending_of(json.loads(self.dump() or b"{}"))
+            pending = pending_of(json.loads(dump_of_interest() or b"{}"))
         self._beats.note_groups(begun=self._begun, pending=pending, still_ns=self._use.still_ns())
 
 
