@@ -18,7 +18,7 @@ from tests.nodes.fronts import Front
 from tests.nodes.ground import Namespaces, Own
 from tests.nodes.harness import Job
 
-pytestmark = [pytest.mark.long, pytest.mark.ranks]
+pytestmark = [pytest.mark.long, pytest.mark.ranks, pytest.mark.timeout(1800)]
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 _ENTRY = Path(__file__).parents[1] / "launch" / "standins" / "ssh_front.py"
 _PORT = 2222
@@ -166,7 +166,7 @@ def test_a_killed_rank_on_the_host_is_named_and_the_run_goes_on(hosts: Hosts) ->
     front = hosts.type("--restarts", "1")
     job.waits_for_step(4)
     job.ranks()[1].kill()
-    assert front.wait(limit_s=300) == 0, front.text()
+    assert front.wait(limit_s=900) == 0, front.text()
     (restart,) = job.read("result.json")["restarts"]
     assert (restart["verdict"]["cause"], restart["verdict"]["hosts"]) == ("rank_killed", ["bob"])
     assert [line["step"] for line in job.metrics()] == list(range(1, 41))
@@ -180,12 +180,12 @@ def test_a_preempted_host_ends_all_with_a_checkpoint_and_the_same_command_goes_o
     job.waits_for_step(4)
     there = next(process for process in job.processes() if "--node-rank" in process.cmdline())
     there.send_signal(signal.SIGTERM)
-    assert front.wait(limit_s=300) == 75, front.text()
+    assert front.wait(limit_s=900) == 75, front.text()
     saved = job.read("result.json")
     assert saved["outcome"] == "preempted"
     assert saved["checkpoint"]
     job.wait_gone()
     again = hosts.type()
-    assert again.wait(limit_s=300) == 0, again.text()
+    assert again.wait(limit_s=900) == 0, again.text()
     assert again.messages("plan")[0]["resume"]["step"] == saved["step"]
     assert [line["step"] for line in job.metrics()] == list(range(1, 41))

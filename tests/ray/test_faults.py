@@ -27,7 +27,7 @@ pytestmark = [
 Config = Callable[..., str]
 _TWO = ("--launcher", "ray", "--nodes", "2", "--nproc", "1", "--no-rehearse")
 _ONE_WILL_DO = ("--launcher", "ray", "--nodes", "1:2", "--nproc", "1", "--no-rehearse")
-_LIMIT_S = 400.0
+_LIMIT_S = 1000.0
 
 
 @pytest.fixture(scope="module")

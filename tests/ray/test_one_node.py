@@ -24,7 +24,7 @@ def test_two_ranks_train_on_ray_and_their_run_is_whole_where_the_command_was_typ
     front = cluster.type(
         "train", path, "--launcher", "ray", "--nproc", "2", "--no-rehearse", speaks_json=False
     )
-    assert front.wait(limit_s=300) == 0, front.text()
+    assert front.wait(limit_s=600) == 0, front.text()
     assert f"placed by Ray: node 0 on {cluster.ground.host(0)}" in front.text()
     out = cluster.out_of(path)
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]

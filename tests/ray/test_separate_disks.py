@@ -18,7 +18,7 @@ pytestmark = [
 
 Config = Callable[..., str]
 _TWO = ("--launcher", "ray", "--nodes", "2", "--nproc", "1")
-_LIMIT_S = 400.0
+_LIMIT_S = 1000.0
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def test_without_a_shared_disk_everything_ends_whole_on_the_first_node(
 ) -> None:
     apart.config(parallel={"strategy": "fsdp"})
     front = apart.type(*TWO, json=False)
-    assert front.wait(limit_s=400) == 0, front.text()
+    assert front.wait(limit_s=1000) == 0, front.text()
     assert [line["step"] for line in apart.metrics()] == [1, 2, 3, 4]
     assert {path.name for path in (apart.out / "checkpoints").glob("step-*")} == {
         "step-00000002",
@@ -61,7 +61,7 @@ def test_nodes_that_disagree_are_refused_and_nothing_is_trained(apart: SlurmJob,
     changed = tmp_path / "rows-of-bob.jsonl"
     changed.write_text(changed.read_text().replace("cat", "dog", 1))
     front = apart.type(*TWO)
-    assert front.wait(limit_s=400) == 3, front.text()
+    assert front.wait(limit_s=1000) == 3, front.text()
     (verdict,) = front.verdicts
     assert verdict.cause == "data_mismatch"
     assert "node 1 (bob)" in verdict.summary

@@ -20,7 +20,7 @@ pytestmark = [
 ]  # a cluster may take long to come up on a loaded machine
 TWO = ("--launcher", "slurm", "--nodes", "2", "--nproc", "1")
 FAR = "2000000 steps"
-LONG_S = 400.0
+LONG_S = 1000.0
 
 
 def slow(job: Job, duration: str, **sections: object) -> None:

@@ -8,7 +8,8 @@ import pytest
 from tests.slurm.harness import SlurmJob
 
 TWO = ("--launcher", "slurm", "--nodes", "2", "--nproc", "1")
-LONG_S = 400.0
+LONG_S = 1000.0
+pytestmark = pytest.mark.timeout(1800)  # a cluster may take long to come up on a loaded machine
 
 
 @pytest.mark.slow
