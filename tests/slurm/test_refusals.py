@@ -17,7 +17,7 @@ TWO = ("--launcher", "slurm", "--nodes", "2", "--nproc", "1")
 def refused(job: SlurmJob, *words: str, code: int = 2, **named: object) -> str:
     """Types it; gives what was said. Nothing is left: no job, no folder of a run."""
     front = job.type("--launcher", "slurm", *words, json=False, **named)  # type: ignore[arg-type]
-    assert front.wait(limit_s=60) == code, front.text()
+    assert front.wait(limit_s=180) == code, front.text()
     assert "Traceback" not in front.text()
     job.until(lambda: not job.slurm.jobs(), what="the queue is empty", limit_s=30)
     assert not (job.out / "plan.json").exists()
@@ -71,10 +71,13 @@ def test_a_controller_that_does_not_answer_and_a_machine_without_slurm_are_told_
     )
     said = refused(job, code=6, env={"SLURM_CONF": str(tmp_path / "slurm.conf")})
     assert "Slurm does not answer" in said
+    said = refused(job, env={"SLURM_CONF": ""})
+    assert "this machine is of no Slurm cluster" in said
+    assert "SLURM_CONF" in said
     bare = tmp_path / "bin"
     bare.mkdir()
     for name in ("bash", "env"):
         (bare / name).symlink_to(shutil.which(name) or name)
     front = job.type("--launcher", "slurm", json=False, before=["env", f"PATH={bare}"])
-    assert front.wait(limit_s=60) == 2, front.text()
+    assert front.wait(limit_s=180) == 2, front.text()
     assert "needs sbatch, and it is not installed here" in front.text()

@@ -81,7 +81,7 @@ def refuse_contradictions(request: TrainRequest) -> None:
         if given:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise UsageError.of(
-                f"--launcher {launcher} starts the nodes itself, and {options} says which node this is", where="command line",
+                f"--launcher {launcher} finds and starts the nodes itself, without {options}", where="command line",
                 fix=f"leave out {options}",
             )  # fmt: skip
     if launcher == "local" and (request.hosts is not None or request.nodes not in (None, "1")):

@@ -2,14 +2,36 @@
 
 import re
 from dataclasses import dataclass
+from typing import Protocol
 
 from unisono.errors import Problem, UnfitError, UsageError
 from unisono.facts.slurm import seconds_of
 from unisono.facts.slurm_control import Answer, NodeState, ask, fields_of, has_slurm, node_states
-from unisono.launch.slurm.asked import JobAsked
 
 _SILENT = re.compile(r"contact slurm controller|timed out|Connection refused|did not answer", re.IGNORECASE)
+_NO_CLUSTER = re.compile(r"configuration source|DNS SRV lookup|unable to status file", re.IGNORECASE)
+"""Slurm's programs, where no slurm.conf says which cluster is theirs."""
+
 _SHOWN = 8
+
+
+class NodesAsked(Protocol):
+    """What is asked of the cluster, as far as it can be refused before it is submitted."""
+
+    @property
+    def least_nodes(self) -> int:
+        """So many are enough."""
+        ...
+
+    @property
+    def partitions(self) -> tuple[str, ...]:
+        """Those that are named."""
+        ...
+
+    @property
+    def time(self) -> str | None:
+        """As it was typed; None: the partition's own limit."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +64,7 @@ def partitions() -> dict[str, Partition]:
 
     Raises:
         UsageError: if Slurm is not installed here.
-        UnfitError: if its controller does not answer.
+        UnfitError: if its controller does not answer, or does not tell them.
     """
     if not has_slurm():
         raise UsageError.of(
@@ -51,7 +73,9 @@ def partitions() -> dict[str, Partition]:
         )  # fmt: skip
     answer = ask("scontrol", "show", "partition", "-o")
     if not answer.ok:
-        raise refused_by_slurm("Slurm's controller does not answer", answer)
+        raise _unanswered(answer) or UnfitError.of(
+            "Slurm does not tell its partitions", where=f"Slurm says: {answer.words}", fix="scontrol show partition   # says the same by hand"
+        )  # fmt: skip
     found = {}
     for line in answer.out.splitlines():
         fields = fields_of(line)
@@ -71,7 +95,7 @@ def gives_out_gpus(names: tuple[str, ...]) -> bool:
     return "gpu" in ask("sinfo", "-h", "-o", "%G", *words).out
 
 
-def refuse_what_cannot_be(asked: JobAsked, known: dict[str, Partition]) -> None:
+def refuse_what_cannot_be(asked: NodesAsked, known: dict[str, Partition]) -> None:
     """Checks that a partition can give the nodes at all, and now or soon.
 
     Raises:
@@ -95,7 +119,7 @@ def refuse_what_cannot_be(asked: JobAsked, known: dict[str, Partition]) -> None:
     refuse_nodes_out_of_order(asked, chosen)
 
 
-def refuse_nodes_out_of_order(asked: JobAsked, chosen: list[Partition]) -> None:
+def refuse_nodes_out_of_order(asked: NodesAsked, chosen: list[Partition]) -> None:
     """Node by node, where fewer can be used than are asked for.
 
     Raises:
@@ -133,20 +157,31 @@ def refuse_nodes_out_of_order(asked: JobAsked, chosen: list[Partition]) -> None:
 
 
 def refused_by_slurm(what: str, answer: Answer) -> UsageError | UnfitError:
-    """An error in Slurm's own words: 6 where it does not answer, 2 where it does not want."""
+    """An error in Slurm's own words: 6 where it does not answer, 2 where it does not want, or this machine is of no cluster."""
     words = answer.words or f"exit code {answer.code}"
-    if answer.code is None or _SILENT.search(words):
-        return UnfitError.of(
-            f"Slurm does not answer: {what}", where=words, why="its controller (slurmctld) is down, or cannot be reached from here",
-            fix="scontrol ping   # says which controller is up",
-        )  # fmt: skip
-    return UsageError.of(
+    return _unanswered(answer, what) or UsageError.of(
         what, where=f"Slurm says: {words}",
         fix="change --nodes, --partition or --time; account and QOS are read from SBATCH_ACCOUNT and SBATCH_QOS",
     )  # fmt: skip
 
 
-def _too_small(asked: JobAsked, partition: Partition) -> Problem | None:
+def _unanswered(answer: Answer, what: str = "its partitions are not told") -> UsageError | UnfitError | None:
+    """The error where no controller has said anything; None where one has."""
+    words = answer.words or f"exit code {answer.code}"
+    if _NO_CLUSTER.search(words):
+        return UsageError.of(
+            "this machine is of no Slurm cluster: sbatch is here, and nothing says where its controller is", where=f"Slurm says: {words}",
+            fix="type the command on a login node of the cluster; or export SLURM_CONF, where its slurm.conf is kept elsewhere",
+        )  # fmt: skip
+    if answer.code is None or _SILENT.search(words):
+        return UnfitError.of(
+            f"Slurm does not answer: {what}", where=words, why="its controller (slurmctld) is down, or cannot be reached from here",
+            fix="scontrol ping   # says which controller is up",
+        )  # fmt: skip
+    return None
+
+
+def _too_small(asked: NodesAsked, partition: Partition) -> Problem | None:
     most = partition.nodes if partition.most_nodes is None else min(partition.nodes, partition.most_nodes)
     if asked.least_nodes <= most:
         return _too_long(asked, partition)
@@ -158,7 +193,7 @@ def _too_small(asked: JobAsked, partition: Partition) -> Problem | None:
     )  # fmt: skip
 
 
-def _too_long(asked: JobAsked, partition: Partition) -> Problem | None:
+def _too_long(asked: NodesAsked, partition: Partition) -> Problem | None:
     limit, wanted = seconds_of(partition.most_time), seconds_of(asked.time or "")
     if limit is None or wanted is None or wanted <= limit:
         return None
