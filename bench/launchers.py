@@ -5,7 +5,7 @@
 
 Two ranks everywhere: of one node (local), or of two nodes that are network namespaces of this machine, with a real sshd, Slurm and Ray. The
 clusters are up before. Launchers take turns, so that a busy machine slows all alike; what to look at is the difference to local. The load before
-each run is in the result.
+each run is in the result, and the niceness: below 0 (`nice -n -12 python bench/launchers.py`) other work hardly counts.
 """
 
 import argparse
@@ -174,7 +174,9 @@ def _write(seen: dict[str, list[Seen]]) -> None:
     body: dict[str, Any] = {"schema": 1, "launchers": {}}
     if RESULTS.exists():
         body = json.loads(RESULTS.read_text())
-    body["machine"] = {"cpus": os.cpu_count(), "python": platform.python_version()}
+    body["machine"] = {
+        "cpus": os.cpu_count(), "python": platform.python_version(), "nice": os.nice(0), "load_at_the_end": [round(load, 1) for load in os.getloadavg()],
+    }  # fmt: skip
     for name, runs in seen.items():
         first, end = ([round(run.first_step_s, 2) for run in runs], [round(run.end_s, 2) for run in runs])
         body["launchers"][name] = {
