@@ -1,6 +1,7 @@
 """Who is named in somebody else's program, and who never is. Run: pytest tests/watch/test_foreign.py"""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -138,7 +139,7 @@ def test_a_rank_that_cannot_come_back_to_its_steps_made_fewer_where_the_others_a
         ({"may_step": True}, {"may_step": False}),  # what is odd may be the first's
     ],
 )
-def test_else_both_are_shown_and_none_is_blamed(first: dict[str, bool], second: dict[str, bool]) -> None:
+def test_else_both_are_shown_and_none_is_blamed(first: dict[str, Any], second: dict[str, Any]) -> None:
     looks = [begun(0, "all_reduce", 9, **first), begun(1, "barrier", 9, "[]", **second)]
     found = judged(rank(0, pending=1, micro=0), rank(1, pending=1, phase="comm", micro=0), looks=looks)
     assert isinstance(found, Verdict)

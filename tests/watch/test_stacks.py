@@ -24,6 +24,12 @@ def test_the_last_thread_is_the_main_one_also_where_another_got_the_signal() -> 
     assert main_thread_of_faulthandler(swapped) == main_thread_of_faulthandler(SLEEP)
 
 
+def test_the_frames_of_a_thread_that_trains_come_in_place_of_the_main_ones() -> None:
+    number = int(PULSE.split()[1], 16)
+    assert main_thread_of_faulthandler(SLEEP, trains=number) == main_thread_of_faulthandler(PULSE) != main_thread_of_faulthandler(SLEEP)  # fmt: skip
+    assert main_thread_of_faulthandler(SLEEP, trains=1) == main_thread_of_faulthandler(SLEEP)
+
+
 def test_of_too_many_threads_the_one_that_got_the_signal_counts_and_no_other() -> None:
     current, *_ = SLEEP.split("\n\n")[1:]
     assert main_thread_of_faulthandler(f"{current}\n\n{PULSE}...\n")[0].endswith(" in sleeps_after_sums")

@@ -117,12 +117,12 @@ class Looking:
         return self._spy.has_ended()
 
     def _finish(self) -> Look:
-        stacks = self._stacks()
-        stack, how = main_thread_of_faulthandler(stacks), "faulthandler"
+        stacks, flight_text = self._stacks(), self._flight_text()
+        flight = read_flight(flight_text)
+        stack, how = main_thread_of_faulthandler(stacks, trains=flight.thread), "faulthandler"
         if not stack:
             stack, how, stacks = self._by_spy(stacks)
-        self.raw = Raw(stacks, self._flight_text())
-        flight = read_flight(self.raw.flight)
+        self.raw = Raw(stacks, flight_text)
         return Look(
             rank=self.rank, stack=stack, how=how, begun=flight.begun, completed=flight.completed, rows=tuple(self._memory.rows()), recurs=flight.recurs,
             may_step=flight.may_step,

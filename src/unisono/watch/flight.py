@@ -27,12 +27,14 @@ class Flight:
         completed: the number of the last that was completed; None where none was.
         recurs: whether one like `begun` has been before it.
         may_step: of a rank of somebody else's program: whether it can still come to where it makes its steps; None where it is not known.
+        thread: of such a rank: the number of the thread that trains; None where it is not told.
     """
 
     begun: Collective | None = None
     completed: int | None = None
     recurs: bool = False
     may_step: bool | None = None
+    thread: int | None = None
 
 
 def read_flight(text: str) -> Flight:
@@ -48,10 +50,10 @@ def read_flight(text: str) -> Flight:
         if not found:
             return Flight()
         group, entry = max(found, key=lambda pair: (pair[0].waits, _is_default(pair[1]), pair[0].enqueued))
-        may_step = dump.get("may_step")
+        may_step, thread = dump.get("may_step"), dump.get("thread")
         return Flight(
             _collective(entry, group) if entry is not None else None, group.completed, recurs=_recurs(entry, entries),
-            may_step=may_step if isinstance(may_step, bool) else None,
+            may_step=may_step if isinstance(may_step, bool) else None, thread=thread if isinstance(thread, int) else None,
         )  # fmt: skip
     except (ValueError, LookupError, TypeError, AttributeError):
         return Flight()

@@ -51,14 +51,16 @@ def test_a_rank_that_makes_fewer_steps_is_named_also_under_torchrun(guarded: Sta
     assert until_named(guarded(*TORCHRUN, *words)) == ("unequal_steps", (1,))
 
 
+@pytest.mark.parametrize("words", [(), pytest.param(("thread",), marks=pytest.mark.long)])
 def test_a_rank_whose_loop_is_over_is_named_also_where_nothing_shows_that_a_step_begins(
-    guarded: Start,
+    guarded: Start, words: tuple[str, ...]
 ) -> None:
-    played = launched(guarded, PROGRAMS / "bareloop.py", "unequal")
+    played = launched(guarded, PROGRAMS / "bareloop.py", "unequal", *words)
     assert until_named(played) == ("unequal_steps", (1,))
     played.until(lambda: played.verdict)
     assert played.verdict is not None
     assert "step 60 was the last" in played.verdict.summary
+    assert any("bareloop.py" in frame and frame.endswith(" in main") for frame in played.stack(1))
 
 
 @pytest.mark.long

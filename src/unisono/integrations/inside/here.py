@@ -37,7 +37,7 @@ class Here:
         beats: its signs of life, of the main thread.
         loop: where its steps begin.
         way: to where it makes them.
-        main: the main thread's number.
+        main: the main thread's number; or of the thread that trains, where that is another one.
         inside: whether the main thread is in a hooked function, which may call others.
         counts_steps: whether steps are those of an optimizer; False once the program says by itself which step it is in.
     """
@@ -96,13 +96,20 @@ class Here:
         if self.is_main_thread():
             self.beats.enter(name)
 
+    def _follow(self) -> None:
+        """The thread that makes the first step is the one whose life is told: Ray trains in a thread of its own. One of autograd's is no program's."""
+        if not self.beats.step and not self.is_main_thread() and type(threading.current_thread()).__name__ != "_DummyThread":  # fmt: skip
+            self.main = threading.get_ident()
+
     def step(self, step: int) -> None:
         """The program says by itself which step it works on, from 1: its optimizers are not counted from here on."""
+        self._follow()
         self.counts_steps = False
         self._begin_step(step)
 
     def stepped(self) -> None:
         """An optimizer has made a step."""
+        self._follow()
         if self.is_main_thread():
             self.way.note(sys._getframe())  # noqa: SLF001 - as traceback does
         if self.counts_steps:
@@ -133,16 +140,17 @@ class Here:
 
             # Never chained: the default of a real-time signal ends the process.
             faulthandler.register(number, file=stacks, all_threads=True, chain=False)
-        sampling = Sampling(self.beats, self._may_step)
+        sampling = Sampling(self.beats, self._where)
         Pulse(record, sampling.dump, answers).start()
         sampling.start()
         beat_while_collecting(self.beats)
         self._hear_the_end()
         return number
 
-    def _may_step(self) -> bool | None:
-        """Whether the main thread can still make a step; None where that is not known. Any thread may ask."""
-        return self.way.is_open(sys._current_frames().get(self.main or 0))  # noqa: SLF001 - as faulthandler does
+    def _where(self) -> dict[str, Any]:
+        """Which thread trains, and whether it can still make a step, as far as that is known. Any thread may ask."""
+        may_step = self.way.is_open(sys._current_frames().get(self.main or 0))  # noqa: SLF001 - as faulthandler does
+        return {"thread": self.main, "may_step": may_step}
 
     def _hear_the_end(self) -> None:
         before = sys.excepthook

@@ -55,16 +55,16 @@ def _interest(dump: bytes) -> tuple[int, int]:
 class Sampling(threading.Thread):
     """The thread. It ends with the process, and is nothing that anybody waits for."""
 
-    def __init__(self, beats: Beats, may_step: Callable[[], bool | None]) -> None:
+    def __init__(self, beats: Beats, where: Callable[[], dict[str, Any]]) -> None:
         """Has not begun.
 
         Args:
-            beats: of the main thread.
-            may_step: whether that can still make a step; None where it is not known.
+            beats: of the thread that trains.
+            where: what is known of where that is; it goes into a dump as it is.
         """
         super().__init__(name="unisono-sampling", daemon=True)
         self._beats = beats
-        self._may_step = may_step
+        self._where = where
         self._begun = 0
         self._use = _Use()
 
@@ -89,11 +89,9 @@ class Sampling(threading.Thread):
                 self._look_closer()
 
     def dump(self) -> bytes:
-        """All that a recorder has, and whether the rank may make another step, for the front that asks for it."""
-        may_step, dump = self._may_step(), dump_of_interest()
-        if may_step is None or not dump.startswith(b"{"):
-            return dump
-        return b'{"may_step": %s, %s' % (json.dumps(may_step).encode(), dump[1:])
+        """All that a recorder has, and where the thread that trains is, for the front that asks for it."""
+        where, dump = json.dumps(self._where()).encode(), dump_of_interest()
+        return b"%s, %s" % (where[:-1], dump[1:]) if dump.startswith(b'{"') else dump
 
     def _look_closer(self) -> None:
         pending = 0

@@ -1,6 +1,10 @@
-"""DDP over gloo, and rows that are no loader's: nothing shows where a step begins. Rank 1 has fewer of them, or sums up alone in its loop."""
+"""DDP over gloo, and rows that are no loader's: nothing shows where a step begins. Rank 1 has fewer of them, or sums up alone in its loop.
+
+With a second word the loop is in a thread of its own, as Ray has it.
+"""
 
 import sys
+import threading
 import time
 
 import torch
@@ -27,4 +31,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 2:
+        training = threading.Thread(target=main)
+        training.start()
+        training.join()
+    else:
+        main()
