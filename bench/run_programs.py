@@ -8,6 +8,7 @@ the start of the front: then the imports of torch and the trainer are in them. R
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -30,6 +31,7 @@ from tests.run.guarded import (  # noqa: E402 - the tests are found through the 
     FSDP2,
     LIGHTNING,
     LIGHTNING_ITSELF,
+    RAY,
     SFT,
     TRAINER,
     Guarded,
@@ -39,12 +41,16 @@ from tests.run.guarded import (  # noqa: E402 - the tests are found through the 
 from tests.run.lost import TRAINING, cut, kill, lose_power, training_on_two_nodes  # noqa: E402
 
 _RESULTS = ROOT / "bench" / "results" / "run_programs.json"
-_PROGRAMS = (DDP, TRAINER, FSDP2, LIGHTNING, ACCELERATE, SFT, LIGHTNING_ITSELF)
+_PROGRAMS = (DDP, TRAINER, FSDP2, LIGHTNING, ACCELERATE, SFT, LIGHTNING_ITSELF, RAY)
 _LONG = ("--steps", "5000", "--step-s", "0.02")
 _LOST = {
     "power": (lose_power, "node 1 loses its power"), "node": (kill, "all of node 1 is killed"), "cut": (cut, "node 1 is cut off"),
 }  # fmt: skip
-_SHORTER_MAKES = {"ddp.py": 37, "fsdp2.py": 37}  # of 40 steps; the trainers' rank makes 38
+_SHORTER_MAKES = {
+    "ddp.py": 37,
+    "fsdp2.py": 37,
+    "ray_train.py": 37,
+}  # of 40 steps; the trainers' rank makes 38
 
 
 @dataclass(frozen=True)
@@ -63,24 +69,20 @@ class Row:
     load: float
 
 
-def _healthy(program: Program, folder: Path) -> tuple[Guarded, float | None, str]:
-    return Guarded(program, folder), None, "start"
+_Start = Callable[..., Guarded]
+"""Starts the program with these arguments under a front."""
 
 
-def _destroy(program: Program, folder: Path) -> tuple[Guarded, float | None, str]:
-    return Guarded(program, folder, "--fault", "destroy"), None, "start"
+def _healthy(start: _Start, _: Program) -> tuple[Guarded, float | None, str]:
+    return start(), None, "start"
 
 
-def _unseeded(program: Program, folder: Path) -> tuple[Guarded, float | None, str]:
-    return Guarded(program, folder, "--fault", "unseeded"), None, "start"
+def _faulty(fault: str, *more: str) -> Callable[[_Start, Program], tuple[Guarded, float | None, str]]:
+    return lambda start, _: (start("--fault", fault, *more), None, "start")
 
 
-def _callback(program: Program, folder: Path) -> tuple[Guarded, float | None, str]:
-    return Guarded(program, folder, "--fault", "steps", "--callback"), None, "start"
-
-
-def _steps(program: Program, folder: Path) -> tuple[Guarded, float | None, str]:
-    guarded = Guarded(program, folder, "--fault", "steps", "--steps", "40")
+def _steps(start: _Start, program: Program) -> tuple[Guarded, float | None, str]:
+    guarded = start("--fault", "steps", "--steps", "40")
     try:
         guarded.pid_at(1, _SHORTER_MAKES.get(program.file, 38))
     except AssertionError:  # refused before
@@ -88,16 +90,16 @@ def _steps(program: Program, folder: Path) -> tuple[Guarded, float | None, str]:
     return guarded, time.monotonic(), "the shorter rank's last step"
 
 
-def _strike(number: signal.Signals) -> Callable[[Program, Path], tuple[Guarded, float | None, str]]:
-    def strike(program: Program, folder: Path) -> tuple[Guarded, float | None, str]:
-        guarded = Guarded(program, folder, *_LONG)
+def _strike(number: signal.Signals) -> Callable[[_Start, Program], tuple[Guarded, float | None, str]]:
+    def strike(start: _Start, _: Program) -> tuple[Guarded, float | None, str]:
+        guarded = start(*_LONG)
         return guarded, guarded.strike(1, number), number.name
 
     return strike
 
 
 _FAULTS = {
-    "healthy": _healthy, "destroy": _destroy, "unseeded": _unseeded, "steps": _steps, "callback": _callback,
+    "healthy": _healthy, "destroy": _faulty("destroy"), "unseeded": _faulty("unseeded"), "steps": _steps, "callback": _faulty("steps", "--callback"),
     "kill": _strike(signal.SIGKILL), "stop": _strike(signal.SIGSTOP),
 }  # fmt: skip
 _WORDS = {
@@ -108,8 +110,8 @@ _WORDS = {
 
 def _can(program: Program, fault: str) -> bool:
     return not (
-        (fault == "unseeded" and program.file == "fsdp2.py")
-        or (fault == "callback" and program.file in ("ddp.py", "fsdp2.py"))
+        (fault == "unseeded" and program.file in ("fsdp2.py", "ray_train.py"))
+        or (fault == "callback" and program.file in ("ddp.py", "fsdp2.py", "ray_train.py"))
         or (fault in ("destroy", "callback", "unseeded") and program is LIGHTNING_ITSELF)
         or (fault == "destroy" and program is SFT)
         or (fault == "steps" and program.file == "accelerate_loop.py" and fault != "callback")
@@ -117,13 +119,20 @@ def _can(program: Program, fault: str) -> bool:
 
 
 def _row(program: Program, fault: str) -> Row:
-    with tempfile.TemporaryDirectory() as folder:
-        load = os.getloadavg()[0]
-        guarded, since, counted = _FAULTS[fault](program, Path(folder))
-        try:
-            ended: Named = guarded.ended(since=since)
-        finally:
-            guarded.close()
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        load, folder, place = os.getloadavg()[0], Path(name), {}
+        if program is RAY:  # it takes the machine's first address for its daemons
+            apart = Namespaces(1, folder)
+            stack.callback(apart.close)
+            place = {"ground": apart, "changes": {"GLOO_SOCKET_IFNAME": "eth0"}}
+
+        def start(*arguments: str) -> Guarded:
+            guarded = Guarded(program, folder, *arguments, **place)  # type: ignore[arg-type]
+            stack.callback(guarded.close)
+            return guarded
+
+        guarded, since, counted = _FAULTS[fault](start, program)
+        ended: Named = guarded.ended(since=since)
     return _found(program, _WORDS[fault], ended, counted=counted, load=load)
 
 
