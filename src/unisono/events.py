@@ -9,6 +9,8 @@ Kinds, and the fields that each carries beside `kind` and `time` (UTC, seconds):
     sample      step, prompt, text
     checkpoint  step, path, bytes, seconds, blocking_s (of which training stood still)
     shard_written  step, temporary, files, error: this rank's part of a checkpoint is on its disk, or why not
+    shard_moves step, temporary: this rank's part is on its way, and makes progress; from time to time, while it is not there
+    shards_over step, temporary: rank 0 waits for no part of this checkpoint (any more)
     digest      step, digest, arithmetic: of the weights that a rank trains, and what decides how it rounds
     asked       signal: its name; somebody sent it to the rank itself, or its front did
     warning     code, text, fix

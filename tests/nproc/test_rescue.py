@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 INJECTED = {"PYTHONPATH": str(Path(injected.__file__).parent)}
 STEPS, OFTEN_STEPS = 18, 45
 LIMIT_S = 400.0
+OFTEN = [pytest.mark.long, pytest.mark.timeout(3000)]  # a dozen starts, each of some forty seconds where the cores are busy
 COMPARED = ("step", "epoch", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "eval_loss")
 Kill = Callable[[Job, random.Random], None]
 Outcome = tuple[list[dict[str, Any]], bytes]
@@ -100,9 +101,9 @@ def straight(job: Job, nproc: int, strategy: str, *, steps: int) -> Outcome:
         (1, "auto", [one_of(0)]),
         (2, "ddp", [one_of(0), all_of_them]),
         pytest.param(2, "fsdp", [one_of(1)], marks=pytest.mark.long),  # in tests/nodes and tests/resume
-        pytest.param(1, "auto", [one_of(0)] * 10, marks=pytest.mark.long),
-        pytest.param(2, "ddp", [any_one, any_one, all_of_them] * 4, marks=pytest.mark.long),
-        pytest.param(2, "fsdp", [any_one, any_one, all_of_them] * 4, marks=pytest.mark.long),
+        pytest.param(1, "auto", [one_of(0)] * 10, marks=OFTEN),
+        pytest.param(2, "ddp", [any_one, any_one, all_of_them] * 4, marks=OFTEN),
+        pytest.param(2, "fsdp", [any_one, any_one, all_of_them] * 4, marks=OFTEN),
     ],
     ids=["one rank", "replicas", "shards", "one rank, often", "replicas, often", "shards, often"],
 )

@@ -98,7 +98,11 @@ class CheckpointStore:
             StorageFull: if there is not enough room; what was there before is untouched.
             StorageFailed: if the storage fails otherwise.
         """
-        if not self.is_saved(step, run_id):
+        try:
+            is_saved = self.is_saved(step, run_id)
+        except OSError as error:  # a server that has forgotten the directory, or is gone
+            raise _unreadable(error, self.path(step)) from error
+        if not is_saved:
             known: dict[str, FileEntry] = {}
             with self.writing(
                 step, run_id=run_id, config_digest=config_digest, world_size=world_size, threads=threads, holder=holder,
@@ -339,6 +343,14 @@ def step_of(name: str) -> int:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _unreadable(error: OSError, path: Path) -> StorageFailed:
+    problem = Problem(
+        f"checkpoint {path.name} cannot be written: {error.strerror or error}", str(error.filename or path),
+        "the storage could not even be asked whether it is there", "mend it; the older checkpoints are as they were",
+    )  # fmt: skip
+    return StorageFailed(problem, path=path)
 
 
 def temporary_name(step: int, nonce: str) -> str:

@@ -179,7 +179,8 @@ class Screen:
 
     def _on_warning(self, message: Message) -> None:
         fix = f" ({one_line(str(message['fix']))})" if message.get("fix") else ""
-        whose = f"rank {message['rank']}: " if message.get("rank") else ""
+        whose = message.get("place") or (f"rank {message['rank']}" if "rank" in message else "")
+        whose = f"{one_line(str(whose))}: " if whose else ""
         self._line.above(f"warning: {whose}{one_line(str(message.get('text', '')))}{fix}")
 
     def _on_note(self, message: Message) -> None:

@@ -38,6 +38,7 @@ _POLL_S = 0.2
 _TEARDOWN_S = 20.0  # results are final before teardown begins, so one that hangs is ended without loss
 _GONE_S = 10.0  # for the other nodes to say that their ranks are gone
 _WAITING_EVERY_S = 10.0
+_OF_SHARDS = ("shard_written", "shard_moves", "shards_over")
 _ONLY_OF_RANK_0 = ("phase", "step", "eval", "sample", "checkpoint", "ready", "note")
 
 
@@ -188,6 +189,7 @@ class _Conducting:
             if self._local_result() and time.monotonic() - self._since_result() > _TEARDOWN_S:
                 self._end_all("teardown took too long")
                 return
+            self._tell_of_arrivals()
             self._ask_companions()
             decision = self.conductor.decide(now=time.monotonic())
             if decision is not None and not self.conductor.has_result:
@@ -232,9 +234,8 @@ class _Conducting:
             companion.heard(rank, message)
         if message["kind"] == "digest":
             return
-        if message["kind"] == "shard_written":
-            told = self.shards.confirmed(rank, message) if self.shards else {**message, "rank": rank}
-            self._local.tell(told, rank=0)
+        if message["kind"] in _OF_SHARDS:
+            self._take_word_of_shards(rank, message)
             return
         if message["kind"] == "asked":  # of the rank itself, or the echo of what was passed on
             self._interrupts.ask(signal.Signals[str(message["signal"])], where=self.plan.ranks[rank].label)
@@ -244,7 +245,28 @@ class _Conducting:
         elif message["kind"] in _ONLY_OF_RANK_0:
             return
         if message["kind"] not in LAST_WORDS:
-            self._show(message if rank == 0 else {**message, "rank": rank})
+            self._show(self._placed(rank, message))
+
+    def _tell_of_arrivals(self) -> None:
+        if self.shards is not None and (moves := self.shards.moves()) is not None:
+            self._local.tell(moves, rank=0)
+
+    def _placed(self, rank: int, message: Message) -> Message:
+        """The message with whose it is: of rank 0, who speaks for all, only where it tells of its own storage."""
+        if rank == 0 and (message.get("code") != "storage_blocked" or self.plan.world_size == 1):
+            return message
+        where = {"place": self.plan.ranks[rank].label} if len(self.plan.nodes) > 1 else {}
+        return {**message, "rank": rank, **where}
+
+    def _take_word_of_shards(self, rank: int, message: Message) -> None:
+        """Of ranks that write a checkpoint together. Rank 0 hears of the others' parts; when it is done with one, the head hears it."""
+        if message["kind"] == "shards_over":
+            if rank == 0 and self.shards is not None:
+                self.shards.given_up(str(message.get("temporary")))
+        elif message["kind"] == "shard_written" and self.shards is not None:
+            self._local.tell(self.shards.confirmed(rank, message), rank=0)
+        else:
+            self._local.tell({**message, "rank": rank}, rank=0)
 
     def _ask_companions(self) -> None:
         """One may have found what the run cannot live with; so may the watch."""

@@ -27,7 +27,7 @@ WANTED = "kept_wanted"
 SENT = "kept_sent"
 _KEPT = "kept"
 _LIMIT_S = 60.0
-"""An adapter's state is small: what has not come by then does not come."""
+"""Without a piece for so long, nothing more comes."""
 _AT_LEAST_S = 2.0
 _FOR_THE_RESCUE_S = 1.0
 
@@ -81,11 +81,11 @@ def collect(
     began = time.monotonic()
     with (
         _folder(checkpoints) as folder,
-        Receiving(server, {_KEPT: lambda offer: _place(plan, folder, offer)}),
+        Receiving(server, {_KEPT: lambda offer: _place(plan, folder, offer)}) as receiving,
     ):
         for node_rank in waiting:
             server.send(node_rank, {"kind": WANTED})
-        while waiting and time.monotonic() < _limit(plan, interrupts, began):
+        while waiting and time.monotonic() < _limit(plan, interrupts, began, receiving.moved):
             for event in server.receive(0.2):
                 match event:
                     case Arrived(label={"kind": "kept", "rank": int(rank)}, path=Path() as path):
@@ -102,12 +102,12 @@ def collect(
                         pass  # the last words of ranks that are gone
 
 
-def _limit(plan: RunPlan, interrupts: Interrupts, began: float) -> float:
+def _limit(plan: RunPlan, interrupts: Interrupts, began: float, moved: float) -> float:
     """When it goes on with what has come, in monotonic seconds: a job that is asked to stop has its grace time, and no more."""
     if interrupts.first is None:
-        return began + _LIMIT_S
+        return moved + _LIMIT_S
     grace = 0.0 if interrupts.twice else parse_seconds(plan.config.grace)
-    return min(began + _LIMIT_S, max(began + _AT_LEAST_S, interrupts.at + grace - _FOR_THE_RESCUE_S))
+    return min(moved + _LIMIT_S, max(began + _AT_LEAST_S, interrupts.at + grace - _FOR_THE_RESCUE_S))
 
 
 def _place(plan: RunPlan, folder: Path, offer: Offer) -> Path:

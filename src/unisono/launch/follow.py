@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from unisono.causes import Verdict
 from unisono.control.events import Left
-from unisono.control.transfer import Transfers
+from unisono.control.transfer import Outcome, Transfers
 from unisono.events import Message
 from unisono.launch.attempt import Show
+from unisono.launch.bounded import RunsDisk
 from unisono.launch.collecting import KeptSender
 from unisono.launch.interrupts import Interrupts
 from unisono.launch.postmortem import NodeLoss, name_lost_node
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _HEAD_ANSWERS_S = 3.0
-_PASSED_ON = ("warning", "ready", "shard_written", "asked", "digest")
+_PASSED_ON = ("warning", "ready", "shard_written", "shard_moves", "asked", "digest")
 """What the head hears of a rank's messages, beside its report and its end."""
 
 
@@ -70,6 +71,7 @@ class Serving:
         interrupts: signals that ask to stop; they are told to the head.
         show: sees what is worth a line here.
         head: node 0's name, for a verdict on it.
+        disk: this node's output_dir.
         checkpoints: where the ranks write their parts of checkpoints, which are then sent to the head; None: the head sees them.
     """
 
@@ -78,6 +80,7 @@ class Serving:
     interrupts: Interrupts
     show: Show
     head: str
+    disk: RunsDisk
     checkpoints: Path | None = None
     _shards: ShardSender | None = field(default=None, init=False)
     _kept: KeptSender | None = field(default=None, init=False)
@@ -97,9 +100,7 @@ class Serving:
                 for news in self.local.poll(_POLL_S, also=[self.link.fileno(), transfers.fileno()]):
                     self._pass_on(news)
                 for outcome in transfers.outcomes():
-                    for sender in (self._shards, self._kept):
-                        if sender is not None:
-                            sender.ended(outcome)
+                    self._take_outcome(outcome)
                 for event in self.link.receive(0):
                     if isinstance(event, Left):
                         self.local.end("the head is gone")
@@ -115,9 +116,14 @@ class Serving:
                         self.head, f"it did not answer a second signal within {_HEAD_ANSWERS_S:g} s"
                     )
 
+    def _take_outcome(self, outcome: Outcome) -> None:
+        for sender in (self._shards, self._kept):
+            if sender is not None:
+                sender.ended(outcome)
+
     def _make_senders(self, transfers: Transfers) -> None:
         if self.checkpoints is not None:
-            self._shards = ShardSender(transfers, self.checkpoints, self._tell)
+            self._shards = ShardSender(transfers, self.checkpoints, self._tell, self.disk.later)
         if self.local.kept is not None:
             self._kept = KeptSender(transfers, self.local.kept, self.link.send)
 

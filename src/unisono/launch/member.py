@@ -177,6 +177,7 @@ class _Member:
                     self.interrupts,
                     self.show,
                     head=plan.nodes[0].host,
+                    disk=self.disk,
                     checkpoints=parts,
                 ).run()
         finally:

@@ -8,9 +8,11 @@ there, whatever comes of it. The head passes `shard_written` on to rank 0, the o
 import contextlib
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,8 @@ from unisono.text import one_line
 
 SHARD = "shard"
 """The label's kind of a part on its way."""
-_BEGINS_S = 30.0
-"""How long a part waits for rank 0, which begins the same checkpoint at the same step."""
+_TELLS_EVERY_S = 2.0
+_LOOK_S = 0.02
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
 
 
@@ -56,9 +58,14 @@ class ShardSender:
         transfers: to the head.
         checkpoints: the directory of this node's own output_dir.
         tell: tells the head what a rank has said, once its files are there.
+        later: has work on files done by somebody else: the front must not wait for a disk that hangs.
     """
 
-    def __init__(self, transfers: Transfers, checkpoints: Path, tell: Callable[[int, Message], None]) -> None:
+    def __init__(
+        self, transfers: Transfers, checkpoints: Path, tell: Callable[[int, Message], None],
+        later: Callable[[Callable[[], object]], None],
+    ) -> None:  # fmt: skip
+        self._later = later
         self._transfers = transfers
         self._checkpoints = checkpoints
         self._tell = tell
@@ -94,7 +101,7 @@ class ShardSender:
     def _end(self, waiting: _Message) -> None:
         temporary = waiting.message.get("temporary")
         if is_temporary_name(temporary):
-            self._delete(waiting.rank, str(temporary))
+            self._later(partial(self._delete, waiting.rank, str(temporary)))
         error = waiting.message.get("error") or "; ".join(waiting.errors)
         self._tell(waiting.rank, {**waiting.message, "error": error})
 
@@ -120,8 +127,12 @@ def clear_parts(checkpoints: Path) -> None:
 def taking_shards(plan: RunPlan, server: HeadServer, checkpoints: Path) -> Iterator["ShardArrivals"]:
     """Takes the parts that the ranks of other nodes send, as long as the context lasts."""
     arrivals = ShardArrivals(plan, checkpoints)
-    with Receiving(server, {SHARD: arrivals.place}):
-        yield arrivals
+    with Receiving(server, {SHARD: arrivals.place}) as receiving:
+        arrivals.watches(receiving)
+        try:
+            yield arrivals
+        finally:
+            arrivals.close()
 
 
 class ShardArrivals:
@@ -136,6 +147,30 @@ class ShardArrivals:
         self._plan = plan
         self._checkpoints = checkpoints
         self._there: dict[tuple[str, str], tuple[int, str]] = {}
+        self._given_up: set[str] = set()
+        self._receiving: Receiving | None = None
+        self._coming = ""
+        self._told = 0.0
+        self._over = threading.Event()
+
+    def watches(self, receiving: Receiving) -> None:
+        """What takes the parts: it shows whether they move."""
+        self._receiving, self._told = receiving, receiving.moved
+
+    def moves(self) -> Message | None:
+        """What rank 0 is told, from time to time, while parts arrive: it waits for them as long as they do."""
+        if self._receiving is None or self._receiving.moved - self._told < _TELLS_EVERY_S:
+            return None
+        self._told = self._receiving.moved
+        return {"kind": "shard_moves", "time": time.time(), "temporary": self._coming}
+
+    def close(self) -> None:
+        """This start of the ranks is over: no part waits any more."""
+        self._over.set()
+
+    def given_up(self, temporary: str) -> None:
+        """Rank 0 has given this checkpoint up: what comes of it is not waited for."""
+        self._given_up.add(temporary)
 
     def place(self, offer: Offer) -> Path:
         """Where it goes: into a checkpoint that is being written, under the name of a part of one of its node's ranks.
@@ -151,15 +186,19 @@ class ShardArrivals:
             raise Refused(f"{temporary!r:.80} is no checkpoint that is being written")
         if not isinstance(name, str) or not is_shard_of(name, rank, self._plan.world_size):
             raise Refused(f"{name!r:.80} is no part of rank {rank}")
-        return self._begun(str(temporary)) / name
+        folder = self._begun(str(temporary))
+        self._coming = str(temporary)
+        return folder / name
 
     def _begun(self, temporary: str) -> Path:
-        """The directory, which rank 0 makes, and removes where it gives the checkpoint up: a part that comes late must not make it again."""
-        folder, until = self._checkpoints / temporary, time.monotonic() + _BEGINS_S
+        """The directory, which rank 0 makes, and removes where it gives the checkpoint up: a part that comes late must not make it again.
+
+        Rank 0 begins the same checkpoint at the same step, however long its own copies take.
+        """
+        folder = self._checkpoints / temporary
         while not folder.is_dir():
-            if time.monotonic() > until:
+            if temporary in self._given_up or self._over.wait(_LOOK_S):
                 raise Refused(f"rank 0 does not write checkpoint {temporary.partition('.')[0]} (any more)")
-            time.sleep(0.02)
         return folder
 
     def arrived(self, event: Arrived) -> None:

@@ -163,9 +163,10 @@ class Start:
                 store = CheckpointStore(claimed.run.checkpoints, key=user_key(here.environment.settings_dir))
                 found = Found.here(kept)
                 if others is not None and is_elsewhere(plan, attempt):
-                    others.collect(
-                        plan, attempt, found, checkpoints=claimed.run.checkpoints, interrupts=self.interrupts
-                    )
+                    collect = partial(
+                        others.collect, plan, attempt, found, checkpoints=claimed.run.checkpoints, interrupts=self.interrupts
+                    )  # fmt: skip
+                    self.disk.write("what the ranks of the other nodes kept in memory", collect)
                 if self._rescued(claimed.run, plan, attempt, found, store):
                     ending = replace(ending, fields=ending_of(attempt, plan).fields)
             verdict = ending.verdict

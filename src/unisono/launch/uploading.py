@@ -14,8 +14,6 @@ from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.units import parse_seconds, show_bytes, show_seconds
 
-END_S = 600.0
-"""How long the end of a run waits for the last upload; after a wish to stop it is what is left of `grace`."""
 STALLED_S = 120.0
 """An upload that has made no progress for so long is ended, and tried again with the next checkpoint."""
 _STAYS = "it is whole in the output_dir; a start that goes on with the run uploads it"
@@ -95,20 +93,21 @@ class Uploading:
         """The ranks have ended; the run may go on. Its end is `wait`."""
 
     def wait(self) -> None:
-        """Waits for the newest checkpoint to be there, in bounded time: END_S, or what is left of `grace`."""
+        """Waits for the newest checkpoint to be there, as long as its upload makes progress; after a wish to stop, for what is left of `grace`."""
         newest = self._newest()
         if newest is not None and newest not in (self.uploaded, self._path if self._task else None):
             self._due = newest
         self._ending = True
-        patience, said = time.monotonic() + END_S, time.monotonic()
+        said = time.monotonic()
         while self._task is not None or self._due is not None:
-            limit = min(patience, self._end_of_grace())
+            limit = self._end_of_grace()
             if self._interrupts.twice or time.monotonic() >= limit:
                 break
             self.look()
             if time.monotonic() - said > _SAYS_EVERY_S:
                 said = time.monotonic()
-                self._say(f"waiting for {self._progress()}; at most {show_seconds(limit - said)} more")
+                at_most = f"; at most {show_seconds(limit - said)} more" if limit < math.inf else ""
+                self._say(f"waiting for {self._progress()}{at_most}")
             time.sleep(0.05)
         if self._task is not None or self._due is not None:
             left = self._due or self._path

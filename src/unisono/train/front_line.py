@@ -16,10 +16,10 @@ class FrontLine:
     """Messages of the front, each kept by its kind until somebody asks for it."""
 
     def __init__(self) -> None:
+        shards: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._of_kind: dict[str, queue.SimpleQueue[Message]] = {
-            "go": queue.SimpleQueue(),
-            "shard_written": queue.SimpleQueue(),
-        }
+            "go": queue.SimpleQueue(), "shard_written": shards, "shard_moves": shards,
+        }  # fmt: skip
         self._over = threading.Event()
         threading.Thread(target=self._read, name="front-line", daemon=True).start()
 

@@ -69,6 +69,8 @@ class Run:
     """Why the newest save was no checkpoint; None after one that was. Known to rank 0."""
     begun_step: int | None = None
     """The step of the newest save that was begun; the same on all ranks that write."""
+    save_is_read: bool = True
+    """Whether all ranks know that the newest save has copied what it saves on each of them; the same on all."""
     storage: StorageWatch | None = None
     """Names storage that does not answer; while the run goes on."""
     snapshots: "KeepsSteps | None" = None

@@ -18,7 +18,10 @@ Write = Callable[["Save", Files], Path | None]
 STUCK_S = 10.0
 """A save that has made no progress for so long is not waited for by the next one."""
 OTHERS_S = 60.0
-"""The same while it waits for other ranks: a rank whose own storage hangs says so itself, and the rest is on its way over the network."""
+"""The same while it waits for other ranks, and none of them shows progress: a rank whose own storage hangs says so itself."""
+_LOOK_S = 0.2
+MOVES_EVERY_S = 2.0
+"""How often a save that others wait for shows them its progress."""
 
 
 @dataclass
@@ -34,8 +37,11 @@ class Save:
         doing: what the thread does, for people; as "writing /out/checkpoints/…".
         thread_id: the kernel's number of the thread that writes.
         waits_for_others: whether it has written its own part, and others have not.
+        waits_for_main: whether it waits for the directory that rank 0 makes: what its own thread does then is no progress.
+        asked: since when it asks the storage for that directory; None: it has been answered.
         is_abandoned: training has gone on while it was reading live tensors; what it read must not be published.
         on_stuck: told once, with the reason, when it has made no progress for STUCK_S.
+        on_move: told every MOVES_EVERY_S while it makes progress, where other ranks wait for it.
     """
 
     step: int
@@ -46,8 +52,11 @@ class Save:
     doing: str = "copying"
     thread_id: int = 0
     waits_for_others: bool = False
+    waits_for_main: bool = False
+    asked: float | None = None
     is_abandoned: bool = False
     on_stuck: Callable[[str], None] | None = None
+    on_move: Callable[[], None] | None = None
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
@@ -57,6 +66,18 @@ class Save:
         self.moved = time.monotonic()
         if doing is not None:
             self.doing = doing
+
+    @property
+    def waits(self) -> bool:
+        """Whether others must show progress, and not the thread that writes."""
+        return self.waits_for_others or self.waits_for_main
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds for which this rank's own storage has not answered."""
+        if self.waits:
+            return time.monotonic() - self.asked if self.asked is not None else 0.0
+        return self.idle_s
 
     @property
     def idle_s(self) -> float:
@@ -100,6 +121,20 @@ class Saver:
         save.blocking_s += time.perf_counter() - began
         return save
 
+    def still_reads(self, *, turn_s: float) -> bool:
+        """Waits until what is being saved has been copied, at most `turn_s` seconds; whether it has not, and is not given up."""
+        save = self.last
+        if save is None or save.copied.is_set() or save.is_abandoned:
+            return False
+        began = time.perf_counter()
+        limit = began + turn_s
+        self._beats.enter("save")
+        while not save.copied.wait(_LOOK_S) and not save.is_abandoned and time.perf_counter() < limit:
+            self._beat(save)
+            save.is_abandoned = save.is_stuck()
+        save.blocking_s += time.perf_counter() - began
+        return not save.copied.is_set() and not save.is_abandoned
+
     def before_update(self) -> None:
         """Waits until what is being saved has been copied. To be called before anything trained is changed.
 
@@ -108,13 +143,8 @@ class Saver:
         save = self.last
         if save is None:
             return
-        if not save.copied.is_set() and not save.is_abandoned:
-            began = time.perf_counter()
-            moved = 0.0
-            while not save.copied.wait(0.2) and not save.is_abandoned:
-                moved = self._beat_if_it_moved(save, moved)
-                save.is_abandoned = save.is_stuck()
-            save.blocking_s += time.perf_counter() - began
+        while self.still_reads(turn_s=1.0):
+            pass
         self._staging.hold_back()
 
     def wait(self, patience_s: float | None = None) -> bool:
@@ -150,19 +180,16 @@ class Saver:
             return False
         began = time.perf_counter()
         limit = began + turn_s
-        moved = 0.0
-        while not save.done.wait(0.2) and not save.is_stuck(patience_s) and time.perf_counter() < limit:
-            moved = self._beat_if_it_moved(save, moved)
+        while not save.done.wait(_LOOK_S) and not save.is_stuck(patience_s) and time.perf_counter() < limit:
+            self._beat(save)
         save.blocking_s += time.perf_counter() - began
         if save.done.is_set() and save.error is not None:
             raise save.error
         return not save.done.is_set() and not save.is_stuck(patience_s)
 
-    def _beat_if_it_moved(self, save: Save, moved: float) -> float:
-        """While the main thread waits for a save, the save's progress is its own."""
-        if save.moved != moved:
-            self._beats.enter("save", done=int((save.moved - save.began) * 1000))
-        return save.moved
+    def _beat(self, save: Save) -> None:
+        """While the main thread waits for a save, in bounded time, it is not the one that is stuck: the watch of the storage names that."""
+        self._beats.progress(int((time.monotonic() - save.began) * 1000))
 
     def _run(self, save: Save, groups: Groups, write: Write) -> None:
         save.thread_id = threading.get_native_id()

@@ -7,39 +7,41 @@ one rank, replicas and shards go on from each other's.
 
 import os
 import secrets
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from unisono.causes import Verdict
 from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.reader import CheckpointReader
 from unisono.checkpoint.state import load_optimizer
 from unisono.checkpoint.store import StorageFailed, step_of, temporary_name
-from unisono.checkpoint.tensor_file import group_file
-from unisono.checkpoint.trouble import disk_full, is_full, storage_trouble
+from unisono.checkpoint.trouble import disk_full, is_full
 from unisono.checkpoint.values import STATE, state_text
-from unisono.checkpoint.writing import TensorFile, write_files
 from unisono.errors import IntegrityError, Problem
-from unisono.files import make_private_dir
 from unisono.model.shard import like
 from unisono.rundir.metrics import MetricsWriter, best_evaluated
 from unisono.train import faults
 from unisono.train.contents import contents_of
 from unisono.train.run import Run
 from unisono.train.saver import STUCK_S, Save
+from unisono.train.shard_files import (
+    Job,
+    dismiss_parts,
+    refuse_abandoned,
+    shards_of_others,
+    tell_others_of_moves,
+    write_own_files,
+    write_shard,
+)
 from unisono.train.sharing import SharedState
 from unisono.train.staging import Files
 from unisono.train.state import TrainState
+from unisono.train.turns import TURN_S, by_main
 from unisono.units import parse_seconds
-
-_SHARDS_EVERY_S = 1.0
-_TURN_S = 10.0
-_DIRECTORY_S = 30.0  # a network file system shows new names late
 
 
 def save_checkpoint(run: Run) -> None:
@@ -53,12 +55,11 @@ def save_checkpoint(run: Run) -> None:
     run.beats.enter("save")
     if not _is_free(run):
         return
+    run.save_is_read = False
     if not run.group.is_main and run.sharded is None:  # rank 0 has all of it, and writes it alone
         run.begun_step = run.state.step
         return
     job = _job_of(run)
-    if job is None:
-        return
     run.begun_step = run.state.step
     contents = contents_of(run)
     groups = sorted(contents.groups)
@@ -73,10 +74,33 @@ def finish_saving(run: Run) -> None:
     for again in (True, False):
         is_free = _wait_for_save(run, patience_s)
         lost = run.begun_step is not None and run.group.is_main and run.saved_step != run.begun_step
+        _tell_left_behind(run)
         if not run.group.any(lost) or not is_free or not again or run.begun_step != run.state.step:
             return
         run.begun_step = None
         save_checkpoint(run)
+
+
+def _tell_left_behind(run: Run) -> None:
+    """A run that ends well and loses its last checkpoint says so."""
+    save = run.saver.last
+    if save is not None and not save.done.is_set():
+        run.report.warning(
+            "checkpoint_skipped", f"step {save.step} is not saved: its save has made no progress for {save.idle_s:.0f} s ({save.doing}), and the"
+            " run does not wait for it any longer",
+            fix="look at the storage of output_dir, and at the way to it from the other nodes",
+        )  # fmt: skip
+
+
+def wait_for_copies(run: Run) -> None:
+    """Waits until what is being saved has been copied, on all ranks; to be called before the weights change. All ranks must call it.
+
+    Without memory for copies a save reads the live tensors, and may take hours on a slow disk. The others wait for it in turns, since no
+    collective may take longer than the process group's patience.
+    """
+    while not run.save_is_read:
+        run.save_is_read = not run.group.any(run.saver.still_reads(turn_s=TURN_S))
+    run.saver.before_update()
 
 
 def require_checkpoint(run: Run) -> None:
@@ -108,8 +132,13 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
         IntegrityError: if it is damaged, or does not hold the tensors of this run.
     """
     reader = None
-    if run.store is not None:
+
+    def read_through() -> None:
+        assert run.store is not None
         run.store.require(path, run_id=run.plan.run_id, trust=trust)
+
+    by_main(run, read_through, what=f"reading checkpoint {path.name}", path=path)
+    if run.group.is_main:
         reader = CheckpointReader(path)
     shared = SharedState(run.group, reader, device=run.device)
     trainable = run.forward.loaded.trainable
@@ -134,21 +163,6 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
     run.saved_step = run.begun_step = run.state.step
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What is known of a save when it begins.
-
-    Attributes:
-        step: optimizer steps done.
-        temporary: the name of the directory that is written.
-        shards: ranks that write into it.
-    """
-
-    step: int
-    temporary: str
-    shards: int
-
-
 def _is_free(run: Run) -> bool:
     """Whether no save is in flight on any rank; one that moves is waited for, one that hangs is not."""
     began = time.perf_counter()
@@ -169,45 +183,43 @@ def _wait_for_save(run: Run, patience_s: float | None = None) -> bool:
 
     The ranks wait in turns: a save may take hours, and no collective may take longer than the process group's patience.
     """
-    while run.group.any(run.saver.moves(patience_s, turn_s=_TURN_S)):
+    while run.group.any(run.saver.moves(patience_s, turn_s=TURN_S)):
         pass
     return not run.group.any(not run.saver.is_free)
 
 
-def _job_of(run: Run) -> _Job | None:
-    """Agrees on the directory's name where several ranks write into it; None if rank 0 has this step already."""
+def _job_of(run: Run) -> Job:
+    """Agrees on the directory's name where several ranks write into it. No file is touched: a path that hangs is the saver's trouble."""
     step = run.state.step
     if run.sharded is None:
-        return _Job(step, temporary_name(step, secrets.token_hex(4)), 1)
+        return Job(step, temporary_name(step, secrets.token_hex(4)), 1)
     number = torch.zeros((), dtype=torch.int64, device=run.device)
-    if run.store is not None:
-        assert run.storage is not None
-        with run.storage.ends_if_stuck("looking for a checkpoint of this step", run.files.checkpoints):
-            is_saved = run.store.is_saved(step, run.plan.run_id)
-        number.fill_(0 if is_saved else 1 + secrets.randbits(32))
+    if run.group.is_main:
+        number.fill_(secrets.randbits(32))
     run.group.broadcast(number)
-    if int(number) == 0:
-        run.begun_step = run.saved_step = step
-        return None
-    return _Job(step, temporary_name(step, f"{int(number):09x}"), run.group.world_size)
+    return Job(step, temporary_name(step, f"{int(number):09x}"), run.group.world_size)
 
 
-def _write(run: Run, job: _Job, text: bytes | None, save: Save, files: Files) -> Path | None:
+def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> Path | None:
     """Writes this rank's files; rank 0 also publishes. In the saver's thread. Gives the path if there is a checkpoint."""
     if run.store is None:
-        _write_shard(run, job, save, files)
+        write_shard(run, job, save, files)
         return None
     assert run.metrics is not None
     assert text is not None
     plan = run.plan
+    parts_are_wanted = threading.Event()
+    if job.shards > 1:
+        tell_others_of_moves(run, job, save)
     try:
         _sync_metrics(run, run.metrics, save)
         save.advance(f"writing {run.files.checkpoints / job.temporary}")
 
         def write(directory: Path) -> Mapping[str, FileEntry]:
-            own = _write_files(run, job, save, files, directory, {STATE: text})
-            found = own | _shards_of_others(run, job, save)
-            _refuse_abandoned(save, directory)
+            parts_are_wanted.set()
+            own = write_own_files(run, job, save, files, directory, {STATE: text})
+            found = own | shards_of_others(run, job, save)
+            refuse_abandoned(save, directory)
             return found
 
         path = run.store.save(
@@ -216,9 +228,11 @@ def _write(run: Run, job: _Job, text: bytes | None, save: Save, files: Files) ->
         )  # fmt: skip
     except StorageFailed as error:
         run.trouble = error
-        run.group.leave_note(_gave_up(job))
+        dismiss_parts(run, job)
         _tell_failure(run, job, error)
         return None
+    if not parts_are_wanted.is_set():  # the step is there already, of an earlier start
+        dismiss_parts(run, job)
     save.advance("pruning")
     run.saved_step, run.trouble = job.step, None
     _tell(run, job, path, save)
@@ -246,6 +260,7 @@ def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
     """
     path = run.files.metrics
     save.advance(f"writing {path}")
+    faults.pause(run.plan, run.group.rank, save.step, "sync", on_slice=save.advance)
     try:
         metrics.sync()
     except OSError as error:
@@ -257,114 +272,7 @@ def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
         raise StorageFailed(problem, path=path, verdict=verdict) from error
 
 
-def _write_files(
-    run: Run, job: _Job, save: Save, files: Files, directory: Path, texts: dict[str, bytes]
-) -> dict[str, FileEntry]:
-    shard = run.group.rank if job.shards > 1 else 0
-    named = [TensorFile(group_file(group, shard, job.shards), parts) for group, parts in files.items()]
-
-    def progress(_: int) -> None:
-        save.advance()
-
-    save.advance(f"writing {directory}")
-    faults.pause(run.plan, run.group.rank, job.step, "save", on_slice=save.advance)
-    written = write_files(directory, named, texts, on_bytes=progress)
-    return {name: entry.model_copy(update={"host": run.place.host}) for name, entry in written.items()}
-
-
-def _write_shard(run: Run, job: _Job, save: Save, files: Files) -> None:
-    """Writes this rank's part beside the others', or on its own node's disk, and reports it."""
-    directory = run.files.checkpoints / job.temporary
-    entries: dict[str, FileEntry] = {}
-    error, verdict = "", None
-    save.on_stuck = lambda why: run.report.send(
-        "shard_written", step=job.step, temporary=job.temporary, files={}, error=why
-    )
-    save.advance(f"writing {directory}")
-    try:
-        _enter(run, job, directory)
-        entries = _write_files(run, job, save, files, directory, {})
-        _refuse_abandoned(save, directory)
-    except (OSError, StorageFailed) as failure:
-        trouble = storage_trouble(failure, directory, directory)
-        found = trouble or (failure if isinstance(failure, StorageFailed) else None)
-        error = "; ".join(str(problem.what) for problem in found.problems) if found else str(failure)
-        verdict = found.verdict.to_json() if found and found.verdict else None
-    told = {name: entry.model_dump() for name, entry in entries.items()}
-    run.report.send(
-        "shard_written", step=job.step, temporary=job.temporary, files=told, error=error, verdict=verdict
-    )
-
-
-def _gave_up(job: _Job) -> str:
-    """The note of rank 0 by which the others do not wait for it."""
-    return f"gave up {job.temporary}"
-
-
-def _enter(run: Run, job: _Job, directory: Path) -> None:
-    """Waits until rank 0 has made the directory, where this node sees it; a save that it has given up is not begun anew.
-
-    Raises:
-        StorageFailed: if it does not come.
-    """
-    if any(node.node_rank == run.place.node_rank and not node.shares_output for node in run.plan.nodes):
-        make_private_dir(directory)
-        return
-    limit = time.monotonic() + _DIRECTORY_S
-    while not directory.is_dir():
-        if time.monotonic() > limit:
-            raise _given_up(f"rank 0 has not made {directory.name}", directory)
-        if run.group.has_note(_gave_up(job)):
-            raise _given_up(f"rank 0 has given {directory.name} up", directory)
-        time.sleep(0.05)
-
-
-def _refuse_abandoned(save: Save, directory: Path) -> None:
-    """What was read while training changed it must not be published.
-
-    Raises:
-        StorageFailed: if training has gone on meanwhile.
-    """
-    if save.is_abandoned:
-        raise _given_up("the storage hung while the live tensors were read, and training went on", directory)
-
-
-def _given_up(what: str, path: Path) -> StorageFailed:
-    return StorageFailed(Problem(what, str(path), "", "the older checkpoints are as they were"), path=path)
-
-
-def _shards_of_others(run: Run, job: _Job, save: Save) -> dict[str, FileEntry]:
-    """What the other ranks have written, once all have reported and it is on this disk.
-
-    Raises:
-        StorageFailed: if one could not write its part.
-    """
-    missing = set(range(1, job.shards))
-    save.waits_for_others = bool(missing)
-    found: dict[str, FileEntry] = {}
-    while missing:
-        save.doing = "waiting for the part of " + ", ".join(
-            run.plan.ranks[rank].label for rank in sorted(missing)
-        )
-        assert run.front_line is not None
-        message = run.front_line.next("shard_written", timeout_s=_SHARDS_EVERY_S)
-        if message is None or message.get("temporary") != job.temporary:
-            continue
-        save.advance()
-        rank = int(message["rank"])
-        if message["error"]:
-            label = run.plan.ranks[rank].label
-            path = run.files.checkpoints / job.temporary
-            given_up = _given_up(f"the part of {label} could not be written: {message['error']}", path)
-            given_up.verdict = Verdict.from_json(message["verdict"]) if message.get("verdict") else None
-            raise given_up
-        missing.discard(rank)
-        found |= {name: FileEntry.model_validate(entry) for name, entry in message["files"].items()}
-    save.waits_for_others = False
-    return found
-
-
-def _tell(run: Run, job: _Job, path: Path, save: Save) -> None:
+def _tell(run: Run, job: Job, path: Path, save: Save) -> None:
     n_bytes = sum(file.stat().st_size for file in os.scandir(path))
     run.report.send(
         "checkpoint", step=job.step, path=str(path), bytes=n_bytes, seconds=time.monotonic() - save.began,
@@ -372,7 +280,7 @@ def _tell(run: Run, job: _Job, path: Path, save: Save) -> None:
     )  # fmt: skip
 
 
-def _tell_failure(run: Run, job: _Job, error: StorageFailed) -> None:
+def _tell_failure(run: Run, job: Job, error: StorageFailed) -> None:
     named = (
         error.verdict.model_copy(update={"severity": "warning", "step": job.step}) if error.verdict else None
     )

@@ -17,6 +17,7 @@ from unisono.model.shard import whole
 from unisono.train import faults
 from unisono.train.batches import StepBatches, load_rows
 from unisono.train.run import Run
+from unisono.train.saving import wait_for_copies
 from unisono.train.schedule import lr_factor
 from unisono.train.stop import flags_of, outcome_of
 from unisono.train.streams import seed_torch
@@ -76,7 +77,7 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     run.agreed_stop = outcome_of(flags)
     run.beats.enter("update")
     if math.isfinite(loss) and math.isfinite(norm_value):
-        run.saver.before_update()
+        wait_for_copies(run)
         run.optimizers.step()
     run.optimizers.zero_grad()
     return StepOutcome(

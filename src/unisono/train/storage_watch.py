@@ -12,7 +12,8 @@ from unisono.checkpoint.trouble import StorageFailed
 from unisono.errors import Problem
 from unisono.events import Reporter
 from unisono.facts.threads import Moves, ThreadLook, look_at_thread
-from unisono.train.saver import STUCK_S, Save, Saver
+from unisono.train.saver import MOVES_EVERY_S, STUCK_S, Save, Saver
+from unisono.watch import Beats
 
 _EVERY_S = 0.5
 _NAMED_AFTER_S = 5.0
@@ -26,16 +27,20 @@ class StorageWatch:
     Args:
         saver: of the rank.
         report: is told of storage that does not answer, and when it answers again.
+        beats: show that the main thread moves while it writes, however slowly.
 
     Attributes:
         writing: what the main thread writes just now.
     """
 
-    def __init__(self, saver: Saver, report: Reporter) -> None:
+    def __init__(self, saver: Saver, report: Reporter, beats: Beats | None = None) -> None:
         self._saver = saver
+        self._beats = beats or Beats()
+        self._main_moves: Moves | None = None
         self._report = report
         self._ended = threading.Event()
         self._told: Save | None = None
+        self._passed_on: tuple[Save, float] | None = None
         self._moves: Moves | None = None
         self.writing: _Writing | None = None
         self._thread = threading.Thread(target=self._run, name="storage-watch", daemon=True)
@@ -71,21 +76,33 @@ class StorageWatch:
         look = look_at_thread(os.getpid(), save.thread_id)
         if look is not None and look.moves != self._moves:
             self._moves = look.moves
-            if not save.waits_for_others:
+            if not save.waits:
                 save.advance()  # the kernel writes what it was given, and gives no word of it
-        if save.idle_s > STUCK_S and save.on_stuck is not None and not save.waits_for_others:
-            save.on_stuck(f"no progress for {save.idle_s:.0f} s, {save.doing}; {look}")
+        self._pass_on_moves(save)
+        blocked_s = save.blocked_s
+        if blocked_s > STUCK_S and save.on_stuck is not None:
+            save.on_stuck(f"no progress for {blocked_s:.0f} s, {save.doing}; {look}")
             save.on_stuck = None
-        if save.idle_s > _NAMED_AFTER_S and self._told is not save and not save.waits_for_others:
+        if blocked_s > _NAMED_AFTER_S and self._told is not save:
             self._told = save
             self._report.send(
                 "warning", code="storage_blocked", step=save.step, fix=_FIX, where=save.doing,
-                text=f"the save of step {save.step} has made no progress for {save.idle_s:.0f} s: {save.doing}; {look}; "
+                text=f"the save of step {save.step} has made no progress for {blocked_s:.0f} s: {save.doing}; {look}; "
                 "training goes on, and nothing is saved meanwhile",
             )  # fmt: skip
 
+    def _pass_on_moves(self, save: Save) -> None:
+        """Tells those who wait for this save that it has moved since they heard of it last."""
+        last = self._passed_on[1] if self._passed_on and self._passed_on[0] is save else save.began
+        if save.on_move is not None and not save.waits and save.moved - last >= MOVES_EVERY_S:
+            self._passed_on = save, save.moved
+            save.on_move()
+
     def _look_at_main(self, writing: "_Writing") -> None:
         look = look_at_thread(os.getpid(), os.getpid())
+        if look is not None and look.moves != self._main_moves:
+            self._main_moves = look.moves
+            self._beats.progress(sum(look.moves))
         idle_s = writing.idle_s(look)
         if look is None or idle_s < _NAMED_AFTER_S:
             return

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from unisono.train.setup import ready_facts, set_up
 from unisono.train.snapshot import Snapshots
 from unisono.train.stop import EXIT_CODES, StopRequest
 from unisono.train.storage_watch import StorageWatch
+from unisono.train.turns import by_main
 from unisono.watch import Beats
 
 
@@ -46,7 +48,7 @@ def run_plan(
     run = set_up(plan.of_rank(place.rank), place, report, stop, beats or Beats())
     if plan.config.adapter is not None:
         run.snapshots = Snapshots(snapshot_fd)
-    with StorageWatch(run.saver, report) as run.storage:
+    with StorageWatch(run.saver, report, run.beats) as run.storage:
         try:
             return _to_the_end(run)
         except Exception:  # raised again, once the save in flight has come to its end
@@ -117,8 +119,7 @@ def _take_best(run: Run) -> None:
     if run.plan.config.checkpoint.best is None or best is None or best == run.state.step:
         return
     assert run.storage is not None
-    with run.storage.ends_if_stuck("looking for the best checkpoint", run.files.checkpoints):
-        step, loss = _best_there(run)
+    step, loss = _best_there(run)
     if step != best and run.group.is_main:
         text = f"the checkpoint of the best step, {best}, is not there; the result is that of step {step or run.state.step}"
         run.report.warning("best_is_gone", text)
@@ -133,15 +134,21 @@ def _take_best(run: Run) -> None:
     run.state.eval["loss"] = loss
 
 
+def _look_for_best(run: Run) -> tuple[int, float] | None:
+    assert run.store is not None
+    there = {step_of(path.name): path for path in run.store.list()}
+    while (best := best_evaluated(run.files.metrics, there)) is not None:
+        if not any(finding.is_fatal for finding in run.store.verify(there[best[0]])):
+            return best
+        del there[best[0]]
+    return None
+
+
 def _best_there(run: Run) -> tuple[int, float]:
     """The intact checkpoint of the lowest eval_loss, and that loss; step 0 where there is none. Rank 0 looks, all ranks must call it."""
-    found = torch.zeros(2, dtype=torch.float64, device=run.device)
-    if run.store is not None:
-        there = {step_of(path.name): path for path in run.store.list()}
-        while (best := best_evaluated(run.files.metrics, there)) is not None:
-            if not any(finding.is_fatal for finding in run.store.verify(there[best[0]])):
-                found = torch.tensor(best, dtype=torch.float64, device=run.device)
-                break
-            del there[best[0]]
+    best = by_main(
+        run, partial(_look_for_best, run), what="looking for the best checkpoint", path=run.files.checkpoints
+    )
+    found = torch.tensor(best or (0, 0.0), dtype=torch.float64, device=run.device)
     run.group.broadcast(found)
     return int(found[0]), float(found[1])

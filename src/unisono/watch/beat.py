@@ -270,6 +270,11 @@ class Beats:
         self._done, self._total = done, total
         self._change(phase_named(name))
 
+    def progress(self, done: int) -> None:
+        """The rank has come further in what it does. How long that lasts as a rule is not learnt from it: a slow disk may soon be slower."""
+        self._done = done
+        self._write(time.monotonic_ns())
+
     def begin_step(self, step: int) -> None:
         """An optimizer step begins. The first of a start is not counted: it is slower, for reasons that are no trouble."""
         self._is_first = self.step == 0

@@ -31,6 +31,8 @@ MOST_OPEN = 64
 """So many files of one node may be under way or wait; who offers more is hung up on."""
 SILENT_S = 120.0
 """A file of which nothing has come for so long, though it was asked for, is given up, so that its place is free again."""
+SYNC_BYTES = 32 << 20
+"""After so many the disk is waited for, so that a slow one shows in the pace of the pieces, and not in one long wait at the end."""
 _CLOSING_S = 2.0
 
 Place = Callable[[Offer], Path]
@@ -74,7 +76,11 @@ class _Incoming:
 
 
 class Receiving:
-    """Takes files from now until `close`; as a context manager, to its end. There is one of it for a server at a time."""
+    """Takes files from now until `close`; as a context manager, to its end. There is one of it for a server at a time.
+
+    Attributes:
+        moved: when the last piece of any file was written, in monotonic seconds; before the first, when it began.
+    """
 
     def __init__(
         self, server: HeadServer, places: Mapping[str, Place], *, silent_s: float = SILENT_S
@@ -86,6 +92,7 @@ class Receiving:
             places: by the label's `kind`.
             silent_s: see SILENT_S.
         """
+        self.moved = time.monotonic()
         self._server = server
         self._places = dict(places)
         self._silent_s = silent_s
@@ -223,6 +230,9 @@ class Receiving:
             _write_all(fd, item.data)
             digest.update(item.data)
             size += len(item.data)
+            if size // SYNC_BYTES > (size - len(item.data)) // SYNC_BYTES:
+                os.fdatasync(fd)
+            self.moved = time.monotonic()
             self._more(incoming, 1)
         return Content(size, digest.hexdigest())
 

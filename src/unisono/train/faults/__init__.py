@@ -31,9 +31,9 @@ nan_steps         [step, …]        the gradient of these steps is not a number
 nan_loss          {rank, steps}    its part of the loss of these steps is not a number
 
 What is no fault, though it looks like one:
-pause             [{how: sleep | work | collect | evaluate | save, seconds, steps: [step, …] or every, ranks: [rank, …] or none for all}, …]
+pause             [{how: sleep | work | collect | evaluate | sync | save, seconds, steps: [step, …] or every, ranks: [rank, …] or none for all}, …]
                                    a slow first step, a compiler's work, a garbage collection of many objects; a slow round of the
-                                   evaluation after that step; a slow save of it
+                                   evaluation after that step; metrics that are slow to be synced before its save; a slow save of it
 clock_jump        {step, seconds}  the wall clock of every rank is off by so much from then on
 write_rows        directory        every rank writes down which rows went into each of its forwards
 marks             directory        a rank that a fault strikes leaves the moment there, in ns of the monotonic clock: rank-00001

@@ -61,5 +61,5 @@ def _collect(seconds: float, on_slice: Callable[[], object]) -> None:
 
 
 _PAUSES: dict[str, Callable[[float, Callable[[], object]], None]] = {
-    "sleep": _sleep, "work": _work, "collect": _collect, "evaluate": _sleep, "save": _sleep,
+    "sleep": _sleep, "work": _work, "collect": _collect, "evaluate": _sleep, "sync": _sleep, "save": _sleep,
 }  # fmt: skip

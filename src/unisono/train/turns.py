@@ -1,0 +1,103 @@
+"""What rank 0 does alone and may take hours, as reading a large checkpoint through from a slow disk.
+
+The others wait for it in turns: a collective that waits for longer than the process group's patience would end the run. How long it may
+take in all is not bounded; how long it may stand still is.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from unisono.checkpoint.trouble import StorageFailed
+from unisono.errors import Problem
+from unisono.facts.threads import Moves, look_at_thread
+from unisono.train.run import Run
+
+TURN_S = 10.0
+_LOOK_S = 0.2
+_NAMED_AFTER_S = 5.0
+_GIVEN_UP_AFTER_S = 60.0
+_FIX = (
+    "look at that file system (frozen, a network mount whose server is away?), and run the same command again"
+)
+
+Result = TypeVar("Result")
+
+
+def by_main(run: Run, work: Callable[[], Result], *, what: str, path: Path) -> Result | None:
+    """Has rank 0 do some work on files, and gives it the result; the others get None. All ranks must call it.
+
+    Args:
+        run: of the rank.
+        work: does nothing but read and compute. What it raises is raised on rank 0.
+        what: it is, for people: "reading checkpoint step-00000100".
+        path: what it reads.
+
+    Raises:
+        StorageFailed: on rank 0, where the work stands still.
+    """
+    own = _Work(run, work, what, path) if run.group.is_main else None
+    while run.group.any(own is not None and own.goes_on()):
+        pass
+    return own.result() if own is not None else None
+
+
+class _Work(Generic[Result]):
+    """Work in a thread of its own."""
+
+    def __init__(self, run: Run, work: Callable[[], Result], what: str, path: Path) -> None:
+        self._run = run
+        self._what, self._path = what, path
+        self._found: list[Result] = []
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        self._moves: Moves | None = None
+        self._moved = time.monotonic()
+        self._is_told = False
+        self._thread = threading.Thread(target=self._do, args=(work,), name="by-main", daemon=True)
+        self._thread.start()
+
+    def goes_on(self) -> bool:
+        """Waits for its end, for a turn; whether it goes on then.
+
+        Raises:
+            StorageFailed: if it has stood still for too long.
+        """
+        until = time.monotonic() + TURN_S
+        while not self._done.wait(_LOOK_S) and time.monotonic() < until:
+            self._look()
+        return not self._done.is_set()
+
+    def result(self) -> Result:
+        """What it has come to."""
+        if self._error is not None:
+            raise self._error
+        return self._found[0]
+
+    def _do(self, work: Callable[[], Result]) -> None:
+        try:
+            self._found.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised again by `result`, in the main thread
+            self._error = error
+        finally:
+            self._done.set()
+
+    def _look(self) -> None:
+        look = look_at_thread(os.getpid(), self._thread.native_id or 0)
+        if look is None or look.moves != self._moves:
+            self._moves, self._moved = look.moves if look else None, time.monotonic()
+            self._run.beats.progress(sum(self._moves or (0,)))
+            return
+        idle_s = time.monotonic() - self._moved
+        text = f"{self._what} has made no progress for {idle_s:.0f} s: {look}"
+        if idle_s > _NAMED_AFTER_S and not self._is_told:
+            self._is_told = True
+            self._run.report.send(
+                "warning", code="storage_blocked", text=text, where=str(self._path), fix=_FIX
+            )
+        if idle_s > _GIVEN_UP_AFTER_S:
+            problem = Problem(text, str(self._path), "the storage does not answer", _FIX)
+            raise StorageFailed(problem, path=self._path)

@@ -1,0 +1,62 @@
+"""A path that does not answer on one node, while the others see what is there; as with a network mount whose client is stuck.
+
+python tests/nodes/hangs.py FOLDER     as root, in a node's mounts: FUSE with nobody who serves it lies over FOLDER until stdin ends
+"""
+
+import contextlib
+import ctypes
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.fronts import Front
+
+_DETACH = 2
+
+
+@contextlib.contextmanager
+def hanging(front: Front, folder: Path) -> Iterator[None]:
+    """As long as it lasts, whoever asks for `folder` on that front's node waits in the kernel. What is open already stays so."""
+    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
+        pytest.skip("a path that hangs needs root and /dev/fuse")
+    inside = ("nsenter", "--target", str(front.pid), "--mount")
+    process = subprocess.Popen(
+        (*inside, sys.executable, str(Path(__file__)), str(folder)),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        told = process.stdout.readline()
+        if told.startswith("cannot mount"):
+            pytest.skip(told.strip())
+        assert told == "hangs\n", told + process.stdout.read()
+        yield
+    finally:
+        process.stdin.close()
+        assert process.wait(30) == 0
+        process.stdout.close()
+
+
+def _hang(folder: str) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    device = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={device},rootmode={stat.S_IFDIR:o},user_id=0,group_id=0".encode()
+    if libc.mount(b"hangs", folder.encode(), b"fuse.test", 0, options) != 0:
+        print(f"cannot mount: {os.strerror(ctypes.get_errno())}", flush=True)
+        return 1
+    print("hangs", flush=True)
+    sys.stdin.read()
+    libc.umount2(folder.encode(), _DETACH)  # first: who asks from now on sees what is there
+    os.close(device)  # the kernel answers all who wait with an error
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_hang(sys.argv[1]))

@@ -1,0 +1,120 @@
+"""A path that does not answer on one node of several, while a checkpoint is written. Run: pytest tests/nodes/test_hung_paths.py"""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.fronts import Front, together
+from tests.nodes.ground import Namespaces, Own
+from tests.nodes.hangs import hanging
+from tests.nodes.harness import Job
+from tests.nproc.disks import on_a_device
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.long]
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def mounts(pair: Job) -> Iterator[ExitStack]:
+    """Where disks are mounted; they answer again before the job is ended."""
+    with ExitStack() as stack:
+        yield stack
+    pair.close()
+
+
+def configure(job: Job, duration: str = "5000 steps") -> None:
+    job.config(
+        duration=duration, restarts=0, checkpoint={"every": "5 steps", "keep": 2}, parallel={"strategy": "fsdp"}
+    )  # fmt: skip
+
+
+def published(job: Job) -> list[str]:
+    folder = job.out / "checkpoints"
+    return sorted(path.name for path in folder.glob("step-*") if ".tmp-" not in path.name)
+
+
+def newer(job: Job, than: str) -> None:
+    """Waits until there is a newer checkpoint in the head's directory."""
+    job.until(lambda: any(name > than for name in published(job)), what=f"a checkpoint after {than}")
+
+
+def line_with(front: Front, words: str) -> str:
+    return next(line.text for line in front.lines if words in line.text)
+
+
+@pytest.mark.fault("the shared storage of the checkpoints does not answer on one node of several")
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_shared_path_that_hangs_on_one_node_is_named_with_it_and_nothing_but_checkpoints_is_lost(
+    networks: Namespaces, pair: Job, mounts: ExitStack, node: int
+) -> None:
+    del networks
+    configure(pair)
+    fronts = pair.start_all(json=False)
+    newer(pair, "")
+    mounts.enter_context(hanging(fronts[node], pair.out / "checkpoints"))
+    began = time.monotonic()
+    named = fronts[0].wait_for("no progress for", limit_s=60)
+    assert named - began < 30
+    text = line_with(fronts[0], "no progress for")
+    assert f"rank {node}, {fronts[node].label}" in text, text
+    reached = pair.metrics()[-1]["step"]
+    pair.waits_for_step(reached + 20)
+    kept = published(pair)
+    mounts.close()
+    newer(pair, kept[-1])
+    fronts[0].signal(signal.SIGTERM)
+    assert together(fronts, limit_s=90) == [75, 75], pair.told()
+    pair.wait_gone()
+
+
+@pytest.mark.fault(
+    "the shared storage of the checkpoints does not answer on one node, and the run is to stop"
+)
+def test_a_run_whose_shared_path_hangs_on_one_node_ends_on_all_in_its_grace_time(
+    networks: Namespaces, pair: Job, mounts: ExitStack
+) -> None:
+    del networks
+    configure(pair)
+    fronts = pair.start_all(json=False)
+    newer(pair, "")
+    mounts.enter_context(hanging(fronts[1], pair.out / "checkpoints"))
+    fronts[0].wait_for("no progress for", limit_s=60)
+    began = time.monotonic()
+    fronts[1].signal(signal.SIGTERM)
+    codes = together(fronts, limit_s=120)
+    print(codes, time.monotonic() - began, pair.told())
+    assert codes == [75, 75]
+    assert time.monotonic() - began < 60
+    mounts.close()
+    pair.wait_gone()
+
+
+@pytest.mark.fault("the whole output_dir of the head, or of another node, does not answer")
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_whose_own_output_dir_hangs_is_named_on_all_and_all_end(
+    networks: Namespaces, pair: Job, mounts: ExitStack, tmp_path: Path, node: int
+) -> None:
+    """Each node has a disk of its own. Without the head's no step can be kept, and without the other's no checkpoint."""
+    del networks
+    configure(pair, "5000 steps" if node == 0 else "300 steps")
+    disk = mounts.enter_context(on_a_device(tmp_path / f"disk{node}", tmp_path / "image", size=256 * MIB))
+    (tmp_path / f"disk{1 - node}").mkdir()
+    own = [Own(binds=[(tmp_path / f"disk{number}", pair.out)]) for number in (0, 1)]
+    pair.out.mkdir(exist_ok=True)
+    fronts = [pair.start(number, own=own[number], json=False) for number in (0, 1)]
+    head = tmp_path / "disk0" / "checkpoints"
+    pair.until(lambda: any(".tmp-" not in path.name for path in head.glob("step-*")), what="a checkpoint")
+    disk.hang()
+    began = time.monotonic()
+    named = fronts[0].wait_for("no progress for", limit_s=60)
+    codes = together(fronts, limit_s=200)
+    print(codes, named - began, time.monotonic() - began, pair.told())
+    assert codes == ([6, 6] if node == 0 else [0, 0])
+    assert time.monotonic() - began < 120
+    disk.answer()
+    pair.wait_gone()
