@@ -1,6 +1,9 @@
 """Checkpoints appear whole, are verified, kept and pruned. Run: pytest tests/checkpoint/test_store.py"""
 
+import ctypes
+import os
 import shutil
+import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -354,6 +357,33 @@ def test_storage_that_fails_otherwise_is_named(tmp_path: Path) -> None:
         store.save(1, lambda directory: None, **WRITING)  # type: ignore[arg-type]
     assert not isinstance(caught.value, StorageFull)
     assert caught.value.exit_code == 6
+
+
+@pytest.fixture
+def gone(tmp_path: Path) -> Iterator[Path]:
+    """A mount whose server is gone: whoever asks for anything in it gets an error, as from a stale handle of NFS."""
+    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
+        pytest.skip("mounting needs root and /dev/fuse")
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    device = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={device},rootmode={stat.S_IFDIR:o},user_id=0,group_id=0".encode()
+    mounted = libc.mount(b"gone", str(folder).encode(), b"fuse.test", 0, options) == 0
+    os.close(device)
+    if not mounted:
+        pytest.skip(f"cannot mount: {os.strerror(ctypes.get_errno())}")
+    yield folder
+    libc.umount2(str(folder).encode(), 2)
+
+
+def test_storage_that_answers_with_an_error_when_it_is_only_asked_costs_a_checkpoint(gone: Path) -> None:
+    store = CheckpointStore(gone, key=b"k" * 32)
+    with pytest.raises(
+        StorageFailed, match="cannot be written: Transport endpoint is not connected"
+    ) as caught:
+        store.save(1, lambda directory: None, **WRITING)  # type: ignore[arg-type]
+    assert not isinstance(caught.value, StorageFull)
 
 
 def test_one_that_its_run_prunes_while_it_is_read_is_passed_over(
