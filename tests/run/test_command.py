@@ -96,6 +96,12 @@ def test_the_environment_counts_where_the_arguments_say_nothing() -> None:
     assert found.nproc_origin == "PET_NPROC_PER_NODE"
 
 
+def test_a_head_of_two_words_is_told_by_both() -> None:
+    line = "accelerate launch --num_machines 2 --machine_rank 1 --main_process_ip a --main_process_port 29500 --num_processes 4 t.py"
+    found = shape(line).topology
+    assert (found.head_host, found.origins["head"]) == ("a", "--main_process_ip, --main_process_port")
+
+
 def test_our_option_beats_a_variable_and_not_the_program_s_own_word() -> None:
     assert shape("torchrun t.py", MULTI, nproc=7).topology.nproc == 7
     with pytest.raises(UsageError, match="--nproc 7 and --nproc-per-node 2 contradict each other"):

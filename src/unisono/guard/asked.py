@@ -120,12 +120,17 @@ def read_shape(
         raise UsageError(*(_in_its_words(problem, origins) for problem in error.problems)) from error
     _refuse_other_hosts(asked, job, topology, variables)
     topology = replace(
-        topology, origins={k: origins.get(v, v).replace("MASTER_PORT", origins.get("MASTER_PORT", "MASTER_PORT")) for k, v in topology.origins.items()},
+        topology, origins={k: _as_said(v, origins) for k, v in topology.origins.items()},
         nproc_origin=origins.get(topology.nproc_origin, topology.nproc_origin),
         nproc_declared=topology.nproc_declared and not _is_automatic(job, asked),
     )  # fmt: skip
     topology, notes = _ports(asked, job, topology, own=own)
     return RunShape(topology, command, job, own, notes)
+
+
+def _as_said(origin: str, origins: Mapping[str, str]) -> str:
+    """Where a value came from, which may be two names, each as it was said."""
+    return ", ".join(origins.get(name, name) for name in origin.split(", "))
 
 
 def _is_automatic(job: Job, asked: RunAsked) -> bool:
