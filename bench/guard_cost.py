@@ -189,23 +189,32 @@ def main() -> None:
 
 
 def write(path: Path, found: dict[str, Any], pairs: list[dict[str, Any]]) -> None:
-    """The figures so far: what was computed, and the medians of the pairs."""
+    """The figures so far: what was computed, and medians and quartiles of the pairs."""
     computed_s = sum(found["hooks_ns"].values()) / 1e9 + found["threads_share"] * STEP_S
-    ratios = {
-        name: statistics.median(pair["on"][f"{name}_s"] / pair["off"][f"{name}_s"] for pair in pairs) if pairs else None
-        for name in ("cpu", "wall")
-    }  # fmt: skip
+    each = {name: [pair["on"][f"{name}_s"] / pair["off"][f"{name}_s"] for pair in pairs] for name in ("cpu", "wall")}  # fmt: skip
+    ratios = {name: statistics.median(found) if found else None for name, found in each.items()}
+    quartiles = {
+        name: [quarter[0], quarter[2]] if (quarter := quarters(found)) else None
+        for name, found in each.items()
+    }
+    bare = [pair["off"]["wall_s"] for pair in pairs]
     value = {
         "schema": 1, "machine": f"{platform.machine()}, {os.cpu_count()} cores", "python": platform.python_version(), "step_s": STEP_S, **found,
         "computed_s": computed_s, "computed_share": computed_s / STEP_S, "allowed_share": ALLOWED,
-        "cpu_ratio": ratios["cpu"], "wall_ratio": ratios["wall"], "pairs": pairs,
+        "cpu_ratio": ratios["cpu"], "cpu_quartiles": quartiles["cpu"], "wall_ratio": ratios["wall"], "wall_quartiles": quartiles["wall"],
+        "bare_step_s": statistics.median(bare) if bare else None, "load": [pair["load"] for pair in pairs], "pairs": pairs,
     }  # fmt: skip
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(value, indent=1) + "\n")
     print(
-        f"computed {value['computed_share']:.3%} of a step of 5 ms; of {len(pairs)} pairs: {ratios}",
+        f"computed {value['computed_share']:.3%} of a step of 5 ms; of {len(pairs)} pairs: {ratios}, quartiles {quartiles}",
         flush=True,
     )
+
+
+def quarters(found: list[float]) -> list[float] | None:
+    """The quartiles; None of too few."""
+    return statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else None
 
 
 if __name__ == "__main__":
