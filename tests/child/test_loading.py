@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,7 +11,7 @@ from unisono.child import loading_modules
 
 
 @pytest.fixture(autouse=True)
-def _thawed():
+def _thawed() -> Iterator[None]:
     yield
     gc.unfreeze()
     gc.enable()
@@ -31,7 +32,7 @@ def test_it_works_again_after_an_import_that_fails() -> None:
 def test_what_came_before_is_not_looked_at_and_new_garbage_is_found() -> None:
     gc.unfreeze()
     with loading_modules():
-        kept = [[] for _ in range(1000)]
+        kept: list[list[int]] = [[] for _ in range(1000)]
     assert gc.get_freeze_count() >= len(kept)
 
     class Ring:

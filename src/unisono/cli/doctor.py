@@ -12,10 +12,14 @@ from unisono.cli.places import (
     Head,
     Hosts,
     JoinTimeout,
+    Launcher,
     NodeRank,
     NodesOrLeast,
     Nproc,
     Overrides,
+    Partition,
+    RayAddress,
+    TimeLimit,
     TokenFile,
 )
 
@@ -36,6 +40,10 @@ def doctor(
     hosts: Hosts = None,
     token_file: TokenFile = None,
     join_timeout: JoinTimeout = 300.0,
+    launcher: Launcher = None,
+    ray_address: RayAddress = None,
+    partition: Partition = None,
+    time_limit: TimeLimit = None,
     ladder: Annotated[
         bool,
         typer.Option(
@@ -53,10 +61,10 @@ def doctor(
         bool, typer.Option("--end-orphans", help="End your ranks that earlier runs have left behind.")
     ] = False,
 ) -> None:
-    """Looks at this machine, and with --nodes or --hosts at its peers, before anything is started. Ends with 6 where a check fails."""
+    """Looks at this machine, and with --nodes, --hosts or --launcher at a job's nodes, before anything is started. Ends with 6 where a check fails."""
     from unisono.cli.screen import Screen
     from unisono.doctor.asked import DoctorRequest
-    from unisono.doctor.examining import examine
+    from unisono.doctor.launched.launchers import examine_where_asked
     from unisono.doctor.showing import lines
     from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
 
@@ -65,11 +73,11 @@ def doctor(
     request = DoctorRequest(
         config, tuple(overrides or ()), nproc=nproc, devices=devices, nodes=nodes, node_rank=node_rank, head=head,
         hosts=hosts, token_file=token_file, join_timeout_s=join_timeout, ladder=ladder, end_orphans=end_orphans,
-        show=screen.show,
+        launcher=launcher, ray_address=ray_address, partition=partition, time=time_limit, show=screen.show,
     )  # fmt: skip
     try:
         with Interrupts():
-            examination = examine(request)
+            examination = examine_where_asked(request)
     except Stopped as stopped:
         raise typer.Exit(exit_code_of(stopped.number)) from None
     finally:

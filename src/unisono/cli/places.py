@@ -32,3 +32,16 @@ JoinTimeout = Annotated[
     float, typer.Option(min=1.0, metavar="SECONDS", help="How long nodes wait for each other.")
 ]
 DebugComm = Annotated[bool, typer.Option("--debug-comm", help="Ranks say more about their communication.")]
+Launcher = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="local, nodes, ray or slurm: who starts the nodes.", show_default=False),
+]  # fmt: skip
+RayAddress = Annotated[
+    str | None,
+    typer.Option(metavar="A", help="The Ray cluster; else RAY_ADDRESS, or the one here.", show_default=False),
+]  # fmt: skip
+Partition = Annotated[str | None, typer.Option(metavar="P", help="Of the Slurm cluster.", show_default=False)]
+TimeLimit = Annotated[
+    str | None,
+    typer.Option("--time", metavar="T", help="Limit of a Slurm job, as 8:00:00.", show_default=False),
+]

@@ -14,10 +14,14 @@ from unisono.cli.places import (
     Head,
     Hosts,
     JoinTimeout,
+    Launcher,
     NodeRank,
     NodesOrLeast,
     Nproc,
     Overrides,
+    Partition,
+    RayAddress,
+    TimeLimit,
     TokenFile,
 )
 
@@ -52,27 +56,10 @@ def train(
     hosts: Hosts = None,
     token_file: TokenFile = None,
     join_timeout: JoinTimeout = 300.0,
-    launcher: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="local, nodes, ray or slurm: who starts the nodes.",
-            show_default=False,
-        ),
-    ] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A", help="The Ray cluster; else RAY_ADDRESS, or the one here.", show_default=False
-        ),
-    ] = None,
-    partition: Annotated[
-        str | None, typer.Option(metavar="P", help="Of the Slurm cluster.", show_default=False)
-    ] = None,
-    time: Annotated[
-        str | None,
-        typer.Option(metavar="T", help="Limit of a Slurm job, as 8:00:00.", show_default=False),
-    ] = None,
+    launcher: Launcher = None,
+    ray_address: RayAddress = None,
+    partition: Partition = None,
+    time: TimeLimit = None,
     debug_comm: DebugComm = False,
     reason: Annotated[
         list[str] | None,

@@ -43,6 +43,10 @@ class DoctorRequest:
         join_timeout_s: how long the nodes wait for each other.
         ladder: whether a real collective is tried, with one setting after the other where it fails.
         end_orphans: whether ranks that an earlier run has left behind are ended.
+        launcher: `--launcher` as it was typed.
+        ray_address: of the Ray cluster.
+        partition: of the Slurm cluster.
+        time: limit of the Slurm step.
         programs: what is started as task.
         probes: what this machine is asked through.
         show: sees what takes long: data that are prepared, nodes that are waited for.
@@ -60,6 +64,10 @@ class DoctorRequest:
     join_timeout_s: float = 300.0
     ladder: bool = False
     end_orphans: bool = False
+    launcher: str | None = None
+    ray_address: str | None = None
+    partition: str | None = None
+    time: str | None = None
     programs: Programs = field(default_factory=Programs)
     probes: Probes = field(default_factory=Probes)
     show: Show = lambda _message: None
@@ -70,17 +78,26 @@ class DoctorRequest:
         return _Look(
             self.config_path or Path(), self.overrides, nproc=self.nproc, devices=self.devices, nodes=self.nodes,
             node_rank=self.node_rank, head=self.head, hosts=self.hosts, token_file=self.token_file, join_timeout_s=self.join_timeout_s,
-            programs=self.programs, probes=self.probes,
+            programs=self.programs, probes=self.probes, launcher=self.launcher, ray_address=self.ray_address, partition=self.partition,
+            time=self.time,
         )  # fmt: skip
 
     @property
     def remote(self) -> Remote:
         """The same look, on another node."""
-        config = () if self.config_path is None else (str(self.config_path),)
-        return Remote(
-            ("doctor", *config, *self.overrides),
-            {
-                "--join-timeout": f"{self.join_timeout_s:g}", "--nproc": self.nproc, "--devices": self.devices,
-                "--ladder": self.ladder or None, "--end-orphans": self.end_orphans or None,
-            },
-        )  # fmt: skip
+        return Remote(*self.look(None if self.config_path is None else str(self.config_path)))
+
+    def look(
+        self, config: str | None, *, resolved: bool = False
+    ) -> tuple[tuple[str, ...], dict[str, object]]:
+        """The same look on another node: words of `unisono`, and options by their names; those of None are left out.
+
+        Args:
+            config: where the config is there; None: there is none.
+            resolved: whether it has the overrides in it.
+        """
+        words = ("doctor", *(() if config is None else (config,)), *(() if resolved else self.overrides))
+        return words, {
+            "--join-timeout": f"{self.join_timeout_s:g}", "--nproc": self.nproc, "--devices": self.devices,
+            "--ladder": self.ladder or None, "--end-orphans": self.end_orphans or None,
+        }  # fmt: skip

@@ -15,6 +15,7 @@ from unisono.facts import read_environment, take_token
 from unisono.facts.secret import veil
 from unisono.launch.gathering import party_of, tell_early_refusal
 from unisono.launch.nodes.aside import Aside
+from unisono.launch.srun import token_of_step
 from unisono.text import plain
 
 UNFIT = 6
@@ -29,11 +30,13 @@ class Examination:
         host: this machine.
         findings: of all checks, area by area.
         verdict: why the nodes do not agree, in a job of several.
+        agreed: whether they do; their findings say why not, where there is no verdict.
     """
 
     host: str
     findings: list[Finding] = field(default_factory=list)
     verdict: Verdict | None = None
+    agreed: bool = True
 
     def number_of(self, status: Status) -> int:
         """How many findings ended so."""
@@ -41,7 +44,7 @@ class Examination:
 
     def exit_code(self, *, strict: bool) -> int:
         """0; 6 where a check failed, with `strict` also where one warns or is unknown; 3 where the nodes do not agree (DESIGN A2)."""
-        if self.verdict is not None:
+        if self.verdict is not None or not self.agreed:
             return 3
         bad: tuple[Status, ...] = ("fail", "warn", "unknown") if strict else ("fail",)
         return UNFIT if any(self.number_of(status) for status in bad) else 0
@@ -54,7 +57,8 @@ def examine(request: DoctorRequest) -> Examination:
         ConfigError: with every problem of the config.
         UsageError: if the options contradict each other or the machine.
     """
-    token, environment = take_token(), read_environment()
+    environment = read_environment()
+    token = take_token() or token_of_step(environment)
     try:
         asked = read_asked(request, environment)
         topology, host = asked.here.topology, asked.here.machine.host

@@ -42,9 +42,18 @@ def read_asked(request: DoctorRequest, environment: Environment) -> Asked:
         UsageError: if the options contradict each other or the machine.
     """
     given = request.config_path is not None
-    loaded = load_asked(request.training) if given else _without_config()
+    loaded = read_config(request)
     machine = read_machine(request.probes.devices)
     return Asked(loaded, given, look_around(request.training, loaded, machine, environment))
+
+
+def read_config(request: DoctorRequest) -> LoadedConfig:
+    """The config that was given, its paths absolute; else one of defaults, which writes below `runs`.
+
+    Raises:
+        ConfigError: with every problem of the config.
+    """
+    return load_asked(request.training) if request.config_path is not None else _without_config()
 
 
 def look_here(request: DoctorRequest, asked: Asked | None = None) -> Surroundings:

@@ -1,12 +1,14 @@
-"""`python -m unisono.launch.ray driver REQUEST.json`: see driver.py."""
+"""`python -m unisono.launch.ray driver|look REQUEST.json`: see driver.py and look.py."""
 
 import json
 import sys
 
 from unisono.child import parse_child_arguments, run_child
 from unisono.launch.ray.driver import drive
+from unisono.launch.ray.look import look
 
 if __name__ == "__main__":
     arguments = parse_child_arguments(sys.argv[1:], named=True)
     body = json.loads(arguments.file.read_text(encoding="utf-8"))
-    sys.exit(run_child(lambda reporter: drive(reporter, body), arguments))
+    work = {"driver": drive, "look": look}[arguments.name]
+    sys.exit(run_child(lambda reporter: work(reporter, body), arguments))

@@ -17,8 +17,9 @@ from unisono.events import Reporter, read_message
 from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.launch.ray.alike import refuse_unlike
 from unisono.launch.ray.asked import RayAsked
-from unisono.launch.ray.cluster import RayNode, Wanted, connected, living_nodes, placed, rays_head
+from unisono.launch.ray.cluster import connected, living_nodes, placed, rays_head
 from unisono.launch.ray.fronts import KeeperLost, Place
+from unisono.launch.ray.places import met, wanted_of
 from unisono.launch.ray.rays_head import RaysHead
 from unisono.launch.ray.running import Ended, Running
 from unisono.rundir import RunDir
@@ -38,7 +39,7 @@ def drive(reporter: Reporter, body: dict[str, Any]) -> dict[str, Any]:
     asked = RayAsked.from_json(body)
     front = _FromFront()
     connecting = threading.Event()
-    threading.Thread(target=_watch_for_token, args=(reporter, connecting), daemon=True).start()
+    threading.Thread(target=watch_for_token, args=(reporter, connecting), daemon=True).start()
     with connected(asked.address):
         connecting.set()
         with rays_head() as head:
@@ -107,14 +108,14 @@ class _Driver:
         return {"last": start.last, "lost": lost, "restarts": self.restarts, "step": start.step}
 
     def _start(self) -> Ended:
-        wanted = self._wanted(living_nodes())
+        wanted = wanted_of(self.asked.nproc, self.asked.config.device, living_nodes())
         several = "node" if self.asked.nodes == 1 else "nodes"
         self._note(f"asking the Ray cluster for {self.asked.nodes} {several}: {wanted}")
         with placed(
             wanted, nodes=self.asked.nodes, least=self.asked.least, timeout_s=self.asked.join_timeout_s, note=self._note,
             stopped=lambda: bool(self.front.signals),
         ) as actors:  # fmt: skip
-            places = self._met(actors)
+            places = met(actors, cluster=self.asked.address)
             refuse_unlike(places)
             self._see_who_shares(places)
             # Each start: the head's node may be another one, which sees the directory where the last did not.
@@ -138,39 +139,12 @@ class _Driver:
         finally:
             remove_nonce(self.run_dir.root, nonce)
 
-    def _wanted(self, nodes: list[RayNode]) -> Wanted:
-        """One accelerator a rank, where the config does not say otherwise and the cluster has any."""
-        device = self.asked.config.device
-        has_any = any(node.total.get("GPU", 0) for node in nodes)
-        return Wanted(
-            self.asked.nproc, self.asked.nproc if device == "cuda" or (device == "auto" and has_any) else 0
-        )
-
     def _note(self, text: str) -> None:
         self.reporter.send("note", text=text)
 
-    def _met(self, actors: list[Any]) -> list[Place]:
-        """The places, once each keeper has said where it is."""
-        nodes = {node.id: node for node in living_nodes()}
-        places = [Place(rank, actor) for rank, actor in enumerate(actors)]
-        for place in places:
-            try:
-                place.facts = place.call("facts")
-            except KeeperLost as error:
-                raise UnfitError.of(
-                    f"Ray could not start anything for node {place.node_rank}", where=place.address or self.asked.address, why=error.why,
-                    fix="look at `ray status`, and at the raylet's log on that node",
-                ) from error  # fmt: skip
-            node = nodes.get(str(place.facts["ray_node"]))
-            place.address = node.address if node is not None else ""
-        places.sort(key=lambda place: (place.host, place.address))  # Ray deals bundles out as it likes
-        for node_rank, place in enumerate(places):
-            place.node_rank = node_rank
-        return places
 
-
-def _watch_for_token(reporter: Reporter, connected_: threading.Event) -> None:
-    """Ray asks again for twenty seconds, and then says that it could not connect. What it writes on stderr meanwhile tells why."""
+def watch_for_token(reporter: Reporter, connected_: threading.Event) -> None:
+    """Ends this process where the cluster wants another token. Ray asks again for twenty seconds, and then says that it could not connect. What it writes on stderr meanwhile tells why."""
     read = 0
     while not connected_.wait(0.2):
         text = os.pread(sys.stderr.fileno(), 1 << 16, read)

@@ -22,11 +22,14 @@ def main(request: dict[str, Any], warden: int) -> int:
     """Carries the node's part to its end; gives the exit code.
 
     Args:
-        request: config, and the fields of a TrainRequest.
+        request: config, and in `asked` the fields of a TrainRequest; or in `look` the words of `unisono`, null in place of the config.
         warden: the process that started this one, and with which it ends.
     """
-    reporter = Reporter(_own_stdout())
     end_with_front(warden)
+    if "look" in request:  # it speaks for itself
+        words = [request["config"] if word is None else word for word in request["look"]]
+        os.execv(sys.executable, [sys.executable, "-m", "unisono", *words])  # noqa: S606 - no shell
+    reporter = Reporter(_own_stdout())
 
     def show(message: Message) -> None:
         reporter.send(**{name: value for name, value in message.items() if name != "time"})

@@ -18,6 +18,7 @@ from unisono.launch.ray.asked import RayAsked
 from unisono.launch.ray.fronts import Fronts, KeeperLost, Place, name_lost_place, ray_on
 from unisono.launch.ray.losses import loss_file
 from unisono.launch.ray.mirror import Mirror, Mirroring
+from unisono.launch.ray.places import head_of
 from unisono.launch.ray.rays_head import RaysHead, name_rays_head
 from unisono.launch.resolved import config_yaml
 from unisono.rundir import RunDir
@@ -198,9 +199,7 @@ class Running:
         """Starts all, the head first; those that do not see the run's directory with another one."""
         token = new_token().encode()
         key = user_key(read_environment().settings_dir).hex()
-        head = self.places[0]
-        port = head.call("free_port", head.address)
-        host = f"[{head.address}]" if ":" in head.address else head.address
+        head = head_of(self.places)
         for place in self.places:
             output_dir = output_dirs.get(place.node_rank, self.asked.config.output_dir)
             config = self.asked.config.model_copy(update={"output_dir": output_dir})
@@ -208,7 +207,7 @@ class Running:
             if len(self.places) > 1:
                 least = self.asked.least
                 nodes = str(len(self.places)) if least >= len(self.places) else f"{least}:{len(self.places)}"
-                options |= {"nodes": nodes, "node_rank": place.node_rank, "head": f"{host}:{port}"}
+                options |= {"nodes": nodes, "node_rank": place.node_rank, "head": head}
             text = config_yaml(config, command="unisono train, by --launcher ray")
             place.call("start", text, {"asked": options}, token, key, self.asked.variables)
 

@@ -24,11 +24,11 @@ from unisono.launch.nodes.words import say as say_verdict
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.ray.rays_head import RaysHead, name_rays_head
 from unisono.launch.tasks import TaskProcess, refusal
-from unisono.launch.topology import Accelerators, TopologyAsked, read_topology
+from unisono.launch.topology import Accelerators, Topology, TopologyAsked, read_topology
 from unisono.rundir import RunDir
 from unisono.rundir.result import RunResult, read_result, set_verdict, write_result
 
-_DRIVER = Programs(task=(sys.executable, "-m", "unisono.launch.ray"))
+DRIVER = Programs(task=(sys.executable, "-m", "unisono.launch.ray"))
 _POLL_S = 0.1
 _HEAD_GOES_S = 3.0
 """A cluster's head does not end in one moment with what is connected to it."""
@@ -87,7 +87,7 @@ class _Session:
                 )
             )  # fmt: skip
             try:
-                with TaskProcess("driver", self.body, talks=True, programs=_DRIVER) as driver:
+                with TaskProcess("driver", self.body, talks=True, programs=DRIVER) as driver:
                     last = self._hear(driver, stack, claimed)
             except RankDied as error:
                 last = self._without_driver(error)
@@ -189,8 +189,8 @@ class _Session:
         return result
 
 
-def _driver_request(request: TrainRequest, loaded: LoadedConfig, environment: Environment) -> dict[str, Any]:
-    """What the driver's process gets.
+def shape_of(request: TrainRequest, environment: Environment) -> Topology:
+    """How many nodes and ranks Ray is asked for.
 
     Raises:
         UsageError: if an option does not go with Ray.
@@ -202,19 +202,33 @@ def _driver_request(request: TrainRequest, loaded: LoadedConfig, environment: En
         )  # fmt: skip
     variables = {name: value for name, value in environment.leftovers.items() if name == "NPROC_PER_NODE"}
     several = request.nodes not in (None, "1")
-    shape = read_topology(
+    return read_topology(
         TopologyAsked(
             nproc=request.nproc, nodes=request.nodes, command=request.command, node_rank=0 if several else None, head="ray" if several else None,
         ),
         variables, Accelerators(0),
     )  # fmt: skip
+
+
+def address_of(request: TrainRequest, environment: Environment) -> str:
+    """Of the cluster; `auto`: the one that runs here."""
+    return request.ray_address or environment.ray_address or "auto"
+
+
+def _driver_request(request: TrainRequest, loaded: LoadedConfig, environment: Environment) -> dict[str, Any]:
+    """What the driver's process gets.
+
+    Raises:
+        UsageError: if an option does not go with Ray.
+    """
+    shape = shape_of(request, environment)
     options = {
         "resume": request.resume, "allow": list(request.allow), "trust": request.trust, "nproc": shape.nproc, "rehearse": request.rehearse,
         "join_timeout_s": request.join_timeout_s, "debug_comm": request.debug_comm, "limit_rows": request.limit_rows,
         "origins": dict(loaded.origins),
     }  # fmt: skip
     return {
-        "job": secrets.token_hex(8), "address": request.ray_address or environment.ray_address or "auto",
+        "job": secrets.token_hex(8), "address": address_of(request, environment),
         "config": loaded.config.model_dump(mode="json", by_alias=True), "options": options, "nodes": shape.nodes,
         "least": shape.enough, "nproc": shape.nproc, "join_timeout_s": request.join_timeout_s,
         "variables": carried_variables(environment.variables),

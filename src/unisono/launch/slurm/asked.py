@@ -73,7 +73,7 @@ def job_asked(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobAsk
     Raises:
         UsageError: if an option cannot be one of Slurm's.
     """
-    least, nodes = _nodes(request.nodes)
+    least, nodes = nodes_of(request.nodes)
     run = RunDir(Path(config.output_dir))
     words_of(request)
     signal_s = math.ceil(parse_seconds(config.grace)) + _SIGNAL_MARGIN_S
@@ -88,7 +88,7 @@ def job_asked(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobAsk
         raise UsageError.of("a path has a line break in it", where="output_dir", fix="set another output_dir")
     return JobAsked(
         name=f"unisono-{re.sub(r'[^A-Za-z0-9_.-]', '-', run.root.name)[:60]}", run=run, folder=Path.cwd(), least_nodes=least,
-        nodes=nodes, nproc=request.nproc, gpus=_gpus(request, config) if gpus else 0, partition=request.partition,
+        nodes=nodes, nproc=request.nproc, gpus=gpus_of(request.nproc, config) if gpus else 0, partition=request.partition,
         time=request.time, signal_s=signal_s,
         words=_words(request), typed=request.command,
     )  # fmt: skip
@@ -106,7 +106,12 @@ def words_of(request: TrainRequest) -> tuple[str, ...]:
     return tuple(request.partition.split(",")) if request.partition else ()
 
 
-def _nodes(text: str | None) -> tuple[int, int]:
+def nodes_of(text: str | None) -> tuple[int, int]:
+    """The fewest nodes and all of them, of `--nodes`; one where it is absent.
+
+    Raises:
+        UsageError: if it is no such number.
+    """
     low, colon, high = (text or "1").partition(":")
     least = positive(low, "--nodes")
     most = positive(high, "--nodes") if colon else least
@@ -128,16 +133,20 @@ def _check(word: str, name: str) -> None:
     )  # fmt: skip
 
 
-def _gpus(request: TrainRequest, config: RunConfig) -> int:
-    """How many accelerators a node needs: on a cluster that gives them out, a rank without one would train on the CPU."""
+def gpus_of(nproc: int | None, config: RunConfig) -> int:
+    """How many accelerators a node needs: on a cluster that gives them out, a rank without one would train on the CPU.
+
+    Raises:
+        UsageError: if nothing says it.
+    """
     if config.device == "cpu":
         return 0
-    if request.nproc is None:
+    if nproc is None:
         raise UsageError.of(
             "this cluster gives out accelerators, and nothing says how many a node needs", where="command line",
             why="every rank has one of its own", fix="pass --nproc N, or device=cpu to train on the CPU",
         )  # fmt: skip
-    return request.nproc
+    return nproc
 
 
 def _words(request: TrainRequest) -> tuple[str, ...]:
