@@ -5,7 +5,7 @@
 
 Two ranks everywhere: of one node (local), or of two nodes that are network namespaces of this machine, with a real sshd, Slurm and Ray. The
 clusters are up before. Launchers take turns, so that a busy machine slows all alike; what to look at is the difference to local. The load before
-each run is in the result, and the niceness: below 0 (`nice -n -12 python bench/launchers.py`) other work hardly counts.
+each run is in the result. Where other work cannot be stopped, a control group with many cpu.shares helps (`--note` keeps that).
 """
 
 import argparse
@@ -79,8 +79,13 @@ class Bench:
         return lambda: self._job(Job, self._ground, 2).start_all("--nproc", "1")[0]
 
     def _ssh(self) -> Start:
+        earlier: list[Hosts] = []
+
         def start() -> Front:
+            while earlier:  # they all have one port
+                earlier.pop().close()
             hosts = Hosts(self._ground, self._job(Job, self._ground, 2), self._new("sshd"))
+            earlier.append(hosts)
             self._stack.callback(hosts.close)
             return hosts.type()
 
@@ -151,6 +156,9 @@ def main() -> None:
     asked = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     asked.add_argument("--times", type=int, default=3)
     asked.add_argument("--only", nargs="*", default=[])
+    asked.add_argument(
+        "--note", default="", help="what else is to be known of the machine; kept in the result"
+    )
     options = asked.parse_args()
     for why in (why_no_namespaces(), why_no_slurm()):
         if why:
@@ -167,15 +175,16 @@ def main() -> None:
                     f"{name}: first step after {one.first_step_s:.1f} s, end after {one.end_s:.1f} s, load {one.load:.1f}",
                     flush=True,
                 )
-    _write(seen)
+            _write(seen, options.note)
 
 
-def _write(seen: dict[str, list[Seen]]) -> None:
+def _write(seen: dict[str, list[Seen]], note: str) -> None:
     body: dict[str, Any] = {"schema": 1, "launchers": {}}
     if RESULTS.exists():
         body = json.loads(RESULTS.read_text())
     body["machine"] = {
-        "cpus": os.cpu_count(), "python": platform.python_version(), "nice": os.nice(0), "load_at_the_end": [round(load, 1) for load in os.getloadavg()],
+        "cpus": os.cpu_count(), "python": platform.python_version(), "load_at_the_end": [round(load, 1) for load in os.getloadavg()],
+        "note": note,
     }  # fmt: skip
     for name, runs in seen.items():
         first, end = ([round(run.first_step_s, 2) for run in runs], [round(run.end_s, 2) for run in runs])
