@@ -38,7 +38,7 @@ _LEFT_S = 3.0
 _RESTART_S = 120.0  # for a launcher to start its ranks anew; torchrun alone gives the old ones 30 s
 _ALONE_S = 60.0  # a rank is one once it has loaded torch, which takes long where files come over a network
 _NOWHERE = DeviceChoice(kind="cpu", name="unknown", memory_bytes=0, bfloat16=False)
-BY_ITSELF = "this program starts its processes by itself: only deaths are seen"
+NOBODY_YET = f"no rank has told of itself in {_ALONE_S:.0f} s: until one does, only deaths are seen"
 
 
 @dataclass
@@ -280,7 +280,7 @@ class Judging:
         now = time.monotonic()
         self._tell_who_is_waited_for(now)
         if not self._is_seen and self.verdict is None and now - self._began > _ALONE_S and not self._brought:
-            self._say_once(BY_ITSELF)
+            self._say_once(NOBODY_YET)
         if self._watching is None or self._ended_all:
             return
         found = self._lasting(self._watching.look(), now)
