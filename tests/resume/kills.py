@@ -33,7 +33,7 @@ _TUNING: dict[str, dict[str, Any]] = {
 }
 _POLL_S = 0.02  # there are few cores, and the ranks need them
 _WATCH_S = 0.001  # a save may last a few milliseconds only
-_PATIENCE_S = 150.0
+_PATIENCE_S = 400.0  # four ranks on two busy cores make a step in ten seconds
 
 
 @dataclass(frozen=True)
