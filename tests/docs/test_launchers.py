@@ -12,7 +12,7 @@ NO_DISK = "one machine"
 
 def rows() -> list[list[str]]:
     """The cells of each launcher's row, behind its name."""
-    table = PAGE.read_text().split("## What is tested")[1]
+    table = PAGE.read_text().split("## What is tested")[1].split("\n## ")[0]
     lines = [line for line in table.splitlines() if line.startswith("| ") and "|---" not in line]
     return [[cell.strip() for cell in line.strip("|").split("|")[1:]] for line in lines[1:]]
 
