@@ -63,7 +63,7 @@ def test_the_last_checkpoint_comes_though_its_way_takes_longer_than_others_are_w
     slow_to_the_head(networks, 1)
     try:
         fronts = [pair.start(0, env=env), pair.start(1, env=env, own=Own(binds=[(own, pair.out)]))]
-        assert together(fronts, limit_s=240) == [0, 0], pair.told()
+        assert together(fronts, limit_s=450) == [0, 0], pair.told()
     finally:
         networks.inside(1, "tc", "qdisc", "del", "dev", "eth0", "root")
     (told,) = fronts[0].messages("checkpoint")

@@ -13,6 +13,9 @@ from tests.nodes.harness import Job
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.long]
 
 
+LIMIT_S = 500.0
+
+
 def start(job: Job, limits: dict[str, float], pause: dict[str, Any]) -> Front:
     """Two ranks whose limits are shortened, and one of whose saves takes its time, while it moves."""
     env = {"PYTHONPATH": str(Path(hurried.__file__).parent), "HURRIED": json.dumps(limits)}
@@ -34,7 +37,7 @@ def test_a_save_that_reads_the_live_weights_is_waited_for_in_turns_by_all_ranks(
         "unisono.train.staging._SHARE": 0.0,  # of the free memory, for copies
     }  # fmt: skip
     front = start(solo, limits, {"seconds": 50.0, "steps": [2], "ranks": [0]})
-    assert front.wait(limit_s=240) == 0, front.text()
+    assert front.wait(limit_s=LIMIT_S) == 0, front.text()
     assert saved(front)[2] > 50.0
     assert sorted(saved(front)) == [2, 4]
     assert [line["step"] for line in solo.metrics()] == [1, 2, 3, 4]
@@ -45,17 +48,17 @@ def test_a_save_that_reads_the_live_weights_is_waited_for_in_turns_by_all_ranks(
 def test_a_slow_part_of_one_rank_is_waited_for_by_the_other(solo: Job, slow: int) -> None:
     """Rank 0 waits for the parts of the others, and they for the directory that rank 0 makes."""
     solo.config(
-        duration="4 steps", restarts=0, checkpoint={"every": "2 steps"}, parallel={"strategy": "fsdp"}, grace="5 seconds"
+        duration="3 steps", restarts=0, checkpoint={"every": "2 steps"}, parallel={"strategy": "fsdp"}, grace="5 seconds"
     )  # fmt: skip
     limits = {
         "unisono.train.saver.OTHERS_S": 6.0, "unisono.train.saver.STUCK_S": 6.0,
         "unisono.train.shard_files._DIRECTORY_S": 6.0,
     }  # fmt: skip
     pause = {"how": "sync"} if slow == 0 else {}
-    front = start(solo, limits, {"seconds": 30.0, "steps": [2, 4], "ranks": [slow], **pause})
-    assert front.wait(limit_s=240) == 0, front.text()
-    assert sorted(saved(front)) == [2, 4]
-    assert min(saved(front).values()) > 30.0
+    front = start(solo, limits, {"seconds": 30.0, "steps": [2], "ranks": [slow], **pause})
+    assert front.wait(limit_s=LIMIT_S) == 0, front.text()
+    assert sorted(saved(front)) == [2, 3]
+    assert saved(front)[2] > 30.0
     assert not [message for message in front.messages("warning") if "checkpoint" in message["code"]], (
         front.text()
     )
