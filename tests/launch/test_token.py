@@ -3,6 +3,7 @@
 import io
 import os
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -101,3 +102,24 @@ def test_the_first_line_of_stdin_is_the_token_and_its_end_is_the_end() -> None:
 def test_an_empty_stdin_is_refused() -> None:
     with pytest.raises(UsageError, match="stdin is empty"):
         read_token("-", None, nodes=2, stdin=io.BytesIO())
+
+
+_ENDS_BY_ITSELF = """
+import sys, threading
+from unisono.launch.token import read_token, watch_lifeline
+read_token("-", None, nodes=2)
+watch_lifeline()
+watching = next(thread for thread in threading.enumerate() if thread.name == "lifeline")
+while not open(f"/proc/self/task/{watching.native_id}/syscall").read().startswith("0 0x0 "):
+    pass  # it does not read yet
+sys.exit(3)
+"""
+
+
+def test_who_ends_by_itself_while_the_lifeline_is_there_has_its_own_exit_code() -> None:
+    """Python aborts (SIGABRT) where a thread still holds the lock of sys.stdin's buffer."""
+    with subprocess.Popen([sys.executable, "-c", _ENDS_BY_ITSELF], stdin=subprocess.PIPE) as front:
+        assert front.stdin is not None
+        front.stdin.write(b"a-secret-of-more-than-sixteen-bytes\n")
+        front.stdin.flush()
+        assert front.wait(60) == 3

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,4 +57,22 @@ def test_what_the_cluster_cannot_give_is_said_node_by_node(cluster: RayCluster) 
     assert "the Ray cluster has no place for 3 nodes" in front.text()
     for node in range(3):
         assert cluster.ground.host(node) in front.text()
+    cluster.nothing_left()
+
+
+def test_nodes_with_other_rows_do_not_agree_and_the_exit_code_says_so(
+    cluster: RayCluster, config: Config, rows_file: Path
+) -> None:
+    rows = cluster.disk / "rows.jsonl"
+    for node in range(3):
+        text = rows_file.read_text()
+        cluster.on_disk(node, rows).write_text(text if node < 2 else text.replace("a", "e"))
+    path = config(cluster, data={"train": str(rows), "max_length": 64})
+    front = cluster.type(
+        "--json", "doctor", path, "--launcher", "ray", "--nodes", "2", "--nproc", "1", speaks_json=False
+    )
+    assert front.wait(limit_s=_LIMIT_S) == 3, front.text()
+    agreed = next(one for one in answer(front)["checks"] if one["id"] == "peers.agreement")
+    assert agreed["status"] == "fail"
+    assert all(cluster.ground.host(node) in agreed["evidence"][0] for node in (1, 2)), agreed
     cluster.nothing_left()

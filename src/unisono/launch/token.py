@@ -89,7 +89,8 @@ def watch_lifeline(on_close: Callable[[], None] | None = None, *, stdin: BinaryI
 
     def watch() -> None:
         try:
-            while source.readline(LARGEST_BYTES):  # what comes is nobody's business
+            # Not through the buffer, whose lock this thread would hold for ever: Python aborts at its end where it cannot get it.
+            while os.read(source.fileno(), LARGEST_BYTES):  # what comes is nobody's business
                 continue
         except (OSError, ValueError):  # closed under our hands: the same
             pass
