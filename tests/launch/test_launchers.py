@@ -17,7 +17,10 @@ from unisono.launch.launchers import refuse_contradictions
     [
         ({"launcher": "rai"}, "no launcher rai"),
         ({"ray_address": "a:6379"}, "--ray-address is for --launcher ray"),
-        ({"launcher": "ray", "hosts": "a,b", "head": "a"}, "starts the nodes itself, without --head, --hosts"),
+        (
+            {"launcher": "ray", "hosts": "a,b", "head": "a"},
+            "starts the nodes itself, without --head, --hosts",
+        ),
         ({"launcher": "ray", "token_file": "t"}, "without --token-file"),
         ({"launcher": "local", "nodes": "2"}, "--launcher local is for one node"),
     ],

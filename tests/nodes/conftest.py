@@ -1,6 +1,7 @@
 """Several nodes on this machine, and a job on them."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def job_of(
 def pair(job_of: Callable[[int], Job]) -> Job:
     """A job of two nodes."""
     return job_of(2)
+
+
+@pytest.fixture
+def mounts(pair: Job) -> Iterator[ExitStack]:
+    """Where disks of the pair are mounted; they answer again before the job is ended."""
+    with ExitStack() as stack:
+        yield stack
+    pair.close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,34 +12,17 @@ from tests.nodes.ground import Namespaces, Own
 from tests.nodes.hangs import hanging
 from tests.nodes.harness import Job
 from tests.nproc.disks import on_a_device
+from tests.nproc.saved import newer, published
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.long]
 
 MIB = 1 << 20
 
 
-@pytest.fixture
-def mounts(pair: Job) -> Iterator[ExitStack]:
-    """Where disks are mounted; they answer again before the job is ended."""
-    with ExitStack() as stack:
-        yield stack
-    pair.close()
-
-
 def configure(job: Job, duration: str = "5000 steps") -> None:
     job.config(
         duration=duration, restarts=0, checkpoint={"every": "5 steps", "keep": 2}, parallel={"strategy": "fsdp"}
     )  # fmt: skip
-
-
-def published(job: Job) -> list[str]:
-    folder = job.out / "checkpoints"
-    return sorted(path.name for path in folder.glob("step-*") if ".tmp-" not in path.name)
-
-
-def newer(job: Job, than: str) -> None:
-    """Waits until there is a newer checkpoint in the head's directory."""
-    job.until(lambda: any(name > than for name in published(job)), what=f"a checkpoint after {than}")
 
 
 def line_with(front: Front, words: str) -> str:

@@ -1,7 +1,7 @@
 """The disk of one node that is full, read-only or silent. Run: pytest tests/nodes/test_storage_trouble.py"""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,14 +15,6 @@ from tests.nproc.disks import Disk, in_memory, on_a_device
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def mounts(pair: Job) -> Iterator[ExitStack]:
-    """Where disks are mounted; they answer again before the job is ended."""
-    with ExitStack() as stack:
-        yield stack
-    pair.close()
 
 
 def start(job: Job, small: Path) -> list[Front]:

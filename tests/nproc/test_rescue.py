@@ -20,7 +20,10 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 INJECTED = {"PYTHONPATH": str(Path(injected.__file__).parent)}
 STEPS, OFTEN_STEPS = 18, 45
 LIMIT_S = 400.0
-OFTEN = [pytest.mark.long, pytest.mark.timeout(3000)]  # a dozen starts, each of some forty seconds where the cores are busy
+OFTEN = [
+    pytest.mark.long,
+    pytest.mark.timeout(3000),
+]  # a dozen starts, each of some forty seconds where the cores are busy
 COMPARED = ("step", "epoch", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "eval_loss")
 Kill = Callable[[Job, random.Random], None]
 Outcome = tuple[list[dict[str, Any]], bytes]

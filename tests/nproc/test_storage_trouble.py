@@ -13,6 +13,7 @@ import pytest
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
 from tests.nproc.disks import in_memory, on_a_device
+from tests.nproc.saved import newer, published
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -37,16 +38,6 @@ def start(job: Job, world: tuple[int, str], **sections: object) -> Front:
     defaults = {"duration": "5000 steps", "checkpoint": {"every": "5 steps", "keep": 2}, "restarts": 0}
     job.config(parallel={"strategy": strategy}, **{**defaults, **sections})
     return job.start(0, "--nproc", str(nproc), topology=False, json=False)
-
-
-def published(job: Job) -> list[str]:
-    folder = job.out / "checkpoints"
-    return sorted(path.name for path in folder.glob("step-*") if ".tmp-" not in path.name)
-
-
-def newer(job: Job, than: str) -> None:
-    """Waits until there is a newer checkpoint."""
-    job.until(lambda: any(name > than for name in published(job)), what=f"a checkpoint after {than}")
 
 
 def stopped(job: Job, front: Front) -> None:

@@ -30,10 +30,15 @@ class SlurmJob(Job):
             rehearse: whether the first checkpoint is read back.
         """
         rest = [*(["--json"] if json else []), *([] if rehearse else ["--no-rehearse"])]
-        command = [*before, sys.executable, "-m", "unisono", "train", "c.yaml", *words, *rest]
+        return self.typed(
+            *before, sys.executable, "-m", "unisono", "train", "c.yaml", *words, *rest, env=env, json=json
+        )
+
+    def typed(self, *command: str, env: dict[str, str] | None = None, json: bool = False) -> Front:
+        """Types any command on the first node, without a token; `env` and `json` as above."""
         environment = self._environment(0, {"UNISONO_TOKEN": "", **self.slurm.environment, **(env or {})})
         front = Front(
-            self.slurm.networks.command(0, command, self.slurm.sees(0)), node=0, host=self.slurm.names[0], cwd=self.home(0),
+            self.slurm.networks.command(0, [*command], self.slurm.sees(0)), node=0, host=self.slurm.names[0], cwd=self.home(0),
             environment=environment, json=json,
         )  # fmt: skip
         self.fronts.append(front)

@@ -15,13 +15,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 def look(job: SlurmJob, *words: str, before: Sequence[str] = ()) -> Front:
     """Types `unisono --json doctor …` on the first node, without a token."""
-    command = [*before, sys.executable, "-m", "unisono", "--json", "doctor", *words]
-    front = Front(
-        job.slurm.networks.command(0, command, job.slurm.sees(0)), node=0, host=job.slurm.names[0], cwd=job.home(0),
-        environment=job._environment(0, {"UNISONO_TOKEN": "", **job.slurm.environment}), json=False,
-    )  # fmt: skip
-    job.fronts.append(front)
-    return front
+    return job.typed(*before, sys.executable, "-m", "unisono", "--json", "doctor", *words)
 
 
 def checks(front: Front) -> dict[str, list[dict[str, Any]]]:

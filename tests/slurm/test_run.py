@@ -23,25 +23,8 @@ dist.destroy_process_group()
 
 def typed(job: SlurmJob, *words: str) -> Front:
     (job.home(0) / "program.py").write_text(_PROGRAM)
-    command = [
-        "srun",
-        "-N2",
-        "--ntasks-per-node=1",
-        sys.executable,
-        "-m",
-        "unisono",
-        "run",
-        "--output-dir",
-        "guarded",
-        "--",
-        *words,
-    ]
-    front = Front(
-        job.slurm.networks.command(0, command, job.slurm.sees(0)), node=0, host=job.slurm.names[0], cwd=job.home(0),
-        environment=job._environment(0, {"UNISONO_TOKEN": "", **job.slurm.environment}), json=False,
-    )  # fmt: skip
-    job.fronts.append(front)
-    return front
+    front = ["-m", "unisono", "run", "--output-dir", "guarded", "--", *words]
+    return job.typed("srun", "-N2", "--ntasks-per-node=1", sys.executable, *front)
 
 
 def test_a_step_needs_no_flags_and_no_token(job: SlurmJob) -> None:
