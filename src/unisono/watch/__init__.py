@@ -8,10 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono.watch.beat import Beat, BeatMemory, Beats, Pulse
+    from unisono.watch.beat import Beats, Pulse
     from unisono.watch.finding import Suspicion
     from unisono.watch.phases import PHASES, Phase, phase_named
     from unisono.watch.picture import Collective, Look, NodeView, Picture
+    from unisono.watch.record import Beat, BeatMemory
     from unisono.watch.views import ProcessView, RankView
 
 __all__ = [
@@ -31,7 +32,8 @@ __all__ = [
     "phase_named",
 ]
 _HOME = {
-    "beat": ("Beat", "BeatMemory", "Beats", "Pulse"),
+    "beat": ("Beats", "Pulse"),
+    "record": ("Beat", "BeatMemory"),
     "finding": ("Suspicion",),
     "phases": ("PHASES", "Phase", "phase_named"),
     "picture": ("Collective", "Look", "NodeView", "Picture"),

@@ -7,8 +7,8 @@ and read and write nothing.
 
 from collections.abc import Sequence
 
-from unisono.watch.beat import Beat
 from unisono.watch.picture import Collective
+from unisono.watch.record import Beat
 from unisono.watch.views import RankView
 
 _WAITED_S = 3.0

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from unisono.causes import Evidence, Verdict
-from unisono.watch.beat import Beat
 from unisono.watch.finding import Suspicion
 from unisono.watch.foreign import alike, holds_up_others, left_the_loop
 from unisono.watch.foreign import waits as foreign_waits
 from unisono.watch.patience import Limits, Patience
 from unisono.watch.phases import PHASES, phase_named
 from unisono.watch.picture import Picture
+from unisono.watch.record import Beat
 from unisono.watch.telling import doing, labels, verdict
 from unisono.watch.views import RankView
 

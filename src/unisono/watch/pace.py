@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from unisono.causes import Evidence, Verdict
-from unisono.watch.beat import Beat
 from unisono.watch.picture import Picture
+from unisono.watch.record import Beat
 from unisono.watch.telling import verdict
 from unisono.watch.views import RankView
 

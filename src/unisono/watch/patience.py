@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from unisono.units import parse_seconds
-from unisono.watch.beat import Beat
 from unisono.watch.phases import PHASES, phase_named
+from unisono.watch.record import Beat
 
 _SUSPECT_S = 3.0
 _NAME_S = 4.5

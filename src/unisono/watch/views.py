@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from unisono.watch.beat import Beat, PhaseTimes
+from unisono.watch.record import Beat, PhaseTimes
 
 
 @dataclass(frozen=True, slots=True)
