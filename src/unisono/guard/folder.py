@@ -1,5 +1,7 @@
 """Where a guarded program's traces are: the border in memory, while it runs; and the run's directory, which stays."""
 
+import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -16,27 +18,51 @@ from unisono.guard.ranks import ProgramDir
 from unisono.rundir.result import Outcome
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, 0700, with a name that nobody can guess
+HELD = "held"
+"""A file in it, locked by all that need it. A number of a process would say nothing to one in another container."""
 _OUTCOMES: dict[int, Outcome] = {
     2: "refused", 3: "disagreed", 4: "stalled", 5: "died", 6: "unfit", 7: "corrupt", 75: "preempted", 130: "interrupted",
 }  # fmt: skip
 
 
-def border_folder() -> Path:
-    """A new, private folder in memory; where there is no /dev/shm, among temporary files."""
+def border_folder() -> tuple[Path, int]:
+    """A new, private folder in memory, and what holds it; where there is no /dev/shm, among temporary files.
+
+    It is held as long as the descriptor is open, and its keeper holds it, too.
+    """
     base = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    folder = base / f"unisono-{os.getuid()}-{secrets.token_hex(8)}"
-    folder.mkdir(mode=0o700)
-    return folder
+    _remove_left(base)
+    while True:
+        folder = base / f"unisono-{os.getuid()}-{secrets.token_hex(8)}"
+        folder.mkdir(mode=0o700)
+        held = os.open(folder / HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(held, fcntl.LOCK_SH)
+        if (folder / HELD).exists():
+            return folder, held
+        os.close(held)  # another front took it for one that nobody holds, in the moment before the lock
 
 
 @contextmanager
 def border() -> Iterator[Path]:
     """The same, for as long as it is entered. Its keeper removes it, too, so that a front that is killed leaves none."""
-    folder = border_folder()
+    folder, held = border_folder()
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def _remove_left(base: Path) -> None:
+    """Removes folders of fronts that were killed together with their keepers, as where a container ends."""
+    for folder in base.glob(f"unisono-{os.getuid()}-*"):
+        with contextlib.suppress(OSError):  # it is held, or being made, or of a version that holds none
+            held = os.open(folder / HELD, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(held)
 
 
 def run_dir(output_dir: str, *, is_head: bool) -> ProgramDir:

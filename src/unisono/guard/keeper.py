@@ -13,6 +13,7 @@ program. Standard library only: it starts in some 50 ms.
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import pty
@@ -122,6 +123,7 @@ class Keeper:
     def __init__(self, settings: Mapping[str, Any], environment: dict[str, str]) -> None:
         self._report = int(settings["report"])
         self._folder = str(settings.get("folder") or "")
+        self._held = _hold(self._folder)
         out = 2 if settings.get("json") else 1
         targets = [out] if _is_same(out, 2) else [out, 2]
         channels = [_channel(target) for target in targets]
@@ -218,6 +220,18 @@ class Keeper:
         """Removes the border's folder."""
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _hold(folder: str) -> int | None:
+    """Holds the border's folder, as unisono.guard.folder has it: until this process ends, no other front takes it for one that was left."""
+    if not folder:
+        return None
+    try:
+        held = os.open(Path(folder, "held"), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None  # the front is gone already
+    fcntl.flock(held, fcntl.LOCK_SH)
+    return held
 
 
 def _descendants(pid: int) -> list[int]:

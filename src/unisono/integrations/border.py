@@ -3,6 +3,7 @@
 The front makes the folder `/dev/shm/unisono-<uid>-<nonce>` (0700) and in it `guard.json` (0600), and names that file to the program's
 processes by one variable, UNISONO_GUARD. Nothing else is handed on, and nothing is secret but the folder: whoever can read it is the user.
 
+    held                   locked by the front and its keeper: a folder that nobody holds is removed by the next front
     guard.json             the front: what every process may know (Guard)
     rank-<pid>.json        a rank: who it is (Registration); written anew, whole, whenever it knows more
     beat-<pid>             a rank: its signs of life, as unisono.watch.layout has them, RECORD_BYTES; stays readable after its death

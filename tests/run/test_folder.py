@@ -1,0 +1,79 @@
+"""The border's folder in memory: nobody's is removed, somebody's never. Run: pytest tests/run/test_folder.py"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unisono.guard.folder import HELD, border
+
+_HOLDS = """
+import sys
+from unisono.guard.folder import border
+with border() as folder:
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder() -> Iterator[tuple["subprocess.Popen[str]", Path]]:
+    """A front that has a folder."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as front:
+        assert front.stdout is not None
+        yield front, Path(front.stdout.readline().strip())
+        front.kill()
+
+
+def test_a_folder_whose_front_was_killed_without_its_keeper_goes_with_the_next_one(
+    holder: tuple["subprocess.Popen[str]", Path],
+) -> None:
+    front, left = holder
+    with border() as mine:
+        assert left.exists(), "its front lives"
+        assert mine.exists()
+    front.kill()
+    front.wait()
+    assert left.exists()
+    with border():
+        assert not left.exists()
+
+
+def test_a_keeper_alone_holds_it(holder: tuple["subprocess.Popen[str]", Path]) -> None:
+    front, folder = holder
+    script = f"from unisono.guard.keeper import _hold; kept = _hold({str(folder)!r}); print(kept, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as keeper:
+        assert keeper.stdout is not None
+        assert keeper.stdout.readline().strip() != "None"
+        front.kill()
+        front.wait()
+        with border():
+            assert folder.exists()
+        keeper.kill()
+    with border():
+        assert not folder.exists()
+
+
+def test_what_no_front_of_this_version_has_made_is_left_alone() -> None:
+    """An older one holds nothing, and may be at work."""
+    folder = Path("/dev/shm") / f"unisono-{os.getuid()}-of-an-older-version"
+    folder.mkdir()
+    try:
+        with border():
+            assert folder.exists()
+        assert not (folder / HELD).exists()
+    finally:
+        folder.rmdir()
+
+
+def test_it_is_gone_with_its_front() -> None:
+    with border() as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert not folder.exists()
