@@ -163,6 +163,17 @@ def test_a_rank_that_has_handed_over_its_result_while_others_wait_left_early() -
     assert (verdict.cause, verdict.ranks) == ("unequal_steps", (1,))
 
 
+def test_a_rank_that_has_left_after_the_same_collective_did_not_leave_early() -> None:
+    """Its part of it is on a way that a checkpoint fills, too."""
+    left = view(1, "close", 9.0, comm=41, told_result=True)
+    found = judge(picture([waiting(0, 9.0), left]), AUTO)
+    assert isinstance(found, Suspicion), "what fills the way may end"
+    assert (found.verdict.cause, found.verdict.ranks) == ("rank_stalled", ())
+    found = judge(picture([waiting(0, 9.0), replace(left, beat=None)]), AUTO)
+    assert isinstance(found, Verdict)
+    assert (found.cause, found.ranks) == ("unequal_steps", (1,)), "nothing is known of its collectives"
+
+
 def test_a_rank_that_stands_still_on_its_way_out_is_no_trouble_of_the_run() -> None:
     views = [view(0, "finish", 9.0), view(1, "close", 99.0, state="T", pulse_idle_s=99.0, told_result=True)]
     found = judge(picture([replace(views[0], idle_s=0.1), views[1]]), AUTO)

@@ -158,13 +158,22 @@ def _is_stopped(view: RankView) -> bool:
 
 def _left_early(picture: Picture, alive: Sequence[RankView]) -> Verdict | None:
     """A rank has said its last word while others are in the middle of a step."""
-    early = [view.rank for view in picture.views.values() if view.told_result]
     stuck = [view for view in alive if _waits(view, picture) and view.idle_s > _LAST_WORD_S]
+    early = [view.rank for view in picture.views.values() if view.told_result and not _took_part(view, stuck)]
     if not early or len(stuck) < len(alive):
         return None
     since_s = min(view.idle_s for view in stuck)
     summary = f"{labels(picture, early)} left before the others, who wait {doing(stuck[0])}"
     return verdict("unequal_steps", summary, picture, ranks=early, since_s=since_s)
+
+
+def _took_part(left: RankView, stuck: Sequence[RankView]) -> bool:
+    """Whether a rank that has left had been in the collectives of those that wait: its part is on its way, over a network that is slow.
+
+    Known of our own ranks alone, all of whose collectives are counted alike.
+    """
+    known = [view.beat for view in (left, *stuck) if view.beat is not None and not view.beat.is_foreign]
+    return len(known) == 1 + len(stuck) and known[0].comm >= max(beat.comm for beat in known)
 
 
 def _interpreter_stands(
