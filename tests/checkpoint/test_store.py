@@ -1,15 +1,14 @@
 """Checkpoints appear whole, are verified, kept and pruned. Run: pytest tests/checkpoint/test_store.py"""
 
-import ctypes
 import os
 import shutil
-import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import fuse
 from unisono.checkpoint import verify
 from unisono.checkpoint.resume import require_intact, resume_point
 from unisono.checkpoint.store import CheckpointStore, Damage, StorageFailed, StorageFull
@@ -362,19 +361,16 @@ def test_storage_that_fails_otherwise_is_named(tmp_path: Path) -> None:
 @pytest.fixture
 def gone(tmp_path: Path) -> Iterator[Path]:
     """A mount whose server is gone: whoever asks for anything in it gets an error, as from a stale handle of NFS."""
-    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
-        pytest.skip("mounting needs root and /dev/fuse")
+    if fuse.why_not():
+        pytest.skip(fuse.why_not())
     folder = tmp_path / "gone"
     folder.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    device = os.open("/dev/fuse", os.O_RDWR)
-    options = f"fd={device},rootmode={stat.S_IFDIR:o},user_id=0,group_id=0".encode()
-    mounted = libc.mount(b"gone", str(folder).encode(), b"fuse.test", 0, options) == 0
-    os.close(device)
-    if not mounted:
-        pytest.skip(f"cannot mount: {os.strerror(ctypes.get_errno())}")
+    try:
+        os.close(fuse.mount(folder))
+    except OSError as error:
+        pytest.skip(f"cannot mount: {error}")
     yield folder
-    libc.umount2(str(folder).encode(), 2)
+    fuse.unmount(folder)
 
 
 def test_storage_that_answers_with_an_error_when_it_is_only_asked_costs_a_checkpoint(gone: Path) -> None:

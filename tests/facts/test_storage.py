@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import stat
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import fuse
 from unisono.facts.storage import is_nonce, leave_nonce, probe_storage, remove_nonce, sees_nonce
 from unisono.facts.storage_child import file_system_of, is_network
 
@@ -92,19 +92,17 @@ def test_a_probe_that_breaks_is_unknown_and_says_why(tmp_path: Path) -> None:
 @pytest.fixture
 def hanging(tmp_path: Path) -> Iterator[Path]:
     """A mounted file system that never answers: FUSE, with nobody who serves it."""
-    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
-        pytest.skip("a file system that hangs needs root and /dev/fuse")
+    if fuse.why_not():
+        pytest.skip(fuse.why_not())
     folder = tmp_path / "hangs"
     folder.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    device = os.open("/dev/fuse", os.O_RDWR)
-    options = f"fd={device},rootmode={stat.S_IFDIR:o},user_id=0,group_id=0".encode()
-    if libc.mount(b"hangs", str(folder).encode(), b"fuse.test", 0, options) != 0:
-        os.close(device)
-        pytest.skip(f"cannot mount: {os.strerror(ctypes.get_errno())}")
+    try:
+        device = fuse.mount(folder)
+    except OSError as error:
+        pytest.skip(f"cannot mount: {error}")
     yield folder
     os.close(device)  # the kernel then answers all who wait with an error
-    libc.umount2(str(folder).encode(), 2)
+    fuse.unmount(folder)
 
 
 def test_storage_that_hangs_is_named_and_hangs_nobody(hanging: Path) -> None:

@@ -42,12 +42,15 @@ def test_a_front_does_not_import_ray() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-def test_several_nodes_are_not_taken_for_one_where_nobody_says_which_they_are(tmp_path: Path) -> None:
-    config = tmp_path / "c.yaml"
-    config.write_text(f"model: builtin:tiny\ndata: {{train: rows.jsonl}}\noutput_dir: {tmp_path / 'out'}\n")
-    command = [sys.executable, "-m", "unisono", "train", str(config), "--launcher", "nodes"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+@pytest.mark.parametrize("words", [["train", "c.yaml"], ["run", "--output-dir", "out"]], ids=["train", "run"])
+def test_several_nodes_are_not_taken_for_one_where_nobody_says_which_they_are(
+    tmp_path: Path, words: list[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text("model: builtin:tiny\ndata: {train: rows.jsonl}\noutput_dir: out\n")
+    program = ["--", "touch", "started"] if words[0] == "run" else []
+    command = [sys.executable, "-m", "unisono", *words, "--launcher", "nodes", *program]
+    told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
     assert told.returncode == 2, told.stderr
     assert "--launcher nodes is for several nodes, and nothing says which they are" in told.stderr
     assert "--hosts A,B" in told.stderr
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]

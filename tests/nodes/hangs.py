@@ -4,9 +4,7 @@ python tests/nodes/hangs.py FOLDER     as root, in a node's mounts: FUSE with no
 """
 
 import contextlib
-import ctypes
 import os
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,16 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests import fuse
 from tests.nodes.fronts import Front
-
-_DETACH = 2
 
 
 @contextlib.contextmanager
 def hanging(front: Front, folder: Path) -> Iterator[None]:
     """As long as it lasts, whoever asks for `folder` on that front's node waits in the kernel. What is open already stays so."""
-    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
-        pytest.skip("a path that hangs needs root and /dev/fuse")
+    if fuse.why_not():
+        pytest.skip(fuse.why_not())
     inside = ("nsenter", "--target", str(front.pid), "--mount")
     process = subprocess.Popen(
         (*inside, sys.executable, str(Path(__file__)), str(folder)),
@@ -44,19 +41,18 @@ def hanging(front: Front, folder: Path) -> Iterator[None]:
         process.stdout.close()
 
 
-def _hang(folder: str) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    device = os.open("/dev/fuse", os.O_RDWR)
-    options = f"fd={device},rootmode={stat.S_IFDIR:o},user_id=0,group_id=0".encode()
-    if libc.mount(b"hangs", folder.encode(), b"fuse.test", 0, options) != 0:
-        print(f"cannot mount: {os.strerror(ctypes.get_errno())}", flush=True)
+def _hang(folder: Path) -> int:
+    try:
+        device = fuse.mount(folder)
+    except OSError as error:
+        print(f"cannot mount: {error}", flush=True)
         return 1
     print("hangs", flush=True)
     sys.stdin.read()
-    libc.umount2(folder.encode(), _DETACH)  # first: who asks from now on sees what is there
+    fuse.unmount(folder)  # first: who asks from now on sees what is there
     os.close(device)  # the kernel answers all who wait with an error
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(_hang(sys.argv[1]))
+    sys.exit(_hang(Path(sys.argv[1])))

@@ -1,6 +1,7 @@
 """The border's folder in memory: nobody's is removed, somebody's never. Run: pytest tests/run/test_folder.py"""
 
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ def test_a_keeper_alone_holds_it(holder: tuple["subprocess.Popen[str]", Path]) -
 
 def test_what_no_front_of_this_version_has_made_is_left_alone() -> None:
     """An older one holds nothing, and may be at work."""
-    folder = Path("/dev/shm") / f"unisono-{os.getuid()}-of-an-older-version"
+    folder = Path("/dev/shm") / f"unisono-{os.getuid()}-older-{secrets.token_hex(4)}"
     folder.mkdir()
     try:
         with border():

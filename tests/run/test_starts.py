@@ -91,8 +91,8 @@ def test_ranks_of_a_launcher_that_follows_another_are_watched(tmp_path: Path) ->
 
 def test_of_launchers_side_by_side_it_is_said_that_only_one_is_watched(tmp_path: Path) -> None:
     with run(tmp_path, ["bash", "-c", f"{ranks('one')} & {ranks('other')} & wait"]) as front:
-        all_of_them = [*pids(tmp_path, "one"), *pids(tmp_path, "other")]
-        until(lambda: any(known(front.pid, [pid]) for pid in all_of_them), "the front has found ranks")
+        both = pids(tmp_path, "one"), pids(tmp_path, "other")
+        until(lambda: any(known(front.pid, found) for found in both), "the front has found ranks")
         assert front.stderr is not None
         said = next(line for line in front.stderr if b"one launcher at a time is watched" in line)
         (tmp_path / "go").touch()

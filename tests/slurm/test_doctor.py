@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ from tests.slurm.harness import SlurmJob
 pytestmark = pytest.mark.timeout(1800)
 
 
-def look(job: SlurmJob, *words: str, before: Sequence[str] = ()) -> Front:
+def look(job: SlurmJob, *words: str) -> Front:
     """Types `unisono --json doctor …` on the first node, without a token."""
-    return job.typed(*before, sys.executable, "-m", "unisono", "--json", "doctor", *words)
+    return job.typed(sys.executable, "-m", "unisono", "--json", "doctor", *words)
 
 
 def checks(front: Front) -> dict[str, list[dict[str, Any]]]:
@@ -48,9 +47,10 @@ def test_the_nodes_of_a_step_look_together_and_their_table_comes_back(
 @pytest.mark.long
 @pytest.mark.ranks
 def test_a_bare_srun_needs_no_flags(job: SlurmJob) -> None:
-    front = look(job, before=["srun", "-N2", "--ntasks-per-node=1"])
+    """Every node prints the table; as lines, since srun breaks a long one, and puts pieces of another task's between."""
+    front = job.typed("srun", "-N2", "--ntasks-per-node=1", sys.executable, "-m", "unisono", "doctor")
     assert front.wait() in (0, 6), front.text()
-    assert checks(front)["peers.agreement"][0]["status"] == "pass"
+    assert front.text().count("2 nodes mean the same run") == 2, front.text()
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What doctor looks at, as data: a check, what one finds, and the surroundings that a check is given to judge."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -108,6 +109,18 @@ class Surroundings:
 
 CheckFunction = Callable[[Surroundings], list[Finding]]
 """Judges; several of different areas run side by side, in threads. What it raises is a defect of ours."""
+
+
+def findings_of(value: object) -> list[Finding]:
+    """Findings of another machine or process, as doctor's JSON has them; what is none is left out."""
+    read = []
+    for one in value.get("checks") or [] if isinstance(value, dict) else []:
+        with contextlib.suppress(KeyError, TypeError):
+            if one["status"] in ("pass", "warn", "fail", "unknown") and one["evidence"]:
+                read.append(
+                    Finding(str(one["id"]), one["status"], tuple(map(str, one["evidence"])), tuple(map(str, one["fix"])), str(one.get("where", "")))
+                )  # fmt: skip
+    return read
 
 
 def found(check: Check, status: Status, *evidence: str, fix: tuple[str, ...] | list[str] = ()) -> Finding:

@@ -10,7 +10,7 @@ from unisono.agree.agreement import Agreement
 from unisono.agree.naming import Who, name_all
 from unisono.agree.report import NodeReport
 from unisono.doctor.asked import DoctorRequest
-from unisono.doctor.check import Check, Finding
+from unisono.doctor.check import Check, Finding, findings_of
 from unisono.doctor.looking import NO_FILES, Asked
 from unisono.errors import Disagreed
 from unisono.facts.storage import leave_nonce, remove_nonce
@@ -86,7 +86,8 @@ def _as_head(
         hosts = meeting.roll.hosts
         by_node = {Who(0, -1, party.host): own}
         by_node |= {
-            Who(rank, -1, hosts.get(rank, "?")): _read(message) for rank, message in sorted(said.items())
+            Who(rank, -1, hosts.get(rank, "?")): findings_of(message)
+            for rank, message in sorted(said.items())
         }
         findings = [
             *together(by_node),
@@ -104,7 +105,7 @@ def _as_node(party: Party, make: MakeReport, own: list[Finding], *, ladder: bool
 
     with attend_meeting(party, make, trial=node_trial(ladder=ladder)) as attendance:
         attendance.send({"kind": "findings", "checks": [finding.to_json() for finding in own]})
-        return _read(attendance.wait_for("ended").get("result"))
+        return findings_of(attendance.wait_for("ended").get("result"))
 
 
 def together(by_node: Mapping[Who, list[Finding]]) -> list[Finding]:
@@ -155,18 +156,6 @@ def _of_agreement(agreement: Agreement, nodes: int, *, given: bool) -> list[Find
             continue
         fix = fixes.get(check.text, (check.fix,) if check.fix else ())
         found.append(Finding(f"peers.{check.id}", check.status, (check.text,), fix, check.where))
-    return found
-
-
-def _read(value: object) -> list[Finding]:
-    """Findings of another machine; what is none is left out."""
-    found = []
-    for one in value.get("checks") or [] if isinstance(value, dict) else []:
-        with contextlib.suppress(KeyError, TypeError):
-            if one["status"] in ("pass", "warn", "fail", "unknown") and one["evidence"]:
-                found.append(
-                    Finding(str(one["id"]), one["status"], tuple(map(str, one["evidence"])), tuple(map(str, one["fix"])), str(one.get("where", "")))
-                )  # fmt: skip
     return found
 
 

@@ -14,7 +14,7 @@ from unisono.launch.nodes.address import is_this_machine
 from unisono.launch.nodes.ssh import Remote, find_head
 from unisono.launch.srun import placed_by_slurm, token_of_step
 from unisono.launch.token import Token, make_token, read_token, watch_lifeline
-from unisono.launch.topology import Accelerators, Topology
+from unisono.launch.topology import Accelerators, Topology, refuse_lone_node
 
 
 def find_shape(
@@ -42,6 +42,7 @@ def find_shape(
         asked, command, variables, accelerators,
         is_here=lambda host: is_this_machine(host, network), placed=placed_by_slurm(environment.slurm_step, network),
     )  # fmt: skip
+    refuse_lone_node(asked.launcher, asked.nodes, shape.topology)
     return replace(shape, topology=find_head(shape.topology, network))
 
 

@@ -175,6 +175,7 @@ class ProgramRanks:
             seen = search(self.root, self.host)
             for found in seen.found:
                 changed |= self._take(found.registration, registered=False)
+            changed |= self._keep_to_one_launcher(seen)
             others = [text for found in seen.found for text in self._of_another_launcher(found, seen)]
         return changed, others
 
@@ -217,6 +218,26 @@ class ProgramRanks:
         if registered:
             return all(one.started > rank.registration.started for rank in self._ranks.values())
         return all(one.started > rank.ended_at for rank in self._ranks.values())
+
+    def _keep_to_one_launcher(self, seen: Search) -> bool:
+        """Of launchers that start side by side, ranks of one and of the other may be seen first. Whether some are exchanged for those of one.
+
+        Ranks that have a launcher each, as a shell, stay: none of these has another rank.
+        """
+        living = {number: rank for number, rank in sorted(self._ranks.items()) if rank.end is None}
+        launchers = {number: seen.launcher_of(rank.registration.pid) for number, rank in living.items()}
+        one = next((launcher for launcher in launchers.values() if launcher is not None), None)
+        changed = False
+        for found in seen.found:
+            number = found.registration.rank
+            known = living.get(number)
+            if known is None or found.launcher != one or launchers[number] in (None, one):
+                continue
+            if (rank := self._open_process(found.registration)) is not None:
+                known.close()
+                self._ranks[number] = rank
+                changed = True
+        return changed
 
     def _of_another_launcher(self, found: Found, seen: Search) -> list[Message]:
         """Says it, once for a launcher, where a rank of another one lives."""

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,14 @@ def task_command(programs: Programs, name: str, *, request: Path, report_fd: int
 
 def _ties(report_fd: int) -> list[str]:
     return ["--report-fd", str(report_fd), "--front-pid", str(os.getpid())]
+
+
+def option_words(options: Mapping[str, object]) -> list[str]:
+    """Options by their names as words of a command line: those of None are left out, those of True stand alone."""
+    words: list[str] = []
+    for name, value in options.items():
+        words += [] if value is None else [name] if value is True else [name, str(value)]
+    return words
 
 
 def child_environment(

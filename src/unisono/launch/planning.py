@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.config import LoadedConfig
-from unisono.errors import UsageError
 from unisono.facts import Environment, Machine
 from unisono.facts.nccl_files import read_nccl_files
 from unisono.launch.asked import TrainRequest
@@ -18,7 +17,7 @@ from unisono.launch.nodes.ssh import find_head
 from unisono.launch.rank_environment import misleading
 from unisono.launch.srun import placed_by_slurm
 from unisono.launch.tasks import run_task
-from unisono.launch.topology import Topology, read_topology
+from unisono.launch.topology import Topology, read_topology, refuse_lone_node
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
 
 _BY_HAND = re.compile(r"^(NCCL|GLOO|TP|TORCH|PYTORCH|CUDA|CUBLAS|CUDNN)_")
@@ -82,11 +81,7 @@ def look_around(
         request.topology, environment.leftovers, usable, is_here=lambda host: is_this_machine(host, request.probes.network),
         placed=placed_by_slurm(environment.slurm_step, request.probes.network),
     )  # fmt: skip
-    if request.launcher == "nodes" and topology.nodes == 1 and request.nodes is None:
-        raise UsageError.of(
-            "--launcher nodes is for several nodes, and nothing says which they are", where="command line",
-            fix="--hosts A,B from one of them, or on each --nodes N --node-rank R --head HOST; for this machine alone leave out --launcher",
-        )  # fmt: skip
+    refuse_lone_node(request.launcher, request.nodes, topology)
     topology = find_head(topology, request.probes.network)
     devices, origin = choose_devices(
         machine, wish=wish, named=device_words(request.devices), visible=visible, nproc=topology.nproc, torch_version=torch_version,

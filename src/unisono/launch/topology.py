@@ -336,3 +336,16 @@ def _number_of_nodes(text: str, source: str) -> tuple[int, int]:
 
 def _ranks(number: int) -> str:
     return f"{number} rank{'' if number == 1 else 's'}"
+
+
+def refuse_lone_node(launcher: str | None, nodes: str | None, topology: Topology) -> None:
+    """Checks that `--launcher nodes` has more nodes than this one, unless `--nodes 1` says that it has not.
+
+    Raises:
+        UsageError: if nothing says which they are.
+    """
+    if launcher == "nodes" and topology.nodes == 1 and nodes is None:
+        raise UsageError.of(
+            "--launcher nodes is for several nodes, and nothing says which they are", where="command line",
+            fix="--hosts A,B from one of them, or on each --nodes N --node-rank R --head HOST; for this machine alone leave out --launcher",
+        )  # fmt: skip

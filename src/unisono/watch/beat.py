@@ -88,7 +88,10 @@ class Beats:
         self._change(phase_named(name))
 
     def progress(self, done: int) -> None:
-        """The rank has come further in what it does. How long that lasts as a rule is not learnt from it: a slow disk may soon be slower."""
+        """The rank has come further in what it does. How long that lasts as a rule is not learnt from it: a slow disk may soon be slower.
+
+        The watch of the storage calls it, too, while the main thread is inside of a file operation, and so does not beat.
+        """
         self._done = done
         self._write(time.monotonic_ns())
 

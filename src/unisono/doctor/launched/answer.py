@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.doctor.check import Finding
+from unisono.doctor.check import findings_of
 from unisono.doctor.examining import Examination
-from unisono.errors import UnisonoError
+from unisono.errors import UnfitError
 from unisono.launch.tasks import refusal
 
 _DISAGREE = 3
@@ -36,18 +36,12 @@ def examination_of(answer: dict[str, Any], *, code: int, host: str) -> Examinati
     """
     if "checks" not in answer:
         raise refusal(answer)
-    findings = [
-        Finding(
-            str(one["id"]), one["status"], tuple(map(str, one["evidence"])), tuple(map(str, one["fix"])), str(one.get("where", ""))
-        )
-        for one in answer["checks"]
-    ]  # fmt: skip
-    return Examination(host, findings, agreed=code != _DISAGREE)
+    return Examination(host, findings_of(answer), agreed=code != _DISAGREE)
 
 
-def without_answer(kind: type[UnisonoError], *, where: str, said: Sequence[str], fix: str) -> UnisonoError:
+def without_answer(*, where: str, said: Sequence[str], fix: str) -> UnfitError:
     """The error for a look that ended without an answer."""
-    return kind.of(
+    return UnfitError.of(
         "the look on the nodes ended without a word of node 0", where=where,
         why="; ".join(said) or "nothing was printed there", fix=fix,
     )  # fmt: skip

@@ -6,8 +6,8 @@ from unisono.doctor.asked import DoctorRequest
 from unisono.doctor.examining import Examination
 from unisono.doctor.launched.answer import examination_of, read_answer, without_answer
 from unisono.doctor.looking import read_config
-from unisono.errors import UnfitError
 from unisono.facts import read_environment
+from unisono.launch.command import option_words
 from unisono.launch.nodes.ssh import carried_variables
 from unisono.launch.ray.session import DRIVER, address_of, shape_of
 from unisono.launch.resolved import config_yaml
@@ -36,7 +36,6 @@ def examine_on_ray(request: DoctorRequest) -> Examination:
     hosts = ", ".join(told["hosts"])
     if answer is None:
         raise without_answer(
-            UnfitError,
             where=f"{told['hosts'][0]}, exit code {told['code']}",
             said=told["said"],
             fix="`ray status` says what became of that node; or look there by hand: unisono doctor",
@@ -47,8 +46,5 @@ def examine_on_ray(request: DoctorRequest) -> Examination:
 def _words(request: DoctorRequest) -> list[str | None]:
     """Of each node's `unisono`, null where its config stands; that has the overrides in it."""
     words, options = request.look(None, resolved=True)
-    found: list[str | None] = ["--json", *words]
-    found += [None] if request.config_path is not None else []
-    for name, value in options.items():
-        found += [] if value is None else [name] if value is True else [name, str(value)]
-    return found
+    config = [None] if request.config_path is not None else []
+    return ["--json", *words, *config, *option_words(options)]

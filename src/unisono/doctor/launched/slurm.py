@@ -11,7 +11,7 @@ from unisono.doctor.asked import DoctorRequest
 from unisono.doctor.examining import Examination
 from unisono.doctor.launched.answer import examination_of, read_answer, without_answer
 from unisono.doctor.looking import read_config
-from unisono.errors import UnfitError
+from unisono.launch.command import option_words
 from unisono.launch.slurm.asked import gpus_of, nodes_of, words_of
 from unisono.launch.slurm.cluster import gives_out_gpus, partitions, refuse_what_cannot_be
 from unisono.launch.slurm.step import Step
@@ -66,12 +66,12 @@ def examine_on_slurm(request: DoctorRequest) -> Examination:
     refuse_what_cannot_be(asked, known)
     text = request.config_path.read_text(encoding="utf-8-sig") if request.config_path is not None else ""
     heard = _Heard(request)
-    with Step(asked.options(), [sys.executable, "-m", "unisono", *_look(request)], text) as step:
-        code = step.start(heard.take, heard.talk).wait()
+    command = [sys.executable, "-m", "unisono", *_look(request)]
+    with Step(asked.options(), command, text, hear=heard.take, hear_talk=heard.talk) as step:
+        code = step.wait()
     answer = read_answer(heard.printed.decode("utf-8", "replace"))
     if answer is None:
         raise without_answer(
-            UnfitError,
             where=f"srun, exit code {code}",
             said=list(heard.said),
             fix="look at `sinfo -R` and `squeue`; on nodes that you have: srun --ntasks-per-node=1 unisono doctor",
@@ -90,10 +90,7 @@ def _asked(request: DoctorRequest, loaded: LoadedConfig) -> LookAsked:
 def _look(request: DoctorRequest) -> list[str]:
     """The look of each node; its place it takes from the step."""
     words, options = request.look(_CONFIG if request.config_path is not None else None)
-    found = ["--json", *words]
-    for name, value in options.items():
-        found += [] if value is None else [name] if value is True else [name, str(value)]
-    return found
+    return ["--json", *words, *option_words(options)]
 
 
 @dataclass

@@ -18,6 +18,7 @@ from unisono.causes.variables import find_variable
 from unisono.errors import UsageError
 from unisono.facts.network import NetworkProbe, is_loopback
 from unisono.launch.asked import TrainRequest
+from unisono.launch.command import option_words
 from unisono.launch.nodes.address import address_towards
 from unisono.launch.tasks import tail_of
 from unisono.launch.topology import Topology
@@ -57,7 +58,7 @@ class Remote:
 
     Attributes:
         words: of `unisono`: `train`, CONFIG, key=value …
-        options: by their names; those of None are left out, those of True stand alone.
+        options: by their names, as `option_words` takes them.
         tail: what comes after all options: `--` and a program.
         ssh: the client, with its options; tests have a port and keys of their own.
     """
@@ -253,10 +254,8 @@ def remote_command(
         "--nodes": topology.nodes, "--node-rank": node_rank, "--head": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "--token-file": "-",
     }  # fmt: skip
-    words = [sys.executable, "-m", "unisono", *remote.words]
-    for name, value in {**place, **remote.options}.items():
-        words += [] if value is None else [name] if value is True else [name, str(value)]
-    words += remote.tail
+    options = option_words({**place, **remote.options})
+    words = [sys.executable, "-m", "unisono", *remote.words, *options, *remote.tail]
     setting = (
         ["env", *(f"{name}={value}" for name, value in sorted((variables or {}).items()))]
         if variables

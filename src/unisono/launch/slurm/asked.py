@@ -11,6 +11,7 @@ from unisono.config import RunConfig
 from unisono.errors import UsageError
 from unisono.facts.slurm import seconds_of
 from unisono.launch.asked import TrainRequest
+from unisono.launch.command import option_words
 from unisono.launch.written import positive
 from unisono.rundir import RunDir
 from unisono.text import one_line
@@ -154,20 +155,18 @@ def _words(request: TrainRequest) -> tuple[str, ...]:
 
     Nor is `--nodes`: the step says how many there are, and of MIN:MAX the script knows how many Slurm has given.
     """
-    words = [sys.executable, "-m", "unisono", "train", _CONFIG, *request.overrides]
     options = {
         "--nproc": request.nproc, "--devices": request.devices, "--restarts": request.restarts,
         "--join-timeout": f"{request.join_timeout_s:g}",
     }  # fmt: skip
-    for name, value in options.items():
-        words += [] if value is None else [name, str(value)]
-    for key in request.allow:
-        words += ["--allow", key]
+    allowed = [word for key in request.allow for word in ("--allow", key)]
     flags = {
         "--resume": request.resume, "--trust": request.trust, "--debug-comm": request.debug_comm,
         "--no-rehearse": not request.rehearse, "--json": True,
     }  # fmt: skip
-    return (*words, *(name for name, given in flags.items() if given))
+    given = option_words({name: is_given or None for name, is_given in flags.items()})
+    front = (sys.executable, "-m", "unisono", "train", _CONFIG, *request.overrides)
+    return (*front, *option_words(options), *allowed, *given)
 
 
 def quoted(words: tuple[str, ...]) -> str:

@@ -22,13 +22,17 @@ _PATIENCE_S = 10.0
 class Step:
     """A step of this allocation, or of one that srun asks for. As a context manager it leaves no task behind."""
 
-    def __init__(self, options: Sequence[str], command: Sequence[str], text: str) -> None:
+    def __init__(
+        self, options: Sequence[str], command: Sequence[str], text: str, *, hear: Hear, hear_talk: Hear
+    ) -> None:
         """Notes what is to be started.
 
         Args:
             options: of srun, besides those that label lines and leave the other tasks alone where one fails.
             command: of each task.
             text: what all tasks read on stdin.
+            hear: gets the lines of stdout.
+            hear_talk: gets those of stderr. Both are called from threads.
         """
         self._words = [
             *options,
@@ -38,17 +42,11 @@ class Step:
             *command,
         ]
         self._text = text
+        self._hear, self._hear_talk = hear, hear_talk
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
-        return self
-
-    def start(self, hear: Hear, hear_talk: Hear) -> Self:
         """Starts srun.
-
-        Args:
-            hear: gets the lines of stdout.
-            hear_talk: gets those of stderr. Both are called from threads.
 
         Raises:
             UnfitError: if srun cannot be started.
@@ -69,8 +67,8 @@ class Step:
             ) from error
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        self._begin(_read, self._process.stdout, hear)
-        self._begin(_read, self._process.stderr, hear_talk)
+        self._begin(_read, self._process.stdout, self._hear)
+        self._begin(_read, self._process.stderr, self._hear_talk)
         self._begin(self._feed)
         return self
 
