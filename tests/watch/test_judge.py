@@ -174,6 +174,24 @@ def test_a_rank_that_has_left_after_the_same_collective_did_not_leave_early() ->
     assert (found.cause, found.ranks) == ("unequal_steps", (1,)), "nothing is known of its collectives"
 
 
+def test_a_rank_that_has_just_fallen_silent_is_not_the_one_for_which_another_has_waited_long() -> None:
+    """Though it is behind: it moved while the other did not."""
+    views = [view(0, "data", 33.0), view(1, "compute", 3.0, step=11)]
+    verdict = judge(picture(views), AUTO)
+    assert isinstance(verdict, Verdict)
+    assert (verdict.cause, verdict.ranks) == ("data_starved", (0,))
+    views = [view(0, "data", 33.0), view(1, "compute", 32.0, step=11)]
+    assert named(judge(picture(views), AUTO)).ranks == (1,)
+
+
+def test_nothing_is_said_of_those_that_wait_for_a_rank_that_is_on_its_way_out() -> None:
+    """Which storage that hangs makes long; what it has said itself is the cause."""
+    out = view(0, "save", 25.0, comm=39, state="D", pulse_idle_s=25.0, has_ended=True)
+    assert judge(picture([out, waiting(1, 25.0)]), AUTO) is None
+    assert judge(picture([out, waiting(1, 99.0), waiting(2, 99.0)]), AUTO) is None
+    assert judge(picture([replace(out, has_ended=False), waiting(1, 25.0)]), AUTO) is not None
+
+
 def test_a_rank_that_stands_still_on_its_way_out_is_no_trouble_of_the_run() -> None:
     views = [view(0, "finish", 9.0), view(1, "close", 99.0, state="T", pulse_idle_s=99.0, told_result=True)]
     found = judge(picture([replace(views[0], idle_s=0.1), views[1]]), AUTO)

@@ -11,7 +11,7 @@ from unisono.launch.tasks import how_it_ended
 from unisono.plan import RankPlace
 from unisono.text import one_line
 from unisono.watch import Picture, RankView
-from unisono.watch.judge import mismatch
+from unisono.watch.mismatch import mismatch
 from unisono.watch.telling import doing
 
 _TAIL_LINES = 3
