@@ -50,6 +50,9 @@ def doctor(
             "--ladder", help="Try a real collective; where it fails, find the setting with which it works."
         ),
     ] = False,
+    debug_comm: Annotated[
+        bool, typer.Option("--debug-comm", help="With --ladder: keep what NCCL, gloo and torch say in it.")
+    ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="End with 6 also where a check warns or is unknown.")
     ] = False,
@@ -72,7 +75,7 @@ def doctor(
     screen = Screen(speak)
     request = DoctorRequest(
         config, tuple(overrides or ()), nproc=nproc, devices=devices, nodes=nodes, node_rank=node_rank, head=head,
-        hosts=hosts, token_file=token_file, join_timeout_s=join_timeout, ladder=ladder, end_orphans=end_orphans,
+        hosts=hosts, token_file=token_file, join_timeout_s=join_timeout, ladder=ladder, debug_comm=debug_comm, end_orphans=end_orphans,
         launcher=launcher, ray_address=ray_address, partition=partition, time=time_limit, show=screen.show,
     )  # fmt: skip
     try:

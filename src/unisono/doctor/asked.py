@@ -42,6 +42,7 @@ class DoctorRequest:
         token_file: a file with the job's secret.
         join_timeout_s: how long the nodes wait for each other.
         ladder: whether a real collective is tried, with one setting after the other where it fails.
+        debug_comm: whether what the libraries say in that collective is kept.
         end_orphans: whether ranks that an earlier run has left behind are ended.
         launcher: `--launcher` as it was typed.
         ray_address: of the Ray cluster.
@@ -63,6 +64,7 @@ class DoctorRequest:
     token_file: str | None = None
     join_timeout_s: float = 300.0
     ladder: bool = False
+    debug_comm: bool = False
     end_orphans: bool = False
     launcher: str | None = None
     ray_address: str | None = None
@@ -99,5 +101,5 @@ class DoctorRequest:
         words = ("doctor", *(() if config is None else (config,)), *(() if resolved else self.overrides))
         return words, {
             "--join-timeout": f"{self.join_timeout_s:g}", "--nproc": self.nproc, "--devices": self.devices,
-            "--ladder": self.ladder or None, "--end-orphans": self.end_orphans or None,
+            "--ladder": self.ladder or None, "--debug-comm": self.debug_comm or None, "--end-orphans": self.end_orphans or None,
         }  # fmt: skip

@@ -3,7 +3,7 @@
                                                                node → head  measures_ready {port}
     head → node  measure {target: [address, port] or null}     node → head  measured {…}
     head → node  measures_end                                  then dials and the collective, as before a run; with --ladder dials, and:
-    head → node  ladder {settings}                             node → head  ladder_ready {ok, port, text}
+    head → node  ladder {settings, …}                           node → head  ladder_ready {ok, port, text}
     head → node  ladder_go {store: [address, port] or null}    node → head  ladder_done {…}
     head → node  ladder_end
 
@@ -13,6 +13,7 @@ All nodes are started by the same command; a node without --ladder that meets a 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from unisono.agree.report import NodeReport
@@ -20,8 +21,9 @@ from unisono.agree.settings import settings_of
 from unisono.control.tokens import derive
 from unisono.doctor.check import Check, Finding
 from unisono.doctor.ladder.attempt import ENDING_S, STARTING_S, Child, Children, outcome_of
-from unisono.doctor.ladder.checks import DEADLINE_S
+from unisono.doctor.ladder.checks import DEADLINE_S, kept_in
 from unisono.doctor.ladder.climb import Outcome, climb
+from unisono.doctor.ladder.record import Record, record_name
 from unisono.doctor.ladder.rungs import OWN, SETTABLE, Settings, rungs
 from unisono.doctor.ladder.saying import say
 from unisono.doctor.network.choice import leads_out, usable
@@ -50,11 +52,12 @@ _STORE_PORTS = range(29_510, 29_520)
 """Below those that the system chooses: where only these are blocked, ranks meet, and what fails is the back-end."""
 
 
-def head_trial(*, ladder: bool, findings: list[Finding]) -> Callable[[Meeting], None]:
+def head_trial(*, ladder: bool, debug_comm: bool, findings: list[Finding]) -> Callable[[Meeting], None]:
     """For `hold_meeting`: what it finds is added to `findings`.
 
     Args:
         ladder: whether a collective that fails is tried under other settings; else its failure ends the meeting.
+        debug_comm: whether what the libraries say in that is kept.
         findings: to be added to.
     """
 
@@ -72,14 +75,15 @@ def head_trial(*, ladder: bool, findings: list[Finding]) -> Callable[[Meeting], 
             head_tries_network(meeting)
             return
         findings.extend(_dialled(meeting))
-        findings.append(_climbed(meeting))
+        record = Record.of(record_name(meeting.run_nonce)) if debug_comm else None
+        findings.append(kept_in(_climbed(meeting, record), record))
         meeting.tell_all({"kind": "ladder_end"})
 
     return trial
 
 
-def node_trial(*, ladder: bool) -> Callable[[Attendance, NodeReport], None]:
-    """For `attend_meeting`: does what the head asks for, until that says it is enough."""
+def node_trial(*, ladder: bool, debug_comm: bool) -> Callable[[Attendance, NodeReport], None]:
+    """For `attend_meeting`: does what the head asks for, until that says it is enough. Arguments are those of the head's."""
 
     def trial(attendance: Attendance, report: NodeReport) -> None:
         if attendance.welcome.get(LADDER) is not ladder:
@@ -97,8 +101,11 @@ def node_trial(*, ladder: bool) -> Callable[[Attendance, NodeReport], None]:
             node_tries_network(attendance, report)
             return
         node_dials(attendance, attendance.wait_for("dial"))
+        record = None
         while (asked := attendance.wait_for("ladder", "ladder_end"))["kind"] == "ladder":
-            _take_part(attendance, report, asked)
+            if debug_comm and record is None:
+                record = Record.of(asked.get("record"))
+            _take_part(attendance, report, asked, record)
 
     return trial
 
@@ -164,7 +171,7 @@ def _port(message: Message) -> int:
     return port if isinstance(port, int) and 0 < port < 1 << 16 else 0
 
 
-def _climbed(meeting: Meeting) -> Finding:
+def _climbed(meeting: Meeting, record: Record | None) -> Finding:
     """The ladder over one process on each node."""
     reports = meeting.reports
     backend = "nccl" if all(report.device_kind == "cuda" for report in reports) else "gloo"
@@ -174,7 +181,7 @@ def _climbed(meeting: Meeting) -> Finding:
 
     def attempt(settings: Settings, name: str) -> Outcome:
         meeting.note(f"ladder: {name}")
-        return _attempted(meeting, settings, backend)
+        return _attempted(meeting, settings, backend, name, record)
 
     return say(climb(steps, attempt, enough=_enough(reports, backend)), interface=own)
 
@@ -196,12 +203,18 @@ def _enough(reports: list[NodeReport], backend: str) -> float:
     return min([_ENOUGH[backend], *(_SHARE * speed for speed in speeds)])
 
 
-def _attempted(meeting: Meeting, settings: Settings, backend: str) -> Outcome:
+def _attempted(
+    meeting: Meeting, settings: Settings, backend: str, name: str, record: Record | None
+) -> Outcome:
     """One collective over all nodes; the worst of what they say."""
     present = [report.node_rank for report in meeting.reports]
-    meeting.tell_all({"kind": "ladder", "settings": dict(settings), "backend": backend, "present": present})
+    meeting.tell_all({
+        "kind": "ladder", "settings": dict(settings), "backend": backend, "present": present, "name": name,
+        "record": record.folder.name if record else None,
+    })  # fmt: skip
     own = meeting.reports[0]
-    with _children(own, present, settings, backend, meeting.party.programs) as ranks:
+    folder = record.attempt(name) if record else None
+    with _children(own, present, settings, backend, meeting.party.programs, folder) as ranks:
         port, trouble = meeting.aside(lambda _show: ranks.ready())
         said = meeting.gather("ladder_ready", timeout_s=STARTING_S, what="a process with torch")
         late = next((message for message in said.values() if message.get("ok") is not True), None)
@@ -216,12 +229,13 @@ def _attempted(meeting: Meeting, settings: Settings, backend: str) -> Outcome:
     return Outcome(worst.ok, worst.text, worst.bytes_per_second, worst.small_s, mine.rows)
 
 
-def _take_part(attendance: Attendance, report: NodeReport, asked: Message) -> None:
+def _take_part(attendance: Attendance, report: NodeReport, asked: Message, record: Record | None) -> None:
     """This node's process of one attempt."""
     settings = _allowed(asked.get("settings"))
     backend = "nccl" if asked.get("backend") == "nccl" else "gloo"
     present = present_in(asked, own=report.node_rank)
-    with _children(report, present, settings, backend, attendance.party.programs) as ranks:
+    folder = record.attempt(str(asked.get("name"))) if record else None
+    with _children(report, present, settings, backend, attendance.party.programs, folder) as ranks:
         _, trouble = attendance.aside(lambda _show: ranks.ready())
         attendance.send({"kind": "ladder_ready", "ok": not trouble, "text": trouble})
         match attendance.wait_for("ladder_go").get("store"):
@@ -244,7 +258,12 @@ def _allowed(settings: object) -> dict[str, str | None]:
 
 
 def _children(
-    report: NodeReport, present: list[int], settings: Settings, backend: str, programs: Programs
+    report: NodeReport,
+    present: list[int],
+    settings: Settings,
+    backend: str,
+    programs: Programs,
+    record: Path | None,
 ) -> Children:
     """As this node's first rank would be started: without a setting of the user's the interface is the one on which the nodes met."""
     interface = interface_name(report.interfaces, report.address) or ""
@@ -252,5 +271,5 @@ def _children(
     return Children(
         [child], len(present), backend, settings, report.address, DEADLINE_S, programs, interface,
         dict.fromkeys(INTERFACE_VARIABLES, interface) if interface else {}, [f"node {rank}" for rank in sorted(present)],
-        _STORE_PORTS,
+        _STORE_PORTS, record,
     )  # fmt: skip

@@ -51,7 +51,7 @@ def meet(request: DoctorRequest, asked: Asked, own: list[Finding], party: Party)
     make = _report_maker(request.training, asked)
     if party.topology.is_head:
         return _as_head(request, party, make, asked, own)
-    return _as_node(party, make, own, ladder=request.ladder)
+    return _as_node(request, party, make, own)
 
 
 def disagreed(error: Disagreed) -> list[Finding]:
@@ -74,7 +74,7 @@ def _as_head(
         return start_others(request.remote, party.topology, party.token, address, variables=variables)
 
     between: list[Finding] = []
-    trial = head_trial(ladder=request.ladder, findings=between)
+    trial = head_trial(ladder=request.ladder, debug_comm=request.debug_comm, findings=between)
     with (
         _marked(asked) as mark,
         hold_meeting(
@@ -99,11 +99,12 @@ def _as_head(
     return findings
 
 
-def _as_node(party: Party, make: MakeReport, own: list[Finding], *, ladder: bool) -> list[Finding]:
+def _as_node(request: DoctorRequest, party: Party, make: MakeReport, own: list[Finding]) -> list[Finding]:
     from unisono.doctor.between import node_trial
     from unisono.launch.nodes.agent import attend_meeting
 
-    with attend_meeting(party, make, trial=node_trial(ladder=ladder)) as attendance:
+    trial = node_trial(ladder=request.ladder, debug_comm=request.debug_comm)
+    with attend_meeting(party, make, trial=trial) as attendance:
         attendance.send({"kind": "findings", "checks": [finding.to_json() for finding in own]})
         return findings_of(attendance.wait_for("ended").get("result"))
 

@@ -12,7 +12,7 @@ from unisono.rundir import RunDir
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ABOUT_COMMUNICATION = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_")
-_DEBUG = {
+DEBUG_COMM = {
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
     "TORCH_CPP_LOG_LEVEL": "INFO",
     "NCCL_DEBUG": "INFO",
@@ -86,7 +86,7 @@ def rank_environments(
                 environment.setdefault(name, str(interface))
             environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
             if debug_comm:
-                environment |= _DEBUG | _nccl_file(plan, place.rank)
+                environment |= DEBUG_COMM | _nccl_file(plan, place.rank)
         found.append(environment)
     return found
 

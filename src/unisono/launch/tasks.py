@@ -77,6 +77,7 @@ class TaskProcess:
         talks: bool = False,
         programs: Programs | None = None,
         environment: dict[str, str] | None = None,
+        printed: Path | None = None,
     ) -> None:
         """Starts the task.
 
@@ -86,12 +87,13 @@ class TaskProcess:
             talks: whether `send` will be used.
             programs: what to start; the default is ours.
             environment: all of it; the default is this process's, without what would mislead a task.
+            printed: a file for what it prints, which is made; the default goes with the task.
         """
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-")  # mode 0700: requests hold prompts
         path = Path(self._folder.name) / "request.json"
         path.write_text(json.dumps(request, ensure_ascii=False), encoding="utf-8")
-        self._printed: IO[bytes] = (Path(self._folder.name) / "printed").open("w+b")
+        self._printed: IO[bytes] = (printed or Path(self._folder.name) / "printed").open("w+b")
         started = programs or Programs()
         self._child = ChildProcess(
             lambda fd: task_command(started, name, request=path, report_fd=fd),

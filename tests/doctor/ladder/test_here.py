@@ -7,6 +7,7 @@ import pytest
 
 from tests.doctor.bedside import Seen, doctor
 from unisono.doctor.ladder.attempt import attempt_here
+from unisono.doctor.ladder.record import Record, record_name
 from unisono.launch.command import Programs
 from unisono.plan import DeviceChoice
 
@@ -30,6 +31,58 @@ def test_a_wrong_interface_is_found_and_the_line_that_mends_it_is_printed(tmp_pa
     assert "Unable to find address for: ens34" in finding["evidence"][0]
     assert "MB/s" in finding["evidence"][0]
     assert seen.code == 6
+
+
+def test_what_the_libraries_say_in_each_attempt_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
+    seen = doctor(tmp_path, "--nproc", "2", "--ladder", "--debug-comm", env={"GLOO_SOCKET_IFNAME": "ens34"})
+    (finding,) = seen.of("network.ladder")
+    assert finding["fix"] == ["unset GLOO_SOCKET_IFNAME"]
+    (said,) = [
+        line for line in finding["evidence"] if line.startswith("what the libraries said: runs/doctor-")
+    ]
+    folder = tmp_path / said.removeprefix("what the libraries said: ")
+    first, second = sorted(path.name for path in folder.iterdir())
+    assert first == "01-the-settings-as-they-are"
+    assert second == "02-without-what-is-set-now-gloo-socket-ifname"
+    for attempt in (first, second):
+        assert [path.name for path in sorted((folder / attempt).iterdir())] == [
+            "rank-00000.log",
+            "rank-00001.log",
+        ]
+        assert "[c10d" in (folder / attempt / "rank-00000.log").read_text()
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.long
+def test_where_it_cannot_be_kept_the_ladder_is_climbed_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    (finding,) = doctor(tmp_path, "--nproc", "2", "--ladder", "--debug-comm").of("network.ladder")
+    assert "works as it is" in finding["evidence"][0]
+    assert "what the libraries said is not kept: runs/doctor-" in finding["evidence"][-1]
+
+
+def test_without_the_ladder_there_is_nothing_to_keep(tmp_path: Path) -> None:
+    seen = doctor(tmp_path, "--nproc", "2", "--debug-comm", as_json=False)
+    assert seen.code == 2
+    assert "fix:   unisono doctor --ladder --debug-comm --nproc 2" in seen.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "name", [None, 7, "", "..", "doctor-../../x", "/doctor-1", "doctor-1\n", "run-1", "doctor-" + "a" * 80]
+)
+def test_no_other_node_says_where_this_one_writes(name: object) -> None:
+    assert Record.of(name) is None
+
+
+def test_a_name_that_a_look_has_made_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    record = Record.of(record_name("aB3_-x9"))
+    assert record is not None
+    path = record.attempt("interface pinned to ../../eth0")
+    assert path is not None
+    assert path.name == "01-interface-pinned-to-eth0"
+    assert path.resolve().is_relative_to(tmp_path / "runs")
 
 
 @pytest.mark.long

@@ -36,9 +36,10 @@ def two_networks(networks: Namespaces) -> Iterator[Namespaces]:
     networks.inside(0, "ip", "link", "del", "eth1")
 
 
-def climbed(job: Job) -> tuple[list[Front], dict[str, Any]]:
+def climbed(job: Job, *words: str) -> tuple[list[Front], dict[str, Any]]:
     before = dict(os.environ)
-    fronts = [job.start(node, "--ladder", command="doctor", config=False, json=True) for node in range(2)]
+    words = ("--ladder", *words)
+    fronts = [job.start(node, *words, command="doctor", config=False, json=True) for node in range(2)]
     together(fronts)
     told = [json.loads(front.text("out"))["checks"] for front in fronts]
     assert told[0] == told[1], job.told()
@@ -75,8 +76,13 @@ def test_around_a_hole_for_large_packets_the_other_network_is_found(
     """Small messages pass, so that only the large sum hangs."""
     for node in range(2):
         two_networks.drop(node, "-i", "eth0", "-p", "tcp", "-m", "length", "--length", "1400:65535")
-    _, finding = climbed(pair)
+    _, finding = climbed(pair, "--debug-comm")
     assert finding["fix"] == ["export GLOO_SOCKET_IFNAME=eth1"], pair.told()
+    for rank in (0, 1):
+        kept = sorted((pair.folder / f"node{rank}").glob(f"runs/doctor-*/*/rank-{rank:05d}.log"))
+        assert [path.parent.name for path in kept][-1] == "03-interface-pinned-to-eth1", kept
+        assert len({path.parent.parent.name for path in kept}) == 1
+        assert kept[0].stat().st_size > 0
     assert "the large sum did not come back" in "\n".join(finding["evidence"])
 
 

@@ -15,7 +15,7 @@ from unisono.errors import UnisonoError
 from unisono.events import Message
 from unisono.facts import read_environment
 from unisono.launch.command import Programs, child_environment
-from unisono.launch.rank_environment import misleading
+from unisono.launch.rank_environment import DEBUG_COMM, misleading
 from unisono.launch.tasks import TaskProcess
 from unisono.plan import DeviceChoice
 from unisono.text import one_line
@@ -27,6 +27,9 @@ LARGE_BYTES = {"nccl": 64 << 20, "gloo": 4 << 20}
 ROUNDS = 3
 _OTHERS_S = 2.0
 _POLL_S = 0.02
+_CHECKED_BY_NOBODY = {
+    "TORCH_DISTRIBUTED_DEBUG": "INFO"
+}  # with DETAIL torch checks each collective by another one, which has a speed of its own
 _TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,GRAPH,NET,TUNING"}
 
 
@@ -61,6 +64,7 @@ class Children:
         base: variables laid below `settings`, which the user's own beat.
         names: of all ranks, for people.
         store_ports: on which rank 0's store listens, if one is free; else the system chooses.
+        record: a folder in which what they and their libraries say is kept; None: that goes with them.
     """
 
     children: Sequence[Child]
@@ -74,10 +78,12 @@ class Children:
     base: Mapping[str, str] = field(default_factory=dict)
     names: Sequence[str] = ()
     store_ports: Sequence[int] = ()
+    record: Path | None = None
 
     def __enter__(self) -> Self:
         self._stack = contextlib.ExitStack()
-        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="unisono-")))
+        temporary = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="unisono-"))
+        self._folder = self.record or Path(temporary)
         try:
             self._tasks = [self._stack.enter_context(self._start(child)) for child in self.children]
         except BaseException:  # none is left behind; raised again
@@ -96,8 +102,9 @@ class Children:
             "large_bytes": LARGE_BYTES[self.backend], "store_ports": list(self.store_ports), "names": list(self.names) or [f"rank {rank}" for rank in range(self.world_size)],
         }  # fmt: skip
         return TaskProcess(
-            "collective", request, talks=True, programs=self.programs, environment=self._environment(child)
-        )
+            "collective", request, talks=True, programs=self.programs, environment=self._environment(child),
+            printed=self.record / f"rank-{child.rank:05d}.log" if self.record else None,
+        )  # fmt: skip
 
     def _environment(self, child: Child) -> dict[str, str]:
         leftovers = misleading(read_environment().leftovers, world_size=2)
@@ -110,7 +117,9 @@ class Children:
             elif name in SETTABLE and (OWN not in value or self.interface):
                 made[name] = value.replace(OWN, self.interface)
         if self.backend == "nccl":
-            made |= _TELLS | {"NCCL_DEBUG_FILE": str(self._folder / "nccl.%h.%p")}
+            made |= _TELLS | {"NCCL_DEBUG_FILE": str(self._folder.absolute() / "nccl.%h.%p")}
+        if self.record is not None:
+            made = DEBUG_COMM | _CHECKED_BY_NOBODY | made
         return made
 
     def ready(self) -> tuple[int, str]:
@@ -191,7 +200,8 @@ def _until_ready(stream: Iterator[Message]) -> int:
 
 
 def attempt_here(
-    places: Sequence[DeviceChoice], settings: Settings, *, backend: str, deadline_s: float, programs: Programs, tell: Callable[[str], None] = lambda _: None
+    places: Sequence[DeviceChoice], settings: Settings, *, backend: str, deadline_s: float, programs: Programs,
+    tell: Callable[[str], None] = lambda _: None, record: Path | None = None,
 ) -> Outcome:  # fmt: skip
     """One collective over this machine's ranks.
 
@@ -202,11 +212,14 @@ def attempt_here(
         deadline_s: from when all are ready.
         programs: what is started as task.
         tell: hears how long it took to start.
+        record: a folder in which what they and their libraries say is kept.
     """
     began = time.monotonic()
     children = [Child(rank, place, f"rank {rank}") for rank, place in enumerate(places)]
     try:
-        with Children(children, len(children), backend, settings, "127.0.0.1", deadline_s, programs) as ranks:
+        with Children(
+            children, len(children), backend, settings, "127.0.0.1", deadline_s, programs, record=record
+        ) as ranks:
             port, trouble = ranks.ready()
             if trouble:
                 return Outcome(ok=False, text=trouble)

@@ -1,11 +1,15 @@
 """The ladder over this machine's ranks."""
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from unisono.doctor.check import Finding, Surroundings, found
 from unisono.doctor.devices.way import Kind, expected_way
 from unisono.doctor.ladder.attempt import attempt_here
 from unisono.doctor.ladder.climb import Outcome, climb
+from unisono.doctor.ladder.record import Record, record_name
 from unisono.doctor.ladder.rungs import Settings, rungs
 from unisono.doctor.ladder.saying import LADDER, say
 from unisono.doctor.network.choice import leads_out, usable
@@ -32,18 +36,27 @@ def check_ladder(around: Surroundings) -> list[Finding]:
         backend, interfaces=[*loopback, *interfaces], set_by_hand=sorted(around.environment.variables)
     )
 
+    record = Record(Path("runs") / record_name(str(os.getpid()))) if around.request.debug_comm else None
+
     def attempt(settings: Settings, name: str) -> Outcome:
-        del name
         return attempt_here(
-            places, settings, backend=backend, deadline_s=DEADLINE_S, programs=around.request.programs
-        )
+            places, settings, backend=backend, deadline_s=DEADLINE_S, programs=around.request.programs,
+            record=record.attempt(name) if record else None,
+        )  # fmt: skip
 
     enough = (
         enough_rate(around.probes.details(), [device.index for device in around.report.chosen])
         if backend == "nccl"
         else _ENOUGH_ON_CPU
     )
-    return [say(climb(steps, attempt, enough=enough))]
+    return [kept_in(say(climb(steps, attempt, enough=enough)), record)]
+
+
+def kept_in(finding: Finding, record: Record | None) -> Finding:
+    """With the line that says where everything is that the libraries said."""
+    if record is None:
+        return finding
+    return replace(finding, evidence=(*finding.evidence, record.said()))
 
 
 def enough_rate(details: DevicesDetails, chosen: Sequence[int]) -> float:

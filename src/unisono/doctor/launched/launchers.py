@@ -2,6 +2,7 @@
 
 from unisono.doctor.asked import DoctorRequest
 from unisono.doctor.examining import Examination, examine, veiled
+from unisono.errors import UsageError
 from unisono.launch.launchers import refuse_contradictions
 
 
@@ -12,6 +13,12 @@ def examine_where_asked(request: DoctorRequest) -> Examination:
         UnisonoError: as `examine`; or if an option is another launcher's, or its cluster cannot give the nodes.
     """
     refuse_contradictions(request.training)
+    if request.debug_comm and not request.ladder:
+        raise UsageError.of(
+            "--debug-comm keeps what the libraries say in the collectives of --ladder", where="command line",
+            why="doctor without --ladder has nothing more to say of a collective than its outcome",
+            fix=f"unisono doctor --ladder --debug-comm{'' if request.nproc is None else f' --nproc {request.nproc}'}, with the other options as they are",
+        )  # fmt: skip
     if request.launcher == "slurm":
         from unisono.doctor.launched.slurm import examine_on_slurm
 
