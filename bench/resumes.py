@@ -2,7 +2,8 @@
 
     python bench/resumes.py                 200 of each kind; more than an hour on two quiet cores; writes bench/results/resumes.json
     python bench/resumes.py --each 20 -k fsdp
-    python bench/resumes.py --show          the table of the last results
+    python bench/resumes.py --seed 21 --out bench/results/resumes-seed21.json     other kills than those before
+    python bench/resumes.py --show          the table of all results there are
 
 SIGKILL hits one rank, all ranks, the front, or, in a job of two nodes, the head's front: half of the time inside a save, else anywhere in
 training or before it. After a rank's death the front goes on by itself; after its own the same command is given again. Every loss and
@@ -90,15 +91,40 @@ def figures(struck: list[Struck]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def together(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows of several results as one; and one row for each kind, over all layouts."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in [row for result in results for row in result["rows"]]:
+        groups.setdefault((row["layout"], row["kind"]), []).append(row)
+    rows = [
+        {"layout": layout, "kind": kind, **_sums(parts)} for (layout, kind), parts in sorted(groups.items())
+    ]
+    for kind in sorted({kind for _, kind in groups}):
+        parts = [row for row in rows if row["kind"] == kind]
+        rows.append({"layout": "all", "kind": kind, **_sums(parts)})
+    return {"rows": rows, "all": _sums([result["all"] for result in results])}
+
+
+def _sums(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    lost = [part["steps_lost"] for part in parts if part["steps_lost"]]
+    return {
+        **{name: sum(part[name] for part in parts) for name in ("kills", "survived", "bit_equal")},
+        "moments": {moment: sum(part["moments"][moment] for part in parts) for moment in _MOMENTS},
+        "steps_lost": {"min": min(one["min"] for one in lost), "max": max(one["max"] for one in lost)}
+        if lost
+        else None,
+    }
+
+
 def show(result: dict[str, Any]) -> str:
     """The table in Markdown."""
     lines = [
-        "| run | killed | kills | inside a save | survived | bit-equal | steps lost: min, median, max |",
+        "| run | killed | kills | inside a save | survived | bit-equal | steps lost: least, most |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in [*result["rows"], {"layout": "all", "kind": "", **result["all"]}]:
         lost = row["steps_lost"]
-        steps = f"{lost['min']}, {lost['median']:g}, {lost['max']}" if lost else ""
+        steps = f"{lost['min']}, {lost['max']}" if lost else ""
         saves = row["moments"]["inside a save"]
         lines.append(
             f"| {row['layout']} | {row['kind']} | {row['kills']} | {saves} | {row['survived']} | {row['bit_equal']} | {steps} |"
@@ -120,11 +146,14 @@ def main() -> int:
     parser.add_argument("--data", default=str(ROOT / "examples" / "data" / "dev.jsonl"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "resumes.json")
     parser.add_argument(
-        "--show", action="store_true", help="print the table of the last results, and do nothing"
+        "--show",
+        action="store_true",
+        help="print the table of all results in the folder of --out, and do nothing",
     )
     arguments = parser.parse_args()
     if arguments.show:
-        print(show(json.loads(arguments.out.read_text())))
+        found = sorted(arguments.out.parent.glob("resumes*.json"))
+        print(show(together([json.loads(path.read_text()) for path in found])))
         return 0
     began = time.monotonic()
     struck: list[Struck] = []
