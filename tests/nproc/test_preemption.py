@@ -151,7 +151,8 @@ def test_ranks_that_cannot_save_are_ended_by_the_deadline_or_by_a_second_signal(
     solo: Job, *, again: bool
 ) -> None:
     """Rank 1 is stopped, so that no step is ever finished again: not even an agreement to stop. Of whole weights no rank keeps more."""
-    configure(solo, adapter=None, grace="20 seconds" if again else "5 seconds")
+    # Of so short a grace the ranks have less than the 3 s after which the watch names one that is stopped.
+    configure(solo, adapter=None, grace="20 seconds" if again else "3 seconds")
     front = start(solo)
     solo.waits_for_step(8)
     solo.ranks()[1].send_signal(signal.SIGSTOP)

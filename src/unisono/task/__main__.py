@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any, Protocol
 
-from unisono.child import loading_modules, parse_child_arguments, run_child
+from unisono.child import leave, loading_modules, parse_child_arguments, run_child
 from unisono.errors import UsageError
 from unisono.events import Reporter
 
@@ -48,4 +48,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -2,19 +2,20 @@
 
 import faulthandler
 import json
-import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unisono.child import loading_modules, parse_child_arguments, run_child
+from unisono.child import leave, loading_modules, parse_child_arguments, run_child
 from unisono.errors import UsageError
 from unisono.events import Reporter
 from unisono.plan import RunPlan
 from unisono.text import one_line
 from unisono.watch import Beats, Pulse
 from unisono.watch.beat import beat_while_collecting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _GOOD_ENDS = (0, 75, 130)
 
@@ -52,7 +53,8 @@ def main(argv: list[str]) -> int:
     code = run_child(body, arguments)
     if code in _GOOD_ENDS:  # else its last sign of life stays that of what failed
         beats.enter("close")
-    _leave(code, closing)
+    if not all(close(in_peace=code in _GOOD_ENDS) for close in closing):
+        leave(code, in_peace=False)  # a group that stays open does not hold the process
     return code
 
 
@@ -73,14 +75,5 @@ def _begin_to_beat(fds: str | None) -> tuple[Beats, Pulse]:
     return beats, pulse
 
 
-def _leave(code: int, closing: list[Callable[..., bool]]) -> None:
-    """Closes the process group now that the result has been told; a group that stays open does not hold the process."""
-    if all(close(in_peace=code in _GOOD_ENDS) for close in closing):
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))
