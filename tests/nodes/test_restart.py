@@ -12,6 +12,7 @@ import pytest
 from tests.nodes.fronts import Front, together
 from tests.nodes.ground import Namespaces, Own
 from tests.nodes.harness import Job
+from tests.nproc.saved import published
 from tests.resume.rows import each_equally_often, rows_of, worlds
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -62,6 +63,10 @@ def test_a_run_goes_on_without_the_node_that_was_lost(trio: Job, job_of: Any) ->
     rows = prepared(trio)
     fronts = started(trio, rows, *EITHER, json=False)
     trio.waits_for_step(5)
+    trio.until(
+        lambda: published(trio)[-1:] >= ["step-00000004"],
+        what="the checkpoint of step 4, which is made beside the steps",
+    )
     before = set(trio.ranks())
     old = [process.pid for process in trio.ranks().values()]
     fronts[1].signal(signal.SIGKILL)
