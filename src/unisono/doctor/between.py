@@ -3,7 +3,7 @@
                                                                node → head  measures_ready {port}
     head → node  measure {target: [address, port] or null}     node → head  measured {…}
     head → node  measures_end                                  then dials and the collective, as before a run; with --ladder dials, and:
-    head → node  ladder {settings, …}                           node → head  ladder_ready {ok, port, text}
+    head → node  ladder {settings, …}                          node → head  ladder_ready {ok, port, text}
     head → node  ladder_go {store: [address, port] or null}    node → head  ladder_done {…}
     head → node  ladder_end
 
@@ -83,7 +83,12 @@ def head_trial(*, ladder: bool, debug_comm: bool, findings: list[Finding]) -> Ca
 
 
 def node_trial(*, ladder: bool, debug_comm: bool) -> Callable[[Attendance, NodeReport], None]:
-    """For `attend_meeting`: does what the head asks for, until that says it is enough. Arguments are those of the head's."""
+    """For `attend_meeting`: does what the head asks for, until that says it is enough.
+
+    Args:
+        ladder: as the head must have been asked, too.
+        debug_comm: whether what the libraries say on this node is kept, in a folder of the head's name.
+    """
 
     def trial(attendance: Attendance, report: NodeReport) -> None:
         if attendance.welcome.get(LADDER) is not ladder:

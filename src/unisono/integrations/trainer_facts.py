@@ -204,13 +204,8 @@ def length_of(thing: Any) -> int | None:
     """Its length; None where it has none, as streams, or says something that is no number."""
     try:
         return len(thing)
-    except (
-        TypeError,
-        NotImplementedError,
-        AttributeError,
-        ValueError,
-        OverflowError,
-    ):  # somebody else's __len__
+    # Somebody else's __len__: whatever it raises where it knows no length, or counts wrong.
+    except (TypeError, NotImplementedError, AttributeError, ValueError, OverflowError):
         return None
 
 

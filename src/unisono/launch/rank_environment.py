@@ -18,6 +18,7 @@ DEBUG_COMM = {
     "NCCL_DEBUG": "INFO",
     "TORCH_SHOW_CPP_STACKTRACES": "1",
 }
+"""What --debug-comm sets for processes that talk to each other."""
 _RECORDED = "200"
 """Collectives that torch's flight recorder keeps. Without the variable gloo's keeps one. On or off is 2 µs of CPU time for a collective, and
 how many it keeps costs nothing (torch 2.13)."""

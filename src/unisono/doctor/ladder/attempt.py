@@ -27,9 +27,8 @@ LARGE_BYTES = {"nccl": 64 << 20, "gloo": 4 << 20}
 ROUNDS = 3
 _OTHERS_S = 2.0
 _POLL_S = 0.02
-_CHECKED_BY_NOBODY = {
-    "TORCH_DISTRIBUTED_DEBUG": "INFO"
-}  # with DETAIL torch checks each collective by another one, which has a speed of its own
+# With DETAIL torch checks each collective by another one, and the ladder would measure that, too.
+_TALKS = DEBUG_COMM | {"TORCH_DISTRIBUTED_DEBUG": "INFO"}
 _TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,GRAPH,NET,TUNING"}
 
 
@@ -119,7 +118,7 @@ class Children:
         if self.backend == "nccl":
             made |= _TELLS | {"NCCL_DEBUG_FILE": str(self._folder.absolute() / "nccl.%h.%p")}
         if self.record is not None:
-            made = DEBUG_COMM | _CHECKED_BY_NOBODY | made
+            made = _TALKS | made
         return made
 
     def ready(self) -> tuple[int, str]:
