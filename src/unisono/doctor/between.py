@@ -222,6 +222,10 @@ def _attempted(
     with _children(own, present, settings, backend, meeting.party.programs, folder) as ranks:
         port, trouble = meeting.aside(lambda _show: ranks.ready())
         said = meeting.gather("ladder_ready", timeout_s=STARTING_S, what="a process with torch")
+        if record is not None:
+            record.elsewhere |= {
+                f"node {rank}": text for rank, message in said.items() if (text := _unkept(message))
+            }
         late = next((message for message in said.values() if message.get("ok") is not True), None)
         store = None if trouble or late else [own.address, port]
         meeting.tell_all({"kind": "ladder_go", "store": store})
@@ -234,6 +238,12 @@ def _attempted(
     return Outcome(worst.ok, worst.text, worst.bytes_per_second, worst.small_s, mine.rows)
 
 
+def _unkept(message: Message) -> str:
+    """Why another node does not keep what its libraries say; empty: it does, or was not asked to."""
+    text = message.get("unkept")
+    return text[:300] if isinstance(text, str) else ""
+
+
 def _take_part(attendance: Attendance, report: NodeReport, asked: Message, record: Record | None) -> None:
     """This node's process of one attempt."""
     settings = _allowed(asked.get("settings"))
@@ -242,7 +252,8 @@ def _take_part(attendance: Attendance, report: NodeReport, asked: Message, recor
     folder = record.attempt(str(asked.get("name"))) if record else None
     with _children(report, present, settings, backend, attendance.party.programs, folder) as ranks:
         _, trouble = attendance.aside(lambda _show: ranks.ready())
-        attendance.send({"kind": "ladder_ready", "ok": not trouble, "text": trouble})
+        unkept = record.trouble if record else ""
+        attendance.send({"kind": "ladder_ready", "ok": not trouble, "text": trouble, "unkept": unkept})
         match attendance.wait_for("ladder_go").get("store"):
             case [str(host), int(port)]:
                 outcome = attendance.aside(lambda _show: ranks.run(host, port))

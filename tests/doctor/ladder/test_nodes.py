@@ -36,10 +36,10 @@ def two_networks(networks: Namespaces) -> Iterator[Namespaces]:
     networks.inside(0, "ip", "link", "del", "eth1")
 
 
-def climbed(job: Job, *words: str) -> tuple[list[Front], dict[str, Any]]:
+def climbed(job: Job, *words: str, config: bool = False) -> tuple[list[Front], dict[str, Any]]:
     before = dict(os.environ)
     words = ("--ladder", *words)
-    fronts = [job.start(node, *words, command="doctor", config=False, json=True) for node in range(2)]
+    fronts = [job.start(node, *words, command="doctor", config=config, json=True) for node in range(2)]
     together(fronts)
     told = [json.loads(front.text("out"))["checks"] for front in fronts]
     assert told[0] == told[1], job.told()
@@ -89,7 +89,11 @@ def test_around_a_hole_for_large_packets_the_other_network_is_found(
 def test_where_the_only_network_is_blocked_nothing_works_and_that_is_said(
     networks: Namespaces, pair: Job
 ) -> None:
+    """And one node, whose runs are elsewhere, cannot write down what its libraries say."""
     for node in range(2):
         networks.drop(node, "-i", "eth0", "-p", "tcp", "--syn", "--dport", "32768:60999")
-    _, finding = climbed(pair)
+    (pair.home(1) / "runs").write_text("a file")
+    _, finding = climbed(pair, "--debug-comm", config=True)
     assert "nothing works" in finding["evidence"][0]
+    assert "what the libraries said: runs/doctor-" in finding["evidence"][-1]
+    assert "; on node 1 it is not kept: runs/doctor-" in finding["evidence"][-1], finding

@@ -2,7 +2,7 @@
 
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -28,10 +28,12 @@ class Record:
     Attributes:
         folder: `runs/doctor-…`, where the command was typed.
         trouble: why nothing is kept; empty: it is.
+        elsewhere: the same of other nodes, by their names; only of those that have such a trouble.
     """
 
     folder: Path
     trouble: str = ""
+    elsewhere: dict[str, str] = field(default_factory=dict)
     _attempts: int = 0
 
     @classmethod
@@ -53,6 +55,6 @@ class Record:
 
     def said(self) -> str:
         """For the finding: where it is kept, or why not."""
-        if self.trouble:
-            return f"what the libraries said is not kept: {self.trouble}"
-        return f"what the libraries said: {self.folder}/"
+        here = f" is not kept: {self.trouble}" if self.trouble else f": {self.folder}/"
+        there = (f"; on {node} it is not kept: {trouble}" for node, trouble in sorted(self.elsewhere.items()))
+        return f"what the libraries said{here}{''.join(there)}"
