@@ -11,6 +11,7 @@ bench/results/checkpoint.json; ratios within the run are what to look at.
 import argparse
 import json
 import os
+import platform
 import shutil
 import statistics
 import tempfile
@@ -33,6 +34,7 @@ from unisono.train.saver import Save, Saver
 from unisono.train.staging import Files, Staging, in_place
 
 ROWS, LENGTH = 2, 128
+PAIRS = 9  # of writes; a disk that others use, too, is seldom as quick twice
 WRITING = {"run_id": "bench", "config_digest": "c", "world_size": 1, "threads": 1, "holder": "host"}
 
 
@@ -148,24 +150,28 @@ def digested_write(parts: Files, root: Path) -> float:
 
 
 def costs(training: Training, root: Path, rounds: int) -> dict[str, Any]:
-    """What digests add to writing, and what verifying takes of a save; ways take turns, after a pair that does not count."""
+    """What digests add to writing: in pairs, either way first in turn, each with nothing of the other left to be written."""
     parts = in_place({
         group: [Part(name, t, tuple(t.shape), (0,) * t.ndim) for name, t in members.items()]
         for group, members in training.tensors().items()
     })  # fmt: skip
-    bare: list[float] = []
-    digested: list[float] = []
+    pairs: list[dict[str, float]] = []
     for turn in range(rounds + 1):
-        for seconds, way in ((bare, bare_write), (digested, digested_write)):
-            took = way(parts, root)
+        found = {}
+        for way in (bare_write, digested_write)[:: 1 if turn % 2 else -1]:
+            os.sync()
+            found[way.__name__] = way(parts, root)
             for file in [*root.glob("bare-*"), *root.glob("digested-*")]:
                 file.unlink()
-            if turn:
-                seconds.append(took)
+        if turn:  # the first does not count
+            pairs.append(found)
+    bare, digested = ([pair[way.__name__] for pair in pairs] for way in (bare_write, digested_write))
+    added = sorted(after / before - 1 for before, after in zip(bare, digested, strict=True))
     digest = _digest_seconds(parts)
     return {
-        "write_s": statistics.median(bare), "digested_write_s": statistics.median(digested), "digest_alone_s": digest,
-        "digest_share_of_write": digest / statistics.median(digested),
+        "write_s": statistics.median(bare), "digested_write_s": statistics.median(digested),
+        "digest_adds": {"median": statistics.median(added), "quartiles": statistics.quantiles(added, n=4)[::2], "pairs": len(added)},
+        "digest_alone_s": digest, "digest_alone_share_of_write": digest / statistics.median(bare),
     }  # fmt: skip
 
 
@@ -209,6 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
+    load = os.getloadavg()[0]
     training, saver = Training(), Saver(Staging(torch.device("cpu")))
     training.gradient()
     training.update()
@@ -234,7 +241,7 @@ def main() -> None:
             if os.geteuid() == 0
             else None
         )
-        share = costs(training, root, arguments.rounds)
+        share = costs(training, root, max(arguments.rounds, PAIRS))
     rows: dict[str, Any] = {
         name: {
             "blocking_s": {
@@ -247,7 +254,8 @@ def main() -> None:
     }
     own = rows["unisono"]
     result = {
-        "command": "python bench/checkpoint.py", "torch": torch.__version__, "threads": torch.get_num_threads(), "bytes": n_bytes,
+        "command": f"python bench/checkpoint.py --rounds {arguments.rounds}",
+        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}", "load": load, "torch": torch.__version__, "threads": torch.get_num_threads(), "bytes": n_bytes,
         "rounds": arguments.rounds, "ways": rows,
         "async_save_blocks_times_as_long": rows["dcp.async_save"]["blocking_s"]["median"] / own["blocking_s"]["median"],
         "verify_warm_s": warm, "verify_cold_s": cold, "verify_warm_share_of_save": warm / own["whole_s"],
