@@ -1,4 +1,4 @@
-"""A death costs an adapter's run no step. Run: pytest tests/nproc/test_rescue.py"""
+"""A death or a stall costs an adapter's run no step. Run: pytest tests/nproc/test_rescue.py"""
 
 import json
 import random
@@ -25,7 +25,7 @@ OFTEN = [
     pytest.mark.timeout(3000),
 ]  # a dozen starts, each of some forty seconds where the cores are busy
 COMPARED = ("step", "epoch", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "eval_loss")
-Kill = Callable[[Job, random.Random], None]
+Blow = Callable[[Job, random.Random], None]
 Outcome = tuple[list[dict[str, Any]], bytes]
 
 
@@ -50,7 +50,7 @@ def outcome(job: Job) -> Outcome:
     return lines, (job.out / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
-def one_of(number: int) -> Kill:
+def one_of(number: int) -> Blow:
     """Kills that rank."""
 
     def kill(job: Job, chance: random.Random) -> None:
@@ -71,18 +71,23 @@ def all_of_them(job: Job, chance: random.Random) -> None:
         victim.send_signal(signal.SIGKILL)
 
 
+def stop_any(job: Job, chance: random.Random) -> None:
+    """The rank lives on and does nothing, wherever it is; the other waits for it until the watch ends both."""
+    chance.choice(list(job.ranks().values())).send_signal(signal.SIGSTOP)
+
+
 def last_seen(job: Job, front: Front) -> int:
     """The last step that anybody can have seen."""
     steps = [int(message["step"]) for message in front.messages("step")]
     return max([*steps, *(int(line["step"]) for line in job.metrics())])
 
 
-def strike(job: Job, front: Front, kill: Kill, chance: random.Random, *, after: int) -> int:
-    """Kills at a random moment of a step, and sees that the next start goes on from the last step that was seen; gives that step."""
+def strike(job: Job, front: Front, blow: Blow, chance: random.Random, *, after: int) -> int:
+    """Strikes at a random moment of a step, and sees that the next start goes on from the last step that was seen; gives that step."""
     job.waits_for_step(after)
     time.sleep(chance.uniform(0, 0.15))  # not a wait: the moment is the point
     starts, seen = len(front.messages("plan")), last_seen(job, front)
-    kill(job, chance)
+    blow(job, chance)
     front.wait_until(lambda: 0.0 if len(front.messages("plan")) > starts else None, what="another start")
     plan = front.messages("plan")[-1]
     told = [int(message["step"]) for message in front.messages("step") if message["time"] < plan["time"]]
@@ -98,6 +103,25 @@ def straight(job: Job, nproc: int, strategy: str, *, steps: int) -> Outcome:
     return outcome(job)
 
 
+def goes_through(
+    solo_of: Callable[[], Job], nproc: int, strategy: str, blows: list[Blow]
+) -> list[dict[str, Any]]:
+    """Sees that a run loses no step to any of the blows and ends like the one that nobody disturbs; gives its restarts."""
+    steps = OFTEN_STEPS if len(blows) > 2 else STEPS
+    wanted, job = straight(solo_of(), nproc, strategy, steps=steps), solo_of()
+    configure(job, strategy=strategy, restarts=len(blows), steps=steps)
+    front, chance = start(job, nproc), random.Random(f"{strategy} {len(blows)}")
+    reached = 0
+    for blow, step in zip(blows, sorted(chance.sample(range(1, steps // 2), len(blows))), strict=True):
+        # A second death before any new step would rightly be taken for deterministic, and end the run.
+        reached = strike(job, front, blow, chance, after=max(step, reached + 1))
+    assert front.wait(limit_s=LIMIT_S) == 0, front.text()
+    assert outcome(job) == wanted
+    restarts: list[dict[str, Any]] = job.read("result.json")["restarts"]
+    assert len(restarts) == len(blows)
+    return restarts
+
+
 @pytest.mark.parametrize(
     ("nproc", "strategy", "kills"),
     [
@@ -111,20 +135,26 @@ def straight(job: Job, nproc: int, strategy: str, *, steps: int) -> Outcome:
     ids=["one rank", "replicas", "shards", "one rank, often", "replicas, often", "shards, often"],
 )
 def test_no_step_is_lost_and_the_end_is_that_of_an_undisturbed_run(
-    solo_of: Callable[[], Job], nproc: int, strategy: str, kills: list[Kill]
+    solo_of: Callable[[], Job], nproc: int, strategy: str, kills: list[Blow]
 ) -> None:
-    steps = OFTEN_STEPS if len(kills) > 2 else STEPS
-    wanted, job = straight(solo_of(), nproc, strategy, steps=steps), solo_of()
-    configure(job, strategy=strategy, steps=steps)
-    front, chance = start(job, nproc), random.Random(f"{strategy} {len(kills)}")
-    reached = 0
-    for kill, step in zip(kills, sorted(chance.sample(range(1, steps // 2), len(kills))), strict=True):
-        # A second death before any new step would rightly be taken for deterministic, and end the run.
-        reached = strike(job, front, kill, chance, after=max(step, reached + 1))
-    assert front.wait(limit_s=LIMIT_S) == 0, front.text()
-    assert outcome(job) == wanted
-    restarts = job.read("result.json")["restarts"]
-    assert len(restarts) == len(kills)
+    goes_through(solo_of, nproc, strategy, kills)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stops"),
+    [
+        ("fsdp", 1),  # the dearer: nobody else has what the stopped rank has
+        pytest.param("ddp", 1, marks=pytest.mark.long),
+        pytest.param("fsdp", 6, marks=OFTEN),
+        pytest.param("ddp", 6, marks=OFTEN),
+    ],
+    ids=["shards", "replicas", "shards, often", "replicas, often"],
+)
+def test_no_step_is_lost_to_a_rank_that_stalls_until_the_watch_ends_the_ranks(
+    solo_of: Callable[[], Job], strategy: str, stops: int
+) -> None:
+    restarts = goes_through(solo_of, 2, strategy, [stop_any] * stops)
+    assert {restart["verdict"]["cause"] for restart in restarts} == {"rank_stopped"}
 
 
 def test_a_run_that_ends_with_an_exception_goes_on_from_its_last_step(solo: Job) -> None:
