@@ -141,6 +141,7 @@ def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[...
         resume: tuple[int, Path] | None = None,
         directory: Path | None = None,
         on_message: Callable[[dict[str, Any], StopRequest], None] | None = None,
+        snapshot_fd: int | None = None,
         **sections: Any,
     ) -> Trained:
         out = directory or tmp_path / f"run-{next(runs)}"
@@ -175,7 +176,7 @@ def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[...
                 faults=faults or {},
             )
         )  # fmt: skip
-        result = run_plan(plan, report, stop)
+        result = run_plan(plan, report, stop, snapshot_fd=snapshot_fd)
         return Trained(out, plan, result, report.messages)
 
     return train
