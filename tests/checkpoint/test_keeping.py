@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,15 @@ Save = Callable[..., Path]
 KEY = b"k" * 32
 
 candidates = st.lists(
-    st.builds(Candidate, st.integers(0, 40), st.sampled_from([True, True, False, None]), st.booleans()),
+    st.builds(
+        Candidate, st.integers(0, 40), st.sampled_from([True, True, False, None]), st.booleans(), st.sampled_from([True, False, None])
+    ),
     max_size=14, unique_by=lambda one: one.step,
 )  # fmt: skip
-known = candidates.filter(lambda found: all(one.intact is not None for one in found))
+known = st.lists(
+    st.builds(Candidate, st.integers(0, 40), st.sampled_from([True, True, False]), st.booleans(), st.booleans()),
+    max_size=14, unique_by=lambda one: one.step,
+).map(lambda found: [replace(one, read_back=bool(one.intact and one.read_back)) for one in found])  # fmt: skip
 rules = st.builds(
     Rules, st.integers(1, 4), st.none() | st.integers(1, 9), st.frozensets(st.integers(0, 40), max_size=2)
 )
@@ -72,9 +78,18 @@ def test_deciding_again_deletes_nothing_more(found: list[Candidate], asked: Rule
 
 @given(known, rules)
 def test_with_no_rule_but_a_number_that_many_stay(found: list[Candidate], asked: Rules) -> None:
-    plain = [one for one in found if one.intact and not one.foreign]
+    plain = [replace(one, read_back=False) for one in found if one.intact and not one.foreign]
     stay = _after(plain, decide(plain, Rules(asked.keep)))
     assert len(stay) == min(asked.keep, len(plain))
+
+
+@given(known, rules)
+def test_the_newest_that_was_read_back_stays_and_no_other_stays_for_that(
+    found: list[Candidate], asked: Rules
+) -> None:
+    unread = set(decide([replace(one, read_back=False) for one in found], asked).go)
+    last = max((one.step for one in found if one.read_back and not one.foreign), default=None)
+    assert set(decide(found, asked).go) == unread - {last}
 
 
 @given(candidates, rules)
@@ -85,7 +100,7 @@ def test_nothing_goes_before_those_that_are_kept_are_known_to_be_intact(
     stay = [one for one in _after(found, decision) if one.intact and not one.foreign]
     if decision.go:
         assert len(stay) >= asked.keep
-    if decision.ask is not None:
+    if decision.is_open:
         assert decision.go == ()
 
 
@@ -97,8 +112,15 @@ def test_asking_ends_and_asks_for_no_more_than_is_needed(
     questions = []
     while (step := decide(by_step.values(), asked).ask) is not None:
         questions.append(step)
-        by_step[step] = Candidate(step, intact=data.draw(st.booleans()))
+        intact = data.draw(st.booleans())
+        by_step[step] = Candidate(step, intact, read_back=intact and data.draw(st.none() | st.booleans()))
     assert questions == sorted(set(questions), reverse=True)
+    recalled = []
+    while (step := decide(by_step.values(), asked).recall) is not None:
+        recalled.append(step)
+        by_step[step] = replace(by_step[step], read_back=data.draw(st.booleans()))
+    assert recalled == sorted(set(recalled), reverse=True)
+    assert not decide(by_step.values(), asked).is_open
     oldest = decide(by_step.values(), asked).oldest_kept
     if oldest is not None:
         assert all(step >= oldest for step in questions)
@@ -135,6 +157,51 @@ def test_what_a_reader_has_recorded_as_damaged_does_not_count_as_kept(
     note_verified(store.root, [read_through(store.path(3), key=KEY)])
     assert [path.name for path in store.prune(1)] == ["step-00000001"]
     assert _steps(store) == [2, 3]
+
+
+def test_the_last_one_that_was_read_back_stays_until_a_newer_one_was(
+    store: CheckpointStore, save: Save
+) -> None:
+    """The store has written step 2 whole; whether the disk gives it back nobody knows before it was read."""
+    save(1)
+    note_verified(store.root, [read_through(store.path(1), key=KEY)])
+    save(2)
+    assert store.prune(1) == []
+    save(3)
+    assert store.prune(1) == [store.path(2)]
+    assert _steps(store) == [1, 3]
+    note_verified(store.root, [read_through(store.path(3), key=KEY)])
+    assert store.prune(1) == [store.path(1)]
+    assert _steps(store) == [3]
+
+
+def test_the_one_that_a_run_goes_on_from_counts_as_read_back(store: CheckpointStore, save: Save) -> None:
+    save(1)
+    again = CheckpointStore(store.root, key=KEY)
+    assert again.newest_intact() is not None
+    save(2, by=again)
+    again.prune(1)
+    assert _steps(again) == [1, 2]
+
+
+def test_who_has_to_read_the_newest_to_know_it_lets_the_older_one_go(
+    store: CheckpointStore, save: Save
+) -> None:
+    """As `checkpoint prune` does, which has written nothing itself."""
+    for step in (1, 2):
+        save(step)
+    note_verified(store.root, [read_through(store.path(1), key=KEY)])
+    assert CheckpointStore(store.root, key=KEY).prune(1) == [store.path(1)]
+
+
+def test_one_that_was_read_back_and_has_changed_since_does_not_stay_for_that(
+    store: CheckpointStore, save: Save
+) -> None:
+    save(1)
+    note_verified(store.root, [read_through(store.path(1), key=KEY)])
+    os.utime(store.path(1) / "weights.safetensors")
+    save(2)
+    assert store.prune(1) == [store.path(1)]
 
 
 def test_a_record_spares_reading_as_long_as_the_checkpoint_looks_the_same(

@@ -11,13 +11,14 @@ from unisono.checkpoint.store import CheckpointStore
 KEY = b"k" * 32
 
 
-def on_disk_at_once(there: list[int], due: list[int], rules: Rules) -> int:
+def on_disk_at_once(there: list[int], due: list[int], rules: Rules, *, read_back: set[int]) -> int:
     """The same, by doing it."""
     now, most = set(there), len(there)
     for step in due:
         now.add(step)
         most = max(most, len(now))
-        now -= set(decide([Candidate(step, intact=True) for step in now], rules).go)
+        found = [Candidate(step, intact=True, read_back=step in read_back) for step in now]
+        now -= set(decide(found, rules).go)
     return most
 
 
@@ -28,9 +29,11 @@ def test_it_is_what_saving_and_pruning_one_after_the_other_comes_to(
     keep: int, every: int | None, due: list[int]
 ) -> None:
     rules = Rules(keep, every)
-    wanted = on_disk_at_once([1], due, rules)
+    wanted = on_disk_at_once([1], due, rules, read_back={1})  # the rehearsal's, and nobody reads another one
     assert most_at_once([1], due, rules, best=False) == wanted
     assert most_at_once([1], due, rules, best=True) in (wanted, wanted + 1)
+    assert wanted - 1 <= on_disk_at_once([1], due, rules, read_back=set()) <= wanted
+    assert on_disk_at_once([1], due, rules, read_back={1, *due}) <= wanted
 
 
 def test_what_the_run_has_there_already_is_room_for_it_and_what_is_a_strangers_is_not(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_the_first_checkpoint_is_read_back_and_the_run_says_what_all_of_them_tak
     said = next(line for line in front.text().splitlines() if "rehearsal:" in line)
     found = re.search(
         r"rehearsal: checkpoint of ([\d.]+ [kM]?B) in .* s \(.* s of it blocking\), read back and verified in .* s;"
-        r" 4 more every 500 steps, at most 4 on disk: ([\d.]+ [kM]?B) of ([\d.]+ GB) free; .* s in all",
+        r" 4 more every 500 steps, at most 5 on disk: ([\d.]+ [kM]?B) of ([\d.]+ GB) free; .* s in all",
         said,
     )
     assert found, said
@@ -52,13 +52,14 @@ def test_the_first_checkpoint_is_read_back_and_the_run_says_what_all_of_them_tak
 
 
 @pytest.mark.long
-def test_it_is_pruned_like_others(solo: Job) -> None:
+def test_it_is_not_pruned_before_a_newer_one_was_read_back(solo: Job) -> None:
     solo.config(checkpoint={"every": "1 steps", "keep": 2})
     assert start(solo).wait() == 0
-    assert [path.name for path in sorted(solo.out.glob("checkpoints/step-*"))] == [
-        "step-00000003",
-        "step-00000004",
-    ]
+    *older, before, newest = (path.name for path in sorted(solo.out.glob("checkpoints/step-*")))
+    assert (before, newest) == ("step-00000003", "step-00000004")
+    read = solo.read("checkpoints/verified.json")["verified"]
+    assert not older or (len(older) == 1 and read[older[0]]["intact"])
+    assert older or read.keys() & {before, newest}
 
 
 @pytest.mark.long
@@ -99,12 +100,12 @@ def test_without_it_nothing_is_saved_before_its_time_and_with_it_checkpoints_tha
     assert saved(without) == [2, 4]
     size = size_of_one(without)
     job.config(duration=LONG, checkpoint={"every": "500 steps", "keep": 3})
-    with small_disk(job.out / "checkpoints", int(3.5 * size)):
+    with small_disk(job.out / "checkpoints", int(4.5 * size)):
         front = start(job)
         assert front.wait() == 6, front.text()
         text = front.text()
         assert job.metrics()[-1]["step"] < 500, "long before the disk is full"
-        assert "the checkpoints of this run do not fit: up to 4 at a time take" in text
+        assert "the checkpoints of this run do not fit: up to 5 at a time take" in text
         assert f"where: {job.out / 'checkpoints'}" in text
         assert "checkpoint.keep is 3, and one more is there while it is written" in text
         assert "or set checkpoint.keep=2" in text

@@ -220,14 +220,14 @@ CAUSES: tuple[Cause, ...] = (
             "`Permission denied`, `Read-only file system`",
             "`df -h PATH` or `df -i PATH` (inodes) is near 100 %",
             "`touch PATH/x` does not come back",
-            "`the checkpoints of this run do not fit: up to 4 at a time take 5.8 GB, and there are 4.1 GB`, said after the first of them",
+            "`the checkpoints of this run do not fit: up to 5 at a time take 7.3 GB, and there are 4.1 GB`, said after the first of them",
         ),
         neighbours=(
             ("disk_full", "there was room at the start, and it was used up during the run"),
             ("io_blocked", "the storage stopped answering during the run"),
         ),
         remedy=(
-            "Point output_dir at a directory that you may write and that has room for (checkpoint.keep + 1) checkpoints.",
+            "Point output_dir at a directory that you may write and that has room for (checkpoint.keep + 2) checkpoints.",
             "Lower checkpoint.keep, or free space.",
         ),
         exit_code=6,

@@ -83,7 +83,14 @@ def most_at_once(there: Sequence[int], due: Sequence[int], rules: Rules, *, best
         best: whether the best one stays, too, whichever it will be.
     """
     steps = [*there, *due]
-    newest = rules.keep + 1
-    older = steps[:-newest]
+    older = steps[: -(rules.keep + 1)]
     for_ever = sum(1 for step in older if rules.protects(step))
-    return min(len(steps), newest + for_ever + (1 if best else 0))
+    return min(len(steps), for_ever + most_in_turn(rules.keep, best=best))
+
+
+def most_in_turn(keep: int, *, best: bool) -> int:
+    """The same for those that do not stay for ever, of a run that makes more than enough of them.
+
+    They are those that are kept, one that is written, the last one that was read back where nobody has read a newer one yet, and the best.
+    """
+    return keep + 2 + best

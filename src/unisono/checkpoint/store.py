@@ -19,10 +19,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from unisono.checkpoint.keeping import Candidate, Rules, decide
-from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, ManifestError, is_file_name
-from unisono.checkpoint.record import recorded_state
+from unisono.checkpoint.known import Known
+from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, is_file_name
 from unisono.checkpoint.trouble import Damage, StorageFailed, StorageFull, storage_trouble
-from unisono.checkpoint.verify import Stamp, digest_file, inspect, stamp_of
+from unisono.checkpoint.verify import digest_file, inspect
 from unisono.errors import IntegrityError, Problem
 from unisono.files import fsync_dir, make_private_dir
 
@@ -61,9 +61,7 @@ class CheckpointStore:
     def __init__(self, root: Path, *, key: bytes) -> None:
         self.root = root
         self._key = key
-        self._verified: dict[
-            str, Stamp | None
-        ] = {}  # what this process has read through, and how it looked then
+        self._known = Known()
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
@@ -184,9 +182,9 @@ class CheckpointStore:
         """
         manifest, findings = inspect(path, key=self._key, run_id=run_id)
         if manifest is not None and not any(finding.is_fatal for finding in findings):
-            self._verified[path.name] = stamp_of(path, manifest)
+            self._known.note_read(path, manifest)
         else:
-            self._verified.pop(path.name, None)
+            self._known.forget(path)
         return findings
 
     def newest_intact(
@@ -226,7 +224,7 @@ class CheckpointStore:
         )
 
     def prune(self, keep: int, protect: Collection[int] = (), *, every: int | None = None) -> Paths:
-        """Deletes old checkpoints; gives those that it deleted, oldest first. What is not ours stays.
+        """Deletes old checkpoints; gives those that it deleted, oldest first. What is not ours stays, and so does the last one that was read back.
 
         Args:
             keep: how many of the newest intact ones stay.
@@ -235,8 +233,11 @@ class CheckpointStore:
         """
         candidates = {step: Candidate(step) for step in map(step_of, (path.name for path in self.list()))}
         rules = Rules(keep, every, protect)
-        while (decision := decide(candidates.values(), rules)).ask is not None:
-            candidates[decision.ask] = self._look_at(self.path(decision.ask))
+        while (decision := decide(candidates.values(), rules)).is_open:
+            if decision.ask is not None:
+                candidates[decision.ask] = self._look_at(self.path(decision.ask))
+            if decision.recall is not None:
+                candidates[decision.recall] = self._recall(self.path(decision.recall))
         deleted = [path for path in map(self.path, decision.go) if not self._is_foreign(path)]
         for path in deleted:
             self._delete(path)
@@ -277,7 +278,7 @@ class CheckpointStore:
                 on_damage(path, finding)
         if manifest is None or fatal or (foreign and not trust):
             return None
-        self._verified[path.name] = stamp_of(path, manifest)
+        self._known.note_read(path, manifest)
         return Found(path, manifest, is_foreign=foreign)
 
     def _publish(self, temporary: Path, target: Path, manifest: Manifest) -> None:
@@ -293,24 +294,19 @@ class CheckpointStore:
             target.rename(target.with_name(f"{target.name}.aside-{secrets.token_hex(4)}"))
         temporary.rename(target)
         fsync_dir(self.root)
-        self._verified[target.name] = stamp_of(target, manifest)
+        self._known.note_written(target, manifest)
+
+    def _recall(self, path: Path) -> Candidate:
+        """What keeping can know of a checkpoint without reading it."""
+        return self._known.of(path, step=step_of(path.name), key=self._key)
 
     def _look_at(self, path: Path) -> Candidate:
         """What keeping must know. It is read through unless it looks as it did when this process, or one that kept a record, read it."""
-        step = step_of(path.name)
-        known = self._verified.get(path.name)
-        try:
-            manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
-        except (OSError, ManifestError):
-            return Candidate(step, intact=False)
-        if not manifest.is_signed_by(self._key):
-            return Candidate(step, foreign=True)
-        recorded = recorded_state(path, manifest)  # first: a disk that rots changes neither time nor size
-        if recorded is None and known is not None and known == stamp_of(path, known.manifest):
-            recorded = True
-        if recorded is None:
-            recorded = not any(finding.is_fatal for finding in self.verify(path))
-        return Candidate(step, intact=recorded)
+        found = self._recall(path)
+        if found.intact is not None or found.foreign:
+            return found
+        intact = not any(finding.is_fatal for finding in self.verify(path))
+        return Candidate(found.step, intact=intact, read_back=intact)
 
     def _is_foreign(self, path: Path) -> bool:
         try:
@@ -325,7 +321,7 @@ class CheckpointStore:
         path.rename(trash)
         fsync_dir(self.root)
         shutil.rmtree(trash, ignore_errors=True)  # what is left of it is swept at the next start
-        self._verified.pop(path.name, None)
+        self._known.forget(path)
 
     def _delete_aside(self, *, before: int) -> None:
         for entry in os.scandir(self.root):

@@ -56,7 +56,7 @@ def prune(
         ),
     ] = None,
 ) -> None:
-    """Deletes old checkpoints and what dead writers left; the newest intact ones, the best and those kept for ever stay."""
+    """Deletes old checkpoints and what dead writers left; the newest intact ones, the last that was read back, the best and those kept for ever stay."""
     from unisono.cli.checkpoint_rows import open_run
     from unisono.errors import UsageError
     from unisono.rundir import RunDir

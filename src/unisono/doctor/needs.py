@@ -42,7 +42,7 @@ MEMORY = Check(
 DISK = Check(
     "config.disk", "disk for checkpoints",
     "a disk that fills up takes the checkpoint that is being written, and the run with it",
-    "What (keep + 1) checkpoints and the final weights take, at most, against what is free in output_dir. Warns from 90 %, fails above 100 %.",
+    "What (keep + 2) checkpoints and the final weights take, at most, against what is free in output_dir. Warns from 90 %, fails above 100 %.",
     ("disk_full",),
 )  # fmt: skip
 PACKAGES = Check(

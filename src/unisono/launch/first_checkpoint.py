@@ -238,6 +238,7 @@ def _refusal(plan: RunPlan, saved: Saved, room: Room) -> UnfitError | None:
         return None
     section = plan.config.checkpoint
     stay = [f"checkpoint.keep is {section.keep}, and one more is there while it is written"]
+    stay += ["the last one that was read back stays until a newer one was"]
     stay += ["the best stays, too"] if section.best else []
     stay += [f"those at every {plan.keep_every} steps stay for ever"] if plan.keep_every else []
     missing = show_bytes(needed - room.bytes)
