@@ -8,8 +8,9 @@
 SIGKILL hits one rank, all ranks, the front, or, in a job of two nodes, the head's front: half of the time inside a save, else anywhere in
 training or before it. After a rank's death the front goes on by itself; after its own the same command is given again. Every loss and
 evaluation in metrics.jsonl, the bytes of the final weights, and the rows that each step's forwards took, as the ranks wrote them down, are
-compared with those of the undisturbed run. The run is a tiny one, and saves after every step, so that many saves are hit. Results are
-written as they come. Two nodes are network namespaces where the user is root, else two names on loopback.
+compared with those of the undisturbed run. (The results of two nodes with the seeds 0, 11 and 22 are older than the writing down of their rows.)
+The run is a tiny one, and saves after every step, so that many saves are hit. Results are written as they come. Two nodes are network
+namespaces where the user is root, else two names on loopback.
 """
 
 import argparse

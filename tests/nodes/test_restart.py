@@ -53,7 +53,7 @@ def assert_nothing_lost(job: Job, rows: Path, alone: Job) -> None:
     losses, wanted = undisturbed(alone)
     assert [line["step"] for line in job.metrics()] == list(range(1, STEPS + 1))
     assert [line["loss"] for line in job.metrics()] == pytest.approx(losses, rel=1e-5)
-    made = rows_of(rows, nodes=job.nodes)
+    made = rows_of(rows)
     assert made == wanted
     assert each_equally_often(made)
 

@@ -13,7 +13,7 @@ import psutil
 
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
-from tests.resume.rows import Rows, rows_of
+from tests.resume.rows import Rows, rows_of, start_folder
 
 Kind = Literal["one rank", "all ranks", "the front", "the head's front"]
 Aim = Literal["start", "step", "save"]
@@ -65,18 +65,16 @@ class Layout:
 
     def config(self, job: Job, *, steps: int) -> None:
         """Writes the run's config."""
-        written(job).mkdir(exist_ok=True)
         strategy = "auto" if self.strategy == "single" else self.strategy
         job.config(
             **_COMMON, **_TUNING[self.tuning], duration=f"{steps} steps", parallel={"strategy": strategy}
         )
 
     def start(self, job: Job) -> list[Front]:
-        """The same command on every node."""
+        """The same command on every node; what its ranks train on goes to a folder of this start."""
         each = ("--nproc", str(self.ranks // self.nodes))
-        if self.nodes > 1:
-            return job.start_all(*each)
-        return [job.start(0, *each, topology=False, answers={"faults": {"write_rows": str(written(job))}})]
+        answers = {"faults": {"write_rows": str(start_folder(written(job), len(job.fronts)))}}
+        return job.start_all(*each, answers=answers, topology=self.nodes > 1)
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,7 @@ def mix(each: int) -> dict[Layout, dict[Kind, int]]:
 
 
 def written(job: Job) -> Path:
-    """Where a run's ranks write down which rows they take."""
+    """Where a run's ranks write down which rows they take, each start for itself."""
     return job.folder / "rows"
 
 
@@ -198,8 +196,10 @@ def undisturbed(job: Job, layout: Layout, *, steps: int) -> Undisturbed:
     first = fronts[0].wait_for('"kind": "step"')
     assert [front.wait() for front in fronts] == [0] * len(fronts), job.told()
     outcome = outcome_of(job)
+    rows = rows_of(written(job))
     assert steps_once(outcome, steps)
-    return Undisturbed(outcome, rows_of(written(job)), first - fronts[0].started)
+    assert list(rows) == list(range(1, steps + 1)), "not every step wrote down its rows"
+    return Undisturbed(outcome, rows, first - fronts[0].started)
 
 
 @dataclass

@@ -11,19 +11,18 @@ Rows = dict[int, list[Row]]
 """By step, the rows of all ranks, sorted: within a step there is no order, since the gradient is one sum."""
 
 
-def rows_of(folder: Path, *, nodes: int = 1) -> Rows:
+def rows_of(folder: Path) -> Rows:
     """The rows of each step as it stands, which is as it was made last.
 
     Args:
-        folder: where the ranks wrote them down.
-        nodes: of the run. The fronts of several are told from one another, and not from those of a start before: give one start.
+        folder: where the ranks wrote them down: of one start, or with a folder in it for each start, as `start_folder` gives.
 
     Raises:
         AssertionError: if an attempt at a step, also one that a kill cut short, took other rows than that which stands.
     """
     attempts: dict[int, dict[Any, Counter[Row]]] = defaultdict(lambda: defaultdict(Counter))
-    for line in sorted(_lines(folder), key=lambda line: float(line["time"])):
-        attempt = (line["front"] if nodes == 1 else None, line["epoch"])
+    for line in _lines(folder):
+        attempt = (line["start"], line["epoch"])
         own = attempts[line["step"]].pop(attempt, Counter())  # the newest comes last
         attempts[line["step"]][attempt] = own + Counter((name, digest) for name, digest in line["rows"])
     stand = {step: list(of_step.values())[-1] for step, of_step in sorted(attempts.items())}
@@ -41,12 +40,25 @@ def each_equally_often(rows: Rows) -> bool:
 
 def worlds(folder: Path) -> list[int]:
     """The numbers of ranks with which the run was made, in turn."""
-    lines = sorted(_lines(folder), key=lambda line: float(line["time"]))
-    found = [int(line["world_size"]) for line in lines]
+    found = [int(line["world_size"]) for line in _lines(folder)]
     return [world for at, world in enumerate(found) if at == 0 or world != found[at - 1]]
 
 
+def start_folder(folder: Path, number: int) -> Path:
+    """Where the ranks of all nodes of one start write; there is one now.
+
+    The front of each node is another process, so that none of them tells one start from the next.
+    """
+    made = folder / f"start-{number:04d}"
+    made.mkdir(parents=True)
+    return made
+
+
 def _lines(folder: Path) -> list[dict[str, Any]]:
-    files = sorted(folder.glob("rank-*.jsonl"))
-    whole = [file.read_text().rpartition("\n")[0] for file in files]
-    return [json.loads(line) for text in whole for line in text.splitlines()]
+    """All whole lines in the order of their times, each with its `start`."""
+    lines = [
+        {**json.loads(text), "start": file.parent.name}
+        for file in folder.rglob("rank-*.jsonl")
+        for text in file.read_text().rpartition("\n")[0].splitlines()
+    ]
+    return sorted(lines, key=lambda line: float(line["time"]))
