@@ -1,13 +1,21 @@
-"""In place of `python -m unisono.task`: the disk gives back another byte than it was given, of the checkpoint that is to be read back."""
+"""In place of `python -m unisono.task`: a disk gives back another byte than it was given, of the checkpoint or the copy that is to be read back.
+
+FLIPS_ON: `read_back` for the copy; the default is the checkpoint.
+"""
 
 import json
 import os
 import sys
 from pathlib import Path
 
-if sys.argv[1] == "rehearsed":
-    path = Path(json.loads(Path(sys.argv[2]).read_text())["path"]) / "trainable.safetensors"
-    with path.open("r+b") as file:
+request = json.loads(Path(sys.argv[2]).read_text())
+what, place = os.environ.get("FLIPS_ON", "rehearsed"), None
+if sys.argv[1] == what:
+    place = Path(request["path"])
+elif request.get("action") == what:
+    place = Path(request["url"].removeprefix("file://")) / request["run_id"] / f"step-{request['step']:08d}"
+if place is not None:
+    with (place / "trainable.safetensors").open("r+b") as file:
         file.seek(-5, os.SEEK_END)
         byte = file.read(1)[0]
         file.seek(-5, os.SEEK_END)

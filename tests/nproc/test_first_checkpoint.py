@@ -14,6 +14,7 @@ import pytest
 
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
+from unisono.checkpoint.manifest import MANIFEST
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -32,19 +33,25 @@ def saved(job: Job) -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
-def test_the_first_checkpoint_is_read_back_and_the_run_says_what_all_of_them_take(
+def test_the_first_checkpoint_and_its_copy_are_read_back_and_the_run_says_what_all_of_them_take(
     solo: Job, strategy: str
 ) -> None:
-    solo.config(duration=LONG, checkpoint={"every": "500 steps"}, parallel={"strategy": strategy})
+    storage = f"file://{solo.folder}/copies"
+    solo.config(
+        duration=LONG, checkpoint={"every": "500 steps", "storage": storage}, parallel={"strategy": strategy}
+    )
     front = start(solo)
     front.wait_for("rehearsal: checkpoint of ")
-    said = next(line for line in front.text().splitlines() if "rehearsal:" in line)
+    front.wait_for("rehearsal: copy of ")
+    said = next(line for line in front.text().splitlines() if "rehearsal: checkpoint" in line)
     found = re.search(
         r"rehearsal: checkpoint of ([\d.]+ [kM]?B) in .* s \(.* s of it blocking\), read back and verified in .* s;"
         r" 4 more every 500 steps, at most 5 on disk: ([\d.]+ [kM]?B) of ([\d.]+ GB) free; .* s in all",
         said,
     )
     assert found, said
+    place = f"{storage}/out/{solo.read('plan.json')['run_id']}/step-00000001"
+    assert f", read back whole from {place} in " in front.text()
     os.kill(front.pid, signal.SIGTERM)
     assert front.wait() == 75, front.text()
     assert saved(solo)[0] == 1
@@ -137,12 +144,61 @@ def test_a_first_checkpoint_that_cannot_be_written_ends_the_run_at_once(solo: Jo
     assert (verdict["cause"], verdict["severity"], verdict["hosts"]) == ("disk_full", "fatal", [front.host])
 
 
+FLIPS = {"task": [sys.executable, str(Path(__file__).with_name("flips_a_byte.py"))]}
+
+
 def test_a_checkpoint_that_comes_back_otherwise_ends_the_run_with_7(solo: Job) -> None:
     solo.config(duration=LONG, checkpoint={"every": "500 steps"})
-    stand_in = [sys.executable, str(Path(__file__).with_name("flips_a_byte.py"))]
-    front = start(solo, answers={"task": stand_in})
+    front = start(solo, answers=FLIPS)
     assert front.wait() == 7, front.text()
     assert "the first checkpoint is not read back as it was written: trainable.safetensors" in front.text()
     assert solo.metrics()[-1]["step"] < 500
     assert solo.read("result.json")["outcome"] == "corrupt"
     solo.wait_gone()
+
+
+@pytest.mark.long  # without ranks it is in tests/launch/test_first_copy.py
+def test_a_copy_that_comes_back_otherwise_ends_the_run_with_7_and_no_longer_counts(
+    solo: Job,
+) -> None:
+    """The disk of the storage flips a byte of the first copy."""
+    storage = f"file://{solo.folder}/copies"
+    solo.config(duration=LONG, checkpoint={"every": "500 steps", "storage": storage})
+    front = start(solo, answers=FLIPS, env={"FLIPS_ON": "read_back"})
+    assert front.wait() == 7, front.text()
+    place = f"{storage}/out/{solo.read('plan.json')['run_id']}/step-00000001"
+    for words in (
+        "the first copy is not read back as it was written",
+        f"where: {place}",
+        "why:   ",
+        "fix:   ",
+    ):
+        assert words in front.text("err")
+    assert "training goes on" not in front.text()
+    result = solo.read("result.json")
+    assert (result["outcome"], result["problems"][0]["where"]) == ("corrupt", place)
+    solo.wait_gone()
+
+    solo.config(duration=f"{solo.metrics()[-1]['step'] + 3} steps")
+    again = start(solo)
+    assert again.wait() == 0, again.text()
+    there = [path.parent.name for path in (solo.folder / "copies" / "out").glob(f"*/step-*/{MANIFEST}")]
+    assert "step-00000001" not in there
+    assert f"step-{solo.metrics()[-1]['step']:08d}" in there
+
+
+@pytest.mark.long  # without ranks it is in tests/launch/test_first_copy.py
+def test_a_first_copy_that_finds_no_room_ends_the_run_with_6(solo: Job) -> None:
+    """Enough for what is tried before step 1, and not for a checkpoint."""
+    copies = solo.folder / "copies"
+    solo.config(duration=LONG, checkpoint={"every": "500 steps", "storage": f"file://{copies}"})
+    with small_disk(copies, 64 << 10):
+        front = start(solo)
+        assert front.wait() == 6, front.text()
+        solo.wait_gone()
+    assert "the first copy was not made: " in front.text("err")
+    assert "No space left on device" in front.text("err")
+    assert "[storage_unfit]" in front.text("err")
+    assert solo.metrics()[-1]["step"] < 500
+    verdict = solo.read("result.json")["verdict"]
+    assert (verdict["cause"], verdict["hosts"], verdict["step"]) == ("storage_unfit", [front.host], 1)

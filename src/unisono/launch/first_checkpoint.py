@@ -4,6 +4,7 @@ What would break after ten hours breaks in the first minute. (`--rehearse` is an
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ class FirstCheckpoint:
             self._show({"kind": "note", "time": time.time(), "text": text})
 
     def _tell_if_slow(self, saved: Saved) -> None:
-        patience = max(_PATIENCE_S, _TIMES_WRITING * saved.seconds)
+        patience = slow_after(saved.seconds)
         if self._is_over or time.monotonic() - self._began < patience:
             return
         self._end()
@@ -187,53 +188,61 @@ class FirstCheckpoint:
 
 def summary(plan: RunPlan, saved: Saved, room: Room, *, read_s: float) -> str:
     """What is known now about all checkpoints of the run, in a line."""
-    due = _due(plan, saved.step)
+    due = steps_due(plan, saved.step)
     line = (
         f"rehearsal: checkpoint of {show_bytes(saved.bytes)} in {show_seconds(saved.seconds)} ({show_seconds(saved.blocking_s)} of it blocking),"
         f" read back and verified in {show_seconds(read_s)}"
     )
     if not due:
         return f"{line}; it is the only one"
-    at_most = _at_most(plan, room, due)
-    more = (
-        f"{len(due)} more every {plan.checkpoint_every} steps"
-        if len(due) > 1
-        else f"one more at step {due[0]}"
-    )
+    at_once = at_most(plan, room.steps, due)
     return (
-        f"{line}; {more}, at most {at_most} on disk: {show_bytes(at_most * saved.bytes)} of"
+        f"{line}; {how_many_more(plan, due)}, at most {at_once} on disk: {show_bytes(at_once * saved.bytes)} of"
         f" {show_bytes(room.bytes)} free; {show_seconds(len(due) * saved.seconds)} in all"
     )
 
 
 def estimate(plan: RunPlan, saved: Saved, room: Room, *, read_s: float | None) -> dict[str, Any]:
     """The same for programs. `read_back_s` is null where it was not read to its end, since they do not fit."""
-    due = _due(plan, saved.step)
-    at_once = _at_most(plan, room, due) if due else len(room.steps)
+    due = steps_due(plan, saved.step)
+    at_once = at_most(plan, room.steps, due) if due else len(room.steps)
     return {
         "more": len(due), "at_once": at_once, "bytes": at_once * saved.bytes, "free_bytes": room.bytes,
         "seconds": len(due) * saved.seconds, "read_back_s": read_s,
     }  # fmt: skip
 
 
-def _due(plan: RunPlan, step: int) -> list[int]:
-    """The steps of the checkpoints after this one; those of a best evaluation come beside."""
+def slow_after(writing_s: float) -> float:
+    """The seconds after which reading back is slow, by those that writing took."""
+    return max(_PATIENCE_S, _TIMES_WRITING * writing_s)
+
+
+def how_many_more(plan: RunPlan, due: Sequence[int]) -> str:
+    """`12 more every 200 steps`."""
+    if len(due) == 1:
+        return f"one more at step {due[0]}"
+    return f"{len(due)} more every {plan.checkpoint_every} steps"
+
+
+def steps_due(plan: RunPlan, step: int) -> list[int]:
+    """The steps of the checkpoints after one; those of a best evaluation come beside."""
     every, last = plan.checkpoint_every, plan.total_steps
     steps = list(range((step // every + 1) * every, last + 1, every))
     return steps if last <= step or last in steps[-1:] else [*steps, last]
 
 
-def _at_most(plan: RunPlan, room: Room, due: list[int], *, keep: int | None = None) -> int:
+def at_most(plan: RunPlan, there: Sequence[int], due: Sequence[int], *, keep: int | None = None) -> int:
+    """How many checkpoints there are at the same time at the most, with what is there and with those that are due."""
     section = plan.config.checkpoint
     rules = Rules(keep or section.keep, plan.keep_every)
-    return most_at_once(room.steps, due, rules, best=section.best is not None)
+    return most_at_once(there, due, rules, best=section.best is not None)
 
 
 def _refusal(plan: RunPlan, saved: Saved, room: Room) -> UnfitError | None:
     """Why the checkpoints of the whole run do not fit; None if they do."""
-    due = _due(plan, saved.step)
-    at_most = _at_most(plan, room, due)
-    needed = at_most * saved.bytes
+    due = steps_due(plan, saved.step)
+    at_once = at_most(plan, room.steps, due)
+    needed = at_once * saved.bytes
     if not due or needed <= room.bytes:
         return None
     section = plan.config.checkpoint
@@ -243,13 +252,13 @@ def _refusal(plan: RunPlan, saved: Saved, room: Room) -> UnfitError | None:
     stay += [f"those at every {plan.keep_every} steps stay for ever"] if plan.keep_every else []
     missing = show_bytes(needed - room.bytes)
     lower = next(
-        (k for k in range(section.keep - 1, 0, -1) if _at_most(plan, room, due, keep=k) * saved.bytes <= room.bytes), None
+        (k for k in range(section.keep - 1, 0, -1) if at_most(plan, room.steps, due, keep=k) * saved.bytes <= room.bytes), None
     )  # fmt: skip
     fix = f"free {missing} there" + (f", or set checkpoint.keep={lower}" if lower else "")
     if plan.keep_every:
         fix += ", or leave out checkpoint.keep_every"
     problem = Problem(
-        f"the checkpoints of this run do not fit: up to {at_most} at a time take {show_bytes(needed)}, and there are {show_bytes(room.bytes)}",
+        f"the checkpoints of this run do not fit: up to {at_once} at a time take {show_bytes(needed)}, and there are {show_bytes(room.bytes)}",
         str(saved.path.parent),
         f"the one of step {saved.step} took {show_bytes(saved.bytes)}; {'; '.join(stay)}; {show_bytes(room.free_bytes)} are free"
         f" beside the {show_bytes(room.own_bytes)} of those that are there",

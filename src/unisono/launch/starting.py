@@ -26,6 +26,7 @@ from unisono.launch.drift import Drift
 from unisono.launch.evidence import keep_evidence
 from unisono.launch.explaining import with_witness
 from unisono.launch.first_checkpoint import FirstCheckpoint, with_rehearsal
+from unisono.launch.first_copy import copying
 from unisono.launch.gathering import look_alone
 from unisono.launch.going_on import GoingOn
 from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
@@ -255,7 +256,7 @@ class Start:
                 Drift(plan, recorder.show),
                 self.log_events,
                 Verifier(run.checkpoints, user_key(here.environment.settings_dir), recorder.show, self.request.rhythm),
-                *([self.uploading] if self.uploading else []),
+                *copying(plan, self.uploading, programs=self.request.programs, leftovers=here.leftovers, show=recorder.show),
             ],
         )  # fmt: skip
 

@@ -2,9 +2,10 @@
 
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.errors import UnisonoError
+from unisono.errors import RankDied, UnfitError, UnisonoError
 from unisono.events import Message
 from unisono.launch.attempt import Show
 from unisono.launch.command import Programs, child_environment
@@ -24,6 +25,30 @@ _SAYS_EVERY_S = 10.0
 def storage_url(storage: str, output_dir: Path) -> str:
     """Where copies of this run's directory are: below the storage, under the directory's name."""
     return f"{storage.rstrip('/')}/{output_dir.name}"
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What came of one upload.
+
+    Attributes:
+        path: the checkpoint, here.
+        bytes: that went up; 0 if it was there already.
+        seconds: that took.
+        checksum: of its manifest.
+        error: why it is not there; None if it is.
+    """
+
+    path: Path
+    bytes: int = 0
+    seconds: float = 0.0
+    checksum: str = ""
+    error: UnisonoError | None = None
+
+    @property
+    def step(self) -> int:
+        """Whose it is."""
+        return _step_of(self.path)
 
 
 class Uploading:
@@ -56,7 +81,15 @@ class Uploading:
         self._done_bytes = self._of_bytes = 0
         self._moved = 0.0
         self._ending = False
+        self._expected: int | None = None
+        self.first: Copied | None = None
+        """What came of the copy that is expected."""
         self.uploaded: Path | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the copies of all runs of this name are."""
+        return self._url
 
     def __enter__(self) -> "Uploading":
         return self
@@ -72,6 +105,14 @@ class Uploading:
                 self._say(text)
             self._due = Path(str(message["path"]))
 
+    def expect(self, step: int) -> None:
+        """Somebody else judges the next copy of this step or a later one: what comes of it is in `first`, and a failure is not warned of."""
+        self._expected, self.first = step, None
+
+    def expect_nothing(self) -> None:
+        """From here on each failure is a warning again."""
+        self._expected = None
+
     def look(self) -> UnisonoError | None:
         """Goes on; a storage that fails does not end the run."""
         if self._task is None:
@@ -86,14 +127,20 @@ class Uploading:
             self._failed(error)
             return None
         if time.monotonic() - self._moved > STALLED_S:
-            self._failed(None)
+            self._failed(self._stalled())
         return None
 
     def finish(self) -> None:
         """The ranks have ended; the run may go on. Its end is `wait`."""
 
     def wait(self) -> None:
-        """Waits for the newest checkpoint to be there, as long as its upload makes progress; after a wish to stop, for what is left of `grace`."""
+        """Waits for the newest checkpoint to be there, as long as its upload makes progress; after a wish to stop, for what is left of `grace`.
+
+        Where the run has ended because its first copy failed, nothing is waited for.
+        """
+        if self.first is not None and self.first.error is not None:
+            self._close()
+            return
         newest = self._newest()
         if newest is not None and newest not in (self.uploaded, self._path if self._task else None):
             self._due = newest
@@ -125,7 +172,7 @@ class Uploading:
 
     def _newest(self) -> Path | None:
         found = [path for path in self._run.checkpoints.glob("step-*") if path.name[5:].isdigit()]
-        return max(found, key=lambda path: int(path.name[5:]), default=None)
+        return max(found, key=_step_of, default=None)
 
     def _begin(self) -> None:
         if self._due is None:
@@ -157,18 +204,27 @@ class Uploading:
                 self._say(text)
                 return
             self.uploaded = self._path
+            if self._is_expected():
+                self.first = Copied(self._path, message["bytes"], message["seconds"], message["checksum"])
+                self._expected = None
             if message["bytes"]:
                 size, seconds = show_bytes(message["bytes"]), show_seconds(message["seconds"])
                 self._say(f"{self._path.name} is in {self._url}/{self._plan.run_id}: {size} in {seconds}")
 
-    def _failed(self, error: UnisonoError | None) -> None:
-        """Says what, where, why and how to mend it; None: it does not move."""
+    def _is_expected(self) -> bool:
+        return self._expected is not None and _step_of(self._path) >= self._expected
+
+    def _stalled(self) -> UnfitError:
+        text = f"nothing moved for {show_seconds(STALLED_S)} ({self._progress()})"
+        return UnfitError.of(text, where="checkpoint.storage", fix="look at the storage and the network")
+
+    def _failed(self, error: UnisonoError) -> None:
+        """Says what, where, why and how to mend it, or leaves that to whoever expects this copy."""
         self._close()
-        what = f"{self._path.name} was not copied to {self._url}: "
-        if error is None:
-            text = what + f"nothing moved for {show_seconds(STALLED_S)} ({self._progress()})"
-            self._warn(text, f"look at the storage and the network; {self._and_then()}")
+        if self._is_expected() and not isinstance(error, RankDied):  # a death says nothing of the storage
+            self.first, self._expected = Copied(self._path, error=error), None
             return
+        what = f"{self._path.name} was not copied to {self._url}: "
         problem = error.problems[0]
         self._warn(
             what + "; ".join(part for part in (problem.what, problem.why) if part),
@@ -198,3 +254,8 @@ class Uploading:
         self._show(
             {"kind": "warning", "time": time.time(), "code": "upload_failed", "text": text, "fix": fix}
         )
+
+
+def _step_of(path: Path) -> int:
+    """Of a checkpoint's directory."""
+    return int(path.name[len("step-") :])

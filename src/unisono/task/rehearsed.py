@@ -3,8 +3,6 @@
 Request: path, run_id. Message `room`: what Room holds. Result: seconds, bytes, tensors.
 """
 
-import contextlib
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +15,7 @@ from unisono.checkpoint.verify import read_through
 from unisono.errors import IntegrityError, Problem
 from unisono.events import Reporter
 from unisono.facts import read_environment
+from unisono.task.file_cache import forget_cached
 
 if TYPE_CHECKING:
     from unisono.checkpoint.reader import CheckpointReader
@@ -31,7 +30,8 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     path, key = Path(request["path"]), user_key(read_environment().settings_dir)
     report.send("room", **asdict(measure_room(path.parent, key=key)))
     began = time.monotonic()
-    _forget_cached(path)
+    for file in path.iterdir():
+        forget_cached(file)
     reading = read_through(path, key=key, run_id=request["run_id"])
     if reading.manifest is None or not reading.intact or reading.is_foreign:
         findings = [finding for finding in reading.findings if finding.kind != "extra"]
@@ -39,15 +39,6 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     tensors = _read_tensors(path)
     note_verified(path.parent, [reading])
     return {"seconds": time.monotonic() - began, "bytes": reading.manifest.total_bytes, "tensors": tensors}
-
-
-def _forget_cached(path: Path) -> None:
-    """Lets the kernel drop what it has of the files in memory: what is read then comes from the disk."""
-    for file in path.iterdir():
-        fd = os.open(file, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # a file system that keeps nothing, or will not let go
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
 
 
 def _read_tensors(path: Path) -> int:

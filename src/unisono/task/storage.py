@@ -4,7 +4,8 @@
     URL/RUN_ID/step-00000100/*                                                        manifest.json last: without it nothing counts
 
 Requests: {action: try, url, run_id}, {action: look, url, run_id or null, before: step or null},
-{action: upload, url, run_id, path, keep, keep_every: steps or null, best: whether the best stays, beside}, {action: fetch, url, run_id, step, to, beside}.
+{action: upload, url, run_id, path, keep, keep_every: steps or null, best: whether the best stays, beside}, {action: fetch, url, run_id, step, to, beside},
+{action: read_back, url, run_id, step, checksum: of the manifest}.
 Message `progress`: bytes, of. Credentials are those that the storage's package finds in the environment.
 """
 
@@ -27,6 +28,7 @@ from unisono.errors import DataError, IntegrityError, UnfitError, UnisonoError
 from unisono.events import Reporter
 from unisono.facts.secret import veil
 from unisono.rundir.metrics import best_evaluated
+from unisono.task.file_cache import forget_cached
 from unisono.text import one_line
 
 BESIDE = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "plan.json")
@@ -74,6 +76,8 @@ def _carry_out(request: dict[str, Any], storage: "Storage") -> dict[str, Any]:
         return storage.newest(request["run_id"], before=request["before"])
     if request["action"] == "try":
         return storage.try_out(request["run_id"])
+    if request["action"] == "read_back":
+        return storage.read_back(request["run_id"], request["step"], checksum=request["checksum"])
     run_id, beside = request["run_id"], Path(request["beside"])
     if request["action"] == "upload":
         rules = Rules(request["keep"], request["keep_every"])
@@ -140,7 +144,7 @@ class Storage:
         return {"seconds": time.monotonic() - began}
 
     def upload(self, run_id: str, path: Path, *, rules: Rules, best: bool, beside: Path) -> dict[str, Any]:
-        """Copies a checkpoint, its manifest last; then deletes old ones. Gives bytes, seconds, deleted (steps), pruned (it was gone here)."""
+        """Copies a checkpoint, its manifest last; then deletes old ones. Gives bytes, seconds, checksum, deleted (steps), pruned (it was gone here)."""
         began = time.monotonic()
         self.doing = "written"
         with contextlib.ExitStack() as stack:
@@ -151,7 +155,8 @@ class Storage:
             except FileNotFoundError:
                 if (path / MANIFEST).exists():  # a file of it is missing
                     raise
-                return {"bytes": 0, "seconds": time.monotonic() - began, "deleted": [], "pruned": True}
+                seconds = time.monotonic() - began
+                return {"bytes": 0, "seconds": seconds, "checksum": "", "deleted": [], "pruned": True}
             there = self._manifest(run_id, manifest.step)
             new = there is None or there.checksum != manifest.checksum or not self._is_complete(run_id, there)
             if new:
@@ -165,7 +170,14 @@ class Storage:
             rules = replace(rules, protect=self._best(run_id, beside / "metrics.jsonl"))
         deleted = self._prune(run_id, rules=rules, local=path.parent)
         size = manifest.total_bytes if new else 0
-        return {"bytes": size, "seconds": time.monotonic() - began, "deleted": deleted, "pruned": False}
+        seconds = time.monotonic() - began
+        return {
+            "bytes": size,
+            "seconds": seconds,
+            "checksum": manifest.checksum,
+            "deleted": deleted,
+            "pruned": False,
+        }
 
     def fetch(self, run_id: str, step: int, to: Path, *, beside: Path) -> dict[str, Any]:
         """Brings a checkpoint's files, all but its manifest, into a directory, and what goes with it into another. Gives bytes, seconds.
@@ -190,6 +202,60 @@ class Storage:
             with contextlib.suppress(FileNotFoundError):  # a run of one rank has fewer of them
                 (beside / name).write_bytes(self._fs.cat_file(f"{self._root}/{run_id}/{name}"))
         return {"bytes": manifest.total_bytes, "seconds": time.monotonic() - began}
+
+    def read_back(self, run_id: str, step: int, *, checksum: str) -> dict[str, Any]:
+        """Reads a copy whole, as one would that goes on from it, and keeps nothing. Gives bytes, seconds, steps (all that count), free_bytes (None: not known).
+
+        A copy that is not what was uploaded loses its marker: the next start uploads it again.
+
+        Raises:
+            IntegrityError: if it has another manifest than was uploaded, or a file of it is not what the manifest says.
+        """
+        began = time.monotonic()
+        place = self._place(run_id, step)
+        self._fs.invalidate_cache()
+        manifest = self._manifest(run_id, step)
+        if manifest is None or manifest.checksum != checksum:
+            raise IntegrityError.of(
+                f"{place}/{MANIFEST} is not what was uploaded", where=place, why="without its manifest a copy does not count"
+            )  # fmt: skip
+        self._of = manifest.total_bytes
+        with Path(os.devnull).open("wb") as nowhere:
+            for name, entry in manifest.files.items():
+                found = self._read_from_storage(f"{place}/{name}", nowhere)
+                if found != (entry.bytes, entry.xxh3_128):
+                    self._remove_marker(place)
+                    raise _damaged(f"{place}/{name}", found, (entry.bytes, entry.xxh3_128))
+        steps = [step for step in sorted(self._steps(run_id)) if self._manifest(run_id, step) is not None]
+        seconds = time.monotonic() - began
+        return {
+            "bytes": manifest.total_bytes,
+            "seconds": seconds,
+            "steps": steps,
+            "free_bytes": self._free_bytes(),
+        }
+
+    def _read_from_storage(self, place: str, target: BinaryIO) -> tuple[int, str]:
+        """Size and digest of a file there; of none where it is missing."""
+        if self._is_local:  # what was written a moment ago is in memory, and may never have got further
+            with contextlib.suppress(FileNotFoundError):
+                forget_cached(Path(place), flush=True)
+        try:
+            with self._fs.open(place, "rb") as source:
+                return self._pour(source, target)
+        except FileNotFoundError:
+            return 0, "none"
+
+    @property
+    def _is_local(self) -> bool:
+        return "file" in self._protocols
+
+    def _free_bytes(self) -> int | None:
+        """What may still be written, where the storage is a directory of this machine whose file system says so."""
+        if not self._is_local:
+            return None
+        disk = os.statvfs(self._root)
+        return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
 
     def _copy(self, run_id: str, path: Path, manifest: Manifest, files: Mapping[str, BinaryIO]) -> None:
         place = self._place(run_id, manifest.step)
