@@ -133,6 +133,11 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[..., Trained]:
     """A function that trains in this process: config sections as keywords, laid over a small default."""
+    return training_in(tmp_path, model_dir=model_dir, rows_file=rows_file)
+
+
+def training_in(folder: Path, *, model_dir: Path, rows_file: Path) -> Callable[..., Trained]:
+    """The same for a folder of one's own, which may outlive a test."""
     runs = iter(range(1000))
 
     def train(
@@ -144,7 +149,7 @@ def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[...
         snapshot_fd: int | None = None,
         **sections: Any,
     ) -> Trained:
-        out = directory or tmp_path / f"run-{next(runs)}"
+        out = directory or folder / f"run-{next(runs)}"
         out.mkdir(exist_ok=True)
         raw: dict[str, Any] = {
             "model": {"path": str(model_dir), "dtype": "float32"},
@@ -164,7 +169,7 @@ def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[...
         stop = StopRequest()
         report = Listening((lambda message: on_message(message, stop)) if on_message else None)
         prepared = prepare.run(
-            {"config": config.model_dump(mode="json", by_alias=True), "cache_dir": str(tmp_path / "cache"), "output_dir": str(out)},
+            {"config": config.model_dump(mode="json", by_alias=True), "cache_dir": str(folder / "cache"), "output_dir": str(out)},
             report,
         )  # fmt: skip
         plan = resolve_plan(

@@ -1,4 +1,4 @@
-"""A real run of two ranks whose checkpoints are damaged."""
+"""Real runs whose checkpoints are damaged: two ranks with shards of all weights, and one with whole files of an adapter."""
 
 import random
 from collections.abc import Iterator
@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import training_in
 from tests.damage.damages import Specimen, another_run
 from tests.nodes.ground import Loopback
 from tests.nodes.harness import Job
 from unisono.checkpoint.signing import user_key
+from unisono.facts import read_environment
 
 STEPS = 4
+KEPT = {"every": "1 steps", "keep": 3}
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ def trained(model_dir: Path, rows_file: Path, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("damage")
     job = Job(Loopback(), folder, model=model_dir, rows=rows_file, caches=folder / "caches", nodes=1)
     job.config(
-        duration=f"{STEPS} steps", checkpoint={"every": "1 steps", "keep": 3}, parallel={"strategy": "fsdp"}, adapter=None,
+        duration=f"{STEPS} steps", checkpoint=KEPT, parallel={"strategy": "fsdp"}, adapter=None,
         optim={"lr": 1e-3},
     )  # fmt: skip
     front = job.start(0, "--nproc", "2", topology=False)
@@ -39,3 +42,20 @@ def trained(model_dir: Path, rows_file: Path, tmp_path_factory: pytest.TempPathF
     other = another_run(root, folder / "other", key, random.Random(0))
     yield Trained(job, Specimen(root, other, key, job.read("plan.json")["run_id"]))
     job.close()
+
+
+@pytest.fixture(scope="session")
+def of_shards(trained: Trained) -> Specimen:
+    """The checkpoints of that run."""
+    return trained.specimen
+
+
+@pytest.fixture(scope="session")
+def of_adapter(model_dir: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Specimen:
+    """The checkpoints of an adapter that one rank trained, here."""
+    folder = tmp_path_factory.mktemp("damage")
+    train = training_in(folder, model_dir=model_dir, rows_file=rows_file)
+    run = train(duration=f"{STEPS} steps", checkpoint=KEPT)
+    root = run.directory / "checkpoints"
+    key = user_key(read_environment().settings_dir)
+    return Specimen(root, another_run(root, folder / "other", key, random.Random(0)), key, run.plan.run_id)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.damage.conftest import Trained
 from tests.damage.damages import (
     OF_A_DIRECTORY,
     OF_A_FILE,
@@ -26,9 +25,15 @@ from unisono.checkpoint.store import CheckpointStore
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-@pytest.fixture
-def specimen(trained: Trained) -> Specimen:
-    return trained.specimen
+_WHOLE = {"manifest", "state", "trainable", "optimizer"}
+_SHARDS = {"manifest", "state", "trainable shard", "optimizer shard"}
+
+
+@pytest.fixture(params=["of_shards", "of_adapter"])
+def specimen(request: pytest.FixtureRequest) -> Specimen:
+    """All kinds of file are in the two together."""
+    made: Specimen = request.getfixturevalue(request.param)
+    return made
 
 
 def _is_found(specimen: Specimen, root: Path, injected: Injected) -> None:
@@ -46,7 +51,7 @@ def test_each_damage_to_each_kind_of_file_is_named_and_the_last_intact_checkpoin
 ) -> None:
     newest = max(specimen.root.glob("step-*")).name
     kinds = {kind_of_file(name): name for name in files_of(specimen.root / newest)}
-    assert {"manifest", "state"} < set(kinds)
+    assert set(kinds) in (_SHARDS, _WHOLE)
     for number, name in enumerate(kinds.values()):
         root = specimen.copy(tmp_path / str(number))
         _is_found(specimen, root, damage(specimen, root / newest, name, how, random.Random(number)))
@@ -57,11 +62,8 @@ def test_random_damages_are_all_found(specimen: Specimen, tmp_path: Path) -> Non
     for number in range(10):
         root = specimen.copy(tmp_path / str(number))
         path = max(root.glob("step-*"))
-        _is_found(
-            specimen,
-            root,
-            damage(specimen, path, chance.choice(files_of(path)), chance.choice(OF_A_FILE), chance),
-        )
+        how = chance.choice([*OF_A_FILE, *OF_A_DIRECTORY])
+        _is_found(specimen, root, damage(specimen, path, chance.choice(files_of(path)), how, chance))
 
 
 def test_a_whole_checkpoint_of_another_run_is_named_as_such_and_not_taken(
