@@ -14,6 +14,7 @@ import pytest
 
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
+from tests.nproc.saved import published
 from unisono.checkpoint.manifest import MANIFEST
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -38,15 +39,15 @@ def test_the_first_checkpoint_and_its_copy_are_read_back_and_the_run_says_what_a
 ) -> None:
     storage = f"file://{solo.folder}/copies"
     solo.config(
-        duration=LONG, checkpoint={"every": "500 steps", "storage": storage}, parallel={"strategy": strategy}
-    )
+        duration=LONG, checkpoint={"every": "500 steps", "keep": 1, "storage": storage}, parallel={"strategy": strategy}
+    )  # fmt: skip
     front = start(solo)
     front.wait_for("rehearsal: checkpoint of ")
     front.wait_for("rehearsal: copy of ")
     said = next(line for line in front.text().splitlines() if "rehearsal: checkpoint" in line)
     found = re.search(
         r"rehearsal: checkpoint of ([\d.]+ [kM]?B) in .* s \(.* s of it blocking\), read back and verified in .* s;"
-        r" 4 more every 500 steps, at most 5 on disk: ([\d.]+ [kM]?B) of ([\d.]+ GB) free; .* s in all",
+        r" 4 more every 500 steps, at most 3 on disk: ([\d.]+ [kM]?B) of ([\d.]+ GB) free; .* s in all",
         said,
     )
     assert found, said
@@ -55,18 +56,10 @@ def test_the_first_checkpoint_and_its_copy_are_read_back_and_the_run_says_what_a
     os.kill(front.pid, signal.SIGTERM)
     assert front.wait() == 75, front.text()
     assert saved(solo)[0] == 1
+    assert {"step-00000001", f"step-{saved(solo)[-1]:08d}"} <= set(published(solo)), (
+        "nobody has read the last one yet"
+    )
     assert solo.read("checkpoints/verified.json")["verified"]["step-00000001"]["intact"] is True
-
-
-@pytest.mark.long
-def test_it_is_not_pruned_before_a_newer_one_was_read_back(solo: Job) -> None:
-    solo.config(checkpoint={"every": "1 steps", "keep": 2})
-    assert start(solo).wait() == 0
-    *older, before, newest = (path.name for path in sorted(solo.out.glob("checkpoints/step-*")))
-    assert (before, newest) == ("step-00000003", "step-00000004")
-    read = solo.read("checkpoints/verified.json")["verified"]
-    assert not older or (len(older) == 1 and read[older[0]]["intact"])
-    assert older or read.keys() & {before, newest}
 
 
 @pytest.mark.long
