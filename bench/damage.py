@@ -1,11 +1,12 @@
-"""Damages real checkpoints of two ranks at random, and starts on them: is every damage found, named, and never read?
+"""Damages real checkpoints at random, and starts on them: is every damage found, named, and never read?
 
     python bench/damage.py                    100 damages; writes bench/results/damage.json
     python bench/damage.py --damages 1000 --starts 0
 
 Each is one of: a flipped bit, a zeroed page, a truncation, a missing file, the file of another step or run, a manifest without files, a
-half-deleted directory; in the manifest, in state.json, or in a rank's tensors. All of them are judged as a start judges them, by
-CheckpointStore; some of them also by the whole command, `unisono train`, which must name the file and go on from the checkpoint before.
+half-deleted directory; in the manifest, in state.json, or in tensors: by turns in a rank's shards, of all weights on two ranks, and in
+whole files, of an adapter on one. All of them are judged as a start judges them, by CheckpointStore; some of them also by the whole
+command, `unisono train`, which must name the file and go on from the checkpoint before.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,31 +44,65 @@ from tests.nodes.harness import Job  # noqa: E402
 from unisono.checkpoint.signing import user_key  # noqa: E402
 
 STEPS = 4
+_RUNS: dict[int, dict[str, Any]] = {
+    2: {"parallel": {"strategy": "fsdp"}, "adapter": None, "optim": {"lr": 1e-3}},
+    1: {"adapter": {"rank": 4, "alpha": 8}},
+}
+"""By the number of ranks: shards, and whole files."""
 
 
-def train(folder: Path, *, model: str, data: str) -> Job:
-    """The run whose checkpoints are damaged."""
+@dataclass(frozen=True)
+class Victim:
+    """A run that has ended and is damaged again and again.
+
+    Attributes:
+        ranks: with which it was made.
+        whole: a copy of its output_dir as it was.
+        specimen: the checkpoints in that copy.
+    """
+
+    job: Job
+    ranks: int
+    whole: Path
+    specimen: Specimen
+
+    @property
+    def root(self) -> Path:
+        """Its checkpoints, which are damaged."""
+        return self.job.out / "checkpoints"
+
+    def heal(self) -> None:
+        """Makes it as it was."""
+        shutil.rmtree(self.job.out)
+        shutil.copytree(self.whole, self.job.out)
+
+
+def trained(folder: Path, ranks: int, chance: random.Random, *, model: str, data: str) -> Victim:
+    """Makes the run whose checkpoints are damaged."""
+    folder.mkdir()
     job = Job(Loopback(), folder, model=Path(model), rows=Path(data), caches=folder / "caches", nodes=1)
-    job.config(
-        duration=f"{STEPS} steps", checkpoint={"every": "1 steps", "keep": 3}, parallel={"strategy": "fsdp"}, adapter=None,
-        optim={"lr": 1e-3},
-    )  # fmt: skip
-    front = job.start(0, "--nproc", "2", topology=False)
+    job.config(duration=f"{STEPS} steps", checkpoint={"every": "1 steps", "keep": 3}, **_RUNS[ranks])
+    front = job.start(0, "--nproc", str(ranks), topology=False)
     assert front.wait() == 0, front.text()
-    return job
+    key = user_key(folder / "caches" / "place0" / "settings" / "unisono")
+    whole = shutil.copytree(job.out, folder / "whole")
+    other = another_run(whole / "checkpoints", folder / "other", key, chance)
+    return Victim(
+        job, ranks, whole, Specimen(whole / "checkpoints", other, key, job.read("plan.json")["run_id"])
+    )
 
 
-def injure(specimen: Specimen, root: Path, chance: random.Random) -> Injected:
+def injure(victim: Victim, chance: random.Random) -> Injected:
     """Damages a random file of the newest checkpoint; gives how."""
-    path = max(root.glob("step-*"))
+    path = max(victim.root.glob("step-*"))
     how = chance.choice([*OF_A_FILE, *OF_A_DIRECTORY])
-    return damage(specimen, path, chance.choice(files_of(path)), how, chance)
+    return damage(victim.specimen, path, chance.choice(files_of(path)), how, chance)
 
 
-def judge(specimen: Specimen, root: Path, injected: Injected, counts: Counter[str]) -> None:
+def judge(victim: Victim, injected: Injected, counts: Counter[str]) -> None:
     """Counts what a start would make of it."""
-    found = look(specimen, root)
-    wanted = sorted(path.name for path in root.glob("step-*"))[-2]
+    found = look(victim.specimen, victim.root)
+    wanted = sorted(path.name for path in victim.root.glob("step-*"))[-2]
     counts["damages"] += 1
     counts["named_by_file"] += is_named(injected, found)
     counts["named_by_tensor"] += bool(injected.tensors) and names_its_tensors(injected, found)
@@ -75,11 +111,10 @@ def judge(specimen: Specimen, root: Path, injected: Injected, counts: Counter[st
     counts["silently_loaded"] += found.used == injected.path.name or not found.is_as_written
 
 
-def start(job: Job, injected: Injected, counts: Counter[str]) -> None:
+def start(victim: Victim, injected: Injected, counts: Counter[str]) -> None:
     """Starts the damaged run by the command, for a step more."""
-    front = job.start(
-        0, "--nproc", "2", "--resume", f"duration={STEPS + 1} steps", topology=False, json=False
-    )
+    job, words = victim.job, ("--nproc", str(victim.ranks), "--resume", f"duration={STEPS + 1} steps")
+    front = job.start(0, *words, topology=False, json=False)
     code = front.wait()
     resumed = job.read("plan.json")["resume"]
     lines = [line for line in front.text().splitlines() if f"{injected.path.name}: " in line]
@@ -105,26 +140,24 @@ def main() -> int:
     kinds: Counter[str] = Counter()
     files: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        job = train(folder, model=arguments.model, data=arguments.data)
-        root = job.out / "checkpoints"
-        key = user_key(folder / "caches" / "place0" / "settings" / "unisono")
-        other = another_run(root, folder / "other", key, chance)
-        whole = shutil.copytree(job.out, folder / "whole")
-        specimen = Specimen(whole / "checkpoints", other, key, job.read("plan.json")["run_id"])
+        victims = [
+            trained(Path(name) / f"ranks-{ranks}", ranks, chance, model=arguments.model, data=arguments.data)
+            for ranks in _RUNS
+        ]
         for number in range(arguments.damages):
-            shutil.rmtree(job.out)
-            shutil.copytree(whole, job.out)
-            injected = injure(specimen, root, chance)
+            victim = victims[number % len(victims)]
+            victim.heal()
+            injected = injure(victim, chance)
             kinds[injected.how] += 1
             files[kind_of_file(injected.files[0])] += 1
-            judge(specimen, root, injected, counts)
+            judge(victim, injected, counts)
             if number < arguments.starts:
-                start(job, injected, counts)
+                start(victim, injected, counts)
             print(
                 f"{number + 1} of {arguments.damages}: {injected.how} of {injected.files[0]}", file=sys.stderr
             )
-        job.close()
+        for victim in victims:
+            victim.job.close()
     result: dict[str, Any] = {
         "schema": 1, "seed": arguments.seed, "model": arguments.model,
         "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}", "python": platform.python_version(),
