@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
+from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.cli.checkpoint_rows import table
@@ -75,7 +77,7 @@ def test_a_listing_for_people_has_a_line_for_each(run: RunDir) -> None:
 def test_a_table_says_age_state_and_who_holds_it() -> None:
     row = {
         "step": 7, "bytes": 1_500_000, "created": "2026-01-01T00:00:00+00:00", "verified_at": "2026-01-03T11:30:00+00:00",
-        "read_again": True, "intact": True, "foreign": True, "best": True, "for_ever": True, "holder": "a", "hosts": ["a", "b", "c"],
+        "read_again": True, "intact": True, "foreign": True, "best": True, "for_ever": True, "holder": "a", "writers": ["a", "b", "c"],
     }  # fmt: skip
     damaged = row | {
         "bytes": None,
@@ -83,13 +85,31 @@ def test_a_table_says_age_state_and_who_holds_it() -> None:
         "verified_at": None,
         "intact": False,
         "holder": None,
-        "hosts": [],
+        "writers": [],
     }
     now = datetime(2026, 1, 3, 12, 0, tzinfo=UTC)
     _, first, second = table([row, damaged], now=now)
     shown = [text.strip() for text in first.split("  ") if text.strip()]
-    assert shown == ["7", "1.5 MB", "2 days", "30 min 00 s ago", "foreign", "best, for ever", "a (+2 nodes)"]
+    assert shown == ["7", "1.5 MB", "2 days", "30 min 00 s ago", "foreign", "best, for ever", "a"]
     assert second.split()[:5] == ["7", "?", "?", "?", "DAMAGED"]
+
+
+def test_parts_of_other_nodes_are_held_by_the_head_and_who_wrote_them_is_told(run: RunDir) -> None:
+    store = CheckpointStore(run.checkpoints, key=user_key(run.root.parent / "settings" / "unisono"))
+
+    def fill(directory: Path) -> dict[str, FileEntry]:
+        entries = {}
+        for host in ("a", "b", "c"):
+            (directory / f"shard-{host}").write_bytes(host.encode())
+            entries[f"shard-{host}"] = FileEntry(
+                bytes=1, xxh3_128=xxhash.xxh3_128_hexdigest(host.encode()), host=host
+            )
+        return entries
+
+    store.save(40, fill, run_id="r", config_digest="c", world_size=3, threads=1, holder="a")
+    row = _json(run, "ls")["checkpoints"][-1]
+    assert (row["step"], row["holder"], row["writers"]) == (40, "a", ["a", "b", "c"])
+    assert _unisono(run, "ls").stdout.splitlines()[-1].split()[-1] == "a"
 
 
 def test_verifying_intact_ones_ends_with_0_and_is_remembered(run: RunDir) -> None:

@@ -29,7 +29,7 @@ class FileEntry(BaseModel):
     bytes: int = Field(ge=0)
     xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
     host: str = ""
-    """Who wrote it, where that was not the manifest's holder."""
+    """The host whose rank wrote it, where that was not the manifest's holder. It lies with the holder all the same."""
     tensors: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]] = {}
     """The XXH3-64 digest of each tensor's bytes, so that damage can be named by its tensor."""
 
@@ -52,7 +52,7 @@ class Manifest(BaseModel):
     world_size: int = Field(ge=1)
     threads: int = Field(ge=1)
     holder: str
-    """The host that wrote it."""
+    """The head's host: in its output_dir all files were brought together, those of other nodes over the channel where they share no disk."""
     files: dict[str, FileEntry]
     mac: str = ""
     checksum: str = ""

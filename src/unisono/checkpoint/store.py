@@ -130,7 +130,7 @@ class CheckpointStore:
             config_digest: of its config.
             world_size: ranks.
             threads: of each rank.
-            holder: the host that keeps it.
+            holder: the host in whose output_dir it is whole.
             temporary: the directory's name until then, where others write into it, too; see `temporary_name`.
             known: files that are synced already, and their digests; looked at at the end.
 

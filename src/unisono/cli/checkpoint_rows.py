@@ -32,7 +32,7 @@ def open_run(run: Path) -> "tuple[CheckpointStore, bytes]":
 
 
 def row_of(path: Path, *, key: bytes) -> dict[str, Any]:
-    """A checkpoint as DESIGN A1 lists it, and more: hosts that hold files of it, foreign, read_again (since it was written)."""
+    """A checkpoint as DESIGN A1 lists it, and more: writers (hosts whose ranks wrote files of it), foreign, read_again (since it was written)."""
     from unisono.checkpoint.manifest import MANIFEST
     from unisono.checkpoint.record import last_verified
     from unisono.checkpoint.verify import inspect
@@ -45,7 +45,7 @@ def row_of(path: Path, *, key: bytes) -> dict[str, Any]:
         "bytes": manifest.total_bytes + (path / MANIFEST).stat().st_size if manifest else None,
         "created": manifest.created if manifest else None, "verified_at": verified.at if verified else None,
         "intact": complete and (verified is None or verified.intact), "holder": manifest.holder if manifest else None,
-        "foreign": any(finding.kind == "foreign" for finding in findings), "hosts": _hosts(manifest),
+        "foreign": any(finding.kind == "foreign" for finding in findings), "writers": _writers(manifest),
         "read_again": verified.read_again if verified else False,
     }  # fmt: skip
 
@@ -68,7 +68,7 @@ def table(rows: list[dict[str, Any]], *, now: datetime | None = None) -> list[st
         cells.append((
             str(row["step"]), "?" if row["bytes"] is None else show_bytes(row["bytes"]), _age(row["created"], now),
             verified if row["verified_at"] else "?", "foreign" if row["foreign"] and row["intact"] else state,
-            _kept(row), one_line(_holder(row), limit=60),
+            _kept(row), one_line(row["holder"] or "?", limit=60),
         ))  # fmt: skip
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     return [
@@ -77,17 +77,9 @@ def table(rows: list[dict[str, Any]], *, now: datetime | None = None) -> list[st
     ]
 
 
-def _hosts(manifest: "Manifest | None") -> list[str]:
-    """Who wrote files of it, its holder first."""
-    if manifest is None:
-        return []
-    others = {entry.host for entry in manifest.files.values() if entry.host} - {manifest.holder}
-    return [manifest.holder, *sorted(others)]
-
-
-def _holder(row: dict[str, Any]) -> str:
-    more = len(row["hosts"]) - 1
-    return f"{row['holder'] or '?'}" + (f" (+{more} node{'s' * (more > 1)})" if more > 0 else "")
+def _writers(manifest: "Manifest | None") -> list[str]:
+    """The hosts that wrote files of it. Wherever that was: all of them are with its holder."""
+    return sorted({entry.host or manifest.holder for entry in manifest.files.values()}) if manifest else []
 
 
 def _kept(row: dict[str, Any]) -> str:
