@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -60,8 +61,12 @@ class Bucket:
 
     def changes(self) -> list[str]:
         """`PUT runs/out/…` and the like, in their order."""
-        found = re.findall(r'"(PUT|POST|DELETE) /bucket/?(\S*) HTTP', self._log.read_text())
+        found = re.findall(r'"(PUT|POST|DELETE) /bucket/?(\S*) HTTP', self.told())
         return [f"{method} {path}" for method, path in found]
+
+    def told(self) -> str:
+        """All that was asked of it, as its log has it."""
+        return self._log.read_text()
 
     def be_strict(self) -> None:
         """From now on only credentials that the server gave out count: none."""
@@ -151,6 +156,33 @@ def test_a_real_run_goes_on_from_the_bucket_on_another_machine(place: Any, bucke
     }
     kept = b"".join(bucket.ask("GET", f"/bucket/{name}") for name in there)
     assert not [word for word in (KEY, SECRET) if word in said or word.encode() in kept]
+
+
+def test_the_first_copy_of_two_ranks_is_read_back_from_the_bucket(
+    place: Any, bucket: Bucket, started: Any, until: Callable[..., None]
+) -> None:
+    """Real ranks; what the front says is read while it runs."""
+    rows = place.folder / "rows.jsonl"
+    rows.write_text("".join(ROWS.read_text().splitlines(keepends=True)[:60]))
+    use(place, bucket.url, data={"train": str(rows), "max_length": 128})
+    process = started(
+        "--nproc", "2", "duration=2000 steps", "checkpoint.every=500 steps", faults={"real": True}
+    )
+    said: list[str] = []
+    reader = threading.Thread(target=lambda: [said.append(line) for line in process.stderr])
+    reader.start()
+    until(
+        lambda: process.poll() is not None or any("rehearsal: copy of " in line for line in said), limit_s=240
+    )
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75, said
+    reader.join(10)
+    (line,) = [line for line in said if "rehearsal: copy of " in line]
+    run_id = place.read("plan.json")["run_id"]
+    found = rf"/s\), read back whole from s3://bucket/runs/out/{run_id}/step-00000001 in .* s; 4 more every 500 steps, at most \d there: .* more; .* in all"
+    assert re.search(found, line), line
+    assert f"GET /bucket/runs/out/{run_id}/step-00000001/state.json" in bucket.told()
+    assert not [word for word in (KEY, SECRET) if word in "".join(said)]
 
 
 def test_a_large_file_goes_in_parts_and_comes_back_whole(place: Any, bucket: Bucket) -> None:
