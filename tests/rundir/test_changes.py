@@ -27,6 +27,7 @@ CHANGES: dict[str, Any] = {
     "optim.lr": 1e-3, "optim.betas": [0.8, 0.99], "seed": 7, "batch.global": 8, "batch.micro": 2, "adapter": None, "data.packing": False,
     "data.train": "elsewhere.jsonl", "data.eval": 0.2, "model.path": "m2", "eval.every": None, "checkpoint.keep": 5, "grace": "1 minute",
     "model.dtype": "bfloat16", "output_dir": "other", "duration": "9 epochs", "device": "cpu", "freeze": [],
+    "restarts": 0, "watch.stall_after": "1 minute",
 }  # fmt: skip
 
 
@@ -53,6 +54,15 @@ def test_somebody_has_thought_about_every_key(key: str) -> None:
 
 def test_the_table_knows_no_key_that_there_is_not() -> None:
     assert set(RULES) - {"watch"} <= set(KEYS)
+
+
+def test_only_where_a_run_is_how_long_it_is_and_words_about_variables_are_nobodys_matter() -> None:
+    """docs/decisions/0014 says why; all others are at least a line."""
+    assert {key for key, rule in RULES.items() if rule.kind == "silent"} == {
+        "output_dir",
+        "duration",
+        "reasons",
+    }
 
 
 def test_a_key_that_nobody_has_thought_about_means_another_run() -> None:

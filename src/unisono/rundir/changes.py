@@ -47,11 +47,11 @@ _WHAT_IS_MEASURED = "what is measured changes, not what is learnt"
 _ROWS = Rule("contents", name="data")
 
 RULES: dict[str, Rule] = {
-    "output_dir": Rule("silent"),
-    "restarts": Rule("silent"),
-    "grace": Rule("silent"),
-    "watch": Rule("silent"),
-    "reasons": Rule("silent"),
+    "output_dir": Rule("silent"),  # the run is found in it: it was moved, or is reached by another path
+    "reasons": Rule("silent"),  # words about variables of the environment, shown beside them; no step depends on them
+    "restarts": Rule("line", "how often it goes on by itself, counted anew in each start; what is learnt does not change"),
+    "grace": Rule("line", "the time that a wish to stop leaves for the last checkpoint; what is learnt does not change"),
+    "watch": Rule("line", "when ranks are judged to stand still or to have drifted apart; what is learnt does not change"),
     "track": Rule("line", "what is tracked begins or ends here"),
     "duration": Rule("silent"),  # the reason of the start says it
     "eval": Rule("line", _WHAT_IS_MEASURED),
