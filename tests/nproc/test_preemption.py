@@ -146,32 +146,46 @@ def test_while_the_ranks_start_a_signal_ends_them_and_nothing_has_changed(
     assert not solo.out.exists()
 
 
-@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_ranks_that_cannot_save_are_ended_by_the_deadline_or_by_a_second_signal(
-    solo: Job, *, again: bool
-) -> None:
-    """Rank 1 is stopped, so that no step is ever finished again: not even an agreement to stop. Of whole weights no rank keeps more."""
+def leaves_without_saving(job: Job, *, again: bool) -> None:
+    """Asks ranks to stop that cannot: rank 1 is stopped, so that no step is ever finished again, not even an agreement to stop.
+
+    Of whole weights no rank keeps more. The front leaves at its deadline, or on another signal.
+    """
     # Of so short a grace the ranks have less than the 3 s after which the watch names one that is stopped.
-    configure(solo, adapter=None, grace="20 seconds" if again else "3 seconds")
-    front = start(solo)
-    solo.waits_for_step(8)
-    solo.ranks()[1].send_signal(signal.SIGSTOP)
+    configure(job, adapter=None, grace="20 seconds" if again else "3 seconds")
+    front = start(job)
+    job.waits_for_step(8)
+    job.ranks()[1].send_signal(signal.SIGSTOP)
     sent = time.monotonic()
     front.signal(signal.SIGTERM)
     while again and front.exit_code is None:
         assert time.monotonic() - sent < 15, front.text()
         front.signal(signal.SIGTERM)
-        solo.until(lambda: front.exit_code is not None or time.monotonic() % 0.5 < 0.1, what="half a second")
+        job.until(lambda: front.exit_code is not None or time.monotonic() % 0.5 < 0.1, what="half a second")
     assert front.wait(limit_s=30) == 75, front.text()
     assert time.monotonic() - sent < 10
-    solo.wait_gone(limit_s=5)
-    result = solo.read("result.json")
+    job.wait_gone(limit_s=5)
+    result = job.read("result.json")
     assert result["outcome"] == "preempted"
     saved = int(result["checkpoint"][-8:])
     lost = int(result["step"]) - saved
-    assert f"ending the ranks; the newest checkpoint is {result['checkpoint']}" in front.text("err")
+    why = "a second signal" if again else "that grace allows"
+    assert f"{why}: ending the ranks; the newest checkpoint is {result['checkpoint']}" in front.text("err")
     steps = "1 step after it is" if lost == 1 else f"{lost} steps after it are"
     assert (f"{steps} lost" if lost else "nothing after it is lost") in front.text("err")
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the deadline", "a second signal"])
+def test_ranks_that_cannot_save_are_ended_by_the_deadline_or_by_a_second_signal(
+    solo: Job, *, again: bool
+) -> None:
+    leaves_without_saving(solo, again=again)
+
+
+@pytest.mark.long  # that a run goes on whose ranks were killed, is in tests/resume
+@pytest.mark.parametrize("again", [False, True], ids=["the deadline", "a second signal"])
+def test_after_ranks_that_could_not_save_the_same_command_goes_on(solo: Job, *, again: bool) -> None:
+    leaves_without_saving(solo, again=again)
     more = start(solo, "restarts=0")
     assert more.wait() == 0, more.text()
     assert [line["step"] for line in solo.metrics()] == list(range(1, STEPS + 1))

@@ -23,6 +23,11 @@ WORLDS = [
     pytest.param((2, "ddp"), id="ddp", marks=pytest.mark.long),
     pytest.param((2, "fsdp"), id="fsdp"),
 ]
+CHEAPEST = [
+    pytest.param((1, "auto"), id="one rank"),
+    pytest.param((2, "ddp"), id="ddp", marks=pytest.mark.long),
+    pytest.param((2, "fsdp"), id="fsdp", marks=pytest.mark.long),
+]
 
 
 @pytest.fixture
@@ -138,9 +143,8 @@ def test_where_not_even_the_weights_fit_it_is_said_and_the_same_command_goes_on_
     assert [line["step"] for line in solo.metrics()] == list(range(1, 61))
 
 
-@pytest.mark.long
 @pytest.mark.fault("the storage turns read-only while a checkpoint is written")
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", CHEAPEST)
 def test_a_directory_that_turns_read_only_costs_the_new_checkpoint_and_nothing_else(
     solo: Job, mounts: ExitStack, world: tuple[int, str]
 ) -> None:
@@ -198,14 +202,7 @@ def test_a_rank_that_not_even_sigkill_ends_is_not_waited_for(
 
 
 @pytest.mark.fault("the whole output_dir does not answer")
-@pytest.mark.parametrize(
-    "world",
-    [
-        pytest.param((1, "auto"), id="one rank"),
-        pytest.param((2, "ddp"), id="ddp", marks=pytest.mark.long),
-        pytest.param((2, "fsdp"), id="fsdp", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("world", CHEAPEST)
 def test_where_no_step_can_be_kept_the_run_ends_and_says_why_and_goes_on_later(
     solo: Job, mounts: ExitStack, world: tuple[int, str], tmp_path: Path
 ) -> None:
