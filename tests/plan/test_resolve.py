@@ -3,6 +3,7 @@
 Run: pytest tests/plan
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from unisono.plan import (
     DeviceChoice,
     ModelFacts,
     PlanInputs,
+    RankPlace,
     RunPlan,
     SplitSummary,
     estimate_memory,
@@ -173,6 +175,22 @@ def test_defaults_that_were_written_out_are_not_warned_of() -> None:
     written = RunConfig.model_validate(given_inputs.config.model_dump(mode="json", by_alias=True))
     again = PlanInputs(**{**vars(given_inputs), "config": written})
     assert resolve_plan(again).warnings == resolve_plan(given_inputs).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "adapter", "lines"),
+    [("hrm_text", "fsdp", None, 1), ("hrm_text", "ddp", None, 0), ("hrm_text", "fsdp", {"rank": 4}, 0), ("llama", "fsdp", None, 0)],
+)  # fmt: skip
+def test_a_result_that_one_rank_must_gather_whole_is_told_before_the_run(
+    kind: str, strategy: str, adapter: dict[str, Any] | None, lines: int
+) -> None:
+    given_inputs = inputs(parallel={"strategy": strategy}, adapter=adapter)
+    ranks = [
+        RankPlace(rank=n, node_rank=0, local_rank=n, host="h", device=given_inputs.device) for n in (0, 1)
+    ]
+    model = MODEL.model_copy(update={"model_type": kind})
+    made = resolve_plan(replace(given_inputs, ranks=ranks, model=model))
+    assert ["the whole model (30 MB) in host memory" in text for text in made.warnings] == [True] * lines
 
 
 def test_a_plan_survives_being_written_and_read() -> None:

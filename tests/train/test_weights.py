@@ -10,8 +10,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from unisono.model.layout import MODEL_INDEX, model_layout
+from unisono.plan.resolve import FUSED_TYPES
 from unisono.train.weights import write_adapter, write_model
 
 _SMALL: dict[str, Any] = {
@@ -95,6 +99,18 @@ def test_several_files_of_converted_tensors_load_to_the_same_bits(tmp_path: Path
 def test_tensors_that_are_made_of_several_are_left_to_transformers(tmp_path: Path) -> None:
     assert model_layout(made("hrm_text"), dtype=torch.float32, max_file_bytes=10**9) is None
     assert model_layout(made("mixtral"), dtype=torch.float32, max_file_bytes=10**9) is not None
+
+
+def test_the_plan_knows_all_types_of_language_models_whose_files_fuse_tensors() -> None:
+    """It must warn before torch is imported; so it has a list, which a new transformers may make too short."""
+    fused = {
+        kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if any(
+            isinstance(rule, WeightConverter) and len(rule.target_patterns) > 1
+            for rule in get_checkpoint_conversion_mapping(kind) or ()
+        )
+    }  # fmt: skip
+    assert fused == FUSED_TYPES
 
 
 @pytest.mark.parametrize(

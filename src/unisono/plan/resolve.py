@@ -28,6 +28,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 # Above this a forward gains nothing more, and its memory is better left to others.
 _ENOUGH_TOKENS = {"cpu": 8_192, "cuda": 65_536}
 _SHARE_OF_MEMORY = 0.8
+FUSED_TYPES = frozenset({"hrm_text"})
+"""Model types whose files have tensors that are made of several of the model's: transformers must see all of them together to write one."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         origins=origins,
         warnings=_without_effect(config, data, strategy)
         + _silent(given, strategy)
+        + _gathered_whole(given, strategy)
         + _uneven(given.nodes)
         + _seldom_kept(config, data)
         + _reasons_for_nothing(config, given.settings),
@@ -309,6 +312,18 @@ def _silent(given: PlanInputs, strategy: Strategy) -> list[str]:
     return [
         f"eval.{key} has no effect: with fsdp all ranks generate in step, and their devices differ: {', '.join(names)}"
         for key in asked
+    ]
+
+
+def _gathered_whole(given: PlanInputs, strategy: Strategy) -> list[str]:
+    """A line where the result of sharded ranks cannot be gathered tensor by tensor."""
+    model = given.model
+    if strategy != "fsdp" or given.config.adapter is not None or model.model_type not in FUSED_TYPES:
+        return []
+    size = show_bytes(model.weight_bytes or 4 * model.parameters)
+    return [
+        f"rank 0 will hold the whole model ({size}) in host memory when the result is written: in the files of {model.model_type} several"
+        " tensors are one, so they are gathered together and not one by one"
     ]
 
 
