@@ -3,14 +3,17 @@
 import contextlib
 import shutil
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.nodes.fronts import together
-from tests.nodes.ground import Ground
+from tests.nodes.ground import Ground, Namespaces
 from tests.nodes.harness import Job
+from tests.nodes.own_disks import assert_whole_at_the_head, disk, start_apart, store_in
 from tests.nodes.words import refused
+from unisono.checkpoint.manifest import MANIFEST, Manifest
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -66,3 +69,47 @@ def reaching(job: Job) -> list[psutil.Process]:
             if "unisono.task" in (words := process.cmdline()) and "storage" in words:
                 found.append(process)
     return found
+
+
+@pytest.mark.long
+def test_parts_of_nodes_with_disks_of_their_own_end_whole_at_the_head_and_in_the_storage(
+    networks: Namespaces, trio: Job, caches: Path
+) -> None:
+    """FSDP2: what two nodes stream to the head goes from there to a storage that only the head has, and comes back to a head whose disk is lost."""
+    del networks
+    copies = trio.folder / "copies"
+    trio.config(
+        parallel={"strategy": "fsdp"},
+        duration="6 steps",
+        checkpoint={"keep": 9, "storage": f"file://{copies}"},
+    )
+    fronts = start_apart(trio, json=False, rehearse=True, hidden=copies)
+    assert together(fronts) == [0, 0, 0], trio.told()
+    manifests = assert_whole_at_the_head(trio, caches, last=6)
+    assert all(sum(".shard-" in name for name in manifest.files) == 6 for manifest in manifests)
+    there = copied(trio, copies, caches)
+    assert there[-1].step == 6, trio.told()
+    assert {one.step for one in there} <= {one.step for one in manifests}
+    assert all(one in manifests for one in there), "the same manifests, with who wrote what"
+    assert f"step-00000006 is in file://{copies}/out/" in fronts[0].text()
+
+    shutil.rmtree(trio.out)
+    trio.config(duration="8 steps")
+    fronts = start_apart(trio, "--resume", json=False, hidden=copies)
+    assert together(fronts) == [0, 0, 0], trio.told()
+    assert trio.read("plan.json")["resume"]["step"] == 6
+    assert [line["step"] for line in trio.metrics()] == list(range(1, 9))
+    assert_whole_at_the_head(trio, caches, last=8)
+    assert copied(trio, copies, caches)[-1].step == 8
+    assert not any(list(disk(trio, node, "hidden").iterdir()) for node in (1, 2)), (
+        "only the head reaches for it"
+    )
+    trio.wait_gone()
+
+
+def copied(job: Job, copies: Path, caches: Path) -> list[Manifest]:
+    """The copies that count, oldest first; each is whole."""
+    store = store_in(copies / "out" / job.read("plan.json")["run_id"], caches)
+    there = [path for path in store.list() if (path / MANIFEST).exists()]
+    assert not any(store.verify(path) for path in there)
+    return [Manifest.from_bytes((path / MANIFEST).read_bytes()) for path in there]

@@ -2,47 +2,16 @@
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.nodes.fronts import Front, together
-from tests.nodes.ground import Namespaces, Own
+from tests.nodes.fronts import together
+from tests.nodes.ground import Namespaces
 from tests.nodes.harness import Job
-from unisono.checkpoint.manifest import MANIFEST, Manifest
-from unisono.checkpoint.signing import user_key
-from unisono.checkpoint.store import CheckpointStore
+from tests.nodes.own_disks import assert_whole_at_the_head, start_apart
+from unisono.cli.checkpoint_rows import row_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-
-
-def start_apart(job: Job, *words: str, **named: Any) -> list[Front]:
-    """All nodes, each with a disk of its own where the config's output_dir is; that of the head is `job.out`."""
-    job.out.mkdir(exist_ok=True)
-    for node in range(1, job.nodes):
-        disk(job, node).mkdir(exist_ok=True)
-    owns = [Own(), *(Own(binds=[(disk(job, node), job.out)]) for node in range(1, job.nodes))]
-    return [job.start(node, *words, own=own, **named) for node, own in enumerate(owns)]
-
-
-def disk(job: Job, node: int) -> Path:
-    return job.home(node) / "disk"
-
-
-def store_of(job: Job, caches: Path) -> CheckpointStore:
-    return CheckpointStore(job.out / "checkpoints", key=user_key(caches / "place0" / "settings" / "unisono"))
-
-
-def assert_whole_at_the_head(job: Job, caches: Path, *, last: int) -> list[Manifest]:
-    """Every checkpoint is in the head's output_dir, intact; nothing of any is elsewhere, and nothing half is here."""
-    store = store_of(job, caches)
-    assert store.list()[-1].name == f"step-{last:08d}", job.told()
-    assert len(store.list()) >= 2
-    assert not any(store.verify(path) for path in store.list())
-    assert not list((job.out / "checkpoints").glob("*.tmp-*"))
-    for node in range(1, job.nodes):
-        assert not (disk(job, node) / "checkpoints").exists(), list(disk(job, node).rglob("*"))
-    return [Manifest.from_bytes((path / MANIFEST).read_bytes()) for path in store.list()]
 
 
 def test_parts_of_three_nodes_end_whole_at_the_head_and_a_killed_run_goes_on_from_there(
@@ -63,6 +32,9 @@ def test_parts_of_three_nodes_end_whole_at_the_head_and_a_killed_run_goes_on_fro
         wrote = {name: hosts[int(name.split(".shard-")[1][:5])] for name in parts}
         rescued = dict.fromkeys(parts, hosts[0])  # from memory, after the kill: by the head
         assert parts in (wrote, rescued)
+        row = row_of(trio.out / "checkpoints" / f"step-{manifest.step:08d}", key=b"")
+        assert row["holder"] == hosts[0], "where the bytes are, whoever wrote them"
+        assert row["writers"] == sorted({hosts[0], *parts.values()})
     assert parts, trio.told()
     screen = fronts[0].text()
     assert "do not see this output_dir: every checkpoint ends whole here, on ada" in screen, screen
