@@ -169,7 +169,12 @@ def test_the_first_copy_of_two_ranks_is_read_back_from_the_bucket(
         "--nproc", "2", "duration=2000 steps", "checkpoint.every=500 steps", faults={"real": True}
     )
     said: list[str] = []
-    reader = threading.Thread(target=lambda: [said.append(line) for line in process.stderr])
+
+    def read() -> None:
+        for line in process.stderr:
+            said.append(line)  # noqa: PERF402 - one by one, since they are looked at meanwhile
+
+    reader = threading.Thread(target=read)
     reader.start()
     until(
         lambda: process.poll() is not None or any("rehearsal: copy of " in line for line in said), limit_s=240
