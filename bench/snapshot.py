@@ -3,9 +3,11 @@
     python bench/snapshot.py [--steps 13] [--batch 8]
 
 Runs `unisono train` as a user does, on the random model of 135 M parameters and the rows of bench/workload.py, with LoRA of rank 16: one
-rank, and two replicas. The figures are the worker's own, by which it decides (medians of ten steps, the first left out): for how long a
-step waits for it. `apart` takes the same pass apart in a process of its own, on tensors of the same sizes: the copy alone, and with the
-digest; best of many, so that other work on the machine counts less. Results go to bench/results/snapshot.json.
+rank, two replicas, and two shards (FSDP2), each of which keeps its half and then waits until the other has kept its own. The figures are
+the worker's own, by which it decides (medians of ten steps, the first left out): for how long a step waits for it, that wait included.
+`load_average` is that at the end of the job: what is much above the number of ranks is other work, which the wait for another rank feels most.
+`apart` takes the same pass apart in a process of its own, on tensors of the same sizes: the copy alone, and with the digest; best of many,
+so that other work on the machine counts less. Results go to bench/results/snapshot.json.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from typing import Any
 
 from workload import make  # type: ignore[import-not-found]  # beside this script
 
-WAYS = {"one rank": ("auto", 1), "two replicas": ("ddp", 2)}
+WAYS = {"one rank": ("auto", 1), "two replicas": ("ddp", 2), "two shards": ("fsdp", 2)}
 
 
 def job(work: Path, way: str, *, steps: int, batch: int) -> list[dict[str, Any]]:
@@ -44,7 +46,10 @@ def job(work: Path, way: str, *, steps: int, batch: int) -> list[dict[str, Any]]
         (kept,) = [line for line in lines if line["kind"] == "kept"]
         figures = {name: round(kept[name], 6) for name in ("cost_s", "step_time_s")}
         share = round(kept["cost_s"] / kept["step_time_s"], 6)
-        found.append({"way": way, "rank": rank, **figures, "share": share, "memory_bytes": kept["bytes"]})
+        found.append(
+            {"way": way, "rank": rank, **figures, "share": share, "memory_bytes": kept["bytes"],
+             "load_average": round(os.getloadavg()[0], 2)}
+        )  # fmt: skip
     return found
 
 
@@ -77,7 +82,7 @@ def apart(sizes: list[int], *, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Both ways, and the pass taken apart."""
+    """All ways, and the pass taken apart."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
