@@ -97,6 +97,22 @@ def test_a_fully_trained_run_exports_its_model(
     assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")), wanted)
 
 
+@pytest.mark.parametrize("adapter", [{"rank": 4}, None], ids=["adapter", "model"])
+def test_what_is_exported_of_an_older_step_is_the_result_of_a_run_that_ends_there(
+    train_here: Train, tmp_path: Path, listening: Any, adapter: dict[str, Any] | None
+) -> None:
+    same = {"adapter": adapter, "optim": {"lr": 2e-2, "schedule": "constant", "warmup": "0%"}}
+    short, long = (train_here(duration=f"{steps} steps", **same) for steps in (2, 4))
+    exported(long.directory, tmp_path / "out", listening, step=2)
+    (older,) = (load_file(file) for file in (tmp_path / "out").glob("*.safetensors"))
+    ended, last = (
+        load_file(file) for run in (short, long) for file in run.directory.glob("[am]*/*model.safetensors")
+    )
+    assert older.keys() == ended.keys()
+    assert all(torch.equal(older[name], ended[name]) for name in ended)
+    assert not all(torch.equal(older[name], last[name]) for name in last)
+
+
 @pytest.mark.parametrize("merge", [True, False])
 def test_template_and_stop_tokens_of_the_run_come_with_it(
     train_here: Train, model_dir: Path, rows_file: Path, tmp_path: Path, listening: Any, *, merge: bool

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from unisono.units import parse_bytes
 
 Train = Callable[..., Any]
 
@@ -38,6 +41,27 @@ def test_a_whole_model_is_stored_in_the_dtype_it_came_in_and_says_so(train_here:
     assert {tensor.dtype for tensor in run.weights().values()} == {torch.bfloat16}
     model = AutoModelForCausalLM.from_pretrained(run.directory / "model")
     assert model.dtype == torch.bfloat16
+
+
+def test_a_model_that_is_larger_than_a_file_may_be_becomes_several_and_an_index(train_here: Train) -> None:
+    whole = train_here(adapter=None)
+    parts = train_here(adapter=None, checkpoint={"max_shard_size": "40 kB"})
+    assert parse_bytes(whole.plan.config.checkpoint.max_shard_size) == 10**9
+    assert [file.name for file in whole.directory.glob("model/*.safetensors*")] == ["model.safetensors"]
+    index = json.loads((parts.directory / "model" / "model.safetensors.index.json").read_text())
+    files = {file.name: load_file(file) for file in parts.directory.glob("model/*.safetensors")}
+    assert len(files) > 2
+    assert {name: file for file, tensors in files.items() for name in tensors} == index["weight_map"]
+    assert all(
+        sum(tensor.nbytes for tensor in tensors.values()) <= 40_000
+        for tensors in files.values()
+        if len(tensors) > 1
+    )
+    found, wanted = (
+        AutoModelForCausalLM.from_pretrained(run.directory / "model").state_dict() for run in (parts, whole)
+    )
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_the_result_talks_in_the_template_that_it_was_trained_with(train_here: Train, tmp_path: Path) -> None:

@@ -157,6 +157,76 @@ def test_tensors_that_come_later_and_views_are_saved_too() -> None:
         assert found == {n: t.contiguous().numpy().tobytes() for n, t in tensors.items()}
 
 
+def test_the_buffers_of_a_save_are_those_of_the_next_one() -> None:
+    saver = Saver(Staging(torch.device("cpu")))
+    tensors = {"a": torch.zeros(5000), "b": torch.zeros(3, 7)[:, ::2], "step": torch.zeros(())}
+    places: list[dict[str, int]] = []
+
+    def write(save: Save, files: Files) -> None:
+        del save
+        parts = files["trainable"]
+        places.append(
+            {part.name: torch.frombuffer(part.read(), dtype=torch.uint8).data_ptr() for part in parts}
+        )
+
+    for step in range(3):
+        saver.begin(step, _groups(tensors), write)
+        assert saver.wait()
+    assert places[0] == places[1] == places[2]
+    assert not set(places[0].values()) & {tensor.data_ptr() for tensor in tensors.values()}
+
+
+def test_a_save_that_is_due_while_one_is_in_flight_waits_for_it(
+    train_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save begins to write when the step after it is done, and so is in flight when the next one is due."""
+    done = [threading.Event() for _ in range(6)]
+    in_flight, most = [0], [0]
+    save = CheckpointStore.save
+
+    def late(self: CheckpointStore, step: int, *args: Any, **named: Any) -> Path:
+        in_flight[0] += 1
+        most[0] = max(most[0], in_flight[0])
+        assert step == 6 or done[step].wait(5)  # less than STUCK_S
+        path = save(self, step, *args, **named)
+        in_flight[0] -= 1
+        return path
+
+    def tell(message: dict[str, Any], stop: object) -> None:
+        del stop
+        if message["kind"] == "step":
+            done[message["step"] - 1].set()
+
+    monkeypatch.setattr(CheckpointStore, "save", late)
+    run = train_here(on_message=tell, checkpoint={"every": "1 steps"})
+    assert [message["step"] for message in run.of_kind("checkpoint")] == [1, 2, 3, 4, 5, 6]
+    assert most == [1]
+
+
+def test_a_save_that_is_due_while_one_hangs_is_left_out_and_said(
+    train_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "STUCK_S", 0.3)
+    left_out = threading.Event()
+    save = CheckpointStore.save
+
+    def late(self: CheckpointStore, *args: Any, **named: Any) -> Path:
+        assert left_out.wait(LIMIT_S)
+        return save(self, *args, **named)
+
+    def tell(message: dict[str, Any], stop: object) -> None:
+        del stop
+        if message["kind"] == "warning" and message["code"] == "checkpoint_skipped":
+            left_out.set()
+
+    monkeypatch.setattr(CheckpointStore, "save", late)
+    run = train_here(on_message=tell, checkpoint={"every": "3 steps"}, duration="9 steps")
+    (warning,) = [m for m in run.of_kind("warning") if m["code"] == "checkpoint_skipped"]
+    assert warning["text"].startswith("step 6 is not saved: the save of step 3 has made no progress")
+    assert [message["step"] for message in run.of_kind("checkpoint")] == [3, 9]
+    assert len(run.losses) == 9
+
+
 def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(
     train_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
