@@ -15,7 +15,8 @@ if sys.argv[1] == what:
 elif request.get("action") == what:
     place = Path(request["url"].removeprefix("file://")) / request["run_id"] / f"step-{request['step']:08d}"
 if place is not None:
-    with (place / "trainable.safetensors").open("r+b") as file:
+    *_, last = sorted(place.glob("trainable*.safetensors"))  # of shards that of the last rank
+    with last.open("r+b") as file:
         file.seek(-5, os.SEEK_END)
         byte = file.read(1)[0]
         file.seek(-5, os.SEEK_END)

@@ -33,7 +33,7 @@ def saved(job: Job) -> list[int]:
     return [line["step"] for line in map(json.loads, lines) if line["kind"] == "checkpoint"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.long)])
 def test_the_first_checkpoint_and_its_copy_are_read_back_and_the_run_says_what_all_of_them_take(
     solo: Job, strategy: str
 ) -> None:
@@ -140,11 +140,21 @@ def test_a_first_checkpoint_that_cannot_be_written_ends_the_run_at_once(solo: Jo
 FLIPS = {"task": [sys.executable, str(Path(__file__).with_name("flips_a_byte.py"))]}
 
 
-def test_a_checkpoint_that_comes_back_otherwise_ends_the_run_with_7(solo: Job) -> None:
-    solo.config(duration=LONG, checkpoint={"every": "500 steps"})
+@pytest.mark.parametrize(
+    ("strategy", "file"),
+    [
+        ("fsdp", "trainable.shard-00001-of-00002.safetensors"),
+        pytest.param("ddp", "trainable.safetensors", marks=pytest.mark.long),
+    ],
+    ids=["a shard", "a whole file"],
+)
+def test_a_checkpoint_that_comes_back_otherwise_ends_the_run_with_7(
+    solo: Job, strategy: str, file: str
+) -> None:
+    solo.config(duration=LONG, checkpoint={"every": "500 steps"}, parallel={"strategy": strategy})
     front = start(solo, answers=FLIPS)
     assert front.wait() == 7, front.text()
-    assert "the first checkpoint is not read back as it was written: trainable.safetensors" in front.text()
+    assert f"the first checkpoint is not read back as it was written: {file}" in front.text()
     assert solo.metrics()[-1]["step"] < 500
     assert solo.read("result.json")["outcome"] == "corrupt"
     solo.wait_gone()
