@@ -34,14 +34,17 @@ def restarts_of(job: Job, layout: Layout, kills: int, chance: random.Random) -> 
     layout.config(job, steps=_APART * (kills + 1))
     (front,) = layout.start(job)
     for _ in range(kills):
-        already = last_step(job)
-        job.until(lambda least=already + _APART - 1: last_step(job) >= least, what="some steps")
-        rank = chance.choice(sorted(job.ranks()))
-        job.ranks()[rank].kill()
+        _wait_for(job, last_step(job) + _APART - 1)
+        _, process = chance.choice(sorted(job.ranks().items()))
+        process.kill()
     if (code := front.wait()) != 0:
         raise SystemExit(f"{layout.name} ended with {code}:\n{front.text()}")
     restarts: list[dict[str, Any]] = job.read("result.json")["restarts"]
     return restarts
+
+
+def _wait_for(job: Job, step: int) -> None:
+    job.until(lambda: last_step(job) >= step, what=f"step {step}")
 
 
 def main() -> None:
