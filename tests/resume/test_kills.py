@@ -31,6 +31,7 @@ def _survives(job_of: JobOf, reference: Reference, layout: Layout, each: Each) -
     return struck
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("layout", FEW, ids=lambda layout: layout.id)
 def test_a_run_that_is_killed_ends_bit_equal_to_the_undisturbed_one(
     job_of: JobOf, reference: Reference, layout: Layout

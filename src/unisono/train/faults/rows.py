@@ -1,7 +1,6 @@
 """Writes down which rows were trained on."""
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -24,7 +23,7 @@ def write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
     tokens = [ids.tobytes() for ids in np.split(batch.input_ids, ends[:-1])]
     rows = [[name, xxhash.xxh3_64_hexdigest(ids)] for name, ids in zip(batch.row_ids, tokens, strict=True)]
     line = {
-        "time": time.time(), "front": os.getppid(), "epoch": plan.epoch, "world_size": plan.world_size, "rank": rank, "step": step,
+        "time": time.time(), "epoch": plan.epoch, "world_size": plan.world_size, "rank": rank, "step": step,
         "rows": rows,
     }  # fmt: skip
     with (Path(directory) / f"rank-{rank:05d}.jsonl").open("a", encoding="utf-8") as file:
