@@ -204,8 +204,7 @@ def length_of(thing: Any) -> int | None:
     """Its length; None where it has none, as streams, or says something that is no number."""
     try:
         return len(thing)
-    # Somebody else's __len__: whatever it raises where it knows no length, or counts wrong.
-    except (TypeError, NotImplementedError, AttributeError, ValueError, OverflowError):
+    except (TypeError, NotImplementedError, AttributeError, ValueError, OverflowError):  # a stranger's code
         return None
 
 
