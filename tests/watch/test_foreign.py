@@ -76,10 +76,17 @@ def test_a_rank_that_stands_still_while_others_wait_is_named_with_its_line_and_e
     assert isinstance(first, Suspicion)
     assert not first.is_named, "it has not been looked at"
     assert set(first.wanted) >= {0, 1}
-    looked = judged(waiting, still, looks=[begun(1, "all_reduce", 8)])
+    mine = begun(1, "all_reduce", 8)
+    assert named(judged(waiting, still, looks=[mine])) is None, "what the other waits for is looked up first"
+    looked = judged(waiting, still, looks=[mine, begun(0, "all_reduce", 9)])
     assert named(looked) == ("user_code_stuck", (1,))
     assert isinstance(looked, Suspicion)
     assert "x.py:1" in looked.verdict.summary
+    (waits,) = [item.text for item in looked.verdict.evidence if "rank 0" in item.where]
+    assert waits.startswith("waits, ")
+    assert "all_reduce #9" in waits
+    unanswered = judged(rank(0, idle=20, pending=1), rank(1, idle=20, still=18), looks=[mine])
+    assert named(unanswered) == ("user_code_stuck", (1,)), "a look that never comes is not waited for"
     late = judged(rank(0, idle=601, pending=1), rank(1, idle=601, still=600))
     assert isinstance(late, Verdict)
 

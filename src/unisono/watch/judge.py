@@ -143,13 +143,15 @@ def _does_not_come(
     view = min(late, key=lambda v: (_position(v, picture), -v.idle_s))
     cause, how = _how_it_is_late(view)
     found = _graded(cause, how, picture, view, patience)
-    unseen = tuple(v.rank for v in late if v.rank not in picture.looks)
-    if not isinstance(found, Suspicion) or not unseen:
+    # Somebody else's rank is told with its line, and with the collective of one that waits for it; else not at once.
+    is_ours = view.beat is not None and not view.beat.is_foreign
+    if not isinstance(found, Suspicion):
+        return found
+    told = [v.rank for v in late] if is_ours else [*(v.rank for v in late), *found.wanted]
+    unseen = tuple(rank for rank in dict.fromkeys(told) if rank not in picture.looks)
+    if not unseen:
         return found
     # Which of several waits for the others only their stacks tell; a look that never comes does not put the name off for ever.
-    is_ours = (
-        view.beat is not None and not view.beat.is_foreign
-    )  # else it is told with its line, or not at once
     sure = (len(late) == 1 and is_ours) or found.since_s > _limits(view, patience).name_s + _LOOK_S
     return replace(found, is_named=found.is_named and sure, wanted=(*found.wanted, *unseen))
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.text import one_line
+from unisono.watch.foreign import waits as foreign_waits
 from unisono.watch.phases import PHASES, phase_named
 from unisono.watch.picture import Look, Picture
 from unisono.watch.views import RankView
@@ -119,7 +120,10 @@ def waiting(picture: Picture, culprits: Sequence[int]) -> list[Evidence]:
 
 
 def _waits(view: RankView) -> bool:
-    return view.beat is not None and PHASES[phase_named(view.beat.phase)].waits
+    """By its phase; of somebody else's program, which has no such phases, by the collectives that it has begun."""
+    if view.beat is None:
+        return False
+    return PHASES[phase_named(view.beat.phase)].waits or (view.beat.is_foreign and foreign_waits(view.beat))
 
 
 def _of_look(look: Look, where: str) -> list[Evidence]:

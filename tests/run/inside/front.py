@@ -32,6 +32,7 @@ from unisono.launch.watching import Watching
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
 from unisono.rundir import RunDir
 from unisono.watch import BeatMemory
+from unisono.watch.picture import Collective
 
 LIMIT_S = 300.0
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -152,6 +153,11 @@ class Played:
         """Where a rank was when it was last looked at."""
         look = self.watching.picture.looks.get(rank)
         return look.stack if look is not None else ()
+
+    def begun(self, rank: int) -> Collective | None:
+        """The collective in which a rank was when it was last looked at."""
+        look = self.watching.picture.looks.get(rank)
+        return look.begun if look is not None else None
 
     def _answer(self) -> None:
         """Compares what was brought when all have brought it: what is not equal is refused."""
