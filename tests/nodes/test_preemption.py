@@ -32,23 +32,27 @@ def to_rank(rank: int, number: signal.Signals) -> Strike:
     return strike
 
 
-def to_node(node: int) -> Strike:
+def to_node(node: int, number: signal.Signals = signal.SIGTERM) -> Strike:
     """The node's whole group: its front, and its rank itself."""
 
     def strike(job: Job, fronts: list[Front]) -> None:
         rank = job.ranks()[node]
-        fronts[node].signal(signal.SIGTERM)
-        rank.send_signal(signal.SIGTERM)
+        fronts[node].signal(number)
+        rank.send_signal(number)
 
     return strike
 
 
-def to_all(job: Job, fronts: list[Front]) -> None:
+def to_all(number: signal.Signals) -> Strike:
     """Every process of the job, in any order."""
-    blows = [to_node(node) for node in range(len(fronts))]
-    random.SystemRandom().shuffle(blows)
-    for blow in blows:
-        blow(job, fronts)
+
+    def strike(job: Job, fronts: list[Front]) -> None:
+        blows = [to_node(node, number) for node in range(len(fronts))]
+        random.SystemRandom().shuffle(blows)
+        for blow in blows:
+            blow(job, fronts)
+
+    return strike
 
 
 def own_disk(job: Job, node: int) -> Own:
@@ -95,7 +99,11 @@ def ended(job: Job, fronts: list[Front], *, code: int = 75, outcome: str = "pree
         pytest.param(to_rank(1, signal.SIGUSR1), 75, "preempted", id="the rank of another node"),
         pytest.param(to_node(1), 75, "preempted", id="another node", marks=pytest.mark.long),
         pytest.param(to_node(0), 75, "preempted", id="the head's node", marks=pytest.mark.long),
-        pytest.param(to_all, 75, "preempted", id="all", marks=pytest.mark.long),
+        pytest.param(
+            to_node(1, signal.SIGUSR1), 75, "preempted", id="SIGUSR1 to another node", marks=pytest.mark.long
+        ),
+        pytest.param(to_all(signal.SIGTERM), 75, "preempted", id="all", marks=pytest.mark.long),
+        pytest.param(to_all(signal.SIGUSR1), 75, "preempted", id="SIGUSR1 to all", marks=pytest.mark.long),
         pytest.param(to_front(0, signal.SIGINT), 130, "interrupted", id="Ctrl-C", marks=pytest.mark.long),
         pytest.param(
             to_front(1, signal.SIGINT),

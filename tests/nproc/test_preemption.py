@@ -32,13 +32,17 @@ def to_rank(rank: int, number: signal.Signals) -> Strike:
     return strike
 
 
-def to_all(job: Job, front: Front) -> None:
+def to_all(number: signal.Signals) -> Strike:
     """As a scheduler signals a group, whose members pass on what they get; twice, as wrappers do."""
-    ranks = list(job.ranks().values())
-    for _ in range(2):
-        for rank in ranks:
-            rank.send_signal(signal.SIGTERM)
-        front.signal(signal.SIGTERM)
+
+    def strike(job: Job, front: Front) -> None:
+        ranks = list(job.ranks().values())
+        for _ in range(2):
+            for rank in ranks:
+                rank.send_signal(number)
+            front.signal(number)
+
+    return strike
 
 
 def configure(job: Job, **sections: object) -> Job:
@@ -90,7 +94,8 @@ def preempted(job: Job, front: Front, *, within_s: float) -> int:
         pytest.param(to_front, id="the front", marks=pytest.mark.long),
         pytest.param(to_rank(0, signal.SIGTERM), id="rank 0", marks=pytest.mark.long),
         pytest.param(to_rank(1, signal.SIGUSR1), id="rank 1", marks=pytest.mark.long),
-        pytest.param(to_all, id="all at once"),
+        pytest.param(to_all(signal.SIGTERM), id="all at once"),
+        pytest.param(to_all(signal.SIGUSR1), id="SIGUSR1 to all at once", marks=pytest.mark.long),
     ],
 )
 def test_whoever_gets_the_signal_all_ranks_save_after_the_same_step_and_the_run_goes_on_bit_equal(
