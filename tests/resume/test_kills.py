@@ -14,10 +14,10 @@ STEPS = 24
 
 # Five of each kind over all layouts, the first of each in a layout aimed at a save.
 FEW: dict[Layout, Each] = {
-    Layout("fsdp", 4, "full"): {"one rank": 1, "all ranks": 1},
+    Layout("fsdp", 4, "full"): {"one rank": 1, "all ranks": 1, "the front": 1},
     Layout("ddp", 2, "full"): {"one rank": 2, "all ranks": 2, "the front": 1},
     Layout("fsdp", 2, "lora"): {"one rank": 2, "all ranks": 2, "the front": 2},
-    Layout("single", 1, "lora"): {"the front": 2},
+    Layout("single", 1, "lora"): {"the front": 1},
     Layout("ddp", 2, "full", nodes=2): {"the head's front": 5},
 }
 

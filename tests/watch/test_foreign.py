@@ -110,6 +110,19 @@ def test_ranks_that_nobody_has_looked_at_are_in_no_known_collective() -> None:
     assert set(found.wanted) == {0, 1}
 
 
+def test_a_look_that_told_nothing_is_no_look_and_is_asked_for_again() -> None:
+    """Of a rank that had no processor for as long as it was looked at."""
+    blind = [Look(0), Look(1, stack=("x.py:1 in f",))]
+    found = judged(rank(0, pending=1), rank(1, pending=1, phase="comm"), looks=blind)
+    assert isinstance(found, Suspicion)
+    assert not found.is_named
+    assert set(found.wanted) == {0, 1}
+    still = judged(rank(0, pending=1), rank(1, still=4.0), looks=[Look(0), Look(1)])
+    assert isinstance(still, Suspicion)
+    assert not still.is_named
+    assert set(still.wanted) == {0, 1}
+
+
 def test_unequal_pieces_of_an_all_to_all_are_one_collective() -> None:
     looks = [begun(0, "all_to_all", 9, "[[3]]"), begun(1, "all_to_all", 9, "[[5]]")]
     assert named(judged(rank(0, pending=1), rank(1, pending=1), looks=looks)) is None

@@ -37,7 +37,7 @@ class Appender:
             raise OSError(None, self._last_words() or "the file cannot be written") from None
 
     def close(self) -> None:
-        """Lets it finish what it has, if the disk answers; else it is left behind, and ends when the disk does."""
+        """Lets it finish what it has, if the disk answers within a second; else what it still has is lost, and it ends when the disk lets it."""
         process, self._process, self._is_over = self._process, None, True
         if process is None:
             return

@@ -147,8 +147,10 @@ def _does_not_come(
     is_ours = view.beat is not None and not view.beat.is_foreign
     if not isinstance(found, Suspicion):
         return found
-    told = [v.rank for v in late] if is_ours else [*(v.rank for v in late), *found.wanted]
-    unseen = tuple(rank for rank in dict.fromkeys(told) if rank not in picture.looks)
+    unseen = tuple(v.rank for v in late if not _is_seen(v, picture))
+    if not is_ours:
+        others = (picture.views[rank] for rank in found.wanted if rank != view.rank)
+        unseen += tuple(other.rank for other in others if not _is_seen(other, picture))
     if not unseen:
         return found
     # Which of several waits for the others only their stacks tell; a look that never comes does not put the name off for ever.
@@ -245,7 +247,7 @@ def _together_in_a_collective(
         )
         found = verdict("rank_stalled", summary, picture, ranks=(), since_s=since_s, confidence=0.5)
     name_s = max(limits.name_s, _LONG_COLLECTIVE_S) if is_foreign else limits.name_s
-    wanted = [view.rank for view in stuck if not is_foreign or view.rank not in picture.looks]
+    wanted = [view.rank for view in stuck if not is_foreign or not _is_seen(view, picture)]
     return _by_time(found, since_s, name_s, limits.act_s, wanted=wanted)
 
 
@@ -317,6 +319,15 @@ def _position(view: RankView, picture: Picture) -> tuple[int, int, int]:
     look = picture.looks.get(view.rank)
     number = look.begun.number if look is not None and look.begun is not None else 0
     return view.beat.step, view.beat.comm, number
+
+
+def _is_seen(view: RankView, picture: Picture) -> bool:
+    """Whether a look at a rank has told what is asked of it: its stack, and of somebody else's that waits, in which collective."""
+    look = picture.looks.get(view.rank)
+    if look is None:
+        return False
+    asks_collective = view.beat is not None and view.beat.is_foreign and _waits(view, picture)
+    return look.begun is not None if asks_collective else bool(look.stack)
 
 
 def _top(view: RankView, picture: Picture) -> str:
