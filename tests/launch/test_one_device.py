@@ -3,6 +3,7 @@
 Run: pytest tests/launch/test_one_device.py
 """
 
+import contextlib
 import json
 import random
 import subprocess
@@ -68,9 +69,12 @@ def sockets(pid: int) -> list[Any]:
     """Network sockets of a process and its children that listen or are connected."""
     found = []
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        found += [
-            c for c in process.net_connections("inet") if c.status in ("LISTEN", "ESTABLISHED", "SYN_SENT")
-        ]
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended since has none
+            found += [
+                c
+                for c in process.net_connections("inet")
+                if c.status in ("LISTEN", "ESTABLISHED", "SYN_SENT")
+            ]
     return found
 
 
