@@ -18,7 +18,7 @@ from tests.nodes.harness import Job
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 INJECTED = {"PYTHONPATH": str(Path(injected.__file__).parent)}
-STEPS, OFTEN_STEPS = 18, 45
+STEPS, OFTEN_STEPS = 27, 45
 LIMIT_S = 400.0
 OFTEN = [
     pytest.mark.long,
@@ -112,7 +112,7 @@ def goes_through(
     configure(job, strategy=strategy, restarts=len(blows), steps=steps)
     front, chance = start(job, nproc), random.Random(f"{strategy} {len(blows)}")
     reached = 0
-    for blow, step in zip(blows, sorted(chance.sample(range(1, steps // 2), len(blows))), strict=True):
+    for blow, step in zip(blows, sorted(chance.sample(range(1, steps // 3), len(blows))), strict=True):
         # A second death before any new step would rightly be taken for deterministic, and end the run.
         reached = strike(job, front, blow, chance, after=max(step, reached + 1))
     assert front.wait(limit_s=LIMIT_S) == 0, front.text()
@@ -178,7 +178,7 @@ def test_where_it_costs_too_much_it_is_turned_off_and_the_run_goes_back_to_its_c
     configure(solo, restarts=1)
     solo.config(
         adapter={"rank": 256, "dropout": 0.0}, batch={"global": 1, "micro": 1}, checkpoint={"every": "5 steps"},
-        duration="60 steps", eval={"every": "1000 steps"},
+        duration="400 steps", eval={"every": "1000 steps"},
     )  # fmt: skip
     front = start(solo, 1, json=False)
     front.wait_for("keeping each step in memory costs ")
@@ -192,4 +192,4 @@ def test_where_it_costs_too_much_it_is_turned_off_and_the_run_goes_back_to_its_c
     assert "was kept in memory" not in front.text()
     (restart,) = solo.read("result.json")["restarts"]
     assert restart["from_step"] % 5 == 0
-    assert [line["step"] for line in solo.metrics()] == [*range(1, 61)]
+    assert [line["step"] for line in solo.metrics()] == [*range(1, 401)]
