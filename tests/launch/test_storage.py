@@ -253,12 +253,12 @@ def test_a_storage_that_does_not_answer_is_not_waited_for_beyond_its_time(tmp_pa
     os.mkfifo(place / "tried")
     said: list[dict[str, Any]] = []
     with storage_tried(
-        config, RunDir(tmp_path / "out"), "run", programs=Programs(), leftovers={}, show=said.append, patience_s=2.2
+        config, RunDir(tmp_path / "out"), "run", programs=Programs(), leftovers={}, show=said.append, patience_s=6.0
     ):  # fmt: skip
         assert not said
     assert [message["kind"] for message in said] == ["note", "warning"]
     assert said[0]["text"].startswith(f"waiting for file://{tmp_path}/out to answer; at most ")
-    assert "was not tried before the first step: it has not answered within 2.2 s" in said[1]["text"]
+    assert "was not tried before the first step: it has not answered within 6.0 s" in said[1]["text"]
     assert "training begins, and each copy that fails will be told" in said[1]["text"]
 
 
