@@ -1,5 +1,6 @@
 """What a node says of a head that does not answer, or of whoever answers in its place. Run: pytest tests/control/test_dialling.py"""
 
+import contextlib
 import os
 import signal
 import socket
@@ -34,7 +35,7 @@ def listener() -> Iterator[Listener]:
                 sock, _ = server.accept()
             except OSError:
                 return
-            with sock:
+            with sock, contextlib.suppress(OSError):  # the caller may have gone
                 answer(sock)
 
     def listen(answer: Callable[[socket.socket], None]) -> tuple[str, int]:
@@ -75,8 +76,8 @@ def test_a_head_that_is_not_there_is_called_until_the_time_is_over(room: "Room")
     waits: list[tuple[str, float]] = []
     address = ("127.0.0.1", free_port())
     began = time.monotonic()
-    cause, summary = refused(room, address, timeout_s=1.2, on_wait=lambda *told: waits.append(told))
-    assert 1.0 < time.monotonic() - began < 8
+    cause, summary = refused(room, address, timeout_s=3.0, on_wait=lambda *told: waits.append(told))
+    assert 2.8 < time.monotonic() - began < 15
     assert cause == "head_unreachable"
     assert summary.startswith(
         f"node 1 (host1) cannot reach the head at 127.0.0.1:{address[1]}: nobody listens there"

@@ -23,7 +23,9 @@ from unisono.control.echo import CALLS, EchoListener, reach_key
 from unisono.control.reach import SIZES, DialLimits, Peer, Reached, choose_peers, dial_all
 
 KEY = reach_key(b"the job's token", "run-1")
-SHORT = DialLimits(connect_s=1.0, message_s=0.5, patient_s=1.5)
+SHORT = DialLimits(connect_s=1.0, message_s=1.0, patient_s=1.5)
+"""Where nothing comes."""
+LONG = DialLimits(connect_s=20.0, message_s=20.0, patient_s=40.0)
 
 
 def peers_of(count: int) -> list[Peer]:
@@ -79,7 +81,7 @@ def listener() -> Iterator[EchoListener]:
         yield made
 
 
-def dial(*ports: int, limits: DialLimits = SHORT, key: bytes = KEY) -> list[Reached]:
+def dial(*ports: int, limits: DialLimits = LONG, key: bytes = KEY) -> list[Reached]:
     return dial_all([Peer(1, "b", "127.0.0.1", ports)], key, source=0, limits=limits)
 
 
@@ -155,7 +157,7 @@ def test_one_that_hangs_up_is_a_stranger() -> None:
 
 def test_one_that_accepts_and_is_silent_is_named_so() -> None:
     with foreign(lambda _sock: None) as port:
-        [found] = dial(port)
+        [found] = dial(port, limits=SHORT)
     assert found.outcome == "timed_out"
     assert "accepted" in found.note
 
@@ -186,7 +188,7 @@ def test_large_messages_that_do_not_pass_are_told_from_small_ones_that_do(listen
             threading.Thread(target=carry, args=(*pair, 20_000), daemon=True).start()
 
     with foreign(relay) as port:
-        [found] = dial(port)
+        [found] = dial(port, limits=SHORT)
         told.set()
     assert (found.outcome, found.largest_bytes) == ("stalled", 9_000)
     assert found.tried_bytes == [1, 1_400, 9_000, 65_536]
@@ -236,11 +238,7 @@ def test_no_bytes_end_the_listener(data: bytes) -> None:
 def test_a_hundred_diallers_at_once_are_all_answered(listener: EchoListener) -> None:
     head = Peer(0, "a", "127.0.0.1", tuple(listener.ports[:1]), brief=True)
     with ThreadPoolExecutor(20) as pool:
-        found = list(
-            pool.map(
-                lambda rank: dial_all([head], KEY, source=rank, limits=DialLimits(20, 20, 40))[0], range(100)
-            )
-        )
+        found = list(pool.map(lambda rank: dial_all([head], KEY, source=rank, limits=LONG)[0], range(100)))
     assert [one.outcome for one in found] == ["ok"] * 100
 
 
@@ -250,7 +248,7 @@ def test_after_close_the_ports_are_free_and_no_thread_is_left() -> None:
     with socket.create_connection(("127.0.0.1", listener.ports[0])):
         listener.close()
     listener.close()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     assert {one.outcome for one in dial(*listener.ports)} == {"refused"}
 
 

@@ -120,7 +120,8 @@ class Namespaces:
     def command(self, node: int, words: Sequence[str], own: Own) -> list[str]:
         hosts = own.hosts if own.hosts is not None else self.hosts()
         hosts_file = self.folder / f"hosts-{node}-{abs(hash(hosts)):x}"
-        hosts_file.write_text(hosts)
+        if not hosts_file.exists():  # living nodes may have it as their own
+            hosts_file.write_text(hosts)
         script = ["set -e", f"hostname {self.host(node)}"]
         binds = [(hosts_file, Path("/etc/hosts")), (self.folder / "resolv.conf", Path("/etc/resolv.conf"))]
         script += [f"mount --bind '{source}' '{target}'" for source, target in [*binds, *own.binds]]

@@ -19,7 +19,7 @@ from unisono.checkpoint.manifest import MANIFEST
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-LONG = "2000 steps"  # ended by the test, when it has seen what it waits for
+LONG = "20000 steps"  # ended by the test, when it has seen what it waits for
 
 
 def start(job: Job, *words: str, **named: object) -> Front:
@@ -47,7 +47,7 @@ def test_the_first_checkpoint_and_its_copy_are_read_back_and_the_run_says_what_a
     said = next(line for line in front.text().splitlines() if "rehearsal: checkpoint" in line)
     found = re.search(
         r"rehearsal: checkpoint of ([\d.]+ [kM]?B) in .* s \(.* s of it blocking\), read back and verified in .* s;"
-        r" 4 more every 500 steps, at most 3 on disk: ([\d.]+ [kM]?B) of ([\d.]+ GB) free; .* s in all",
+        r" 40 more every 500 steps, at most 3 on disk: ([\d.]+ [kM]?B) of ([\d.]+ GB) free; .* s in all",
         said,
     )
     assert found, said

@@ -214,7 +214,7 @@ def test_where_no_step_can_be_kept_the_run_ends_and_says_why_and_goes_on_later(
     disk.hang()
     began = time.monotonic()
     named = front.wait_for("has made no progress", limit_s=60)
-    assert named - began < 15
+    assert named - began < 40
     assert front.wait(limit_s=90) == 6, front.text()
     assert front.ended is not None
     assert front.ended - began < 60

@@ -17,7 +17,7 @@ TWO = ("--launcher", "slurm", "--nodes", "2")
 @pytest.mark.ranks
 def test_a_job_of_two_nodes_is_written_submitted_followed_and_ends_with_its_code(job: SlurmJob) -> None:
     front = job.type(*TWO, "--nproc", "1", json=False)
-    assert front.wait() == 0, front.text()
+    assert front.wait(limit_s=1000) == 0, front.text()
     folder = job.out / "slurm"
     script = folder / "job.sh"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
