@@ -50,6 +50,10 @@ class Watched:
 
     def look(self, *ranks: int) -> dict[int, Look]:
         """What a look at the ranks gives."""
+        return self.look_until(lambda look: True, *ranks)
+
+    def look_until(self, seen: Callable[[Look], bool], *ranks: int) -> dict[int, Look]:
+        """The looks that first show this: a look ends after 1.5 s with what there is, which is less where the machine has much to do."""
         self.signs.look(ranks)
         found: dict[int, Look] = {}
         limit = time.monotonic() + LIMIT_S
@@ -57,7 +61,9 @@ class Watched:
             assert time.monotonic() < limit, found
             self.local.poll(0.01)
             self.signs.views(time.monotonic())
-            found |= {look.rank: look for look in self.signs.looks()}
+            looks = self.signs.looks()
+            found |= {look.rank: look for look in looks if seen(look)}
+            self.signs.look([look.rank for look in looks if not seen(look)])
         return found
 
 

