@@ -72,7 +72,8 @@ def test_processes_that_reach_each_other_add_their_numbers(groups: list[Group], 
 
 
 def test_one_that_never_comes_is_named_by_all_others(groups: list[Group]) -> None:
-    group = Group(3, present=2, deadline_s=2.0, names=["node 0 (ada)", "node 1 (bob)", "node 2 (cyd)"])
+    # Within the deadline those two must find each other.
+    group = Group(3, present=2, deadline_s=6.0, names=["node 0 (ada)", "node 1 (bob)", "node 2 (cyd)"])
     groups.append(group)
     group.ready()
     began = time.monotonic()
@@ -80,7 +81,7 @@ def test_one_that_never_comes_is_named_by_all_others(groups: list[Group]) -> Non
     for result in group.results():
         assert (result["ok"], result["missing"]) == (False, [2])
         assert "node 2 (cyd) did not come" in result["text"]
-        assert 1.9 < result["seconds"] < 15
+        assert 5.9 < result["seconds"] < 15
     assert time.monotonic() - began < 30
 
 
@@ -105,7 +106,7 @@ def test_one_that_is_killed_amid_the_sum_ends_it_for_all(groups: list[Group]) ->
 
 
 def test_one_that_is_stopped_is_named_and_the_others_end_in_time(groups: list[Group]) -> None:
-    group = Group(2, deadline_s=2.0)
+    group = Group(2, deadline_s=5.0)
     groups.append(group)
     group.ready()
     stopped = group.tasks[1]._child
