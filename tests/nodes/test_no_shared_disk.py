@@ -18,15 +18,15 @@ def test_parts_of_three_nodes_end_whole_at_the_head_and_a_killed_run_goes_on_fro
     networks: Namespaces, trio: Job, caches: Path
 ) -> None:
     del networks
-    trio.config(parallel={"strategy": "fsdp"}, duration="8 steps", restarts=1)
+    trio.config(parallel={"strategy": "fsdp"}, duration="16 steps", restarts=1)
     fronts = start_apart(trio, json=False)
     trio.waits_for_step(4)
     trio.ranks()[2].send_signal(signal.SIGKILL)
     assert together(fronts) == [0, 0, 0], trio.told()
-    assert [line["step"] for line in trio.metrics()] == list(range(1, 9))
+    assert [line["step"] for line in trio.metrics()] == list(range(1, 17))
     hosts = [front.host for front in fronts]
     parts: dict[str, str] = {}
-    for manifest in assert_whole_at_the_head(trio, caches, last=8):
+    for manifest in assert_whole_at_the_head(trio, caches, last=16):
         parts = {name: entry.host for name, entry in manifest.files.items() if ".shard-" in name}
         assert len(parts) in (0, 6), parts  # none: what was rescued after the kill is whole
         wrote = {name: hosts[int(name.split(".shard-")[1][:5])] for name in parts}

@@ -9,7 +9,7 @@ from tests.nodes.harness import Job
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-STEPS = 12
+STEPS = 30
 
 
 @pytest.mark.parametrize(("strategy", "rank"), [("fsdp", 1), pytest.param("ddp", 0, marks=pytest.mark.long)])
