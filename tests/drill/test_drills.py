@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from unisono.drill.drills import DRILLS, Drill, choose
+from unisono.drill.drills import DEAD_S, DRILLS, Drill, choose
 from unisono.drill.judging import Row
 from unisono.drill.leftovers import processes_in
 from unisono.drill.running import carry_out
@@ -37,7 +37,8 @@ def carried_out(drill: Drill) -> Row:
     ],
 )
 def test_each_fault_is_named_with_its_culprit_and_leaves_nothing(drill: Drill) -> None:
-    row = carried_out(drill)
+    # The machine may have other work than this; `unisono drill` itself holds a death to its own limit.
+    row = carried_out(replace(drill, limit_s=max(drill.limit_s, 5 * DEAD_S)))
     if row.skipped is not None:
         pytest.skip(row.skipped)
     assert row.is_good, row
