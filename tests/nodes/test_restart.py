@@ -17,7 +17,7 @@ from tests.resume.rows import each_equally_often, rows_of, worlds
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-STEPS = 24
+STEPS = 60
 EITHER = ("--nodes", "2:3")
 
 
@@ -111,7 +111,7 @@ def test_enough_nodes_start_when_the_time_is_over_and_one_that_is_late_is_not_le
 ) -> None:
     rows = prepared(trio)
     words = (*EITHER, "--join-timeout", "15")
-    slow = {"rank": 0, "step": 2, "seconds": 0.7}  # the late one is to find a run that goes on
+    slow = {"rank": 0, "step": 2, "seconds": 0.3}  # the late one is to find a run that goes on
     answers = {"faults": {"write_rows": str(rows), "slow": slow}}
     fronts = [trio.start(node, *words, json=False, answers=answers) for node in (0, 2)]
     trio.waits_for_step(2)
