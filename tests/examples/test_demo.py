@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 EARLIER = "# Written by unisono: an earlier run\n"
@@ -37,7 +37,7 @@ def demo(project: Path) -> str:
         cwd=project,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1500,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
