@@ -1,6 +1,7 @@
 """Who is named in somebody else's program, and who never is. Run: pytest tests/watch/test_foreign.py"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,6 +174,18 @@ def test_a_long_collective_of_all_is_no_finding_at_first() -> None:
         "rank_stalled",
         (),
     )
+
+
+def test_an_interpreter_that_stands_and_sleeps_is_named_where_all_others_are_done() -> None:
+    done = replace(rank(0), told_result=True, has_ended=True)
+    stands = rank(1, idle=12, pulse_idle=12)
+    assert named(judged(done, stands, looks=[Look(1, stack=("x.py:1 in f",))])) == ("gil_held", (1,))
+    assert isinstance(judged(done, rank(1, idle=601, pulse_idle=601)), Verdict)
+    both = judged(rank(0, idle=13, pulse_idle=13), stands, looks=[begun(0, "all_gather", 3)])
+    assert named(both) == ("gil_held", (0,))
+    assert judged(stands) is None, "a program of one rank may call what it likes"
+    assert judged(done, rank(1, idle=9, pulse_idle=9)) is None
+    assert judged(done, rank(1, idle=12, pulse_idle=12, state="R")) is None, "it compiles"
 
 
 def test_an_interpreter_that_stands_is_named_where_others_wait_for_it() -> None:

@@ -37,6 +37,18 @@ def holds_up_others(view: RankView, waiting: Sequence[RankView]) -> bool:
     return view.beat.still_s >= _STILL_S
 
 
+def nobody_is_left_to_wait(views: Sequence[RankView]) -> bool:
+    """Whether all ranks of somebody else's program that have not handed over their results sleep, and their interpreters stand.
+
+    Then nobody waits for them in a collective, and they will not end either: as where a process group dies and waits for its own thread,
+    which needs Python's lock. Native code that computes is not asleep.
+
+    Args:
+        views: of those ranks; of more than one rank that the program has.
+    """
+    return all(view.pulse_idle_s >= _INTERPRETER_S and view.process.state == "S" for view in views)
+
+
 def alike(begun: Collective) -> str:
     """A collective such that ranks whose texts differ cannot be in the same one; ranks may bring unequal pieces to some kinds."""
     sizes = f" {begun.sizes}" if begun.name in _EQUALLY_SIZED else ""

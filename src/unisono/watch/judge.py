@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from unisono.causes import Evidence, Verdict
 from unisono.watch.finding import Suspicion
-from unisono.watch.foreign import holds_up_others
+from unisono.watch.foreign import holds_up_others, nobody_is_left_to_wait
 from unisono.watch.foreign import waits as foreign_waits
 from unisono.watch.mismatch import mismatch
 from unisono.watch.patience import Limits, Patience
@@ -161,6 +161,8 @@ def _does_not_come(
 def _may_be_named(view: RankView, alive: Sequence[RankView], picture: Picture) -> bool:
     """Whether silence says anything of it: of a rank of our own always, else where it is certain to hold up others."""
     if view.beat is None or not view.beat.is_foreign:
+        return True
+    if len(picture.views) > 1 and nobody_is_left_to_wait(alive):
         return True
     return holds_up_others(view, [other for other in alive if other is not view and _waits(other, picture)])
 

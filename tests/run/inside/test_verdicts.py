@@ -99,6 +99,16 @@ def test_a_rank_that_evaluates_alone_is_not_named_however_long_the_others_wait(g
     assert "rank 0 is done" in played.printed
 
 
+def test_a_rank_whose_interpreter_stands_at_the_very_end_is_named_though_nobody_waits_for_it(
+    guarded: Start,
+) -> None:
+    """As with gloo in torch 2.13, where a process group that dies waits for its own thread, and that for Python's lock."""
+    played = launched(guarded, DDP, "stands", 9)
+    assert until_named(played) == ("gil_held", (1,))
+    assert "rank 0 is done" in played.printed
+    assert played.process.poll() is None, "it is named while it stands"
+
+
 def test_a_second_destroy_is_no_error_and_is_told(guarded: Start) -> None:
     played = launched(guarded, DDP, "twice", 9)
     assert played.until_ended() == 0, played.printed

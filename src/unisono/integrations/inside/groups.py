@@ -5,6 +5,7 @@ import inspect
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from unisono.integrations.inside.starts import with_own_names
 _SEES = ("beats", "collectives", "stacks")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "lo"
+_LETS_GO_S = 0.05
 
 
 def hook(module: ModuleType) -> None:
@@ -75,6 +77,9 @@ def _closing(original: Callable[..., None], module: ModuleType, at: Here) -> Cal
             )
             return
         at.phase("close")
+        # gloo's own thread lets go of its last collective's tensors under the interpreter's lock. Where the group dies while that lock is held,
+        # as with DDP's reducer, torch waits for that thread for ever (pytorch#190489): so the lock is free for a moment before.
+        time.sleep(_LETS_GO_S)
         original(group)
         if not module.is_initialized() and at.registration is not None:
             at.become(replace(at.registration, grouped=False))

@@ -1,5 +1,6 @@
 """A program that knows nothing of unisono: DDP over gloo on the CPU. What goes wrong in it is named on its command line."""
 
+import ctypes
 import subprocess
 import sys
 import time
@@ -45,6 +46,10 @@ def main() -> None:
     dist.destroy_process_group()
     if FAULT == "twice":
         dist.destroy_process_group()
+    if FAULT == "stands" and rank == 1:
+        ctypes.PyDLL(None).sleep(
+            600
+        )  # with the interpreter's lock, as a process group that waits for its own thread
     print(f"rank {rank} is done", flush=True)
 
 
