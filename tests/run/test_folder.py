@@ -40,6 +40,7 @@ def test_a_folder_whose_front_was_killed_without_its_keeper_goes_with_the_next_o
         assert mine.exists()
     front.kill()
     front.wait()
+    assert left.exists()
     with border():
         assert not left.exists()
 

@@ -100,9 +100,8 @@ def test_a_rank_that_is_killed_is_named(program: Program, start: Start) -> None:
     ended = guarded.ended(since=since)
     assert ended.verdict is not None, guarded.front.text()
     assert (ended.verdict.cause, ended.verdict.ranks) == ("rank_killed", (1,))
-    noted = guarded.losses(1)[-1][
-        "step"
-    ]  # some note it before the optimizer's step, some after: it may die between
+    # Some note it before the optimizer's step, some after: it may die between.
+    noted = guarded.losses(1)[-1]["step"]
     assert ended.verdict.step in (noted - 1, noted, noted + 1)
     assert ended.exit_code == 5
 

@@ -81,22 +81,24 @@ def test_training_goes_on_before_the_copies_and_the_update_waits_for_them() -> N
     save = saver.begin(1, _groups({"w": weight}), _keep(found))
     assert not save.copied.is_set()  # and yet `begin` has returned
 
-    updated = threading.Event()
+    begun, updated = threading.Event(), threading.Event()
 
     def update() -> None:
+        begun.set()
         saver.before_update()
         weight.fill_(2)
         updated.set()
 
     trains = threading.Thread(target=update)
     trains.start()
+    assert begun.wait(LIMIT_S)
     assert not updated.wait(0.2)
     staging.may_copy.set()
     assert updated.wait(LIMIT_S)
     trains.join()
     assert saver.wait()
     assert found["w"] == torch.ones(10).numpy().tobytes()
-    assert save.blocking_s > 0
+    assert save.blocking_s > 0.1
 
 
 def test_an_update_does_not_wait_for_the_writing() -> None:

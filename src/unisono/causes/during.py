@@ -116,7 +116,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "The stack names file and line of the call: bound its work, or move it to a process of its own.",
-            "At the very end of a program on gloo it is the process group that waits for its own thread (pytorch#190489): call torch.distributed.barrier() and time.sleep(0.1) before what drops the group or the DDP model.",
+            "At the very end of a program on gloo it may be the process group, which waits for its own thread (pytorch#56297): put time.sleep(0.1) between the last collective and what drops the group or the DDP model.",
             "Upgrade the package that it belongs to.",
         ),
         exit_code=4,

@@ -204,7 +204,13 @@ def length_of(thing: Any) -> int | None:
     """Its length; None where it has none, as streams, or says something that is no number."""
     try:
         return len(thing)
-    except (TypeError, NotImplementedError, AttributeError, ValueError, OverflowError):  # a stranger's code
+    except (
+        TypeError,
+        NotImplementedError,
+        AttributeError,
+        ValueError,
+        OverflowError,
+    ):  # of a stranger's __len__ that knows none
         return None
 
 

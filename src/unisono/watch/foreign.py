@@ -17,11 +17,6 @@ _INTERPRETER_S = 10.0
 _EQUALLY_SIZED = ("all_reduce", "broadcast", "_all_gather_base", "_reduce_scatter_base")
 
 
-def waits(beat: Beat) -> bool:
-    """Whether it has begun a collective that is not done: also one that nobody called from Python, as in DDP's backward."""
-    return beat.pending > 0
-
-
 def holds_up_others(view: RankView, waiting: Sequence[RankView]) -> bool:
     """Whether a rank of somebody else's program surely stands still, and others wait for it.
 

@@ -13,10 +13,8 @@ from dataclasses import replace
 from unisono.causes import Evidence, Verdict
 from unisono.watch.finding import Suspicion
 from unisono.watch.foreign import holds_up_others, nobody_is_left_to_wait
-from unisono.watch.foreign import waits as foreign_waits
 from unisono.watch.mismatch import mismatch
 from unisono.watch.patience import Limits, Patience
-from unisono.watch.phases import PHASES, phase_named
 from unisono.watch.picture import Picture
 from unisono.watch.telling import doing, labels, verdict
 from unisono.watch.views import RankView
@@ -143,10 +141,10 @@ def _does_not_come(
     view = min(late, key=lambda v: (_position(v, picture), -v.idle_s))
     cause, how = _how_it_is_late(view)
     found = _graded(cause, how, picture, view, patience)
-    # Somebody else's rank is told with its line, and with the collective of one that waits for it; else not at once.
-    is_ours = view.beat is not None and not view.beat.is_foreign
     if not isinstance(found, Suspicion):
         return found
+    # Somebody else's rank is told with its line, and with the collective of one that waits for it; else not at once.
+    is_ours = view.beat is not None and not view.beat.is_foreign
     unseen = tuple(v.rank for v in late if not _is_seen(v, picture))
     if not is_ours:
         others = (picture.views[rank] for rank in found.wanted if rank != view.rank)
@@ -298,12 +296,10 @@ def _limits_of_all(waiting: Sequence[RankView], patience: Patience) -> Limits:
 
 def _waits(view: RankView, picture: Picture) -> bool:
     """Whether a rank waits for others: by its phase, or by its stack, since sharded weights meet others inside of forward and backward."""
-    if view.beat is None:
-        return False
-    if PHASES[phase_named(view.beat.phase)].waits:
+    if view.waits:
         return True
-    if view.beat.is_foreign:
-        return foreign_waits(view.beat)
+    if view.beat is None or view.beat.is_foreign:
+        return False
     look = picture.looks.get(view.rank)
     if look is None or not _is_in_torch_distributed(look.stack):
         return False

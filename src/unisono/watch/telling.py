@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.text import one_line
-from unisono.watch.foreign import waits as foreign_waits
 from unisono.watch.phases import PHASES, phase_named
 from unisono.watch.picture import Look, Picture
 from unisono.watch.views import RankView
@@ -112,18 +111,11 @@ def waiting(picture: Picture, culprits: Sequence[int]) -> list[Evidence]:
         begun = picture.looks[rank].begun if rank in picture.looks else None
         recorder = f" (flight recorder: {begun})" if begun is not None else ""
         found.append(Evidence(
-            where=picture.places[rank].label, text=f"{'waits, ' if _waits(view) else ''}{doing(view)}, for {view.idle_s:.1f} s{recorder}"
+            where=picture.places[rank].label, text=f"{'waits, ' if view.waits else ''}{doing(view)}, for {view.idle_s:.1f} s{recorder}"
         ))  # fmt: skip
     more = len(found) - _MOST_WAITING
     rest = [Evidence(where=f"{more} more ranks", text="wait, too")] if more > 0 else []
     return [*found[:_MOST_WAITING], *rest]
-
-
-def _waits(view: RankView) -> bool:
-    """By its phase; of somebody else's program, which has no such phases, by the collectives that it has begun."""
-    if view.beat is None:
-        return False
-    return PHASES[phase_named(view.beat.phase)].waits or (view.beat.is_foreign and foreign_waits(view.beat))
 
 
 def _of_look(look: Look, where: str) -> list[Evidence]:

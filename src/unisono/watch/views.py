@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from unisono.watch.phases import PHASES, phase_named
 from unisono.watch.record import Beat, PhaseTimes
 
 
@@ -49,6 +50,16 @@ class RankView:
     process: ProcessView
     has_ended: bool = False
     told_result: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether its beat says that it waits for others: by its phase; of somebody else's program, which has few, by what it has begun.
+
+        That is a collective that is not done, also one that nobody called from Python, as in DDP's backward.
+        """
+        if self.beat is None:
+            return False
+        return PHASES[phase_named(self.beat.phase)].waits or (self.beat.is_foreign and self.beat.pending > 0)
 
     def to_json(self) -> dict[str, Any]:
         """For the way to the head."""

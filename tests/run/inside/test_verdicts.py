@@ -42,6 +42,7 @@ def test_a_rank_that_sleeps_in_user_code_is_named_with_its_line_while_the_run_go
     (warning,) = [m for m in played.messages if m["kind"] == "warning"]
     played.until(lambda: any("ddp.py" in frame for frame in played.stack(1)))
     waits = [item["text"] for item in warning["verdict"]["evidence"] if "rank 0" in item["where"]]
+    assert waits
     assert all("waits, " in text for text in waits), waits
     played.until(lambda: (begun := played.begun(0)) is not None and begun.name == "all_reduce")
 

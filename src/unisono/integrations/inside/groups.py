@@ -78,7 +78,7 @@ def _closing(original: Callable[..., None], module: ModuleType, at: Here) -> Cal
             return
         at.phase("close")
         # gloo's own thread lets go of its last collective's tensors under the interpreter's lock. Where the group dies while that lock is held,
-        # as with DDP's reducer, torch waits for that thread for ever (pytorch#190489): so the lock is free for a moment before.
+        # as with DDP's reducer, torch waits for that thread for ever (pytorch#56297): so the lock is free for a moment before.
         time.sleep(_LETS_GO_S)
         original(group)
         if not module.is_initialized() and at.registration is not None:

@@ -47,9 +47,8 @@ def main() -> None:
     if FAULT == "twice":
         dist.destroy_process_group()
     if FAULT == "stands" and rank == 1:
-        ctypes.PyDLL(None).sleep(
-            600
-        )  # with the interpreter's lock, as a process group that waits for its own thread
+        # With the interpreter's lock, as a process group that waits for its own thread.
+        ctypes.PyDLL(None).sleep(600)
     print(f"rank {rank} is done", flush=True)
 
 
