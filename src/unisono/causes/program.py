@@ -88,6 +88,7 @@ CAUSES: tuple[Cause, ...] = (
         remedy=(
             "Check that the final weights are there and use them.",
             "Destroy the process group and close loggers before the interpreter ends.",
+            "With gloo its own threads may come too late (pytorch#190489): put time.sleep(0.1) after the last collective, or start the program by `unisono run`, which sees to it.",
         ),
         exit_code=0,
         retry_helps=False,

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.events import Reporter
+from unisono.gloo import let_gloo_finish
 from unisono.text import one_line
 
 _LARGE_BYTES = 4 << 20
@@ -93,6 +94,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     seconds = time.monotonic() - began
     _end_after(_GRACE_S)  # also if torch hangs while it is taken down
     if found["ok"]:  # what failed is left to the end of the process: taking it down could wait for its peers
+        let_gloo_finish(_GRACE_S / 2)
         dist.destroy_process_group()
     return {**found, "seconds": seconds}
 

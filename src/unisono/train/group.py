@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from unisono.gloo import let_gloo_finish
 from unisono.watch import Beats
 
 CLOSE_LIMIT_S = 15.0
@@ -242,6 +243,7 @@ def close_group(*, in_peace: bool) -> bool:
         return True
     if not in_peace:
         return False
+    let_gloo_finish()
     closing = threading.Thread(target=dist.destroy_process_group, daemon=True, name="close-group")
     closing.start()
     closing.join(CLOSE_LIMIT_S)

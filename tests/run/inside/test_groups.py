@@ -35,6 +35,16 @@ def test_a_world_of_one_trains_without_a_store_at_a_port_and_whatever_its_variab
     assert played.told("result")[0]["step"] == 3
 
 
+@pytest.mark.parametrize("how", ["leave", "destroy"])
+def test_a_program_that_ends_right_after_a_collective_ends_well_though_gloos_threads_come_late(
+    guarded: Start, how: str
+) -> None:
+    """Without the guard 15 of 16 of these abort: `terminate called without an active exception` (pytorch#190489)."""
+    played = guarded(sys.executable, PROGRAMS / "launcher.py", 2, PROGRAMS / "ending.py", how, world_size=2)
+    assert played.until_ended() == 0, played.printed
+    assert played.told("result", 0)[0]["step"] == 3
+
+
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_ranks_that_a_program_makes_by_itself_are_guarded_and_their_loaders_are_no_ranks(
     guarded: Start, tmp_path: Path, method: str

@@ -28,6 +28,7 @@ from torch.utils.data import (
     random_split,
 )
 
+from unisono.gloo import gloo_states, let_gloo_finish
 from unisono.integrations.inside.collectives import _NAMES
 from unisono.integrations.inside.path.sitecustomize import HOOKS
 from unisono.integrations.inside.rows import dealt_by, digest_of
@@ -152,6 +153,16 @@ def test_init_and_destroy_have_the_parameters_that_are_given_and_read() -> None:
 def test_torch_knows_its_groups_by_the_map_in_which_a_destroyed_one_is_looked_for() -> None:
     assert isinstance(c10d._world.pg_map, dict)
     assert c10d.GroupMember.NON_GROUP_MEMBER is not None
+
+
+def test_gloo_has_threads_that_are_known_by_name_and_sleep_when_they_have_done() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(1000))
+        assert let_gloo_finish()
+        assert set(gloo_states()) == {"S"}
+    finally:
+        dist.destroy_process_group()
 
 
 def test_every_loader_of_torch_reads_through_one_iterator() -> None:

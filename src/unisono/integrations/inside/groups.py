@@ -1,17 +1,18 @@
 """torch.distributed under guard: a device before the group, no port in a world of one, collectives that beat, an end that may come twice."""
 
+import atexit
 import functools
 import inspect
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from unisono.gloo import let_gloo_finish
 from unisono.integrations.border import Registration, own_registration
 from unisono.integrations.inside.collectives import wrap_collectives
 from unisono.integrations.inside.devices import bind_device, uuid_of
@@ -21,7 +22,6 @@ from unisono.integrations.inside.starts import with_own_names
 _SEES = ("beats", "collectives", "stacks")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "lo"
-_LETS_GO_S = 0.05
 
 
 def hook(module: ModuleType) -> None:
@@ -33,6 +33,7 @@ def hook(module: ModuleType) -> None:
     module.rendezvous = with_own_names(module.rendezvous, module)  # type: ignore[attr-defined]
     module.init_process_group = _opening(module.init_process_group, module, at)  # type: ignore[attr-defined]
     module.destroy_process_group = _closing(module.destroy_process_group, module, at)  # type: ignore[attr-defined]
+    atexit.register(let_gloo_finish)  # of a program that never destroys its group
 
 
 def _opening(original: Callable[..., None], module: ModuleType, at: Here) -> Callable[..., None]:
@@ -77,9 +78,7 @@ def _closing(original: Callable[..., None], module: ModuleType, at: Here) -> Cal
             )
             return
         at.phase("close")
-        # gloo's own thread lets go of its last collective's tensors under the interpreter's lock. Where the group dies while that lock is held,
-        # as with DDP's reducer, torch waits for that thread for ever (pytorch#56297): so the lock is free for a moment before.
-        time.sleep(_LETS_GO_S)
+        let_gloo_finish()
         original(group)
         if not module.is_initialized() and at.registration is not None:
             at.become(replace(at.registration, grouped=False))
