@@ -1,5 +1,6 @@
 """The callbacks in real trainers, without `unisono run`: one process, and two over gloo. Run: pytest tests/integrations/test_trainers.py"""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ _OTHERS = [
 ]
 _TRAINERS = ["hf_trainer.py", *_OTHERS]
 _WORDS = "unisono.errors.Disagreed: "
+# Without `unisono run` gloo's thread may abort a process that has done all its work (torch 2.13, pytorch#190489).
+_DONE = {0, -signal.SIGABRT}
 
 
 def _last_words(output: str) -> str:
@@ -26,7 +29,7 @@ def _last_words(output: str) -> str:
 def test_two_ranks_train_to_the_same_bits_with_the_callback_and_without(program: str, tmp_path: Path) -> None:
     with_it = train(program, tmp_path / "with", "--callback", ranks=2)
     without = train(program, tmp_path / "without", ranks=2)
-    assert with_it.codes == without.codes == [0, 0], with_it.outputs
+    assert {*with_it.codes, *without.codes} <= _DONE, with_it.outputs
     assert with_it.losses == without.losses
     assert [len(losses) for losses in with_it.losses] == [6, 6]
 
