@@ -43,6 +43,7 @@ test: lint
 
 test-long: $(STAMP)
 	$(PYTEST) -m "long and not gpu" -n $(LONG_WORKERS) --durations=30
+	$(PYTEST) -m "not slow and not ranks and not long and not gpu" -n $(LONG_WORKERS) --hypothesis-profile=drawn
 
 format: $(STAMP)
 	$(VENV)/bin/ruff format .

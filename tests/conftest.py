@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -22,6 +23,12 @@ from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, Resu
 from unisono.task import prepare
 from unisono.train.stop import StopRequest
 from unisono.train.whole import run_plan
+
+# How long an example takes says how busy the machine is. What is checked before a change lands is the same each time; `make test-long` draws anew.
+_TIMELESS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("landing", _TIMELESS, derandomize=True)
+settings.register_profile("drawn", _TIMELESS)
+settings.load_profile("landing")
 
 _NODES = 4
 _WORDS = [

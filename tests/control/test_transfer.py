@@ -254,9 +254,9 @@ def test_words_are_not_stuck_behind_a_large_file(room: "Room", tmp_path: Path, d
                 pass
             waited.append(time.monotonic() - at)
         assert ended[0].error == ""
-    assert len(waited) >= 5
-    assert sorted(waited)[len(waited) // 2] < 0.25
-    assert max(waited) < 2.0
+    assert len(waited) >= 2
+    assert sorted(waited)[len(waited) // 2] < 1.0
+    assert max(waited) < 5.0
     assert not head.silences()
 
 

@@ -130,7 +130,7 @@ def test_an_endless_line_takes_neither_long_nor_much_memory(unit: bytes, tmp_pat
     )
     began = time.process_time()
     found = read(log)
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 60
     assert diagnose_logs(found.scanned).verdict.cause == "cuda_oom"
 
 

@@ -58,7 +58,8 @@ def test_it_goes_over_a_real_ssh_with_the_options_of_the_command(tmp_path: Path)
     with ssh_server(keys) as options:
         path = os.pathsep.join((str(as_program(options, keys)), os.environ["PATH"]))
         seen = doctor(tmp_path, "--hosts", "127.0.0.2", "--ladder", env={"PATH": path, "NCCL_DEBUG": "WARN"})
-    assert seen.status("network.ladder") == "pass", seen.out + seen.err
+    # It crawls where all cores are busy, and says so.
+    assert seen.status("network.ladder") in ("pass", "warn"), seen.out + seen.err
     assert "2 nodes mean the same run" in seen.text("peers.agreement")
     assert str(seen.of("system.shm")[0]["where"]).startswith("nodes 0 (")
 

@@ -1,5 +1,6 @@
 """A child's messages, output and end, with real processes. Run: pytest tests/launch/test_process.py"""
 
+import gc
 import os
 import signal
 import sys
@@ -121,10 +122,11 @@ def test_no_other_descriptor_of_the_front_is_inherited(tmp_path: Path) -> None:
 
 
 def test_a_program_that_is_not_there_leaks_nothing() -> None:
+    gc.collect()  # what earlier tests have left
     before = len(list(Path("/proc/self/fd").iterdir()))
     with tempfile.TemporaryFile() as log, pytest.raises(FileNotFoundError):
         ChildProcess(lambda _: ["/no/such/program"], environment=ENVIRONMENT, output=log)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def _lives(pid: int) -> bool:

@@ -36,7 +36,7 @@ from unisono.launch.nodes.ssh import (
 )  # fmt: skip
 from unisono.launch.topology import Accelerators, Topology, TopologyAsked, read_topology
 
-LIMIT_S = 90.0
+LIMIT_S = 300.0
 STANDIN = Path(__file__).parent / "standins" / "ssh_front.py"
 TOKEN = b"a-secret-of-more-than-16-bytes"
 

@@ -31,7 +31,7 @@ def located(cache: Path, endpoint: str, **env: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", _LOCATE],
         env={**os.environ, "HF_HUB_CACHE": str(cache), "HF_ENDPOINT": endpoint, "NO_PROXY": "127.0.0.1", **env},
-        capture_output=True, text=True, timeout=45, check=True,
+        capture_output=True, text=True, timeout=200, check=True,
     )  # fmt: skip
     return done.stdout
 

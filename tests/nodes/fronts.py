@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from unisono.causes import Verdict
 
-LIMIT_S = 150.0
+LIMIT_S = 400.0  # of a loaded machine
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A job of several nodes: its folders, configs and fronts; sees that nothing of them stays."""
 
+import contextlib
 import json
 import os
 import re
@@ -190,6 +191,7 @@ class Job:
         for front in self.fronts:
             front.kill()
         for process in self.processes():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it was just ending
+                process.kill()
         for front in self.fronts:
             front.close()

@@ -7,7 +7,7 @@ import pytest
 from tests.nodes.fronts import together
 from tests.nodes.harness import Job
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 STEPS = 30
 

@@ -158,7 +158,7 @@ def leaves_without_saving(job: Job, *, again: bool) -> None:
     Of whole weights no rank keeps more. The front leaves at its deadline, or on another signal.
     """
     # Of so short a grace the ranks have less than the 3 s after which the watch names one that is stopped.
-    configure(job, adapter=None, grace="20 seconds" if again else "3 seconds")
+    configure(job, adapter=None, grace="20 seconds" if again else "1 second")
     front = start(job)
     job.waits_for_step(11)  # that of step 10 is not begun before that of step 5 is there
     job.ranks()[1].send_signal(signal.SIGSTOP)

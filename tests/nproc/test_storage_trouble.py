@@ -74,8 +74,13 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(
     disk = mounts.enter_context(in_memory(solo.out / "checkpoints", size=2 * MIB))
     front = start(solo, world)
     newer(solo, "")
-    disk.fill(leave=40_000)
-    front.wait_for("no room for checkpoint")
+    message = "no room for checkpoint"
+
+    def refused() -> bool:
+        disk.fill(leave=40_000)  # again where a checkpoint that was just written let an old one go
+        return any(message in line.text for line in front.lines)
+
+    solo.until(refused, what=message)
     text = next(line.text for line in front.lines if "no room for checkpoint" in line.text)
     assert "bytes) are missing" in text
     assert "free" in text

@@ -33,7 +33,7 @@ _TUNING: dict[str, dict[str, Any]] = {
 }
 _POLL_S = 0.02  # there are few cores, and the ranks need them
 _WATCH_S = 0.001  # a save may last a few milliseconds only
-_PATIENCE_S = 400.0  # four ranks on two busy cores make a step in ten seconds
+PATIENCE_S = 400.0  # four ranks on two busy cores make a step in ten seconds
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,14 @@ class Layout:
             **_COMMON, **_TUNING[self.tuning], duration=f"{steps} steps", parallel={"strategy": strategy}
         )
 
-    def start(self, job: Job) -> list[Front]:
-        """The same command on every node; what its ranks train on goes to a folder of this start."""
+    def start(self, job: Job, **faults: Any) -> list[Front]:
+        """The same command on every node; what its ranks train on goes to a folder of this start.
+
+        Args:
+            faults: beside that, as unisono.train.faults takes them.
+        """
         each = ("--nproc", str(self.ranks // self.nodes))
-        answers = {"faults": {"write_rows": str(start_folder(written(job), len(job.fronts)))}}
+        answers = {"faults": {"write_rows": str(start_folder(written(job), len(job.fronts))), **faults}}
         return job.start_all(*each, answers=answers, topology=self.nodes > 1)
 
 
@@ -193,8 +197,8 @@ def undisturbed(job: Job, layout: Layout, *, steps: int) -> Undisturbed:
     """Does the run that others are compared with."""
     layout.config(job, steps=steps)
     fronts = layout.start(job)
-    first = fronts[0].wait_for('"kind": "step"')
-    assert [front.wait() for front in fronts] == [0] * len(fronts), job.told()
+    first = fronts[0].wait_for('"kind": "step"', limit_s=PATIENCE_S)
+    assert [front.wait(limit_s=PATIENCE_S) for front in fronts] == [0] * len(fronts), job.told()
     outcome = outcome_of(job)
     rows = rows_of(written(job))
     assert steps_once(outcome, steps)
@@ -237,7 +241,7 @@ class Beaten:
         self.fronts = self.layout.start(self.job)
 
     def _ended(self) -> list[int]:
-        return [front.wait(limit_s=_PATIENCE_S) for front in self.fronts]
+        return [front.wait(limit_s=PATIENCE_S) for front in self.fronts]
 
     def _await(self, blow: Blow) -> bool:
         """Waits for the blow's moment; False if the run ended before it."""
@@ -255,7 +259,7 @@ class Beaten:
         return self._head.exit_code is None and self._plans_told() == max(plans, 1)
 
     def _until(
-        self, seen: Callable[[], bool], *, limit_s: float = _PATIENCE_S, every_s: float = _POLL_S
+        self, seen: Callable[[], bool], *, limit_s: float = PATIENCE_S, every_s: float = _POLL_S
     ) -> bool:
         """Whether it was seen, before the limit and before the head's front ended."""
         limit = time.monotonic() + limit_s

@@ -5,10 +5,10 @@ import pytest
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
 from tests.resume.conftest import JobOf, Reference
-from tests.resume.kills import Layout, last_step, outcome_of, steps_once, written
+from tests.resume.kills import PATIENCE_S, Layout, last_step, outcome_of, steps_once, written
 from tests.resume.rows import each_equally_often, rows_of, worlds
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ONE, FOUR = Layout("single", 1, "plain"), Layout("fsdp", 4, "plain")
 DDP, FSDP = Layout("ddp", 2, "full"), Layout("fsdp", 2, "full")
@@ -19,8 +19,15 @@ def _killed_after(job: Job, layout: Layout, steps: int) -> None:
     """Lets the run make some steps more, and kills the front, whose ranks go with it."""
     already = last_step(job)
     layout.config(job, steps=STEPS)
-    (front,) = layout.start(job)
-    job.until(lambda: front.exit_code is not None or last_step(job) >= already + steps, what="some steps")
+    (front,) = layout.start(
+        job, slow={"rank": 0, "step": 1, "seconds": 0.1}
+    )  # so that it is not over by then
+    job.until(
+        lambda: front.exit_code is not None or last_step(job) >= already + steps,
+        limit_s=PATIENCE_S,
+        what="some steps",
+    )
+    assert front.exit_code is None, front.text()
     front.kill()
     job.wait_gone()
 
@@ -28,7 +35,7 @@ def _killed_after(job: Job, layout: Layout, steps: int) -> None:
 def _goes_on(job: Job, layout: Layout) -> Front:
     layout.config(job, steps=STEPS)
     (front,) = layout.start(job)
-    assert front.wait() == 0, front.text()
+    assert front.wait(limit_s=PATIENCE_S) == 0, front.text()
     return front
 
 

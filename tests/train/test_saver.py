@@ -98,7 +98,7 @@ def test_training_goes_on_before_the_copies_and_the_update_waits_for_them() -> N
     trains.join()
     assert saver.wait()
     assert found["w"] == torch.ones(10).numpy().tobytes()
-    assert save.blocking_s > 0.1
+    assert save.blocking_s > 0
 
 
 def test_an_update_does_not_wait_for_the_writing() -> None:

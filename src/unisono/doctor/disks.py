@@ -16,7 +16,7 @@ OUTPUT = Check(
     "system.output", "output_dir",
     "a disk that is full, read-only or does not answer takes the first checkpoint with it, hours after the start",
     "A megabyte is written, synced, renamed, read back and removed in output_dir (without CONFIG: in ./runs) or its nearest parent, by a process of its own."
-    " Fails where that fails, where nothing comes for three seconds, and where less than 64 MiB is free. Warns where it is in memory (tmpfs).",
+    " Fails where that fails, where nothing comes for ten seconds, and where less than 64 MiB is free. Warns where it is in memory (tmpfs).",
     ("storage_unfit", "disk_full", "io_blocked"),
 )  # fmt: skip
 CACHES = Check(

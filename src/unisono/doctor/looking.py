@@ -14,7 +14,7 @@ from unisono.launch.node_report import make_node_report
 from unisono.launch.nodes.party import Standing
 from unisono.launch.planning import Here, look_around
 
-STORAGE_S = 3.0
+STORAGE_S = 10.0
 """So long a disk may say nothing: a doctor that waits as long as a start does would not be quick."""
 
 NO_FILES = {"note": "not looked at: no CONFIG was given"}

@@ -216,6 +216,12 @@ class Keeper:
         with contextlib.suppress(OSError):  # the front is gone
             os.write(self._report, line.encode() + b"\n")
 
+    def outlast_front(self) -> None:
+        """Waits until the front has read the ranks' last words, which are in the border's folder: it closes our stdin then, or has died."""
+        with contextlib.suppress(OSError):
+            while os.read(0, _CHUNK_BYTES):
+                pass
+
     def clean(self) -> None:
         """Removes the border's folder."""
         if self._folder:
@@ -282,6 +288,7 @@ def main() -> None:
     try:
         keeper = Keeper(settings, settings["environment"])
         keeper.run()
+        keeper.outlast_front()
     except OSError as error:
         with contextlib.suppress(OSError):
             os.write(int(settings["report"]), f"failed {error.errno or 0} {error.strerror}\n".encode())

@@ -36,14 +36,17 @@ from unisono.integrations.inside.sampling import begun_of, pending_of, recorders
 from unisono.integrations.inside.starts import _forgetting, with_own_names
 
 _RECORDING = """
-import json, torch, torch.distributed as dist
+import json, os, time, torch, torch.distributed as dist
 from unisono.integrations.inside.sampling import begun_of, count_begun, dump_of_interest, pending_of
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(3):
     dist.all_reduce(torch.ones(2))
 dist.barrier()
-whole = json.loads(dump_of_interest())
-print(json.dumps([count_begun(), pending_of(whole), len(whole["entries"]), begun_of(whole)]))
+until = time.monotonic() + 60
+while pending_of(whole := json.loads(dump_of_interest())) and time.monotonic() < until:
+    time.sleep(0.01)  # gloo retires a collective after it has woken us
+print(json.dumps([count_begun(), pending_of(whole), len(whole["entries"]), begun_of(whole)]), flush=True)
+os._exit(0)  # else gloo's thread may abort it (pytorch#190489)
 """
 
 
