@@ -5,8 +5,8 @@ reducer, torch waits for the thread for ever (pytorch#56297); where the interpre
 (pytorch#190489). So the lock is left free before either, until they have done.
 """
 
-import os
 import time
+from pathlib import Path
 
 LIMIT_S = 5.0
 _NAME = "pt_gloo_runloop"  # as torch calls them; a test notices if it does so no more
@@ -40,19 +40,11 @@ def let_gloo_finish(limit_s: float = LIMIT_S) -> bool:
 def gloo_states() -> list[str]:
     """What each of gloo's threads does, as the kernel has it (proc(5)): S where it sleeps, R where it runs or wants to."""
     found = []
-    for number in _numbers():
+    for stat in Path("/proc/self/task").glob("*/stat"):  # none where it is no Linux
         try:
-            with open(f"/proc/self/task/{number}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - in programs that have no pathlib loaded
-                name, _, rest = file.read().partition("(")[2].rpartition(")")
+            name, _, rest = stat.read_text("utf-8", "replace").partition("(")[2].rpartition(")")
         except OSError:  # it has ended
             continue
         if name == _NAME:
             found.append(rest.split()[0])
     return found
-
-
-def _numbers() -> list[str]:
-    try:
-        return os.listdir("/proc/self/task")  # noqa: PTH208 - as above
-    except OSError:  # no Linux
-        return []
