@@ -19,7 +19,7 @@ from unisono.facts.topology_of_devices import DevicesDetails
 DEADLINE_S = 15.0
 _ENOUGH: dict[Kind, float] = {"nvlink": 20e9, "p2p": 2e9, "shm": 0.5e9, "net": 0.1e9, "broken": 0.1e9}
 """Bytes per second of a sum of 64 MiB that the expected transport should give at the least: about a tenth of what is usual."""
-_ENOUGH_ON_CPU = 2e6
+_ENOUGH_ON_CPU = 2e6  # on one machine, whose cores may all be busy; of nodes see unisono.doctor.between
 
 
 def check_ladder(around: Surroundings) -> list[Finding]:
