@@ -257,3 +257,19 @@ def test_json_lines_are_strict_json(capsys: pytest.CaptureFixture[str]) -> None:
     screen.show({"kind": "phase", "text": "not for programs"})
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line, parse_constant=pytest.fail)["loss"] is None
+
+
+def test_a_start_that_the_head_refused_does_not_speak_for_nodes_that_train() -> None:
+    verdict = {
+        "cause": "node_duplicate",
+        "when": "before",
+        "phase": "agree.call",
+        "summary": "node 1 is here already",
+    }
+    assert ending({"outcome": "disagreed", "verdict": verdict}, Path("/")) == [
+        "disagreed: nothing was started on this node"
+    ]
+    of_all = {**verdict, "cause": "nproc_mismatch", "phase": "agree.nodes"}
+    assert ending({"outcome": "disagreed", "verdict": of_all}, Path("/")) == [
+        "disagreed: nothing was trained, on any node"
+    ]

@@ -2,12 +2,18 @@
 
 import json
 import os
+import socket
 import stat
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+
+from tests.ports import free_port
+from unisono.rundir.lock import RunLock
 
 
 def lines(text: str) -> list[dict[str, Any]]:
@@ -244,3 +250,28 @@ def test_after_memory_ran_out_before_the_first_step_another_config_may_be_tried_
     assert front.read("verdict.json")["cause"] == "cuda_oom"
     again = front.run("batch.micro=1")
     assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize("same_job", [True, False], ids=["its own command", "another job's"])
+def test_who_is_refused_by_a_living_heads_lock_leaves_that_heads_port_alone(
+    front: Any, same_job: bool
+) -> None:
+    """Typed twice, the second start would take the port before the first one listens, and the first would end with port_in_use."""
+    port, other = free_port(), free_port()
+    lock = RunLock(front.out / "run.lock")
+    lock.acquire(socket.gethostname(), os.getpid(), port=port if same_job else other)
+    front.environment["UNISONO_TOKEN"] = "0123456789abcdef0123456789abcdef"
+    words = ("--nodes", "2", "--node-rank", "0", "--nproc", "1", "--head", f"127.0.0.1:{port}")
+    listened = False
+    with front.start(*words) as second:
+        while second.poll() is None:
+            with socket.socket() as probe:
+                listened = listened or probe.connect_ex(("127.0.0.1", port)) == 0
+            time.sleep(0.05)
+        assert second.stderr is not None
+        said = second.stderr.read()
+    lock.release()
+    assert second.returncode == 2, said
+    assert f"process {os.getpid()} on" in said
+    assert listened is not same_job, said
+    assert ("telling the other nodes" in said) is not same_job

@@ -243,7 +243,11 @@ def ending(result: Message, here: Path) -> list[str]:
         figures.append(f"{show_count(float(result['tokens_per_second']))} tokens/s")
     figures.append(show_seconds(float(result.get("wall_time_s") or 0)))
     if result.get("outcome") == "disagreed":
-        return ["disagreed: nothing was trained, on any node"]
+        # Refused by the head as it called: those who were there before may be training.
+        refused_at_call = (result.get("verdict") or {}).get("phase") == "agree.call"
+        return [
+            f"disagreed: nothing was {'started on this node' if refused_at_call else 'trained, on any node'}"
+        ]
     lines = [f"{result.get('outcome')}: {' · '.join(figures)}", *_evaluation(result.get("eval") or {})]
     if result.get("held_by"):
         where = result.get("weights") or result.get("checkpoint") or output_dir

@@ -54,12 +54,22 @@ def claim(
     config: RunConfig,
     *,
     host: str,
+    port: int = 0,
     resume: bool,
     fresh: bool,
     say: Callable[[str], None],
     allow: frozenset[str] = frozenset(),
 ) -> Iterator[Claim]:
     """Decides, makes the directory, locks it, and decides again under the lock.
+
+    Args:
+        config: of this start; its output_dir is what is claimed.
+        host: this node.
+        port: on which the job's other nodes are met; 0 where there are none.
+        resume: `--resume`.
+        fresh: `--fresh`.
+        say: shows a line.
+        allow: keys of the config that may have changed.
 
     Raises:
         UsageError: if the directory is taken, finished, another run's, or cannot be written.
@@ -69,13 +79,13 @@ def claim(
     refuse_if_silent(run.root)
     decide_start(run, config, resume=resume, fresh=fresh, allow=allow)  # refuses before anything is touched
     if fresh and run.root.exists() and any(run.root.iterdir()):
-        with _locked(run, host, say):  # nobody renames a run under the feet of one that lives
+        with _locked(run, host, port, say):  # nobody renames a run under the feet of one that lives
             moved = set_aside(run)
         say(f"the earlier run is now {moved}")
     missing, made = not run.root.exists(), False
     _make(run)
     try:
-        with _locked(run, host, say):
+        with _locked(run, host, port, say):
             made = missing  # from here on: who is refused may not take away what another start has just made
             if remove_half_a_copy(run):
                 say(f"what a start that was killed had begun to bring into {run.root} is removed")
@@ -108,9 +118,9 @@ def _make(run: RunDir) -> None:
 
 
 @contextlib.contextmanager
-def _locked(run: RunDir, host: str, say: Callable[[str], None]) -> Iterator[None]:
+def _locked(run: RunDir, host: str, port: int, say: Callable[[str], None]) -> Iterator[None]:
     lock = RunLock(run.lock)
-    note = lock.acquire(host, os.getpid())
+    note = lock.acquire(host, os.getpid(), port=port)
     if note:
         say(note)
     try:

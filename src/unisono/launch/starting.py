@@ -81,8 +81,9 @@ class Start:
             with refusals_told(self.party) if self.party is not None else contextlib.nullcontext():
                 claimed = stack.enter_context(
                     claim(
-                        loaded.config, host=here.machine.host, resume=self.request.resume, fresh=self.request.fresh,
-                        say=lambda text: say(self.show, text), allow=self.request.allowed,
+                        loaded.config, host=here.machine.host, port=self.party.topology.head_port if self.party is not None else 0,
+                        resume=self.request.resume, fresh=self.request.fresh, say=lambda text: say(self.show, text),
+                        allow=self.request.allowed,
                     )
                 )  # fmt: skip
             self.disk = RunsDisk(claimed.run.root, self.show)

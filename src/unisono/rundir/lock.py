@@ -12,12 +12,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
-from unisono.errors import UsageError
+from unisono.causes import Verdict
+from unisono.errors import Problem, UsageError
 from unisono.facts.storage import answers
 from unisono.files import make_private_dir
 from unisono.text import one_line
@@ -30,17 +31,30 @@ _WRITING_S = 1.0  # a holder writes its name right after it took the lock
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock: host, process, a word of its own, and since when (UTC, ISO 8601)."""
+    """Who holds a lock: host, process, a word of its own, since when (UTC, ISO 8601), and the port on which it meets its nodes (0: none)."""
 
     host: str
     pid: int
     nonce: str
     since: str
+    port: int = 0
 
     def __str__(self) -> str:
         return (
             f"process {self.pid} on {one_line(self.host, limit=100)}, since {one_line(self.since, limit=40)}"
         )
+
+
+class Taken(UsageError):  # noqa: N818 - named for what happened
+    """A living process holds the lock.
+
+    Attributes:
+        holder: who it is, where it has written its name.
+    """
+
+    def __init__(self, *problems: Problem, verdict: Verdict | None = None) -> None:
+        super().__init__(*problems, verdict=verdict)
+        self.holder: Holder | None = None
 
 
 class RunLock:
@@ -53,16 +67,19 @@ class RunLock:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def acquire(self, host: str, pid: int, *, on_wait: Callable[[str], None] | None = None) -> str | None:
+    def acquire(
+        self, host: str, pid: int, *, port: int = 0, on_wait: Callable[[str], None] | None = None
+    ) -> str | None:
         """Takes the lock; the directory is made if it is missing. Gives a line for people if it was a dead holder's.
 
         Args:
             host: this node.
             pid: the process that is to be named to others.
+            port: on which it meets the job's other nodes; 0 where there are none.
             on_wait: is told, once, if it takes time to see whether a holder on another node lives.
 
         Raises:
-            UsageError: if a living process holds it, naming it.
+            Taken: if a living process holds it, naming it.
         """
         assert self._fd is None, "taken already"
         make_private_dir(self.path.parent)
@@ -71,8 +88,8 @@ class RunLock:
             earlier = _parse(os.pread(fd, 4096, 0))
             if earlier is not None and earlier.host != host:
                 self._wait_for_beats(fd, earlier, on_wait)
-            holder = Holder(host, pid, secrets.token_hex(8), datetime.now(UTC).isoformat(timespec="seconds"))
-            _write(fd, holder)
+            since = datetime.now(UTC).isoformat(timespec="seconds")
+            _write(fd, Holder(host, pid, secrets.token_hex(8), since, port))
         except BaseException:  # a lock that is not told of is not held; raised again
             os.close(fd)
             raise
@@ -171,13 +188,15 @@ def _wait_for_name(fd: int) -> Holder | None:
 def _parse(data: bytes) -> Holder | None:
     try:
         value = json.loads(data)
-        return Holder(str(value["host"]), int(value["pid"]), str(value["nonce"]), str(value["since"]))
+        return Holder(
+            str(value["host"]), int(value["pid"]), str(value["nonce"]), str(value["since"]), int(value.get("port", 0))
+        )  # fmt: skip
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def _write(fd: int, holder: Holder) -> None:
-    body = {"schema": 1, "host": holder.host, "pid": holder.pid, "nonce": holder.nonce, "since": holder.since}
+    body = {"schema": 1, **asdict(holder)}
     data = (json.dumps(body) + "\n").encode()
     os.pwrite(fd, data, 0)
     os.ftruncate(fd, len(data))
@@ -197,11 +216,13 @@ def _is_at(fd: int, path: Path) -> bool:
     return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
 
 
-def _taken(path: Path, holder: Holder | None) -> UsageError:
-    return UsageError.of(
+def _taken(path: Path, holder: Holder | None) -> Taken:
+    error = Taken.of(
         f"a run in {path.parent} is going on: {holder or 'its holder has not said its name'}", where=str(path),
         why="two runs in one directory would destroy each other's work",
         fix=f"wait for it, or end it (kill {holder.pid} on {one_line(holder.host)}), or set another output_dir"
         if holder
         else "wait for it, or set another output_dir",
     )  # fmt: skip
+    error.holder = holder
+    return error

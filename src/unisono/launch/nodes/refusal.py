@@ -14,6 +14,7 @@ from unisono.facts.network import is_loopback
 from unisono.launch.nodes import words
 from unisono.launch.nodes.address import listening_address
 from unisono.launch.nodes.party import Party
+from unisono.rundir.lock import Holder, Taken
 
 _CALL_S = 2.0
 _LISTEN_S = 4.0
@@ -38,6 +39,8 @@ def tell_refusal(party: Party, error: UnisonoError) -> None:
     """Tells the head, or on the head everybody who calls within a few seconds. Never raises: the error itself matters more."""
     if party.topology.nodes == 1 or party.topology.hosts:  # those of --hosts have not been started
         return
+    if isinstance(error, Taken) and _meets_our_nodes(party, error.holder):
+        return
     rank = party.topology.node_rank
     verdict = error.verdict if isinstance(error, Disagreed) else None
     with contextlib.suppress(UnisonoError):
@@ -45,6 +48,17 @@ def tell_refusal(party: Party, error: UnisonoError) -> None:
             say_to_callers(party, verdict or words.node_refused(0, party.host, error.to_json()))
         else:
             _call_the_head(party, error)
+
+
+def _meets_our_nodes(party: Party, holder: Holder | None) -> bool:
+    """Whether the job lives already, and this is its command typed again: then port and nodes are that head's."""
+    topology = party.topology
+    return (
+        topology.is_head
+        and holder is not None
+        and holder.port != 0
+        and (holder.host, holder.port) == (party.host, topology.head_port)
+    )
 
 
 def say_to_callers(party: Party, verdict: Verdict) -> None:
