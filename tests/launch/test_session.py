@@ -252,12 +252,11 @@ def test_after_memory_ran_out_before_the_first_step_another_config_may_be_tried_
     assert again.returncode == 0, again.stderr
 
 
-@pytest.mark.parametrize("same_job", [True, False], ids=["its own command", "another job's"])
-def test_who_is_refused_by_a_living_heads_lock_leaves_that_heads_port_alone(
-    front: Any, same_job: bool
-) -> None:
+@pytest.mark.parametrize("holder", ["the same job", "another job"])
+def test_who_is_refused_by_a_living_heads_lock_leaves_that_heads_port_alone(front: Any, holder: str) -> None:
     """Typed twice, the second start would take the port before the first one listens, and the first would end with port_in_use."""
     port, other = free_port(), free_port()
+    same_job = holder == "the same job"
     lock = RunLock(front.out / "run.lock")
     lock.acquire(socket.gethostname(), os.getpid(), port=port if same_job else other)
     front.environment["UNISONO_TOKEN"] = "0123456789abcdef0123456789abcdef"

@@ -5,6 +5,7 @@ keep flock to one node. So the holder also writes its host into the file and bea
 seconds, by a process of its own, since storage may hang. Who finds another host's name in a lock that it could take watches for beats before it believes in a death.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -109,8 +110,10 @@ class RunLock:
         # Where it does not answer, whoever touched the file now would hang, too; the lock ends with the process.
         if self._thread.is_alive() or not answers(self.path, limit_s=_LAST_BEAT_S):
             return
-        if _is_at(self._fd, self.path):  # the directory may have been renamed with it
-            self.path.unlink(missing_ok=True)
+        # Storage that has become read-only keeps the file; the lock ends with the descriptor, and the next start takes the file over.
+        with contextlib.suppress(OSError):
+            if _is_at(self._fd, self.path):  # the directory may have been renamed with it
+                self.path.unlink(missing_ok=True)
         os.close(self._fd)
         self._fd = None
 
