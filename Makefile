@@ -1,5 +1,6 @@
 # make demo   fine-tune the built-in model and show what it learnt (about two minutes after installation)
 # make test   everything that is checked before a change lands; WORKERS=1 runs one test at a time
+# make system installs, as root, the programs that some tests need (apt-get: iptables, iproute2, openssh-server, Slurm …); without them these are skipped
 # make test-long   the tests of minutes and hours; LONG_WORKERS=1 runs one at a time
 VENV ?= .venv
 PYTHON ?= python3
@@ -8,11 +9,13 @@ PY := $(VENV)/bin/python
 WORKERS ?= 3
 # Tests of this kind start up to eight processes each, and strike at moments that they wait for.
 LONG_WORKERS ?= 2
+# Of pytest, for `make test`.
+TEST_OPTIONS ?=
 # Many threads of many small processes would only wait for each other; and each of them would compile the package anew where no bytecode is kept.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint types tests test-long format clean
+.PHONY: demo system test check lint types tests test-long format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "unisono needs Python 3.11 or newer; set PYTHON=python3.11")'
@@ -20,6 +23,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --constraint constraints.txt torch
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
+
+system:
+	scripts/install_system.sh
 
 demo: $(STAMP)
 	$(PY) examples/demo.py
@@ -35,7 +41,7 @@ types: $(STAMP)
 	$(VENV)/bin/mypy
 
 tests: $(STAMP)
-	$(PYTEST) -m "not long and not gpu" -n $(WORKERS) --durations=15
+	$(PYTEST) -m "not long and not gpu" -n $(WORKERS) --durations=15 $(TEST_OPTIONS)
 
 # mypy takes one core for a minute: beside the first tests.
 test: lint

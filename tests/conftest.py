@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from xdist.remote import Producer
 
+from tests.needs import pytest_addoption, pytest_sessionfinish
 from tests.nodes.ground import Ground, Loopback, Namespaces, why_no_namespaces
 from tests.sharing import Sharing
 from unisono.config import RunConfig
@@ -23,6 +24,8 @@ from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, Resu
 from unisono.task import prepare
 from unisono.train.stop import StopRequest
 from unisono.train.whole import run_plan
+
+__all__ = ["pytest_addoption", "pytest_sessionfinish"]  # hooks of tests/needs.py
 
 # How long an example takes says how busy the machine is. What is checked before a change lands is the same each time; `make test-long` draws anew.
 _TIMELESS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import need, program
 from tests.ports import free_port
 
-SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
-_SSH = shutil.which("ssh")
+SSHD = program("sshd")
 _STARTS_S = 60.0
 
 
 @contextlib.contextmanager
 def ssh_server(folder: Path) -> Iterator[tuple[str, ...]]:
     """An sshd on a free port of 127.0.0.1 and 127.0.0.2; gives the ssh command line that reaches it. Skips the test where there is none."""
-    if SSHD is None or _SSH is None or shutil.which("ssh-keygen") is None:
-        pytest.skip("no sshd here: apt-get install openssh-server")
+    need("sshd", "ssh", "ssh-keygen")
+    assert SSHD is not None
     folder.chmod(0o700)
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
@@ -48,7 +48,7 @@ def ssh_server(folder: Path) -> Iterator[tuple[str, ...]]:
         limit = time.monotonic() + _STARTS_S
         while subprocess.run([*options, "127.0.0.1", "true"], check=False, capture_output=True).returncode:
             if process.poll() is not None or time.monotonic() > limit:
-                pytest.skip(f"sshd does not work here: {(folder / 'log').read_text()[-300:]}")
+                pytest.skip(f"needs an sshd that works: {(folder / 'log').read_text()[-300:]}")
             time.sleep(0.1)
         yield options
     finally:
@@ -58,7 +58,7 @@ def ssh_server(folder: Path) -> Iterator[tuple[str, ...]]:
 
 def as_program(options: tuple[str, ...], folder: Path) -> Path:
     """A folder for PATH in which `ssh` is that command line, as a user's ~/.ssh/config would have it."""
-    program = folder / "ssh"
-    program.write_text(f'#!/bin/sh\nexec {_SSH} {shlex.join(options[1:])} "$@"\n')
-    program.chmod(0o755)
+    ssh = folder / "ssh"
+    ssh.write_text(f'#!/bin/sh\nexec {program("ssh")} {shlex.join(options[1:])} "$@"\n')
+    ssh.chmod(0o755)
     return folder

@@ -2,13 +2,12 @@
 
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import fuse
+from tests import fuse, needs
 from unisono.checkpoint import verify
 from unisono.checkpoint.resume import require_intact, resume_point
 from unisono.checkpoint.store import CheckpointStore, Damage, StorageFailed, StorageFull
@@ -301,18 +300,8 @@ def test_sweeping_removes_what_the_dead_left_and_not_what_is_being_written(
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    if mounted.returncode:
-        pytest.skip(f"mounting a tmpfs is not permitted here: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    with needs.small_disk(tmp_path / "disk", "size=256k") as place:
+        yield place
 
 
 def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(small_disk: Path) -> None:
@@ -369,7 +358,7 @@ def gone(tmp_path: Path) -> Iterator[Path]:
     try:
         os.close(fuse.mount(folder))
     except OSError as error:
-        pytest.skip(f"cannot mount: {error}")
+        pytest.skip(f"needs mounts: {error}")
     yield folder
     fuse.unmount(folder)
 

@@ -264,7 +264,7 @@ def test_the_head_can_have_an_address_of_version_6(room: "Room") -> None:
     try:
         head = room.head(host="::1")
     except Disagreed:
-        pytest.skip("this machine has no IPv6")
+        pytest.skip("needs IPv6")
     assert room.node(head).local_address == "::1"
     assert room.hears(head, Joined) == [Joined(1, "host1", "::1")]
 

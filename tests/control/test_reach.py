@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.needs import need, need_namespaces
 from unisono.control import echo
 from unisono.control.echo import CALLS, EchoListener, reach_key
 from unisono.control.reach import SIZES, DialLimits, Peer, Reached, choose_peers, dial_all
@@ -334,15 +334,8 @@ class Cable:
 
 @pytest.fixture
 def cable() -> Iterator[Cable]:
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    if not (shutil.which("ip") and shutil.which("iptables")):
-        pytest.skip("network namespaces need ip and iptables")
-    try:
-        ip("netns", "add", f"reach{os.getpid()}try")
-        ip("netns", "del", f"reach{os.getpid()}try")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces here: {error.stderr!r}")
+    need("iptables")
+    need_namespaces(f"reach{os.getpid()}try")
     made = Cable()
     yield made
     made.close()

@@ -5,7 +5,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import needs
 from tests.control.test_security import dial, greeted, hello, rest
 from unisono.control.events import Arrived, Left, Said
 from unisono.control.frames import (
@@ -181,13 +181,8 @@ def test_what_cannot_be_sent_or_kept_is_told_to_both_sides(
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Four MiB of disk."""
-    disk = tmp_path / "small"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a tmpfs is not permitted here")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with needs.small_disk(tmp_path / "small", "size=4m") as disk:
+        yield disk
 
 
 def test_a_disk_that_is_full_at_the_head_is_said_in_plain_words(room: "Room", small_disk: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_scheme_without_its_package_is_refused_with_the_line_that_installs_it(
     tmp_path: Path, scheme: str, package: str
 ) -> None:
     if find_spec(package) is not None:
-        pytest.skip(f"{package} is installed here")
+        pytest.skip(f"needs a machine without {package}")
     with pytest.raises(DataError, match=f"needs the package {package}") as caught:
         find(tmp_path, f"{scheme}://bucket/rows.jsonl")
     assert caught.value.problems[0].fix == f"pip install {package}"

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.needs import need
 from tests.nodes.harness import STRANGERS
 
 FRONT = Path(__file__).parents[1] / "nodes" / "front.py"
@@ -78,15 +78,14 @@ def doctor(
     shell = f"{{ {before or 'true'}; }} || exit 99; exec {shlex.join(command)}"
     start = ["bash", "-c", shell]
     if unshare:
-        if os.geteuid() != 0 or shutil.which("unshare") is None:
-            pytest.skip("mounts and processes of one's own need root and unshare")
+        need("unshare", root=True)
         own = ["--mount", "--propagation", "private", "--pid", "--fork", "--mount-proc", "--kill-child"]
         start = ["unshare", *own, *start]
     done = subprocess.run(
         start, cwd=folder, env=environment(folder) | (env or {}), capture_output=True, text=True, check=False, timeout=LIMIT_S
     )  # fmt: skip
     if done.returncode == 99:
-        pytest.skip(f"not possible here: {before}: {done.stderr.strip()[-300:]}")
+        pytest.skip(f"needs what this shell may not do: {before}: {done.stderr.strip()[-300:]}")
     return Seen(done.returncode, done.stdout, done.stderr)
 
 

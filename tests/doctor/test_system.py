@@ -31,7 +31,7 @@ def group(controller: str, **files: str) -> Iterator[str]:
     try:
         folder.mkdir()
     except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
+        pytest.skip(f"needs control groups: {error}")
     try:
         names = dict(name.split("__") for name in files)
         for version_1, version_2 in names.items():
@@ -39,7 +39,7 @@ def group(controller: str, **files: str) -> Iterator[str]:
             try:
                 (folder / name.replace("_", ".", 1)).write_text(files[f"{version_1}__{version_2}"])
             except OSError as error:
-                pytest.skip(f"no limit can be set here: {error}")
+                pytest.skip(f"needs limits of control groups: {error}")
         yield f"echo $$ > {folder}/cgroup.procs"
     finally:
         until = time.monotonic() + 10
@@ -126,7 +126,7 @@ def test_a_small_memory_limit_of_the_control_group_warns(tmp_path: Path) -> None
 @pytest.mark.makes("system.core_dumps", "warn")
 def test_endless_core_dumps_warn_where_they_become_files(tmp_path: Path) -> None:
     if not read_core_dumps().to_file:
-        pytest.skip("a program takes core dumps here")
+        pytest.skip("needs core dumps that become files")
     seen = doctor(tmp_path, before="ulimit -c unlimited")
     assert seen.status("system.core_dumps") == "warn"
     assert "files of any size a crashed process" in seen.text("system.core_dumps")

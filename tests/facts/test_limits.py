@@ -30,7 +30,7 @@ def test_limits_of_the_shell_are_those_of_the_process() -> None:
     shell = f"ulimit -n 64; ulimit -s unlimited; ulimit -l 64; exec {sys.executable} -c '{program}'"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
     if done.returncode:
-        pytest.skip(f"this shell may not change its limits: {done.stderr.strip()[-200:]}")
+        pytest.skip(f"needs limits that may be changed: {done.stderr.strip()[-200:]}")
     assert done.stdout.split() == ["64", "None", "65536"]
 
 

@@ -1,7 +1,6 @@
 """Interfaces and names as this machine has them. Run: pytest tests/facts"""
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.needs import need_namespaces
 from unisono.facts.netlink import Link
 from unisono.facts.network import SystemNetwork, _interface, is_loopback, resolve
 
@@ -95,12 +95,9 @@ def test_loopback_in_other_spellings(address: str, answer: bool) -> None:  # noq
 
 @pytest.fixture
 def namespace() -> Iterator[str]:
-    if os.geteuid() != 0 or not shutil.which("ip"):
-        pytest.skip("network namespaces need root and ip")
     name = f"facts{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip(f"no network namespaces here: {made.stderr!r}")
+    need_namespaces(name)
+    subprocess.run(["ip", "netns", "add", name], capture_output=True, check=True)
     yield name
     subprocess.run(["ip", "netns", "del", name], check=True, capture_output=True)
 

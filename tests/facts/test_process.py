@@ -115,7 +115,7 @@ def freezer() -> Iterator[Path]:
     try:
         folder.mkdir()
     except OSError as error:
-        pytest.skip(f"no control group can be made here: {error.strerror}")
+        pytest.skip(f"needs control groups: {error.strerror}")
     yield folder
     folder.rmdir()
 

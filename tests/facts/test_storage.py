@@ -1,7 +1,6 @@
 """Output folders that can be written, that cannot, and that hang. Run: pytest tests/facts/test_storage.py"""
 
 import contextlib
-import ctypes
 import os
 import sys
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import fuse
+from tests.needs import small_disk
 from unisono.facts.storage import is_nonce, leave_nonce, probe_storage, remove_nonce, sees_nonce
 from unisono.facts.storage_child import file_system_of, is_network
 
@@ -99,7 +99,7 @@ def hanging(tmp_path: Path) -> Iterator[Path]:
     try:
         device = fuse.mount(folder)
     except OSError as error:
-        pytest.skip(f"cannot mount: {error}")
+        pytest.skip(f"needs mounts: {error}")
     yield folder
     os.close(device)  # the kernel then answers all who wait with an error
     fuse.unmount(folder)
@@ -118,15 +118,8 @@ def test_storage_that_hangs_is_named_and_hangs_nobody(hanging: Path) -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("a small file system needs root")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, b"size=64k") != 0:
-        pytest.skip(f"cannot mount: {os.strerror(ctypes.get_errno())}")
-    yield folder
-    libc.umount2(str(folder).encode(), 2)
+    with small_disk(tmp_path / "small", "size=64k") as folder:
+        yield folder
 
 
 def test_a_full_disk_is_said_and_nothing_is_left_on_it(small: Path) -> None:

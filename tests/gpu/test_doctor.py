@@ -10,7 +10,10 @@ from unisono.facts.nvml import probe_details
 from unisono.launch.command import Programs
 from unisono.plan import DeviceChoice
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def test_the_probe_sees_what_torch_sees() -> None:
@@ -41,7 +44,7 @@ def places() -> list[DeviceChoice]:
     ]  # fmt: skip
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device talks to nobody")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize(
     "settings", [{}, {"NCCL_P2P_DISABLE": "1"}, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}]
 )

@@ -9,7 +9,10 @@ from unisono.model.attention import flat_attention
 from unisono.model.forward import Rows, choose_forward
 from unisono.model.load import LoadedModel
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def _dense(

@@ -9,7 +9,10 @@ from unisono.train.part import Part
 from unisono.train.saver import Save, Saver
 from unisono.train.staging import Files, Staging
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def test_what_is_saved_is_the_state_at_the_beginning_while_the_device_computes_on() -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.needs import lacking
 from tests.ports import free_port
 from tests.sshd import ssh_server
 from unisono.errors import UsageError
@@ -158,7 +158,7 @@ def test_a_front_that_ends_early_is_named_with_the_end_of_what_it_printed(
     assert "error: it cannot" in verdict.summary
 
 
-@pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
+@pytest.mark.skipif(bool(lacking("ssh")), reason=lacking("ssh"))
 def test_a_host_that_cannot_be_reached_is_named_in_seconds(tmp_path: Path) -> None:
     port = free_port()
     began = time.monotonic()

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
+from tests import needs
 from unisono.checkpoint.manifest import MANIFEST, Manifest
 from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore
@@ -191,13 +192,8 @@ def test_nothing_there_is_said_and_the_run_begins(front: Any, copies: Path) -> N
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """One MiB of disk."""
-    disk = tmp_path / "small"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a tmpfs is not permitted here")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with needs.small_disk(tmp_path / "small", "size=1m") as disk:
+        yield disk
 
 
 def test_a_full_storage_is_a_warning_and_nothing_there_counts(front: Any, small_disk: Path) -> None:

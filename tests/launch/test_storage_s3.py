@@ -77,7 +77,7 @@ class Bucket:
 def bucket(tmp_path_factory: pytest.TempPathFactory, until: Callable[..., None]) -> Iterator[Bucket]:
     missing = [name for name in ("moto", "s3fs", "flask") if find_spec(name) is None]
     if missing:
-        pytest.skip(f'{", ".join(missing)} not installed: pip install s3fs "moto[server]"')
+        pytest.skip(f'needs {", ".join(missing)}: pip install s3fs "moto[server]"')
     log = tmp_path_factory.mktemp("moto") / "log"
     with log.open("w") as file:
         server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=file, stderr=subprocess.STDOUT)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from tests.needs import lacking
 from tests.ports import free_port
 
 HOSTS = ("ada", "bob", "cyd", "dan")
@@ -206,14 +207,11 @@ class Loopback:
 
 def why_no_namespaces() -> str:
     """Why nodes cannot be network namespaces here; empty where they can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    missing = [tool for tool in ("ip", "unshare", "mount") if shutil.which(tool) is None]
-    if missing:
-        return f"{', '.join(missing)} is not installed"
+    if reason := lacking("ip", "unshare", "mount", root=True):
+        return reason
     name = f"{_PREFIX}{os.getpid()}try"
     done = _run("ip", "netns", "add", name)
     if done.returncode != 0:
-        return f"no network namespace can be made: {done.stderr.strip()}"
+        return f"needs network namespaces: {done.stderr.strip()}"
     _run("ip", "netns", "del", name)
     return ""

@@ -32,7 +32,7 @@ def hanging(front: Front, folder: Path) -> Iterator[None]:
     try:
         told = process.stdout.readline()
         if told.startswith("cannot mount"):
-            pytest.skip(told.strip())
+            pytest.skip(f"needs mounts: {told.strip()}")
         assert told == "hangs\n", told + process.stdout.read()
         yield
     finally:

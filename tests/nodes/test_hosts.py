@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import need
 from tests.nodes.fronts import Front
 from tests.nodes.ground import Namespaces, Own
 from tests.nodes.harness import Job
@@ -105,8 +106,7 @@ def _ends_well(command: list[str]) -> bool:
 @pytest.fixture
 def hosts(networks: Namespaces, pair: Job, tmp_path: Path) -> Iterator[Hosts]:
     """A job of two nodes, the second over ssh."""
-    if SSHD is None or shutil.which("ssh") is None or shutil.which("ssh-keygen") is None:
-        pytest.skip("no sshd here: apt-get install openssh-server")
+    need("sshd", "ssh", "ssh-keygen")
     folder = tmp_path / "sshd"
     folder.mkdir(mode=0o700)
     made = Hosts(networks, pair, folder)

@@ -1,9 +1,8 @@
 """Networks that are broken between nodes which all reach the head. Run, as root: pytest tests/nodes/test_network.py"""
 
-import shutil
-
 import pytest
 
+from tests.needs import need
 from tests.nodes.fronts import together
 from tests.nodes.ground import Namespaces, Own
 from tests.nodes.harness import Job
@@ -15,8 +14,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 @pytest.fixture
 def firewalls(networks: Namespaces) -> Namespaces:
     """Networks in which packets can be dropped."""
-    if shutil.which("iptables") is None:
-        pytest.skip("iptables is not installed")
+    need("iptables")
     return networks
 
 

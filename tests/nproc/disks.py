@@ -1,7 +1,6 @@
 """Disks that tests can fill, take away from writers, or have hang; all of them real file systems."""
 
 import contextlib
-import os
 import shutil
 import subprocess
 import time
@@ -9,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.needs import need
 
 _LIMIT_S = 30.0
 
@@ -56,7 +57,7 @@ class Disk:
 @contextlib.contextmanager
 def in_memory(path: Path, *, size: int) -> Iterator[Disk]:
     """A small disk at `path`."""
-    _need("mount")
+    need("mount", root=True)
     path.mkdir(parents=True, exist_ok=True)
     run("mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", str(path))
     try:
@@ -68,7 +69,7 @@ def in_memory(path: Path, *, size: int) -> Iterator[Disk]:
 @contextlib.contextmanager
 def on_a_device(path: Path, image: Path, *, size: int) -> Iterator[Disk]:
     """A disk that can hang: ext4 on a loop device."""
-    _need("mount", "mkfs.ext4", "fsfreeze")
+    need("mount", "mkfs.ext4", "fsfreeze", root=True)
     path.mkdir(parents=True, exist_ok=True)
     with image.open("wb") as file:
         file.truncate(size)
@@ -77,7 +78,7 @@ def on_a_device(path: Path, image: Path, *, size: int) -> Iterator[Disk]:
         ("mount", "-o", "loop", str(image), str(path)), capture_output=True, text=True, check=False
     )
     if made.returncode != 0:
-        pytest.skip(f"no loop device can be mounted: {made.stderr.strip()}")
+        pytest.skip(f"needs loop devices: {made.stderr.strip()}")
     shutil.rmtree(path / "lost+found")
     disk = Disk(path)
     try:
@@ -85,11 +86,3 @@ def on_a_device(path: Path, image: Path, *, size: int) -> Iterator[Disk]:
     finally:
         disk.answer()
         run("umount", "-l", str(path))
-
-
-def _need(*tools: str) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    missing = [tool for tool in tools if shutil.which(tool) is None]
-    if missing:
-        pytest.skip(f"{', '.join(missing)} is not installed")

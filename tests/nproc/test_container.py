@@ -30,9 +30,9 @@ def job(tmp_path: Path, model_dir: Path, rows_file: Path, caches: Path) -> Itera
     try:
         tried = subprocess.run([*_INSIDE, "true"], capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"needs unshare: {error}")
     if tried.returncode != 0:
-        pytest.skip(f"no process namespace can be made: {tried.stderr.strip()}")
+        pytest.skip(f"needs process namespaces: {tried.stderr.strip()}")
     folder = tmp_path / "job"
     folder.mkdir()
     made = Job(Inside(), folder, model=model_dir, rows=rows_file, caches=caches, nodes=1)

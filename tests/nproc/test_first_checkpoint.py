@@ -4,14 +4,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.needs import small_disk
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
 from tests.nproc.saved import published
@@ -73,19 +72,6 @@ def test_a_run_that_goes_on_rehearses_only_where_its_ranks_are_laid_out_otherwis
     assert saved(solo) == [2, 3, 4, 6]
 
 
-@contextmanager
-def small_disk(folder: Path, n_bytes: int) -> Iterator[None]:
-    """A file system of its own in memory, where checkpoints go."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    folder.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={n_bytes}", "tmpfs", str(folder)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 def size_of_one(job: Job) -> int:
     """Bytes of a checkpoint of such a run."""
     (newest, *_) = sorted(job.out.glob("checkpoints/step-*"), reverse=True)
@@ -100,7 +86,7 @@ def test_without_it_nothing_is_saved_before_its_time_and_with_it_checkpoints_tha
     assert saved(without) == [2, 4]
     size = size_of_one(without)
     job.config(duration=LONG, checkpoint={"every": "500 steps", "keep": 3})
-    with small_disk(job.out / "checkpoints", int(4.5 * size)):
+    with small_disk(job.out / "checkpoints", f"size={int(4.5 * size)}"):
         front = start(job)
         assert front.wait() == 6, front.text()
         text = front.text()
@@ -127,7 +113,7 @@ def test_without_it_nothing_is_saved_before_its_time_and_with_it_checkpoints_tha
 
 def test_a_first_checkpoint_that_cannot_be_written_ends_the_run_at_once(solo: Job) -> None:
     solo.config(duration=LONG, checkpoint={"every": "500 steps"})
-    with small_disk(solo.out / "checkpoints", 64 << 10):
+    with small_disk(solo.out / "checkpoints", f"size={64 << 10}"):
         front = start(solo)
         assert front.wait() == 6, front.text()
         solo.wait_gone()
@@ -199,7 +185,7 @@ def test_a_first_copy_that_finds_no_room_ends_the_run_with_6(solo: Job) -> None:
     """Enough for what is tried before step 1, and not for a checkpoint."""
     copies = solo.folder / "copies"
     solo.config(duration=LONG, checkpoint={"every": "500 steps", "storage": f"file://{copies}"})
-    with small_disk(copies, 64 << 10):
+    with small_disk(copies, f"size={64 << 10}"):
         front = start(solo)
         assert front.wait() == 6, front.text()
         solo.wait_gone()

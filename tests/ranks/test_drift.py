@@ -127,7 +127,7 @@ def test_a_digest_depends_on_bits_and_order_and_not_on_layout() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_digest_of_a_device_is_that_of_the_same_sums_here() -> None:
     tensor = torch.randn(3 * _CHUNK + 5)
     assert _sums(tensor.cuda()).tolist() == _sums(tensor).tolist()

@@ -22,7 +22,7 @@ from unisono.train.meeting import check_world
 
 _CUDA = pytest.param(
     "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
 )
 _LENGTHS = [40, 7, 300]
 
@@ -132,7 +132,7 @@ def test_a_world_that_is_not_the_planned_one_is_refused(group: Ranks, workshop: 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_checksum_is_the_same_on_the_device() -> None:
     tensor = torch.randn(1000, 777)
     assert checksum(tensor) == checksum(tensor.cuda())

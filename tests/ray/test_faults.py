@@ -40,7 +40,7 @@ def small(cluster: RayCluster) -> Iterator[Callable[[int], SmallMemory]]:
     """Has a node start again in a control group with little memory, where Ray's monitor looks often."""
     memory = SmallMemory()
     if memory.group is None:
-        pytest.skip("no control group with a limit of memory can be made here")
+        pytest.skip("needs control groups: none with a limit of memory can be made")
     shrunk = []
 
     def shrink(node: int) -> SmallMemory:
@@ -68,7 +68,7 @@ def other_python() -> str:
             told = subprocess.run([folder / mine, "-V"], capture_output=True, text=True, check=True).stdout
             if told.strip() != f"Python {sys.version.split()[0]}":
                 return str(folder / mine)
-    pytest.skip(f"there is no other {mine} here")
+    pytest.skip(f"needs another {mine}")
 
 
 def packages() -> str:

@@ -49,7 +49,7 @@ def test_the_end_of_a_grandchild_is_read(body: str, code: int, way: Callable[[in
             parent.stdout.readline()  # its parent has taken the status, or never will
             status = way(pidfd, pid)
             if way is _by_pidfd and kernel() < (6, 15):
-                pytest.skip("kernels before 6.15 do not tell it by a pidfd")
+                pytest.skip("needs a kernel of 6.15 or newer: a pidfd tells the status there")
             assert status is not None
             assert os.waitstatus_to_exitcode(status) == code
             assert exit_status.exit_status(pidfd, pid) == code

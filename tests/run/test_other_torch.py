@@ -24,7 +24,7 @@ LIMIT_S = 1500.0
 @pytest.mark.parametrize("python", PYTHONS or [""])
 def test_what_depends_on_torch_holds_with_another_torch(python: str, file: str) -> None:
     if not python:
-        pytest.skip("UNISONO_TEST_PYTHONS names no Python that has another torch")
+        pytest.skip("needs another torch: UNISONO_TEST_PYTHONS names no Python that has another torch")
     words = [python, "-m", "pytest", "-q", "-m", "long or not long", "-p", "no:cacheprovider", file]
     done = subprocess.run(
         words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -208,7 +208,7 @@ def llama_factory_programs() -> Path:
     try:
         return llama_factory.install()
     except llama_factory.NotInstalled as reason:
-        pytest.skip(f"LLaMA-Factory cannot be installed: {reason}")
+        pytest.skip(f"needs LLaMA-Factory: {reason}")
 
 
 def _of_llama_factory(request: pytest.FixtureRequest, folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:

@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.needs import small_disk
 from unisono.config import RunConfig, config_digest
 from unisono.errors import UsageError
 from unisono.facts.storage import leave_nonce
@@ -336,11 +336,8 @@ def closed(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0:
         yield place
         return
-    mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(place)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("root may write everywhere, and mounting a read-only file system is not permitted here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    with small_disk(place, "ro"):  # root may write everywhere else
+        yield place
 
 
 @pytest.mark.parametrize("below", ["", "out", "a/b"])

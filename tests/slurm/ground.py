@@ -3,7 +3,6 @@
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tests.needs import lacking, program
 from tests.nodes.ground import HOSTS, Namespaces, Own
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
@@ -58,14 +58,7 @@ PartitionName=closed Nodes={names} AllowAccounts=nobody State=UP
 
 def why_no_slurm() -> str:
     """Why there can be no cluster here; empty where there can."""
-    missing = [name for name in _PROGRAMS if _program(name) is None]
-    if missing:
-        return f"{', '.join(missing)} not installed: apt-get install slurmctld slurmd slurm-client munge"
-    return ""
-
-
-def _program(name: str) -> str | None:
-    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
+    return lacking(*_PROGRAMS)
 
 
 @dataclass
@@ -165,8 +158,8 @@ class Cluster:
         self.until(socket.exists, what="munged listens", limit_s=_UP_S)
         return socket
 
-    def _start(self, name: str, node: int, program: str, *words: str) -> None:
-        path = _program(program)
+    def _start(self, name: str, node: int, command_name: str, *words: str) -> None:
+        path = program(command_name)
         assert path is not None
         command = self.networks.command(node, [path, *words], self.sees(node))
         kept = {

@@ -2,13 +2,13 @@
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.needs import lacking
 from tests.nodes.fronts import Front, together
 from tests.nodes.ground import Namespaces
 from tests.nodes.harness import Job
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.ranks,
     pytest.mark.slow,
     pytest.mark.long,
-    pytest.mark.skipif(shutil.which("iptables") is None, reason="iptables is not installed"),
+    pytest.mark.skipif(bool(lacking("iptables")), reason=lacking("iptables")),
 ]
 
 

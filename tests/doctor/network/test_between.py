@@ -32,7 +32,7 @@ def shaped(networks: Namespaces, node: int, *towards: int) -> None:
     for line in lines:
         done = tc(networks, node, line)
         if done.returncode != 0:
-            pytest.skip(f"this kernel has no such queue: {done.stderr.strip()}")
+            pytest.skip(f"needs queues in the kernel: {done.stderr.strip()}")
 
 
 def tc(networks: Namespaces, node: int, line: str) -> "subprocess.CompletedProcess[str]":

@@ -39,7 +39,7 @@ PORT = Check(
 FIREWALL = Check(
     "network.firewall", "Firewall of this machine",
     "ranks listen on ports that are chosen at run time, so a firewall that opens only some lets a job begin and hang",
-    "Rules for packets that come in, from iptables and nft; only root can list them. WARN: several nodes, and some are refused. UNKNOWN: several nodes and no root."
+    "Rules for packets that come in, from iptables and nft; only root can list them. WARN: several nodes, and some are refused. UNKNOWN: several nodes, and no root or neither program."
     " Firewalls elsewhere are found by the nodes' dialling of each other (--nodes).",
     ("address_unreachable",),
 )  # fmt: skip

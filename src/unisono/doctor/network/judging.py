@@ -273,7 +273,7 @@ def judge_firewall(firewall: Firewall | None, *, several: bool) -> list[Finding]
             found(
                 FIREWALL,
                 "unknown",
-                "rules cannot be listed here",
+                "rules cannot be listed here: that takes root, and iptables or nft",
                 fix=["sudo iptables -S INPUT; sudo nft list ruleset"],
             )
         ]

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Installs the programs that tests need beside Python, on Debian and Ubuntu; called by `make system`, as root. What is there already stays as it is.
+# Services that come with them (an SSH server, Slurm's and munge's daemons) are neither started now nor at the next boot: tests start their own.
+set -euo pipefail
+
+packages=(
+  util-linux mount e2fsprogs procps        # namespaces, mounts, file systems that freeze, kill
+  iproute2 iptables                        # networks between nodes, and firewalls in them
+  openssh-client openssh-server            # --hosts
+  slurmctld slurmd slurm-client munge      # --launcher slurm
+  tmux                                     # terminals
+)
+services=(ssh sshd munge slurmctld slurmd)
+
+is_installed() { [ "$(dpkg-query --show --showformat='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]; }
+
+if ! command -v apt-get >/dev/null; then
+  echo "make system: there is no apt-get here. Install what these packages of Debian hold: ${packages[*]}" >&2
+  exit 2
+fi
+missing=()
+for package in "${packages[@]}"; do
+  is_installed "$package" || missing+=("$package")
+done
+if [ ${#missing[@]} -eq 0 ]; then
+  echo "make system: all ${#packages[@]} packages are installed"
+  exit 0
+fi
+if [ "$(id -u)" -ne 0 ]; then
+  echo "make system: ${missing[*]} must be installed by root: sudo make system" >&2
+  exit 2
+fi
+
+policy=/usr/sbin/policy-rc.d  # apt's hook that keeps new services from being started
+if [ ! -e "$policy" ]; then
+  printf '#!/bin/sh\nexit 101\n' >"$policy"
+  chmod 755 "$policy"
+  trap 'rm -f "$policy"' EXIT
+fi
+enabled_before="$(systemctl list-unit-files --state=enabled --no-legend "${services[@]/%/.service}" 2>/dev/null || true)"
+export DEBIAN_FRONTEND=noninteractive
+apt-get update --quiet=2
+apt-get install --yes --quiet=2 --no-install-recommends "${missing[@]}"
+for service in "${services[@]}"; do
+  case "$enabled_before" in *"$service.service"*) continue ;; esac
+  systemctl disable "$service.service" >/dev/null 2>&1 || true
+done
+echo "make system: installed ${missing[*]}"
