@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono.crash import told_of
+from unisono.crash import is_peer_loss, told_of
 from unisono.errors import UnisonoError
 from unisono.events import Reporter
+from unisono.storage_errors import storage_failure
 
 _PR_SET_PDEATHSIG = 1
 
@@ -71,7 +72,8 @@ def loading_modules() -> Iterator[None]:
 def run_child(body: Callable[[Reporter], dict[str, Any]], arguments: argparse.Namespace) -> int:
     """Runs `body`, and reports its result, its refusal, or its crash. Gives the exit code.
 
-    The last message is `result` (with what `body` gave), `refused` or `crashed`.
+    The last message is `result` (with what `body` gave), `refused` or `crashed`. An error of the storage that nobody foresaw is a refusal
+    with exit code 6.
     """
     end_with_front(arguments.front_pid)
     reporter = Reporter(arguments.report_fd, fallback=sys.stderr, log_path=arguments.events)
@@ -107,9 +109,14 @@ def _ended(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter) -> in
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - the edge of a process: recorded, and told to the front
         told = told_of(error)
-        reporter.send("crashed", exit_code=5, **told)
+        failure = None if is_peer_loss(error) else storage_failure(error)
+        if failure is not None:
+            reporter.send("refused", **failure.to_json())
+        else:
+            reporter.send("crashed", exit_code=5, **told)
         # The log keeps it also where the front is gone; last, for its disk may hang.
-        sys.stderr.write(told["traceback"])
-        return 5
+        with contextlib.suppress(OSError):
+            sys.stderr.write(told["traceback"])
+        return failure.exit_code if failure is not None else 5
     reporter.send("result", **result)
     return int(result.get("exit_code", 0))

@@ -114,7 +114,12 @@ class _EventsLog:
 
     def _write(self, data: bytes) -> None:
         if self._fd is None:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._fd).st_size
+            if size and os.pread(self._fd, 1, size - 1) != b"\n":
+                data = (
+                    b"\n" + data
+                )  # an earlier start was killed in the middle of a line, which takes no other with it
         _write_all(self._fd, data)
 
 

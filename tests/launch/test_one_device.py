@@ -6,6 +6,7 @@ Run: pytest tests/launch/test_one_device.py
 import contextlib
 import json
 import random
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -98,6 +99,28 @@ def test_a_hostile_environment_is_ignored_in_one_line_and_no_socket_is_opened(
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert set(plan["ignored_variables"]) >= set(HOSTILE)
     assert plan["world_size"] == 1
+
+
+def test_a_limit_of_the_file_size_is_named_with_its_value_and_no_row_is_blamed(
+    folder: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """The first that meets it is the memory of steps, which is a file to the system."""
+    limit = 100_000
+    done = subprocess.run(
+        [sys.executable, "-m", "unisono", "train", "c.yaml", f"output_dir={tmp_path / 'out'}"], cwd=folder, env=environment,
+        text=True, capture_output=True, timeout=240, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    assert done.returncode == 6, done.stderr
+    assert f"the limit of the file size is {limit} bytes" in done.stderr
+    assert "ulimit -f unlimited" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "user_code_error" not in done.stderr
+    verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    assert (verdict["cause"], verdict["hosts"]) == (
+        "ulimit",
+        [json.loads((tmp_path / "out" / "plan.json").read_text())["host"]],
+    )
 
 
 STEPS = 30

@@ -3,13 +3,14 @@
 import json
 import math
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.rundir.metrics import MetricsWriter, cut_after, read_metrics, without_nan
+from unisono.rundir.metrics import Cut, MetricsWriter, best_evaluated, cut_after, read_metrics, without_nan
 
 
 def _write(path: Path, steps: range) -> None:
@@ -45,7 +46,7 @@ def test_cutting_leaves_each_step_once(tmp_path: Path) -> None:
     _write(path, range(1, 8))
     with path.open("a") as file:
         file.write('{"step": 7, "eval_loss": 1.0}\n{"step": 8, "lo')
-    assert cut_after(path, 5) == 4
+    assert cut_after(path, 5) == Cut(later=4)
     _write(path, range(6, 8))
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
 
@@ -55,14 +56,14 @@ def test_an_evaluation_that_is_due_again_is_cut_and_its_step_stays(tmp_path: Pat
     path.write_text(
         '{"step": 2}\n{"step": 2, "eval_loss": 1.0}\n{"step": 3}\n{"step": 3, "eval_loss": 1.0}\n{"step": 4}\n'
     )
-    assert cut_after(path, 3, evaluated=False) == 2
+    assert cut_after(path, 3, evaluated=False) == Cut(later=2)
     assert path.read_text() == '{"step": 2}\n{"step": 2, "eval_loss": 1.0}\n{"step": 3}\n'
 
 
 def test_what_stays_keeps_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step":1,  "loss":1e-07}\n{"step": 2}\n')
-    assert cut_after(path, 1) == 1
+    assert cut_after(path, 1) == Cut(later=1)
     assert path.read_bytes() == b'{"step":1,  "loss":1e-07}\n'
 
 
@@ -81,16 +82,67 @@ def test_a_file_torn_anywhere_loses_at_most_its_last_line(
     assert path.read_bytes() == whole
 
 
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [
+        (b'{"step": 3, "lo\x80\n', "not JSON"),
+        (b"\0" * 40 + b"\n", "zeros"),
+        (b"[1, 2]\n", "not an object"),
+        (b'{"loss": 0.5}\n', "without a step"),
+        (b'{"step": 8, "loss": 0.5}\n', "a later step, out of place"),
+        (b"[" * 100_000 + b"\n", "nested too deeply"),
+        (b'{"step": 3, "x": "' + b"x" * (3 << 20) + b'"}\n', "longer than any line"),
+    ],
+)
+def test_a_damaged_line_in_the_middle_is_kept_aside_with_its_number_and_takes_no_other_with_it(
+    tmp_path: Path, bad: bytes, what: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, range(1, 8))
+    lines = path.read_bytes().splitlines(keepends=True)
+    before = b"".join([*lines[:2], bad, *lines[3:], b'{"step": 8, "lo'])
+    path.write_bytes(before)
+    cut = cut_after(path, 5)
+    aside = tmp_path / "metrics.jsonl.damaged-1"
+    assert cut == Cut(later=3, damaged=1, numbers=(3,), aside=aside), what
+    assert aside.read_bytes() == before
+    assert path.read_bytes() == b"".join([*lines[:2], *lines[3:5]])
+    warning = cut.warning()
+    assert warning is not None
+    assert "line 3 is damaged" in warning["text"]
+    assert warning["where"] == f"{aside}:3"
+    assert cut_after(path, 5) == Cut()
+
+
+def test_a_file_of_which_no_line_can_be_read_is_kept_aside_beside_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    (tmp_path / "metrics.jsonl.damaged-1").write_text("of an earlier start")
+    path.write_bytes(b"\xff\n" * 20)
+    cut = cut_after(path, 5)
+    assert (cut.damaged, cut.numbers) == (20, (1, 2, 3, 4, 5, 6, 7, 8))
+    assert cut.aside == tmp_path / "metrics.jsonl.damaged-2"
+    assert cut.aside.read_bytes() == b"\xff\n" * 20
+    assert path.read_bytes() == b""
+
+
+def test_readers_pass_over_damaged_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = b'{"step": 1, "eval_loss": 0.5}\n'
+    path.write_bytes(good + b"[" * 100_000 + b'\n{"step": 1' + b"0" * 400 + b"}\n\xff\n" + good)
+    assert [line["step"] for line in read_metrics(path)] == [1, 1]
+    assert best_evaluated(path, [1]) == (1, 0.5)
+
+
 def test_a_file_that_needs_no_cut_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     _write(path, range(1, 3))
     before = path.stat()
-    assert cut_after(path, 2) == 0
+    assert cut_after(path, 2) == Cut()
     assert path.stat().st_ino == before.st_ino
 
 
 def test_no_file_is_no_lines(tmp_path: Path) -> None:
-    assert cut_after(tmp_path / "metrics.jsonl", 3) == 0
+    assert cut_after(tmp_path / "metrics.jsonl", 3) == Cut()
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
@@ -118,3 +170,33 @@ def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path) -> None:
         assert found == list(range(1, len(found) + 1))
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+_LIMITED = """
+import resource, sys
+from pathlib import Path
+from unisono.rundir.metrics import MetricsWriter
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+writer = MetricsWriter(Path(sys.argv[1]))
+for step in range(1, 60):
+    writer.append({"step": step, "text": "x" * 50})
+try:
+    writer.sync()
+except OSError as error:
+    print(error.errno, error.filename, writer.waiting)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(writer.close())
+"""
+
+
+def test_a_limit_of_the_file_size_is_called_so_and_the_lines_wait(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", _LIMITED, str(path)], check=True, capture_output=True, text=True
+    )
+    first, second = done.stdout.splitlines()
+    assert first.split()[:2] == ["27", str(path)]
+    assert int(first.split()[2]) > 40
+    assert second == "None"
+    assert [line["step"] for line in read_metrics(path)] == list(range(1, 60))

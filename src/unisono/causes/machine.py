@@ -217,20 +217,22 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         id="ulimit",
         title="a limit of the operating system was reached",
-        meaning="The process may open no more files, lock no more memory, or start no more threads.",
+        meaning="The process may open no more files, write no larger file, lock no more memory, or start no more threads.",
         telltales=(
             "`OSError: [Errno 24] Too many open files`, also inside `unable to open shared memory object`",
+            "`OSError: [Errno 27] File too large`, or a program that SIGXFSZ ended: `ulimit -f`",
             "`Resource temporarily unavailable` when a thread or process is started",
             "`ibv_reg_mr` or `Cannot allocate memory` with a small `ulimit -l`",
         ),
         neighbours=(("shm_too_small", "space, not the number of files"),),
         remedy=(
             "`ulimit -n 65536` before the start, or LimitNOFILE= in the service, nofile in limits.conf.",
+            "`ulimit -f unlimited` before the start, or LimitFSIZE=infinity in the service, fsize in limits.conf.",
             "torch.multiprocessing.set_sharing_strategy('file_system') where loaders share many tensors.",
         ),
         exit_code=6,
         retry_helps=False,
-        when=("before", "after"),
+        when=("before", "during", "after"),
     ),
     Cause(
         id="nccl_socket_iface",

@@ -66,6 +66,12 @@ SIGNATURES: tuple[Signature, ...] = (
         look_alike="unable to mmap 1024 bytes",
     ),
     Signature(
+        id="file_size_limit", hints=("File too large", "File size limit exceeded", "os error 27", "SIGXFSZ"),
+        pattern=r"Errno 27\] File too large|^\S{0,300}File too large$|File size limit exceeded|\(os error 27\)|SIGXFSZ", kind="error", cause="ulimit", source="Linux, EFBIG and SIGXFSZ; bash and sh for the signal",
+        example="OSError: [Errno 27] File too large: '/runs/a/checkpoints/step-00000100.tmp-1/trainable.safetensors'",
+        look_alike="the request was refused: 413 Payload Too Large",
+    ),
+    Signature(
         id="xid_off_the_bus", hints=("fallen off the bus", "Unable to determine the device handle", "GPU is lost", "GpuIsLost", "NVRM: Xid"),
         pattern=r"GPU has fallen off the bus|Unable to determine the device handle for (?:GPU|gpu)|GPU is lost|NVMLError_GpuIsLost|NVRM: Xid \(PCI:[0-9a-fA-F:.]{1,20}\): (?:79|119|120|74)\b", kind="error", cause="gpu_fell_off",
         source="NVIDIA driver, Xid 79 (dmesg); nvidia-smi",

@@ -1,7 +1,6 @@
 """What can be wrong with a checkpoint that is read, and with the storage that one is written to."""
 
-import errno
-import re
+import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +8,10 @@ from typing import Literal
 
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.errors import Problem, UnfitError
+from unisono.storage_errors import error_number, is_full, reason, remedy, storage_verdict, words
 from unisono.units import show_bytes
 
 Kind = Literal["manifest", "missing", "size", "content", "step", "run", "foreign", "extra"]
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-# safetensors writes in Rust and tells the error's number in its text only.
-_FULL_TEXT = re.compile(rf"os error (?:{errno.ENOSPC}|{errno.EDQUOT})\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +76,6 @@ class StorageFull(StorageFailed):
         return max(1, self.needed_bytes - self.free_bytes)
 
 
-def is_full(error: BaseException) -> bool:
-    """Whether an exception of a write means that disk or quota is full."""
-    if isinstance(error, OSError):
-        return error.errno in _FULL
-    return type(error).__name__ == "SafetensorError" and _FULL_TEXT.search(str(error)) is not None
-
-
 def disk_full(problem: Problem, *, phase: str) -> Verdict:
     """The verdict on a disk that has no room for what a problem tells of; which node's disk it is who knows the rank adds."""
     known = find_cause("disk_full")
@@ -102,24 +91,23 @@ def free_bytes(directory: Path) -> int:
 
 
 def storage_trouble(error: BaseException, target: Path, temporary: Path) -> StorageFailed | None:
-    """What an exception of a write means for the user; None if it is not the storage's doing."""
+    """What an exception of a write means for the user; None if it is not the storage's doing. Removes what was written."""
     if isinstance(error, StorageFailed):
         error.path = target
         return None
+    if error_number(error) is None and not isinstance(error, OSError):
+        return None
     if is_full(error):
-        written = sum(file.stat().st_size for file in temporary.glob("*")) if temporary.exists() else 0
-        shutil.rmtree(temporary, ignore_errors=True)
-        free = free_bytes(_existing(target.parent))
-        return StorageFull(target, needed_bytes=max(written, free) + 1, free_bytes=free)
-    if isinstance(error, OSError):
-        return StorageFailed(
-            Problem(
-                f"checkpoint {target.name} cannot be written: {error.strerror or error}", str(error.filename or target),
-                "the storage failed", "mend it, or set output_dir to another one; the older checkpoints are as they were",
-            ),
-            path=target,
-        )  # fmt: skip
-    return None
+        with contextlib.suppress(OSError):  # a directory that is gone as well cannot be measured
+            written = sum(file.stat().st_size for file in temporary.glob("*")) if temporary.exists() else 0
+            shutil.rmtree(temporary, ignore_errors=True)
+            free = free_bytes(_existing(target.parent))
+            return StorageFull(target, needed_bytes=max(written, free) + 1, free_bytes=free)
+    problem = Problem(
+        f"checkpoint {target.name} cannot be written: {words(error)}", str(getattr(error, "filename", None) or target), reason(error),
+        remedy(error, else_="fix it, or set output_dir to a different one; the older checkpoints are as they were"),
+    )  # fmt: skip
+    return StorageFailed(problem, path=target, verdict=storage_verdict(error, problem, phase="save"))
 
 
 def _existing(path: Path) -> Path:

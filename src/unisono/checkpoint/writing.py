@@ -9,7 +9,8 @@ import xxhash
 
 from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.tensor_file import TensorPart, file_bytes, write_tensor_file
-from unisono.checkpoint.trouble import StorageFull, free_bytes, is_full
+from unisono.checkpoint.trouble import StorageFull, free_bytes
+from unisono.storage_errors import is_full
 
 _SLACK_BYTES = 1 << 16  # headers, the manifest, and what a file system rounds up
 

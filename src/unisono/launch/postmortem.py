@@ -123,6 +123,9 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
             "was killed by the kernel for want of memory {at}",
             [Evidence(where=where, text=text)],
         )
+    if end.returncode == -signal.SIGXFSZ:
+        text = f"{how}: the system sends it where a file would become larger than `ulimit -f` allows"
+        return "ulimit", "was ended by the limit of the file size {at}", [Evidence(where=where, text=text)]
     if end.returncode < 0:
         return "rank_killed", f"was {how} {{at}}", [Evidence(where=where, text=how)]
     return "user_code_error", f"left by itself {{at}}: {how}", [Evidence(where=where, text=how)]

@@ -96,7 +96,7 @@ def rescue(
         on_disk = store.newest_intact(run_id=plan.run_id)
         if on_disk is not None and on_disk.step >= step:
             return False
-        _complete_metrics(run, pieces[0])
+        _complete_metrics(run, pieces[0], show)
         path = _save(plan, pieces, store=store)
     except (StorageFailed, OSError, ValueError) as error:  # ValueError: another node sent no rank's state
         why = "; ".join(p.what for p in error.problems) if isinstance(error, StorageFailed) else str(error)
@@ -106,9 +106,11 @@ def rescue(
     return True
 
 
-def _complete_metrics(run: RunDir, kept: Kept) -> None:
+def _complete_metrics(run: RunDir, kept: Kept, show: Show) -> None:
     """Puts the lines of the step in place of those that are there: some, one that is torn, or none."""
-    cut_after(run.metrics, kept.step - 1)
+    warning = cut_after(run.metrics, kept.step - 1).warning()
+    if warning is not None:
+        show({"kind": "warning", "time": time.time(), **warning})
     writer = MetricsWriter(run.metrics)
     try:
         for line in kept.lines:

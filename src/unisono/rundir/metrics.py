@@ -1,15 +1,22 @@
 """metrics.jsonl: one writer, a whole line a write; on resume, what came after the checkpoint is cut off."""
 
-import errno
+import contextlib
+import itertools
 import json
 import math
 import os
+import shutil
 import threading
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from unisono.files import whole_file
+
+_LINE_BYTES = 1 << 20
+_NUMBERS = 8
+_MOST_STEPS = 1 << 53
 
 
 class MetricsWriter:
@@ -49,32 +56,74 @@ class MetricsWriter:
         if self._fd is not None:  # not under the lock: steps go on while the disk takes its time
             os.fsync(self._fd)
 
-    def close(self) -> None:
-        """Ends the file. Closing twice is once."""
+    def close(self) -> OSError | None:
+        """Ends the file; gives why lines that still wait are lost. Closing twice is once."""
         with self._lock:
-            if self._fd is not None:
-                self._flush()
+            if self._fd is None:
+                return None
+            error = self._flush()
+            with contextlib.suppress(
+                OSError
+            ):  # of a network disk; what was written for a checkpoint has been synced
                 os.close(self._fd)
-                self._fd = None
+            self._fd = None
+            return error
 
     def _flush(self) -> OSError | None:
         """Writes what waits; gives why some of it still does."""
         assert self._fd is not None, "closed"
         while self._waiting:
-            line = self._waiting[0]
+            written = 0
             try:
-                written = os.write(self._fd, line)
+                while written < len(self._waiting[0]):
+                    written += os.write(self._fd, self._waiting[0][written:])
             except OSError as error:
-                return error
-            if written < len(line):  # the disk was full in the middle of the line
-                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-                return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+                return self._without_part(error, written)
             self._waiting.pop(0)
         return None
 
+    def _without_part(self, error: OSError, written: int) -> OSError:
+        """The error with its path, after the part of a line that was written has been taken back: a disk may be full in the middle of one."""
+        assert self._fd is not None
+        if written:
+            try:
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            except OSError:  # then the rest of the line comes later
+                self._waiting[0] = self._waiting[0][written:]
+        return OSError(error.errno, error.strerror, str(self._path))
 
-def cut_after(path: Path, step: int, *, evaluated: bool = True) -> int:
-    """Removes the lines of later steps and what is no whole line, a torn last one above all. Gives how many went.
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What has left metrics.jsonl.
+
+    Attributes:
+        later: how many lines of later steps, a torn last line included.
+        damaged: how many lines before the end could not be read, or were out of place.
+        numbers: of the first of those, counted from 1.
+        aside: the file as it was, where there were such lines.
+    """
+
+    later: int = 0
+    damaged: int = 0
+    numbers: tuple[int, ...] = ()
+    aside: Path | None = None
+
+    def warning(self) -> dict[str, str] | None:
+        """The fields of a message `warning` about damaged lines; None where there were none."""
+        if self.aside is None:
+            return None
+        listed = ", ".join(map(str, self.numbers)) + (" …" if self.damaged > len(self.numbers) else "")
+        what = f"line {listed} is" if self.damaged == 1 else f"{self.damaged} lines ({listed}) are"
+        return {
+            "code": "metrics_damaged", "text": f"metrics.jsonl: {what} damaged and left out; the file as it was is {self.aside}",
+            "where": f"{self.aside}:{self.numbers[0]}",
+            "fix": "check the disk if nobody edited the file; to get a line back, correct it there and insert it before the next start",
+        }  # fmt: skip
+
+
+def cut_after(path: Path, step: int, *, evaluated: bool = True) -> Cut:
+    """Removes the lines of later steps and a torn last one. What else is not a valid line goes only after the whole file was kept aside.
 
     Args:
         path: of the file.
@@ -85,15 +134,63 @@ def cut_after(path: Path, step: int, *, evaluated: bool = True) -> int:
         OSError: if there is no room for the shorter file beside the old one; the old one stays.
     """
     if not path.exists():
-        return 0
+        return Cut()
     with path.open("rb") as file:
-        gone = sum(not _stays(line, step, evaluated=evaluated) for line in file)
-        if not gone:
-            return 0
+        cut = _survey(file, step, evaluated=evaluated)
+        if not cut.later and not cut.damaged:
+            return cut
+        if cut.damaged:
+            cut = replace(cut, aside=_keep_aside(path))
         file.seek(0)
         with whole_file(path) as temporary, temporary.open("wb") as shorter:
-            shorter.writelines(line for line in file if _stays(line, step, evaluated=evaluated))
-    return gone
+            shorter.writelines(line for _, line in _numbered(file) if _stays(line, step, evaluated=evaluated))
+    return cut
+
+
+def _survey(file: IO[bytes], step: int, *, evaluated: bool) -> Cut:
+    """What there is to be removed. What stands before a line that stays does not belong to later steps, whatever it says."""
+    damaged = later = 0
+    numbers: list[int] = []
+    numbers_later: list[int] = []
+    for number, line in _numbered(file):
+        if _stays(line, step, evaluated=evaluated):
+            damaged, later = damaged + later, 0
+            numbers, numbers_later = [*numbers, *numbers_later][:_NUMBERS], []
+        elif later or _parse(line) is not None or not line.endswith(b"\n"):
+            later += 1
+            numbers_later = [*numbers_later, number][:_NUMBERS]
+        else:
+            damaged += 1
+            numbers = [*numbers, number][:_NUMBERS]
+    return Cut(later, damaged, tuple(numbers))
+
+
+def _numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines with their numbers, from 1. One that is longer than any of ours comes as an empty one."""
+    number = 0
+    while piece := file.readline(_LINE_BYTES):
+        number += 1
+        line = piece
+        while not piece.endswith(b"\n") and (piece := file.readline(_LINE_BYTES)):
+            line = b"\n"
+        yield number, line
+
+
+def _keep_aside(path: Path) -> Path:
+    """A second name for the file as it is, or a copy where the file system gives none."""
+    for number in itertools.count(1):
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+        try:
+            os.link(path, aside)
+        except FileExistsError:
+            continue
+        except OSError:
+            if aside.exists():
+                continue
+            with whole_file(aside) as temporary:
+                shutil.copyfile(path, temporary)
+        return aside
+    raise AssertionError("unreachable: there is always one more number")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -151,6 +248,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and type(value.get("step")) is int else None
+    if not isinstance(value, dict) or type(value.get("step")) is not int:
+        return None
+    return value if 0 <= value["step"] < _MOST_STEPS else None

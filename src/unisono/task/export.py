@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.trouble import is_full
 from unisono.config.schema import CheckpointSection
 from unisono.errors import ModelError, UnfitError, UsageError
 from unisono.events import Reporter
 from unisono.files import fsync_dir, read_json, write_json
 from unisono.model.load import load_base, load_tokenizer
+from unisono.storage_errors import error_number, reason, remedy, words
 from unisono.task.merging import logits_of_probe, merge_adapter
 from unisono.task.opening import (
     adapter_tokenizer,
@@ -139,12 +139,10 @@ def whole_directory(out: Path) -> Iterator[Path]:
         fsync_dir(out.parent)
     except BaseException as error:  # also Ctrl-C leaves no half export; raised again
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) or is_full(
-            error
-        ):  # safetensors has an exception of its own for a full disk
+        if isinstance(error, OSError) or error_number(error) is not None:
             raise UnfitError.of(
-                f"{out} cannot be written", where=str(out), why=str(error),
-                fix="make room or choose another place; nothing was left half written",
+                f"{out} cannot be written: {words(error)}", where=str(out), why=reason(error),
+                fix=remedy(error, else_="make room or choose a different place; nothing was left half written"),
             ) from error  # fmt: skip
         raise
 

@@ -6,9 +6,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from unisono.checkpoint.trouble import disk_full, free_bytes, is_full
+from unisono.checkpoint.trouble import free_bytes
 from unisono.errors import Problem, UnfitError
 from unisono.files import fsync_dir
+from unisono.storage_errors import error_number, is_full, reason, remedy, storage_verdict, words
 from unisono.train.run import Run
 from unisono.train.weights import write_weights
 from unisono.units import show_bytes
@@ -55,19 +56,22 @@ def _storage_trouble_told(run: Run, temporary: Path, target: Path) -> Iterator[N
         yield
     except (
         Exception
-    ) as error:  # safetensors raises one of its own for a full disk; what is neither is raised again
-        if not (isinstance(error, OSError) or is_full(error)):
+    ) as error:  # what is not the storage's is raised again; safetensors has an exception of its own
+        if not isinstance(error, OSError) and error_number(error) is None:
             raise
         shutil.rmtree(temporary, ignore_errors=True)
-        free = show_bytes(free_bytes(target.parent))
-        why = f"the disk is full: {free} are free without what was begun" if is_full(error) else str(error)
+        why = reason(error)
+        if is_full(error):
+            with contextlib.suppress(OSError):
+                why = f"the disk is full: {show_bytes(free_bytes(target.parent))} are free without what was begun"
+        again = f"the same command resumes from the checkpoint of step {run.saved_step}"
+        if run.saved_step is None:
+            again = "run the same command again"
         problem = Problem(
-            f"the result cannot be written to {target}", str(target), why,
-            f"mend or free the storage, and run the same command again: it goes on from the checkpoint of step {run.saved_step}",
+            f"the result cannot be written to {target}: {words(error)}", str(target), why,
+            f"{remedy(error, else_='fix the storage')}; {again}",
         )  # fmt: skip
-        raise UnfitError(
-            problem, verdict=disk_full(problem, phase="finish") if is_full(error) else None
-        ) from error
+        raise UnfitError(problem, verdict=storage_verdict(error, problem, phase="finish")) from error
 
 
 def _sync(directory: Path) -> None:

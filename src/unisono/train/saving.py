@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,11 +20,12 @@ from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.reader import CheckpointReader
 from unisono.checkpoint.state import load_optimizer
 from unisono.checkpoint.store import StorageFailed, step_of, temporary_name
-from unisono.checkpoint.trouble import disk_full, is_full
+from unisono.checkpoint.trouble import storage_trouble
 from unisono.checkpoint.values import STATE, state_text
 from unisono.errors import IntegrityError, Problem
 from unisono.model.shard import like
 from unisono.rundir.metrics import MetricsWriter, best_evaluated
+from unisono.storage_errors import reason, remedy, storage_verdict, words
 from unisono.train import faults
 from unisono.train.contents import contents_of
 from unisono.train.run import Run
@@ -226,21 +228,27 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
             job.step, write, run_id=plan.run_id, config_digest=plan.config_digest, world_size=plan.world_size,
             threads=plan.threads, holder=plan.host, temporary=job.temporary,
         )  # fmt: skip
-    except StorageFailed as error:
-        run.trouble = error
+    except (StorageFailed, OSError) as error:
+        target = run.files.checkpoint(job.step)
+        failure = error if isinstance(error, StorageFailed) else storage_trouble(error, target, target)
+        assert failure is not None
+        run.trouble = failure
         dismiss_parts(run, job)
-        _tell_failure(run, job, error)
+        _tell_failure(run, job, failure)
         return None
     if not parts_are_wanted.is_set():  # the step is there already, of an earlier start
         dismiss_parts(run, job)
     save.advance("pruning")
+    if not _tell(run, job, path, save):
+        return None
     run.saved_step, run.trouble = job.step, None
-    _tell(run, job, path, save)
     try:
         run.store.prune(run.plan.config.checkpoint.keep, protect=_best_saved(run), every=run.plan.keep_every)
     except OSError as error:  # the new one is safe; what could not go is tried again after the next save
-        what = f"older checkpoints cannot be deleted: {error}"
-        run.report.warning("prune_failed", what, fix="delete them by hand, or mend the storage")
+        what = f"older checkpoints cannot be deleted: {words(error)} ({error.filename or path.parent})"
+        run.report.warning(
+            "prune_failed", what, fix=remedy(error, else_="delete them by hand, or fix the storage")
+        )
     return path
 
 
@@ -248,8 +256,10 @@ def _best_saved(run: Run) -> set[int]:
     """The best step that has a checkpoint. It may not be the best of all: that one's save may have failed."""
     if run.plan.config.checkpoint.best is None or run.store is None:
         return set()
-    found = best_evaluated(run.files.metrics, {step_of(path.name) for path in run.store.list()})
-    return {found[0]} if found else set()
+    there = {step_of(path.name) for path in run.store.list()}
+    found = best_evaluated(run.files.metrics, there)
+    known = {run.state.best_step} if run.state.best_step is not None else set()  # its line may be damaged
+    return (known & there) | ({found[0]} if found else set())
 
 
 def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
@@ -265,19 +275,38 @@ def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
         metrics.sync()
     except OSError as error:
         problem = Problem(
-            f"step {save.step} cannot be saved: {error.strerror or error}", str(path), "its lines of metrics.jsonl come first",
-            "mend the storage; the older checkpoints are as they were",
+            f"step {save.step} cannot be saved: metrics.jsonl cannot be written: {words(error)}", str(path), reason(error),
+            remedy(error, else_="fix the storage; the older checkpoints are as they were"),
         )  # fmt: skip
-        verdict = disk_full(problem, phase="save") if is_full(error) else None
+        verdict = storage_verdict(error, problem, phase="save")
         raise StorageFailed(problem, path=path, verdict=verdict) from error
 
 
-def _tell(run: Run, job: Job, path: Path, save: Save) -> None:
-    n_bytes = sum(file.stat().st_size for file in os.scandir(path))
-    run.report.send(
-        "checkpoint", step=job.step, path=str(path), bytes=n_bytes, seconds=time.monotonic() - save.began,
-        blocking_s=save.blocking_s,
-    )  # fmt: skip
+def _tell(run: Run, job: Job, path: Path, save: Save) -> bool:
+    """Reports a checkpoint that was just published; False where it is not there any more.
+
+    A network file system may fail to answer just then. What was synced and renamed counts as saved all the same.
+    """
+    told: dict[str, Any] = {
+        "step": job.step, "path": str(path), "seconds": time.monotonic() - save.began, "blocking_s": save.blocking_s,
+    }  # fmt: skip
+    n_bytes, fix = (
+        0,
+        "look at the storage of output_dir; `unisono checkpoint verify` tells whether it is intact",
+    )
+    try:
+        n_bytes = sum(file.stat().st_size for file in os.scandir(path))
+    except FileNotFoundError as error:
+        run.report.warning(
+            "checkpoint_gone", f"checkpoint {path.name} was saved, and is no longer in {path.parent}: {reason(error)}",
+            fix="put it back if it was moved; leave the run's directory alone while it trains. The next save makes a new one",
+        )  # fmt: skip
+        return False
+    except OSError as error:
+        text = f"checkpoint {path.name} was saved, and the storage does not let it be looked at: {words(error)} ({path})"
+        run.report.warning("checkpoint_unread", text, fix=fix)
+    run.report.send("checkpoint", bytes=n_bytes, **told)
+    return True
 
 
 def _tell_failure(run: Run, job: Job, error: StorageFailed) -> None:

@@ -89,7 +89,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
         beats.enter("resume")
         restore(run, Path(plan.resume.path), trust=plan.resume.trust)
     if group.is_main:
-        run.metrics = _open_metrics(files, run.state)
+        run.metrics = _open_metrics(files, run.state, report)
     return run
 
 
@@ -152,9 +152,11 @@ def _open_store(files: RunDir) -> CheckpointStore:
     return CheckpointStore(files.checkpoints, key=user_key(read_environment().settings_dir))
 
 
-def _open_metrics(files: RunDir, state: TrainState) -> MetricsWriter:
+def _open_metrics(files: RunDir, state: TrainState, report: Reporter) -> MetricsWriter:
     """Lines after the state that the run goes on from are of a future that did not happen: later steps, an evaluation still due."""
-    cut_after(files.metrics, state.step, evaluated=not state.evaluation_due)
+    warning = cut_after(files.metrics, state.step, evaluated=not state.evaluation_due).warning()
+    if warning is not None:
+        report.send("warning", **warning)
     return MetricsWriter(files.metrics)
 
 

@@ -3,6 +3,7 @@
 It is for adapters alone: what is trained is small, and one pass over it costs little beside a step. Whether it does is measured.
 """
 
+import errno
 import mmap
 import os
 import statistics
@@ -15,8 +16,10 @@ import torch
 from unisono.checkpoint.reader import DTYPES
 from unisono.checkpoint.snapshot import SLOTS, Entry, Layout, Slots, needed_bytes, text_of
 from unisono.checkpoint.state import dtype_name
+from unisono.errors import Problem, UnfitError
 from unisono.facts.limits import available_memory
 from unisono.rundir.metrics import without_nan
+from unisono.storage_errors import reason, remedy, storage_verdict, words
 from unisono.train.contents import Contents, contents_of
 from unisono.train.part import Part
 from unisono.train.run import Run
@@ -148,9 +151,7 @@ class _TensorSlots:
         parts = [(group, part) for group, members in contents.groups.items() for part in members]
         self._layout = Layout(tuple(contents.groups), tuple(_entry(group, part) for group, part in parts))
         size = needed_bytes(self._layout, text_bytes=text_bytes)
-        os.ftruncate(fd, 0)
-        os.posix_fallocate(fd, 0, size)  # all pages now, not in the steps that are measured
-        self._slots = Slots(memoryview(mmap.mmap(fd, size)), self._layout)
+        self._slots = Slots(_take_memory(fd, size), self._layout)
         sources = [part.tensor for _, part in parts]
         self._stage = None
         if any(source.is_cuda for source in sources):
@@ -216,6 +217,25 @@ class _Stage:
         torch.cuda.current_stream(self._flat.device).synchronize()
         if self._copied[0]:
             torch._foreach_copy_(*self._copied)
+
+
+def _take_memory(fd: int, size: int) -> memoryview:
+    """All pages now, not in the steps that are measured.
+
+    Raises:
+        UnfitError: if the system does not give it: a limit of the file size counts for memory that is a file, too.
+    """
+    try:
+        os.ftruncate(fd, 0)
+        os.posix_fallocate(fd, 0, size)
+        return memoryview(mmap.mmap(fd, size))
+    except OSError as error:
+        why = reason(error) if error.errno != errno.ENOMEM else "the machine has no memory left"
+        problem = Problem(
+            f"no shared memory of {size} bytes ({show_bytes(size)}) to keep each step in: {words(error)}", f"rank memory (memfd), {size} bytes",
+            why, remedy(error, else_="free memory on this machine, or train a smaller adapter (adapter.rank)"),
+        )  # fmt: skip
+        raise UnfitError(problem, verdict=storage_verdict(error, problem, phase="log")) from error
 
 
 def _entry(group: str, part: Part) -> Entry:

@@ -13,6 +13,7 @@ from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.plan import RunPlan
 from unisono.rundir.metrics import best_evaluated
+from unisono.storage_errors import reason, remedy, words
 from unisono.train import faults
 from unisono.train.evaluate import asks_for_exact_match, exact_match_share
 from unisono.train.finish import write_result
@@ -64,7 +65,12 @@ def run_plan(
 def _close(run: Run, storage: StorageWatch) -> None:
     if run.metrics is not None:
         with storage.ends_if_stuck("writing metrics.jsonl", run.files.metrics, only_files=True):
-            run.metrics.close()
+            lost = run.metrics.close()
+        if lost is not None:
+            run.report.warning(
+                "metrics_lost", f"{run.metrics.waiting} lines of metrics.jsonl could not be written: {words(lost)} ({run.files.metrics}); {reason(lost)}",
+                fix=remedy(lost, else_="fix the storage"),
+            )  # fmt: skip
     if run.board is not None:
         run.board.close()
 
