@@ -22,6 +22,14 @@ def one_line(text: str, *, limit: int = 0) -> str:
     return flat if not limit or len(flat) <= limit else flat[: limit - 1] + "…"
 
 
+def library_words(error: BaseException, *, library: str = "transformers") -> str:
+    """The innermost reason of an error of a library, on one line and marked as its words and not ours."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    return f"{library} says: {one_line(said, limit=250) or type(error).__name__}"
+
+
 def nearest(word: str, known: list[str]) -> str | None:
     """The one of `known` that is most like `word`, or None if none is near."""
     import difflib

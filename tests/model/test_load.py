@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 
 from unisono.config import RunConfig
 from unisono.errors import ModelError
+from unisono.model.files import read_contents
 from unisono.model.inspect import inspect_model
 from unisono.model.load import LoadedModel, load_for_training
 from unisono.model.locate import locate_model, locate_tokenizer
@@ -60,6 +62,40 @@ def _cut_short(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def _odd(dtype: torch.dtype, value: float) -> Change:
+    """The last number of a tensor becomes NaN or infinite, and the file is of another dtype."""
+
+    def change(path: Path) -> None:
+        tensors = {name: tensor.to(dtype) for name, tensor in load_file(path / "model.safetensors").items()}
+        tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = value
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+def _header(edit: Callable[[dict[str, Any]], Any]) -> Change:
+    def change(path: Path) -> None:
+        data = (path / "model.safetensors").read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        text = json.dumps(edit(header) or header).encode()
+        (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+    return change
+
+
+def _entry(**changes: Any) -> Change:
+    return _header(lambda header: header["model.norm.weight"].update(changes))
+
+
+def _write(name: str, data: bytes) -> Change:
+    return lambda path: _ignore((path / name).write_bytes(data))
+
+
+def _ignore(_: object) -> None:
+    return None
+
+
 def _edit(name: str, **changes: Any) -> Change:
     def change(path: Path) -> None:
         value = json.loads((path / name).read_text()) | changes
@@ -86,7 +122,11 @@ def _index_with_a_missing_file(path: Path) -> None:
     ("change", "said"),
     [
         (_without_a_tensor, "model.layers.1.mlp.up_proj.weight"),
-        (_with_another_shape, "model.safetensors"),
+        (_with_another_shape, "model.norm.weight has the shape (31,), and config.json makes it (32,)"),
+        (
+            _edit("config.json", vocab_size=349),
+            "model.embed_tokens.weight has the shape (319, 32), and config.json makes it (349, 32)",
+        ),
         (_cut_short, "is cut short"),
         (_remove("model.safetensors"), "the model has no weights"),
         (_remove("config.json"), "no config.json"),
@@ -95,6 +135,51 @@ def _index_with_a_missing_file(path: Path) -> None:
         (_edit("config.json", model_type="lama"), "did you mean 'llama'?"),
         (_edit("config.json", model_type="own", auto_map={"AutoModel": "x.Y"}), "trust_remote_code"),
         (_edit("config.json", vocab_size=10), "config.json"),
+        *[
+            (_odd(dtype, value), f"model.layers.1.mlp.up_proj.weight has {said} in it")
+            for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+            for value, said in ((float("nan"), "NaN"), (float("-inf"), "infinity"))
+        ],
+        (_write("model.safetensors", b""), "it is empty"),
+        (_write("model.safetensors", b"abc"), "it has only 3 bytes"),
+        (_write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
+        (_write("model.safetensors", (2).to_bytes(8, "little") + b"[]"), "its header is not a JSON object"),
+        (
+            _write("model.safetensors", (8000).to_bytes(8, "little") + b"[" * 4000 + b"]" * 4000),
+            "its header is not JSON",
+        ),
+        (_header(lambda header: header.update({"model.norm.weight": 5})), "model.norm.weight"),
+        (_entry(dtype="F33"), "'F33'"),
+        (_entry(dtype=["F32"]), "['F32']"),
+        (_entry(shape=["a"]), "no valid shape or place for model.norm.weight"),
+        (_entry(shape=[3]), "does not give model.norm.weight the bytes of its shape"),
+        (_entry(data_offsets=[0]), "model.norm.weight"),
+        (_write("config.json", b""), "it is empty"),
+        (_write("config.json", b"{,"), "it is not JSON: line 1, column 2"),
+        (_write("config.json", b"\xff\xfe\x00"), "it is not UTF-8 text"),
+        (_write("config.json", b"[" * 100_000), "nested too deeply"),
+        (_write("config.json", b"[]"), "config.json is no JSON object"),
+        (_edit("config.json", model_type=["llama"]), "model_type in config.json is ['llama']"),
+        (_edit("config.json", model_type=None), "does not say its model_type"),
+        (_edit("config.json", num_hidden_layers="two"), "num_hidden_layers is 'two'"),
+        (_edit("config.json", num_attention_heads=7), "transformers says: "),
+        (
+            _edit("config.json", hidden_act="gelatin"),
+            "does not know 'gelatin', the hidden_act in config.json",
+        ),
+        (_edit("config.json", text_config=5), "text_config in config.json is no JSON object"),
+        (_write("model.safetensors.index.json", b"hello"), "model.safetensors.index.json cannot be read"),
+        (_write("model.safetensors.index.json", b'{"weight_map": {"a": 1}}'), "weight_map must be"),
+        (
+            _write("model.safetensors.index.json", b'{"weight_map": {"a": "../x.safetensors"}}'),
+            "weight files lie beside the index",
+        ),
+        (_write("generation_config.json", b"hello"), "generation_config.json cannot be read"),
+        (_write("generation_config.json", b"[]"), "generation_config.json is no JSON object"),
+        (_write("tokenizer.json", b"hello"), "tokenizer.json cannot be read"),
+        (_write("tokenizer_config.json", b"[]"), "tokenizer_config.json is no JSON object"),
+        (_write("tokenizer.json", b"{}"), "the tokenizer cannot be loaded"),
+        (_write("chat_template.jinja", b"\xff\xfe"), "chat_template.jinja cannot be read"),
     ],
 )
 def test_a_model_whose_files_are_wrong_is_refused_by_name(copy: Path, change: Change, said: str) -> None:
@@ -104,6 +189,28 @@ def test_a_model_whose_files_are_wrong_is_refused_by_name(copy: Path, change: Ch
     assert caught.value.exit_code == 2
     assert said in "\n".join(caught.value.lines())
     assert any(problem.fix for problem in caught.value.problems)
+
+
+def test_every_number_of_a_file_is_looked_at_and_the_digest_is_of_all_its_bytes(tmp_path: Path) -> None:
+    """Also in the last item of a block, and behind a tensor whose size is no multiple of the items' width."""
+    file = tmp_path / "x.safetensors"
+    tensors = {
+        "bytes": torch.zeros(3, dtype=torch.uint8),
+        "large": torch.zeros(1_500_000, dtype=torch.bfloat16),
+    }
+    for place in (0, (1 << 19) - 1, 1 << 19, 1_499_999):
+        tensors["large"].zero_()[place] = float("nan")
+        save_file(tensors, file)
+        found = read_contents(file, tensors=True)
+        assert found.odd == {"large": "NaN"}
+        assert (found.bytes, found.digest) == (
+            file.stat().st_size,
+            xxhash.xxh3_128_hexdigest(file.read_bytes()),
+        )
+        assert found.tensors["large"] == xxhash.xxh3_64_hexdigest(tensors["large"].view(torch.uint8).numpy())
+    tensors["large"].fill_(torch.finfo(torch.bfloat16).max)
+    save_file(tensors, file)
+    assert not read_contents(file).odd
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/no/such/place", "a/b/c", "builtin:tinny"])

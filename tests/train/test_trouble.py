@@ -39,6 +39,33 @@ def test_three_in_twenty_end_the_run_with_a_verdict(train_here: Train) -> None:
     assert "2, 4, 6" in verdict["summary"]
 
 
+@pytest.mark.parametrize("duration", ["2 steps", "30 steps"])
+def test_nan_before_any_update_names_the_model_and_no_row_and_is_not_completed(
+    train_here: Train, duration: str
+) -> None:
+    run = train_here(faults={"nan_loss": {"rank": 0, "steps": [1, 2, 3]}}, duration=duration)
+    assert (run.result["outcome"], run.result["exit_code"]) == ("stalled", 4)
+    assert not (run.directory / "adapter").exists()
+    verdict = run.result["verdict"]
+    assert verdict["cause"] == "nan_loss"
+    assert verdict["ranks"] == []
+    assert "the model" in verdict["summary"]
+    said = str(verdict) + "".join(
+        m["text"] + m["fix"] for m in run.of_kind("warning") if m["code"] == "nan_step"
+    )
+    assert "rows.jsonl" not in said
+    assert "optim.lr" not in said
+
+
+def test_an_eval_loss_that_is_not_a_number_is_never_the_best(
+    train_here: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([2.0, math.nan, 1.5, 1.0])
+    monkeypatch.setattr(loop, "evaluation_loss", lambda _run: next(losses))
+    run = train_here(data={"eval": 0.2}, eval={"every": "1 steps"}, duration="3 steps")
+    assert [m["best"] for m in run.of_kind("eval") if m["step"] > 0] == [False, True, True]
+
+
 def test_a_save_in_flight_is_not_lost_with_such_an_end(
     train_here: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

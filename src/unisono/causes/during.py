@@ -318,7 +318,7 @@ CAUSES: tuple[Cause, ...] = (
         id="nan_loss",
         title="the loss or its gradient is not a number",
         meaning=(
-            "A step gave NaN or infinity. One such step may be chance and is skipped; several in a row mean that training has left the region where the numbers make sense, and more of it only costs time."
+            "A step gave NaN or infinity. One such step may be chance and is skipped; several in a row mean that training has left the region where the numbers make sense, and more of it only costs time. Where it is so from step 1, before any update, the weights themselves are NaN or overflow in their dtype."
         ),
         telltales=(
             "`'loss': 'nan'`, or loss 0.0 with `grad_norm: nan`",
@@ -331,6 +331,7 @@ CAUSES: tuple[Cause, ...] = (
             ("healthy", "a few `OVERFLOW! Skipping step` at the start of float16 training are normal"),
         ),
         remedy=(
+            "From step 1 on: the weights of the model are damaged, or too large for the dtype. Download them again, or set model.dtype: float32.",
             "Look at the rows of the named batch: empty, absurdly long, or binary rubbish.",
             "Lower the learning rate, optim.lr, by a factor of 3 to 10, and lengthen optim.warmup.",
             "Use bfloat16 (bf16) or float32 instead of float16: model.dtype.",

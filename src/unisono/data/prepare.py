@@ -18,7 +18,7 @@ from unisono.events import Reporter
 from unisono.files import read_json, whole_file
 from unisono.plan.model import DataSummary, SplitSummary
 from unisono.plan.order import steps_for_tokens
-from unisono.text import one_line
+from unisono.text import library_words
 from unisono.units import Duration
 
 
@@ -82,9 +82,14 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except (
+        Exception
+    ) as error:  # tokenizers raises Exception itself where tokenizer.json is not as it should be
+        usual = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError)
+        if type(error) is not Exception and not isinstance(error, usual):
+            raise
         raise ModelError.of(
-            "the tokenizer cannot be read", where=str(directory), why=one_line(str(error), limit=300),
+            "the tokenizer cannot be read", where=str(directory), why=library_words(error),
             fix="copy its files again, or set model.tokenizer",
         ) from error  # fmt: skip
 

@@ -7,11 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor
 
 from unisono.config.schema import AdapterSection, RunConfig
 from unisono.errors import ModelError, Problem
-from unisono.model.inspect import read_model_config, read_safetensors_header, weight_files
-from unisono.text import nearest, one_line
+from unisono.model.files import check_tokenizer_files, read_json_object, read_safetensors_header, weight_files
+from unisono.model.inspect import read_model_config
+from unisono.text import library_words, nearest
+
+LIBRARY_ERRORS = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, ImportError, ArithmeticError,
+    StrictDataclassError, SafetensorError,
+)  # fmt: skip
+"""What transformers, peft and tokenizers raise where files are not as they should be."""
+_SHOWN = 4
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -88,11 +99,16 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
+    check_tokenizer_files(directory)
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except (
+        Exception
+    ) as error:  # tokenizers raises Exception itself where tokenizer.json is not as it should be
+        if type(error) is not Exception and not isinstance(error, LIBRARY_ERRORS):
+            raise
         raise ModelError.of(
-            "the tokenizer cannot be loaded", where=str(directory), why=one_line(str(error), limit=300),
+            "the tokenizer cannot be loaded", where=str(directory), why=library_words(error),
             fix="copy tokenizer.json and tokenizer_config.json again, or set model.tokenizer",
         ) from error  # fmt: skip
 
@@ -110,6 +126,12 @@ def load_base(
 
     logging.disable_progress_bar()  # the front shows progress, in its own form
     _refuse_unknown_type(directory, trust_remote_code=trust_remote_code)
+    if not random:  # in our words, and not in those of safetensors
+        for file in weight_files(directory):
+            read_safetensors_header(file)
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        read_json_object(generation, fix="copy it again, or delete it: the model works without")
     try:
         settings = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
         if random:
@@ -121,11 +143,28 @@ def load_base(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # else it names neither the tensor nor its shapes; refused below
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError) as error:
+    except LIBRARY_ERRORS as error:
         raise _load_error(directory, error) from error
     _refuse_gaps(directory, info)
     return model
+
+
+def odd_parameters(model: torch.nn.Module) -> list[str]:
+    """Names of the parameters with NaN or infinity in them; of sharded ones, in this rank's part."""
+    found = []
+    for name, parameter in model.named_parameters():
+        values = parameter.detach()
+        if isinstance(values, DTensor):
+            values = values.to_local()
+        if values.is_floating_point() and values.dtype.itemsize > 1 and values.numel():
+            low, high = torch.aminmax(
+                values
+            )  # both are NaN where one value is; no mask of the tensor's size is made
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                found.append(name)
+    return found
 
 
 def _refuse_unknown_type(directory: Path, *, trust_remote_code: bool) -> None:
@@ -150,50 +189,43 @@ def _refuse_unknown_type(directory: Path, *, trust_remote_code: bool) -> None:
 
 
 def _load_error(directory: Path, error: Exception) -> ModelError:
-    text = one_line(str(error), limit=400)
-    if "size mismatch" in text or "mismatched" in text.lower() or "ignore_mismatched_sizes" in text:
-        return ModelError(*_misfits(directory, text))
+    settings = read_model_config(directory)
+    if isinstance(error, KeyError) and error.args:  # a table of transformers has no such entry
+        for key, value in settings.items():
+            if error.args[0] in (value.values() if isinstance(value, dict) else [value]):
+                return ModelError.of(
+                    f"transformers does not know {error.args[0]!r}, the {key} in config.json", where=str(directory / "config.json"),
+                    fix="copy config.json of the model again, or pip install --upgrade transformers if the model is newer",
+                )  # fmt: skip
     return ModelError.of(
-        "the model cannot be loaded",
-        where=str(directory),
-        why=text,
-        fix="check that config.json belongs to the weights",
-    )
-
-
-def _misfits(directory: Path, text: str) -> list[Problem]:
-    return [
-        Problem(
-            "the weights do not fit config.json", ", ".join(str(file) for file in weight_files(directory)[:4]), text,
-            "take config.json and the weights from the same model",
-        )
-    ]  # fmt: skip
+        "the model cannot be loaded", where=str(directory), why=library_words(error), fix="check that config.json belongs to the weights"
+    )  # fmt: skip
 
 
 def _refuse_gaps(directory: Path, info: dict[str, Any]) -> None:
-    """transformers fills what it does not find with random numbers, and only warns."""
-    problems = []
-    shapes = {
+    """transformers fills what it does not find, or finds in another shape, with random numbers, and only warns."""
+    files = {
         header.name: file for file in weight_files(directory) for header in read_safetensors_header(file)
     }
-    for name, found, wanted in list(info.get("mismatched_keys", ()))[:8]:
-        where = str(shapes.get(name, directory))
+    problems: list[Problem] = []
+    misfits = sorted(info.get("mismatched_keys", ()))
+    for name, found, wanted in misfits[:_SHOWN]:
+        more = f", and {len(misfits) - _SHOWN} more tensors do not fit" if len(misfits) > _SHOWN else ""
         problems.append(
             Problem(
-                f"{name} has the shape {tuple(found)}, config.json asks for {tuple(wanted)}",
-                where,
-                "",
-                "take both from one model",
+                f"{name} has the shape {tuple(found)}, and config.json makes it {tuple(wanted)}" + more * (not problems),
+                str(files.get(name, directory)), f"{directory / 'config.json'} belongs to another model, or was changed",
+                "take config.json and the weights from the same model",
             )
-        )
+        )  # fmt: skip
     missing = sorted(info.get("missing_keys", ()))
     if missing:
-        shown = ", ".join(missing[:4]) + (" …" if len(missing) > 4 else "")
-        files = ", ".join(sorted({file.name for file in shapes.values()}))
+        shown = ", ".join(missing[:_SHOWN]) + (" …" if len(missing) > _SHOWN else "")
+        names = ", ".join(sorted({file.name for file in files.values()}))
         problems.append(
             Problem(
                 f"{len(missing)} tensors of the model are in none of its files: {shown}", str(directory),
-                f"looked in {files}; they would start as random numbers", "copy or download the weights again",
+                f"looked in {names}; they would start as random numbers", "copy or download the weights again",
             )
         )  # fmt: skip
     if problems:
@@ -233,7 +265,7 @@ def _add_adapter(base: Any, section: AdapterSection) -> torch.nn.Module:
         return get_peft_model(base, lora)
     except ValueError as error:
         raise ModelError.of(
-            "the adapter does not fit the model", where="adapter", why=one_line(str(error), limit=300)
+            "the adapter does not fit the model", where="adapter", why=library_words(error)
         ) from error
 
 

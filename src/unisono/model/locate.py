@@ -8,6 +8,7 @@ from unisono.config.schema import RunConfig
 from unisono.errors import ModelError
 from unisono.facts import read_environment
 from unisono.facts.hub import Hub, ask, read_hub
+from unisono.model.files import check_tokenizer_files
 from unisono.text import nearest
 
 _BUILTIN = "builtin:"
@@ -44,7 +45,7 @@ def locate_tokenizer(config: RunConfig) -> Path:
     """The directory with the tokenizer's files: the model's own unless `model.tokenizer` names another.
 
     Raises:
-        ModelError: as locate_model, or if the directory holds no tokenizer.
+        ModelError: as locate_model, or if the directory holds no tokenizer, or a file of it cannot be read.
     """
     named = config.model.tokenizer
     directory = (
@@ -63,6 +64,7 @@ def locate_tokenizer(config: RunConfig) -> Path:
             f"{directory} holds no tokenizer", where="model.tokenizer" if named else "model.path",
             why=f"none of {', '.join(known)} is in it", fix="set model.tokenizer to the directory or hub id of one",
         )  # fmt: skip
+    check_tokenizer_files(directory)
     return directory
 
 

@@ -13,7 +13,8 @@ from unisono.data.sources import find_local
 from unisono.errors import UnisonoError
 from unisono.events import Reporter
 from unisono.facts import read_environment
-from unisono.model.inspect import is_embedding, read_safetensors_header, weight_files
+from unisono.model.files import read_safetensors_header, weight_files
+from unisono.model.inspect import is_embedding
 from unisono.model.locate import is_hub_id, locate_model
 from unisono.task.file_digests import Digested, digest_files
 from unisono.text import one_line

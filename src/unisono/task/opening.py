@@ -13,9 +13,16 @@ from unisono.data.template import ChatTemplate, choose_template, known_stop_ids,
 from unisono.errors import ModelError
 from unisono.events import Reporter
 from unisono.facts import read_machine
+from unisono.model.files import odd_weights, read_contents, read_safetensors_header, weight_files
 from unisono.model.forward import Forward, choose_forward
-from unisono.model.inspect import read_safetensors_header, weight_files
-from unisono.model.load import DTYPES, LoadedModel, load_base, load_for_training, load_tokenizer
+from unisono.model.load import (
+    DTYPES,
+    LoadedModel,
+    load_base,
+    load_for_training,
+    load_tokenizer,
+    odd_parameters,
+)
 from unisono.task.target import Target, find_target
 from unisono.text import one_line
 
@@ -116,8 +123,30 @@ def load_target(target: Target, *, dtype: str, device: torch.device) -> LoadedMo
     """Loads the weights of a target in evaluation mode; adapters stay apart from the model beneath them.
 
     Raises:
-        ModelError: if files are missing or do not fit together.
+        ModelError: if files are missing or do not fit together, or a weight is NaN or infinite.
     """
+    loaded = _load(target, dtype=dtype, device=device)
+    odd = odd_parameters(loaded.model)
+    if odd:
+        raise _odd_weights(target, odd, dtype)
+    return loaded
+
+
+def _odd_weights(target: Target, odd: list[str], dtype: str) -> ModelError:
+    """What is wrong where parameters are NaN or infinite: the files say it, or else the dtype that they were converted to is too narrow."""
+    files = weight_files(target.base)
+    if target.weights != target.base:
+        files += sorted(target.weights.glob("*.safetensors"))
+    found = {file: contents.odd for file in files if (contents := read_contents(file)).odd}
+    if found:
+        return odd_weights(found)
+    return ModelError.of(
+        f"{odd[0]} has values that {dtype} cannot hold", where=str(target.weights),
+        why=f"they are infinite in {dtype}; {len(odd)} tensors have such values", fix="use a device that computes in the dtype of the files",
+    )  # fmt: skip
+
+
+def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
     if target.source == "model":
         base = load_base(target.weights, dtype=DTYPES[dtype], trust_remote_code=trusts_code(target)).to(
             device

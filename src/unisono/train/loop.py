@@ -1,5 +1,6 @@
 """The page everybody reads: what happens in a run, in order."""
 
+import math
 from typing import Any
 
 from unisono.causes import Verdict
@@ -11,7 +12,7 @@ from unisono.train.run import Run
 from unisono.train.saving import finish_saving, require_checkpoint, save_checkpoint
 from unisono.train.step import StepOutcome, optimizer_step
 from unisono.train.stop import EXIT_CODES
-from unisono.train.trouble import note_skipped_step, too_many_skipped
+from unisono.train.trouble import made_no_update, model_verdict, note_skipped_step, too_many_skipped
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -40,6 +41,8 @@ def train(run: Run) -> dict[str, Any]:
         if _is_due(run.plan.checkpoint_every, run.state.step) or _is_rehearsed(run) or not _goes_on(run):
             save_checkpoint(run)
     finish_saving(run)
+    if made_no_update(run):  # stopped early, or resumed after its last step
+        return {"outcome": "stalled", "exit_code": 4, "verdict": model_verdict(run).to_json()}
     if _has_enough(run):
         _tell_early_stop(run)
     return {"outcome": "completed", "exit_code": 0, "verdict": None}
@@ -129,7 +132,7 @@ def _evaluate(run: Run) -> None:
     state = run.state
     state.evaluation_due = False
     state.eval["loss"] = loss
-    if state.best_loss is None or loss < state.best_loss:
+    if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
         state.best_loss, state.best_step, state.evals_since_best = loss, state.step, 0
     else:
         state.evals_since_best += 1
@@ -150,7 +153,11 @@ def _tell_early_stop(run: Run) -> None:
     run.report.warning(
         "early_stop",
         f"eval_loss has not improved in {state.evals_since_best} evaluations; "
-        f"the best, {state.best_loss:.4f}, was at step {state.best_step}",
+        + (
+            f"the best, {state.best_loss:.4f}, was at step {state.best_step}"
+            if state.best_loss is not None
+            else "none was a number"
+        ),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from unisono.checkpoint.state import bytes_of, dtype_name
 from unisono.checkpoint.tensor_file import TensorPart, file_order, write_tensor_file
 from unisono.files import read_json, write_json
-from unisono.model.inspect import read_safetensors_header, weight_files
+from unisono.model.files import read_safetensors_header, weight_files
 from unisono.model.layout import MODEL_INDEX, Layout, Stored, Tensors, adapter_layout, model_layout, untied
 from unisono.model.load import DTYPES, LoadedModel
 from unisono.model.shard import whole_on_one

@@ -1,0 +1,331 @@
+"""A model's files, read without torch: JSON and templates; weights, their headers, and one pass over what they hold."""
+
+import json
+import struct
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+from unisono.errors import ModelError, Problem
+from unisono.text import one_line
+
+INDEX = "model.safetensors.index.json"
+_HEADER_LIMIT = 100_000_000  # bytes; the bound of the safetensors format itself
+_LENGTH_BYTES = 8
+_BLOCK_BYTES = 1 << 20  # stays in the cache between the digest and the search for NaN
+_SHOWN = 8
+_TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+# Bits of one item; those of F4 and F6 share bytes.
+_ITEM_BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
+    "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+# Unsigned type of the same width, the bits of the exponent, and those of the mantissa. An exponent of ones is infinity where the
+# mantissa is 0, else NaN.
+_EXPONENTS = {
+    "F64": ("<u8", 0x7FF0_0000_0000_0000, 0x000F_FFFF_FFFF_FFFF),
+    "F32": ("<u4", 0x7F80_0000, 0x007F_FFFF),
+    "F16": ("<u2", 0x7C00, 0x03FF),
+    "BF16": ("<u2", 0x7F80, 0x007F),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """One tensor of a safetensors file: its name, dtype and shape, and where in the file its bytes begin and end."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int = 0
+    end: int = 0
+
+
+@dataclass
+class WeightContents:
+    """What one pass over a weight file found.
+
+    Attributes:
+        bytes: its size.
+        digest: the XXH3-128 of its bytes in hex.
+        tensors: the XXH3-64 of each tensor's bytes in hex; empty unless asked for.
+        odd: of each tensor with NaN or infinity in it, which of the two is found first.
+    """
+
+    bytes: int
+    digest: str
+    tensors: dict[str, str] = field(default_factory=dict)
+    odd: dict[str, str] = field(default_factory=dict)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of the weights, all of which exist.
+
+    Raises:
+        ModelError: if there are none, or one that the index names is missing.
+    """
+    index = directory / INDEX
+    if index.is_file():
+        return _indexed_files(directory, index)
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if single.exists():
+        raise ModelError.of(
+            "model.safetensors is not a file", where=str(single), why="a directory or a device is in its place",
+            fix="copy or download the weights again",
+        )  # fmt: skip
+    if list(directory.glob("*.bin")) or list(directory.glob("*.pt")):
+        raise ModelError.of(
+            "the weights are pickled files", where=str(directory), why="loading a pickle runs whatever code it holds",
+            fix="convert them once to safetensors (transformers: model.save_pretrained), from a source that you trust",
+        )  # fmt: skip
+    raise ModelError.of(
+        "the model has no weights", where=str(directory), why="there is neither model.safetensors nor an index of it",
+        fix="copy the weights, or set model.weights: random to start from nothing",
+    )  # fmt: skip
+
+
+def _indexed_files(directory: Path, index: Path) -> list[Path]:
+    value = read_json_object(index, fix="copy it again")
+    files = value.get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+        raise ModelError.of(
+            "the index of the weights does not say which file holds which tensor", where=str(index),
+            why="weight_map must be an object of tensor names and file names", fix="copy it again",
+        )  # fmt: skip
+    names = sorted(set(files.values()))
+    outside = [name for name in names if "/" in name or name.startswith(".")]
+    if outside:
+        raise ModelError.of(
+            f"the index of the weights names {one_line(outside[0], limit=100)!r}", where=str(index),
+            why="weight files lie beside the index", fix="copy it again",
+        )  # fmt: skip
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise ModelError.of(
+            f"the model lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:4])}", where=str(directory),
+            why=f"{index.name} names them", fix="copy or download the missing files",
+        )  # fmt: skip
+    return [directory / name for name in names]
+
+
+def read_json_object(file: Path, *, fix: str) -> dict[str, Any]:
+    """The JSON object in a file that came with a model.
+
+    Raises:
+        ModelError: in our own words, if it cannot be read or holds anything else.
+        FileNotFoundError: if it is not there.
+    """
+    data = b""
+    try:
+        data = file.read_bytes()
+        value = json.loads(data)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ModelError.of(
+            f"{file.name} cannot be read",
+            where=str(file),
+            why=error.strerror or type(error).__name__,
+            fix=fix,
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError.of(
+            f"{file.name} cannot be read", where=str(file), why=_why_no_json(data, error), fix=fix
+        ) from error
+    if not isinstance(value, dict):
+        raise ModelError.of(f"{file.name} is no JSON object", where=str(file), fix=fix)
+    return value
+
+
+def check_tokenizer_files(directory: Path) -> None:
+    """Reads a tokenizer's JSON files and chat template, so that one that is broken is refused in our words.
+
+    Raises:
+        ModelError: naming the file.
+    """
+    for name in _TOKENIZER_JSON:
+        if (directory / name).is_file():
+            read_json_object(
+                directory / name, fix="copy it again, or set model.tokenizer to another directory"
+            )
+    template = directory / "chat_template.jinja"
+    try:
+        template.read_bytes().decode()
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError) as error:
+        why = (
+            "it is not UTF-8 text"
+            if isinstance(error, UnicodeDecodeError)
+            else error.strerror or "it is not a file"
+        )
+        raise ModelError.of(
+            "chat_template.jinja cannot be read", where=str(template), why=why, fix="copy it again, or set data.template"
+        ) from error  # fmt: skip
+
+
+def _why_no_json(data: bytes, error: Exception) -> str:
+    if not data.strip():
+        return "it is empty"
+    if data.startswith(b"version https://git-lfs"):
+        return "it is a pointer of Git LFS, not the file itself (`git lfs pull` fetches it)"
+    if isinstance(error, RecursionError):
+        return "its JSON is nested too deeply"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON: line {error.lineno}, column {error.colno}"
+    return "it is not UTF-8 text"
+
+
+def read_safetensors_header(file: Path) -> list[TensorHeader]:
+    """The tensors in a safetensors file whose size is what its header says, in the order of the file.
+
+    Raises:
+        ModelError: if it is torn or no safetensors file.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(_LENGTH_BYTES)
+        if start.startswith(b"version "):
+            raise _damaged(
+                file, "it is a pointer of Git LFS, not the file itself", fix="fetch it with `git lfs pull`"
+            )
+        if len(start) < _LENGTH_BYTES:
+            raise _damaged(file, "it is empty" if not start else f"it has only {size} bytes")
+        (length,) = struct.unpack("<Q", start)
+        if length > min(size, _HEADER_LIMIT):
+            raise _damaged(file, "it is no safetensors file, or its first bytes are damaged")
+        text = stream.read(length)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, "its header is not JSON") from error
+    tensors = _tensors(file, header, data=_LENGTH_BYTES + length)
+    end = max((tensor.end for tensor in tensors), default=_LENGTH_BYTES + length)
+    if end != size:
+        raise ModelError.of(
+            "a weight file is cut short" if size < end else "a weight file is longer than its header says",
+            where=str(file), why=f"it has {size} bytes where its header says {end}", fix="copy or download it again",
+        )  # fmt: skip
+    return tensors
+
+
+def _tensors(file: Path, header: Any, *, data: int) -> list[TensorHeader]:
+    """What the header says, checked: each tensor begins where the one before it ends, and is as long as its shape says."""
+    if not isinstance(header, dict):
+        raise _damaged(file, "its header is not a JSON object")
+    header.pop("__metadata__", None)
+    tensors = sorted((_tensor(file, name, entry, data) for name, entry in header.items()), key=_place)
+    at = data
+    for tensor in tensors:
+        bits = prod(tensor.shape) * _ITEM_BITS[tensor.dtype]
+        if tensor.begin != at or (tensor.end - tensor.begin) * 8 != bits:
+            raise _damaged(file, f"its header does not give {tensor.name} the bytes of its shape and dtype")
+        at = tensor.end
+    return tensors
+
+
+def _tensor(file: Path, name: str, entry: Any, data: int) -> TensorHeader:
+    try:
+        shape, (begin, end), dtype = tuple(entry["shape"]), entry["data_offsets"], entry["dtype"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(file, f"its header does not say dtype, shape and place of {name}") from error
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise _damaged(file, f"its header has no valid shape or place for {name}")
+    if not isinstance(dtype, str) or dtype not in _ITEM_BITS:
+        raise _damaged(
+            file,
+            f"its header gives {name} the dtype {one_line(str(dtype), limit=40)!r}, which safetensors does not have",
+        )
+    return TensorHeader(name, dtype, shape, data + begin, data + end)
+
+
+def _place(tensor: TensorHeader) -> tuple[int, int]:
+    return tensor.begin, tensor.end
+
+
+def _damaged(file: Path, why: str, *, fix: str = "copy or download it again") -> ModelError:
+    return ModelError.of("a weight file is damaged", where=str(file), why=why, fix=fix)
+
+
+def read_contents(file: Path, *, tensors: bool = False) -> WeightContents:
+    """Reads a weight file once: its digest, and which of its tensors have NaN or infinity in them.
+
+    The search costs less than was gained by reading in blocks that stay in the cache: 0.08 s for 135 million bfloat16 weights in
+    memory, 0.22 s for as many float32 (of which the digest alone is 0.06 and 0.15 s).
+
+    Args:
+        file: a safetensors file.
+        tensors: also digest each tensor, so that damage can be named by its tensor later.
+
+    Raises:
+        ModelError: if its header is damaged.
+        OSError: if it cannot be read.
+    """
+    header = read_safetensors_header(file)
+    total = xxhash.xxh3_128()
+    found = WeightContents(0, "")
+    with file.open("rb") as stream:
+        total.update(stream.read(header[0].begin if header else file.stat().st_size))
+        for tensor in header:
+            own = xxhash.xxh3_64() if tensors else None
+            _read_tensor(stream, tensor, total, own, found)
+            if own is not None:
+                found.tensors[tensor.name] = own.hexdigest()
+        found.bytes = stream.tell()
+    found.digest = total.hexdigest()
+    return found
+
+
+def _read_tensor(
+    stream: IO[bytes],
+    tensor: TensorHeader,
+    total: xxhash.xxh3_128,
+    own: xxhash.xxh3_64 | None,
+    found: WeightContents,
+) -> None:
+    left = tensor.end - tensor.begin
+    while left and (block := stream.read(min(_BLOCK_BYTES, left))):
+        total.update(block)
+        if own is not None:
+            own.update(block)
+        if tensor.name not in found.odd and (odd := _odd(block, tensor.dtype)):
+            found.odd[tensor.name] = odd
+        left -= len(block)
+
+
+def _odd(block: bytes, dtype: str) -> str:
+    """NaN or infinity, if one of them is in a block of whole items; else nothing."""
+    if dtype not in _EXPONENTS:
+        return ""
+    import numpy as np  # here: the task that digests files for the agreement starts without it
+
+    unsigned, exponent, mantissa = _EXPONENTS[dtype]
+    items = np.frombuffer(block, dtype=unsigned)
+    bits = items & items.dtype.type(exponent)
+    if bits.max() != exponent:
+        return ""
+    return "NaN" if (items[bits == exponent] & items.dtype.type(mantissa)).any() else "infinity"
+
+
+def odd_weights(odd: dict[Path, dict[str, str]]) -> ModelError:
+    """The refusal of weight files in which tensors have NaN or infinity."""
+    problems = [
+        Problem(
+            f"{name} has {what} in it", str(file),
+            "such a weight makes every loss NaN: nothing can be learned from it, and every answer is noise",
+            "copy or download the weights again; if they come from a training run, take an earlier checkpoint of it",
+        )
+        for file, tensors in odd.items()
+        for name, what in tensors.items()
+    ]  # fmt: skip
+    more = len(problems) - _SHOWN
+    if more > 0:
+        problems = [*problems[:_SHOWN], Problem(f"{more} more tensors have NaN or infinity in them")]
+    return ModelError(*problems)
