@@ -86,6 +86,17 @@ def own_folders(pid: int) -> list[Path]:
     return found
 
 
+def read_until(front: "subprocess.Popen[bytes]", word: bytes) -> bytes:
+    """What a front says, up to a word; `communicate` gives the rest."""
+    assert front.stderr is not None
+    said = b""
+    while word not in said:
+        one = os.read(front.stderr.fileno(), 1)
+        assert one, said
+        said += one
+    return said
+
+
 def result(folder: Path) -> dict[str, Any]:
     value: dict[str, Any] = json.loads((folder / "out" / "result.json").read_text())
     return value
@@ -137,10 +148,75 @@ def test_a_signal_reaches_the_program_which_decides_what_comes_of_it(
     assert front.returncode == 21
 
 
-def test_a_program_that_dies_of_a_signal_gives_the_code_of_a_shell(tmp_path: Path) -> None:
-    with run(tmp_path, ["sh", "-c", "kill -9 $$"]) as front:
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], "SIGKILL"),
+        (
+            [sys.executable, "-c", "import ctypes; print('step 3', flush=True); ctypes.string_at(0)"],
+            "SIGSEGV",
+        ),
+        (["sh", "-c", f"{sys.executable} -c 'import os; os.kill(os.getpid(), 9)'; exit $?"], "SIGKILL"),
+    ],
+)
+def test_a_program_that_a_signal_ends_gets_a_verdict_that_names_the_signal(
+    tmp_path: Path, words: list[str], name: str
+) -> None:
+    with run(tmp_path, words) as front:
+        _, err = front.communicate(timeout=LIMIT_S)
+    assert front.returncode == 5
+    verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    assert verdict["cause"] == "rank_killed"
+    assert f"was killed by {name}" in verdict["summary"]
+    assert verdict["summary"] in err.decode()
+    assert verdict["evidence"]
+    assert not any("the run goes on" in line for line in verdict["fix"]), "of this program that is not known"
+    assert (result(tmp_path)["outcome"], result(tmp_path)["exit_code"]) == ("died", 5)
+
+
+def test_an_exit_code_like_that_of_a_signal_is_a_python_programs_own(tmp_path: Path) -> None:
+    with run(tmp_path, [sys.executable, "-c", "raise SystemExit(137)"]) as front:
         front.communicate(timeout=LIMIT_S)
-    assert front.returncode in (137, 5)  # 5 where what it printed was enough for a verdict
+    assert front.returncode == 137
+    assert not (tmp_path / "out" / "verdict.json").exists()
+
+
+def test_where_the_launcher_is_killed_no_rank_is_blamed_for_what_the_guard_ends(tmp_path: Path) -> None:
+    body = f"open('launcher', 'w').write(str(__import__('os').getpid()))\n{LAUNCHER}"
+    with run(tmp_path, [sys.executable, "-c", body, RANK]) as front:
+        pids = [until(partial(number_in, tmp_path / f"pid-{r}"), "ranks") for r in (0, 1)]
+        until(lambda: pidfds_of(front.pid) >= 2, "the front has found both ranks")
+        os.kill(number_in(tmp_path / "launcher"), signal.SIGKILL)
+        front.communicate(timeout=LIMIT_S)
+    verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    assert (verdict["cause"], verdict["ranks"]) == ("rank_killed", [])
+    assert "the program was killed by SIGKILL" in verdict["summary"]
+    assert all(map(is_gone, pids))
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGINT)])
+def test_a_program_that_ignores_signals_is_killed_with_all_that_it_started_in_the_time_that_was_said(
+    tmp_path: Path, numbers: tuple[signal.Signals, ...]
+) -> None:
+    body = (
+        "import signal, subprocess, time\nfor n in (1, 2, 3, 15): signal.signal(n, signal.SIG_IGN)\n"
+        "p = subprocess.Popen(['sleep', '600'], start_new_session=True); open('left', 'w').write(str(p.pid))\n"
+        "while True: time.sleep(1)"
+    )
+    grace = "3" if len(numbers) == 1 else "600"
+    with run(tmp_path, [sys.executable, "-c", body], "--grace", grace) as front:
+        left = until(partial(number_in, tmp_path / "left"), "the program has begun")
+        front.send_signal(numbers[0])
+        read_until(front, b"is passed on to the program")
+        told = time.monotonic()
+        for number in numbers[1:]:
+            until(lambda: time.monotonic() - told > 1.2, "what counts as a second signal")
+            front.send_signal(number)
+        _, rest = front.communicate(timeout=LIMIT_S)
+    assert b"it is killed, with all that it started" in rest
+    assert front.returncode == 137
+    assert result(tmp_path)["outcome"] == ("preempted" if numbers[0] is signal.SIGTERM else "interrupted")
+    assert is_gone(left)
 
 
 def test_a_rank_that_is_killed_is_named_though_its_program_tells_nothing(tmp_path: Path) -> None:

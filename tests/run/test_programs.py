@@ -93,8 +93,15 @@ def test_a_second_destroy_of_the_process_group_is_no_failure(program: Program, s
     assert guarded.ended().exit_code == 0, guarded.front.text()
 
 
+_RESUMES_BY = {
+    TRAINER.name: "resume_from_checkpoint=True", SFT.name: "resume_from_checkpoint=True", LIGHTNING.name: 'ckpt_path="last"',
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("program", [*_short(DDP), *_long(TRAINER, *_OTHERS)])
-def test_a_rank_that_is_killed_is_named(program: Program, start: Start) -> None:
+def test_a_rank_that_is_killed_is_named_with_the_programs_own_way_to_resume(
+    program: Program, start: Start
+) -> None:
     guarded = start(program, "--steps", "5000", "--step-s", "0.02")
     since = guarded.strike(1, signal.SIGKILL)
     ended = guarded.ended(since=since)
@@ -104,6 +111,9 @@ def test_a_rank_that_is_killed_is_named(program: Program, start: Start) -> None:
     noted = guarded.losses(1)[-1]["step"]
     assert ended.verdict.step in (noted - 1, noted, noted + 1)
     assert ended.exit_code == 5
+    told = [line for line in ended.verdict.fix if "resume" in line.lower() or "goes on" in line]
+    way = _RESUMES_BY.get(program.name, "")
+    assert [way in line for line in told] == ([True] if way else []), told
 
 
 @pytest.mark.parametrize("program", [*_long(DDP, TRAINER, *_OTHERS)])

@@ -1,6 +1,7 @@
 """`unisono run` on two nodes: who disagrees is refused on both, before and inside the program. Run: pytest tests/run/test_two_nodes.py"""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from tests.nodes.fronts import Front, together
 from tests.nodes.ground import Ground, Own
+from tests.run.test_one_node import until
 
 BIN = Path(sys.executable).parent
 STANDIN = str(Path(__file__).with_name("standin_launcher.py"))
@@ -33,6 +35,22 @@ dist.all_reduce(seen)
 print(f"world {int(seen)}", flush=True)
 dist.destroy_process_group()
 """
+TAKES_ITS_PORT_LATE = """
+import os, time
+from pathlib import Path
+Path("port.tmp").write_text(os.environ["MASTER_PORT"])
+Path("port.tmp").rename("port")
+while not Path("go").exists():
+    time.sleep(0.05)
+os.environ |= {"RANK": os.environ["NODE_RANK"], "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+exec(open("program.py").read())
+"""
+THIEF = """
+import socket, sys
+for address in (sys.argv[1], "0.0.0.0", "::"):
+    thief = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    thief.bind((address, int(sys.argv[2])))
+"""
 DDP = str(Path(__file__).with_name("programs") / "ddp.py")
 Start = Callable[..., list[Front]]
 
@@ -55,6 +73,7 @@ def start(ground: Ground, tmp_path: Path) -> Iterator[Start]:
             folder.mkdir()
             (folder / "program.py").write_text(PROGRAM)
             (folder / "dies_once.py").write_text(DIES_ONCE)
+            (folder / "late.py").write_text(TAKES_ITS_PORT_LATE)
             filled = [word.format(node=node, head=ground.address(0), port=port) for word in words]
             environment = {
                 "PATH": f"{BIN}:{os.environ['PATH']}", "HOME": os.environ.get("HOME", "/root"), "UNISONO_TOKEN": TOKEN,
@@ -201,5 +220,20 @@ def test_torchrun_by_hand_trains_where_all_agree(start: Start) -> None:
         "--nproc-per-node", "1", "program.py",
     ]  # fmt: skip
     fronts = start(words)
+    ended(fronts, [0, 0])
+    assert all("world 2" in front.text("out") for front in fronts)
+
+
+def test_the_port_of_a_program_that_binds_it_late_cannot_be_taken_before(
+    start: Start, ground: Ground, tmp_path: Path
+) -> None:
+    fronts = start(run(sys.executable, "late.py"))
+    place = tmp_path / "node0" / "port"
+    until(lambda: place.exists() or fronts[0].exit_code is not None, "the program has begun")
+    words = [sys.executable, "-c", THIEF, ground.address(0), place.read_text()]
+    thief = subprocess.run(ground.command(0, words, Own()), capture_output=True, text=True, check=False, timeout=LIMIT_S)  # fmt: skip
+    assert "Address already in use" in thief.stderr
+    for node in (0, 1):
+        (tmp_path / f"node{node}" / "go").touch()
     ended(fronts, [0, 0])
     assert all("world 2" in front.text("out") for front in fronts)

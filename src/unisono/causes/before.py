@@ -1,6 +1,6 @@
 """Causes found before the start: nodes or ranks that do not agree on what they are about to do."""
 
-from unisono.causes.cause import Cause
+from unisono.causes.cause import Cause, Ours
 
 CAUSES: tuple[Cause, ...] = (
     Cause(
@@ -339,7 +339,9 @@ CAUSES: tuple[Cause, ...] = (
             ("device_mismatch", "the usual reason: the devices are not alike"),
         ),
         remedy=(
-            "Write down the value that was left to `auto`: batch.micro, model.dtype, memory.gradient_checkpointing.",
+            Ours(
+                "Write down the value that was left to `auto`: batch.micro, model.dtype, memory.gradient_checkpointing."
+            ),
             "Use machines of one kind.",
         ),
         exit_code=3,
@@ -363,7 +365,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "Put output_dir on storage that all nodes share, or copy the newest intact checkpoint to all of them.",
-            "Look at what is there: `unisono checkpoint ls RUN` and `unisono checkpoint verify RUN`.",
+            Ours("Look at what is there: `unisono checkpoint ls RUN` and `unisono checkpoint verify RUN`."),
         ),
         exit_code=3,
         retry_helps=False,

@@ -1,7 +1,9 @@
 """The catalogue of causes. Ids are stable; texts are for people."""
 
+from collections.abc import Sequence
+
 from unisono.causes import before, during, files, joining, machine, program
-from unisono.causes.cause import Cause
+from unisono.causes.cause import Cause, Ours
 
 ALL_CAUSES: tuple[Cause, ...] = (
     *before.CAUSES,
@@ -19,3 +21,47 @@ CATALOGUE: dict[str, Cause] = {cause.id: cause for cause in ALL_CAUSES}
 def find_cause(cause_id: str) -> Cause | None:
     """The entry with this id, or None."""
     return CATALOGUE.get(cause_id)
+
+
+RESUMES = Ours("It has been ended with the run; the same command resumes from the newest checkpoint.")
+"""For a rank that was stopped."""
+MORE_PATIENCE = Ours("If such collectives are meant to take so long, set watch.stall_after.")
+"""For ranks that wait for each other."""
+_OURS = frozenset(
+    {
+        RESUMES,
+        MORE_PATIENCE,
+        *(line for cause in ALL_CAUSES for line in cause.remedy if isinstance(line, Ours)),
+    }
+)
+
+_TRAINER = "trainer.train(resume_from_checkpoint=True) resumes from the newest checkpoint in its output_dir"
+_WAYS_BACK = {
+    "llamafactory": "LLaMA-Factory: set resume_from_checkpoint to the newest checkpoint-N in output_dir, and overwrite_output_dir: false",
+    "axolotl": "Axolotl: set resume_from_checkpoint to the newest checkpoint-N, or auto_resume_from_checkpoints: true",
+    "torchtune": "torchtune: set resume_from_checkpoint=True, and name the checkpoint's files under checkpointer",
+    "lightning": 'Lightning: trainer.fit(model, ckpt_path="last") resumes from the last checkpoint',
+    "trl": f"TRL: {_TRAINER}",
+    "transformers": f"Hugging Face Trainer: {_TRAINER}",
+}
+
+
+def way_back(framework: str) -> tuple[str, ...]:
+    """How a program of somebody else's resumes, as a line of a remedy; empty where its framework is not known.
+
+    Args:
+        framework: as diagnose.framework calls it: llamafactory, axolotl, torchtune, lightning, trl, transformers.
+    """
+    known = _WAYS_BACK.get(framework)
+    return (f"To resume, if it had saved a checkpoint: {known}.",) if known else ()
+
+
+def for_others(fix: Sequence[str], framework: str) -> tuple[str, ...]:
+    """A remedy for somebody else's program: without what holds for our own runs alone, and with that program's way to resume.
+
+    Args:
+        fix: as it would be for a run of our own.
+        framework: that the program trains with; empty: not known.
+    """
+    lines = [line for line in fix if line not in _OURS]
+    return (*lines, *(line for line in way_back(framework) if line not in lines))

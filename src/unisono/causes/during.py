@@ -1,6 +1,6 @@
 """Causes found while a run is alive: a rank that is gone, stuck, late, alone, or learning nothing."""
 
-from unisono.causes.cause import Cause
+from unisono.causes.cause import Cause, Ours
 
 CAUSES: tuple[Cause, ...] = (
     Cause(
@@ -21,7 +21,7 @@ CAUSES: tuple[Cause, ...] = (
         remedy=(
             "Look for who sent it: `dmesg -T | tail`, the scheduler's log, an administrator.",
             "For SIGSEGV, SIGBUS or SIGABRT: run with PYTHONFAULTHANDLER=1 and read the stack; SIGBUS often means a full /dev/shm.",
-            "Start again: the run goes on from its last checkpoint.",
+            Ours("Start again: the run goes on from its last checkpoint."),
         ),
         exit_code=5,
         retry_helps=True,
@@ -357,7 +357,7 @@ CAUSES: tuple[Cause, ...] = (
             ("user_code_error", "an error stands above, and the SIGTERM is torchrun's own tidying up"),
         ),
         remedy=(
-            "Run the same command again: it resumes from the checkpoint.",
+            Ours("Run the same command again: it resumes from the checkpoint."),
             "Ask for more time, or for requeueing on preemption.",
         ),
         exit_code=75,

@@ -1,6 +1,6 @@
 """Causes that lie in files: checkpoints, caches, packages, the hub. At the end the two answers that blame nobody."""
 
-from unisono.causes.cause import Cause
+from unisono.causes.cause import Cause, Ours
 
 CAUSES: tuple[Cause, ...] = (
     Cause(
@@ -20,8 +20,10 @@ CAUSES: tuple[Cause, ...] = (
             ("checkpoint_not_shared", "the files are whole, on another node's disk"),
         ),
         remedy=(
-            "See what is there: `unisono checkpoint verify RUN`. Resuming takes the newest intact one by itself.",
-            "If none is intact, start anew with `--fresh`, or from a copy.",
+            Ours(
+                "See what is there: `unisono checkpoint verify RUN`. Resuming takes the newest intact one by itself."
+            ),
+            Ours("If none is intact, start anew with `--fresh`, or from a copy."),
             "Damage that comes again means a bad disk, bad memory, or two writers.",
         ),
         exit_code=7,

@@ -1,6 +1,6 @@
 """Causes that lie in the machine: memory, disks, limits, devices, drivers, network cards."""
 
-from unisono.causes.cause import Cause
+from unisono.causes.cause import Cause, Ours
 
 CAUSES: tuple[Cause, ...] = (
     Cause(
@@ -20,9 +20,11 @@ CAUSES: tuple[Cause, ...] = (
             ("healthy", "a trainer that halves its batch on this error, and goes on"),
         ),
         remedy=(
-            "Set memory.gradient_checkpointing to true: activations are computed again instead of kept.",
-            "Lower batch.micro; the global batch, and so the result, stays.",
-            "Lower data.max_length, if the longest rows need not be whole.",
+            Ours(
+                "Set memory.gradient_checkpointing to true: activations are computed again instead of kept."
+            ),
+            Ours("Lower batch.micro; the global batch, and so the result, stays."),
+            Ours("Lower data.max_length, if the longest rows need not be whole."),
             "Train an adapter instead of all weights, or lower adapter.rank.",
         ),
         exit_code=5,
@@ -48,7 +50,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "Ask for more memory, or raise the container's limit.",
-            "Lower batch.micro or data.max_length; set memory.gradient_checkpointing to true.",
+            Ours("Lower batch.micro or data.max_length; set memory.gradient_checkpointing to true."),
             "Run fewer data workers and other processes on the node.",
         ),
         exit_code=5,
@@ -73,7 +75,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "Free space: `df -h PATH`, `df -i PATH`, `du -xh --max-depth=1 PATH | sort -h`.",
-            "Keep fewer checkpoints (checkpoint.keep), or put output_dir on a larger disk.",
+            Ours("Keep fewer checkpoints (checkpoint.keep), or put output_dir on a larger disk."),
             "Move the hub's cache: HF_HOME=/larger/disk.",
         ),
         exit_code=6,

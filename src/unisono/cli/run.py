@@ -51,6 +51,12 @@ def run(
     uneven: Annotated[
         bool, typer.Option("--uneven", help="Nodes may have unequal numbers of ranks.")
     ] = False,
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="SECONDS", help="How long it has to end after a signal, before it is killed."
+        ),
+    ] = 40.0,
     debug_comm: DebugComm = False,
 ) -> None:
     """Runs somebody else's program under guard: agreement before, the watch during, a verdict after. The program stays as it is."""
@@ -61,7 +67,7 @@ def run(
     speak = output()
     asked = RunAsked(
         tuple(command), nproc=nproc, nodes=nodes, node_rank=node_rank, head=head, token_file=token_file,
-        join_timeout_s=join_timeout, output_dir=output_dir, uneven=uneven, debug_comm=debug_comm, json=speak.json, devices=devices, hosts=hosts,
+        join_timeout_s=join_timeout, output_dir=output_dir, uneven=uneven, debug_comm=debug_comm, json=speak.json, devices=devices, hosts=hosts, grace_s=grace,
         launcher=launcher,
     )  # fmt: skip
     told = Told(speak)

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 
-from unisono.causes.catalogue import find_cause
+from unisono.causes.catalogue import find_cause, for_others
 from unisono.diagnose.facts import RunFacts
 from unisono.diagnose.finding import Finding
 from unisono.text import one_line
 
 _HF = ("transformers", "trl", "llamafactory", "axolotl")
+_RESUMABLE = frozenset(
+    {"preempted_sigterm", "rank_died_first", "host_oom_killed", "disk_full", "gpu_fell_off"}
+)
+"""Ends that have nothing to do with what is trained: somebody who reads of one wants to resume."""
 
 
 def remedy(finding: Finding, facts: RunFacts) -> list[str]:
@@ -15,7 +19,10 @@ def remedy(finding: Finding, facts: RunFacts) -> list[str]:
     special = _SPECIAL.get(finding.cause)
     lines = special(finding, facts) if special else []
     cause = find_cause(finding.cause)
-    lines += [line for line in (cause.remedy if cause else ()) if line not in lines]
+    known = cause.remedy if cause else ()
+    if facts.framework != "unisono":
+        known = for_others(known, facts.framework if finding.cause in _RESUMABLE else "")
+    lines += [line for line in known if line not in lines]
     if finding.missing:
         lines.append(f"To say more, this is missing: {'; '.join(finding.missing)}.")
     return [one_line(line) for line in lines]
@@ -179,7 +186,7 @@ def _hub(finding: Finding, facts: RunFacts) -> list[str]:
 
 
 def _preempted(finding: Finding, facts: RunFacts) -> list[str]:
-    return ["Start it again from the last checkpoint (resume_from_checkpoint); Slurm: #SBATCH --requeue, --signal=B:USR1@120 and a larger --time limit; save more often than it is taken away."]  # fmt: skip
+    return ["Start it again from the last checkpoint; Slurm: #SBATCH --requeue, --signal=B:USR1@120 and a larger --time limit; save more often than it is taken away."]  # fmt: skip
 
 
 def _ray_died(finding: Finding, facts: RunFacts) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from unisono.errors import Problem, UsageError
 from unisono.guard.command import Command, Job, Said, read_job
+from unisono.guard.signals import GRACE_S
 from unisono.launch.topology import Accelerators, Placed, Topology, TopologyAsked, read_topology
 from unisono.launch.written import DEFAULT_PORT, parse_head, parse_hosts
 from unisono.text import nearest
@@ -25,6 +26,7 @@ class RunAsked:
         head: `--head`.
         token_file: `--token-file`.
         join_timeout_s: `--join-timeout`, seconds.
+        grace_s: `--grace`: how long the program has to end after a signal, seconds.
         output_dir: `--output-dir`; empty: `runs/run-<UTC time>-<pid>`.
         uneven: `--uneven`: nodes may have unequal numbers of ranks.
         debug_comm: `--debug-comm`.
@@ -42,6 +44,7 @@ class RunAsked:
     head: str | None = None
     token_file: str | None = None
     join_timeout_s: float = 300.0
+    grace_s: float = GRACE_S
     output_dir: str = ""
     uneven: bool = False
     debug_comm: bool = False

@@ -43,6 +43,7 @@ class Here:
     run: RunDir | None
     signals: Signals
     _told: bool = False
+    _is_orphaned: bool = False
     _brought: dict[str, border.Brought] = field(default_factory=dict)
     _events: dict[int, IO[str]] = field(default_factory=dict)
 
@@ -51,6 +52,7 @@ class Here:
         own = [self.program.fileno()] if self.program is not None and self.program.returncode is None else []
         select.select([*own, *self.ranks.fds(), self.signals.fileno(), *also], [], [], timeout_s)
         messages = self._passed_on()
+        messages += self._orphaned()
         messages += self.ranks.news()
         for message in messages:
             if message["kind"] == "rank_said":
@@ -59,7 +61,12 @@ class Here:
         if self.program is not None and not self._told and self.program.poll(0) is not None:
             messages += self.ranks.news(at_once=True)
             messages.append(
-                {"kind": "program_ended", "returncode": self.program.returncode, "left": self.program.left}
+                {
+                    "kind": "program_ended",
+                    "returncode": self.program.returncode,
+                    "left": self.program.left,
+                    "oom_killed": self.ranks.oom_killed,
+                }
             )
             self._told = True
         return messages
@@ -91,6 +98,18 @@ class Here:
         for file in self._events.values():
             with contextlib.suppress(OSError):
                 file.close()
+
+    def _orphaned(self) -> list[Message]:
+        """The ends of ranks that came before the program's own. Those that come after it say nothing: the keeper ends what is left."""
+        if self.program is None or self._is_orphaned:
+            return []
+        self.program.poll(0)
+        if self.program.gone is None:
+            return []
+        messages = self.ranks.news(at_once=True)
+        self._is_orphaned = self.ranks.is_orphaned = True
+        self.program.note_seen()
+        return messages
 
     def _passed_on(self) -> list[Message]:
         """Signals of the front go to the program as they come."""
@@ -129,13 +148,3 @@ class Here:
                 self._events[rank] = path.open("a", encoding="utf-8")
             self._events[rank].write(json.dumps({"time": time.time(), **message}, ensure_ascii=False) + "\n")
             self._events[rank].flush()
-
-
-def is_gone_wrong(returncode: int | None) -> bool:
-    """Whether a program did not end well."""
-    return returncode not in (None, 0)
-
-
-def exit_code_of_program(returncode: int) -> int:
-    """As a shell has it: 128 + N after signal N."""
-    return 128 - returncode if returncode < 0 else returncode

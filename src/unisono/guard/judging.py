@@ -12,9 +12,11 @@ from unisono.control.events import Event, Left, Said
 from unisono.control.server import HeadServer
 from unisono.events import Message
 from unisono.guard.brought import Brought
-from unisono.guard.here import PASSED_EVERYWHERE, Here, is_gone_wrong
+from unisono.guard.ending import ProgramEnd, for_program, is_gone_wrong
+from unisono.guard.here import PASSED_EVERYWHERE, Here
 from unisono.guard.job import ProgramJob
 from unisono.guard.ranks import UNKNOWN_END
+from unisono.guard.signals import Stopping
 from unisono.integrations.border import LAUNCHER
 from unisono.launch.attempt import Show, say
 from unisono.launch.conduct import ended_well
@@ -59,11 +61,14 @@ class Judging:
         verdict: once there is one.
         exit_code: that goes with it.
         programs: how the program ended, by node.
+        gone_wrong: how it ended on the first node on which it did not end well; None: on none.
+        framework: that the program trains with, once it has made a step; empty: not known.
         asked: the first signal that some front got.
         agreements: what came of comparing what was brought.
         raw: what was gathered of ranks, where the watch ended them.
         looks: the same.
         last_death: of a rank, after which the launcher was to start the ranks anew.
+        stopping: how long the program may take to end after a signal.
     """
 
     here: Here
@@ -78,11 +83,14 @@ class Judging:
     only_launchers: bool = False
     verdict: Verdict | None = None
     programs: dict[int, int] = field(default_factory=dict)
+    gone_wrong: ProgramEnd | None = None
+    framework: str = ""
     asked: signal.Signals | None = None
     agreements: Agreement = field(default_factory=Agreement)
     raw: dict[int, Raw] = field(default_factory=dict)
     looks: dict[int, Look] = field(default_factory=dict)
     last_death: Verdict | None = None
+    stopping: Stopping = field(default_factory=Stopping)
     _places: dict[int, RankPlace] = field(default_factory=dict)
     _world: int = 0
     _is_seen: bool = False
@@ -163,7 +171,7 @@ class Judging:
             case "brought":
                 self._take_facts(node_rank, message)
             case "program_ended":
-                self._take_program(node_rank, int(message["returncode"]))
+                self._take_program(node_rank, int(message["returncode"]), message.get("oom_killed"))
             case "asked":
                 self._take_signal(node_rank, signal.Signals[str(message["signal"])])
             case "refused" if self.verdict is None:  # it could not start the program after all
@@ -205,7 +213,9 @@ class Judging:
             self._signs = None
 
     def _take_said(self, rank: int, message: Message) -> None:
-        if message["kind"] in ("note", "warning", "unguarded"):
+        if message["kind"] == "framework":
+            self.framework = one_line(str(message.get("name", "")), limit=100)
+        elif message["kind"] in ("note", "warning", "unguarded"):
             text = f"rank {rank}: {one_line(str(message.get('text', '')), limit=1_000)}"
             kind = "note" if message["kind"] == "note" else "warning"
             more = {"kind": kind, "time": message.get("time") or time.time(), "text": text}
@@ -225,15 +235,22 @@ class Judging:
         if not ended_well(end):
             self._note_trouble()
 
-    def _take_program(self, node_rank: int, returncode: int) -> None:
+    def _take_program(self, node_rank: int, returncode: int, oom_killed: object) -> None:
         self.programs[node_rank] = returncode
-        if is_gone_wrong(returncode) and self._bad_program is None:
+        if is_gone_wrong(returncode) and self.gone_wrong is None:
+            node = self.nodes[node_rank]
+            self.gone_wrong = ProgramEnd(
+                node_rank, node.host, returncode, bool(oom_killed) if oom_killed is not None else None
+            )
             self._bad_program = time.monotonic()
 
     def _take_signal(self, node_rank: int, number: signal.Signals) -> None:
         if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
             return
         self.asked = self.asked or number
+        text = self.stopping.ask(number, node_rank, time.monotonic()) if not self.only_launchers else None
+        if text is not None:
+            self._say(text)
         if number in PASSED_EVERYWHERE:
             for node in self.nodes:
                 if node.node_rank != node_rank:
@@ -320,6 +337,9 @@ class Judging:
                     self._name(found, end_in_s=_LAUNCHER_S)
         if self._bad_program is not None and now - self._bad_program > _OTHERS_S:
             self._end_by = self._end_by or now
+        if self.stopping.end_by is not None and now >= self.stopping.end_by and not self._ended_all:
+            self._say(self.stopping.late)
+            self._end_by = now
         if self._end_by is not None and now >= self._end_by and not self._ended_all:
             self._ended_all = True
             for node in self.nodes:
@@ -372,7 +392,7 @@ class Judging:
         return name_death(culprit, self.job, after_s=round(since_s, 3), seen=picture)
 
     def _name(self, verdict: Verdict, *, end_in_s: float) -> None:
-        self.verdict = verdict
+        self.verdict = verdict = for_program(verdict, self.framework)
         self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
         if self.server is not None:
             self.server.tell_all({"kind": "verdict", "verdict": verdict.to_json()})

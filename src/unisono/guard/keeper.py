@@ -7,8 +7,8 @@ and removes the folder of the border. It adopts processes that the program leave
 that hangs holds up neither the front nor what the program prints.
 
 The front writes lines to its stdin: `signal N` (as a terminal or `kill` would send it), `end` (all of it, at once). End of file is the front's death. It
-answers on the descriptor of its settings' `report`: `started PID`, `ended RETURNCODE`, and `left N` for processes that had outlived the
-program. Standard library only: it starts in some 50 ms.
+answers on the descriptor of its settings' `report`: `started PID`, `gone RETURNCODE` once the program itself has ended, `left N` for processes
+that had outlived it, and `ended RETURNCODE` when all of them have ended. Standard library only: it starts in some 50 ms.
 """
 
 import contextlib
@@ -34,6 +34,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CHUNK_BYTES = 1 << 16
 _MOST_UNWRITTEN = 1024  # chunks for the log; where the disk hangs, what is more is left out of it, and said
 _OUTPUT_S = 5.0  # after the program's end: for processes that still hold its output open
+_SEEN_S = 1.0  # for the front to see which ranks had ended before the program: those that are left end by our signals
 _PATIENCE_S = 3.0  # for what has outlived a program that ended by itself, as a tracker that still sends
 _ENDING_S = 10.0
 _OF_TERMINALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # these go to the whole group
@@ -162,6 +163,9 @@ class Keeper:
         if self._program.poll() is None:
             self._end_tree(patience_s=0)
         code = self._program.wait()
+        self._say(f"gone {code}")
+        if not ending_now:
+            select.select([0], [], [], _SEEN_S)
         left = self._end_tree(patience_s=0 if ending_now else _PATIENCE_S)
         limit = time.monotonic() + _OUTPUT_S
         for passing in self._passing:

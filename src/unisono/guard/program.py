@@ -28,6 +28,7 @@ class Program:
     Attributes:
         pid: of the program.
         returncode: None until it has ended, and all that it printed has been passed on; negative: the signal that ended it.
+        gone: the return code of the program alone, as soon as it has ended; what it has started may still be there.
         left: how many processes had outlived it, and were ended.
     """
 
@@ -56,6 +57,7 @@ class Program:
         """
         self.pid = 0
         self.returncode: int | None = None
+        self.gone: int | None = None
         self.left = 0
         self._rest = b""
         self._failed = ""
@@ -107,6 +109,10 @@ class Program:
         """Sends the program a signal, as a terminal or `kill` would."""
         self._tell(f"signal {int(number)}")
 
+    def note_seen(self) -> None:
+        """Lets the keeper end what has outlived the program."""
+        self._tell("seen")
+
     def end(self) -> None:
         """Ends the program and all that it started, at once; `poll` gives the return code then."""
         self._tell("end")
@@ -129,6 +135,8 @@ class Program:
         match word:
             case "started":
                 self.pid = int(rest)
+            case "gone":
+                self.gone = int(rest)
             case "left":
                 self.left = int(rest)
             case "ended":

@@ -79,6 +79,7 @@ class ProgramRanks:
         host: its name.
         root: the process below which they are.
         newest: which start these are of, from 0.
+        is_orphaned: whether the program itself has ended: whoever is left is ended by us.
     """
 
     folder: Path
@@ -87,6 +88,7 @@ class ProgramRanks:
     host: str
     root: int
     newest: int = 0
+    is_orphaned: bool = False
     _ranks: dict[int, Rank] = field(default_factory=dict)
     _starts_before: int = 0  # those of launchers that have ended
     _gone: set[tuple[int, int]] = field(default_factory=set)  # ranks of earlier starts
@@ -109,6 +111,12 @@ class ProgramRanks:
     def _restarts(self) -> int:
         """How often their launcher starts them anew."""
         return max((rank.registration.restarts for rank in self._ranks.values()), default=0)
+
+    @property
+    def oom_killed(self) -> bool | None:
+        """Whether the kernel has killed something for want of memory in this cgroup meanwhile; None where that cannot be read."""
+        kills = oom_kills()
+        return None if kills is None else kills > self._kills_before
 
     @property
     def beats(self) -> dict[int, BeatMemory]:
@@ -328,9 +336,15 @@ class ProgramRanks:
         why = "its launcher ended it" if by_launcher else ""
         return RankEnd(
             rank=number, returncode=code if code is not None else 0, last=last, phase=beat.phase if beat else rank.phase,
-            step=max(0, beat.step - 1) if beat else rank.step, oom_killed=(oom_kills() or 0) > self._kills_before,
-            ended_by_us=why or (UNKNOWN_END if last is None and (code is None or self._was_done(rank, code)) else ""),
+            step=max(0, beat.step - 1) if beat else rank.step, oom_killed=bool(self.oom_killed),
+            ended_by_us=why or (UNKNOWN_END if self._is_unknown(rank, code, last) else ""),
         )  # fmt: skip
+
+    def _is_unknown(self, rank: Rank, code: int | None, last: Message | None) -> bool:
+        """Whether its end says nothing of why."""
+        if self.is_orphaned:
+            return last is None or last["kind"] != "result"
+        return last is None and (code is None or self._was_done(rank, code))
 
     def _was_done(self, rank: Rank, code: int) -> bool:
         """Whether nobody counted on it any more: it had left its process group. Ray ends its workers so, with status 1; the program's own code tells."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -14,22 +15,30 @@ from typing import Any
 from unisono.agree.agreement import Agreement
 from unisono.agree.programs import compare_programs
 from unisono.agree.report import NodeReport
-from unisono.causes import Verdict, find_cause
+from unisono.causes import Verdict
 from unisono.control.events import Left, Said
 from unisono.errors import Disagreed, UsageError
 from unisono.facts import Environment, Machine, Probes, read_environment, read_machine, take_token
 from unisono.facts.environment import whole_environment
+from unisono.facts.kernel_log import KernelLine, read_kernel_log
 from unisono.files import write_json
 from unisono.guard.asked import RunAsked, RunShape, refuse_launcher
 from unisono.guard.command import read_command
+from unisono.guard.ending import (
+    ProgramEnd,
+    exit_code_of_program,
+    exit_code_of_verdict,
+    for_program,
+    name_program_death,
+)
 from unisono.guard.folder import border, is_heads, outcome_of, run_dir
-from unisono.guard.here import Here, exit_code_of_program
+from unisono.guard.here import Here
 from unisono.guard.judging import Judging
 from unisono.guard.placing import find_shape, find_token, remote_run, with_our_programs
 from unisono.guard.program import Program
 from unisono.guard.ranks import ProgramDir, ProgramRanks
 from unisono.guard.report import make_report
-from unisono.guard.signals import Signals
+from unisono.guard.signals import Signals, Stopping
 from unisono.guard.surroundings import surroundings_of
 from unisono.guard.telling import Attending
 from unisono.integrations.border import Guard
@@ -161,6 +170,7 @@ class _Start:
     machine: Machine
     environment: Environment
     variables: Mapping[str, str]
+    pid: int = 0  # of the program, once it is started
 
     def alone(self) -> dict[str, Any]:
         """On the only node."""
@@ -186,7 +196,7 @@ class _Start:
                 logs=self.run.log("", 0).parent, variables=self.environment.variables,
             )  # fmt: skip
 
-        with hold_meeting(
+        with contextlib.ExitStack() as reserved, hold_meeting(
             party, self._maker(), keep=self._keep, tries_collective=False,
             compare=lambda reports: compare_programs(reports, uneven=uneven),
             start_others=start if party.topology.hosts else None,
@@ -194,7 +204,8 @@ class _Start:
             reports = meeting.reports
             nodes = [self._place(r.node_rank, r.host, r.address, r.nproc, r.nproc_origin) for r in reports]
             self._write_plan(nodes)
-            store = (meeting.server.address[0], _free_port(meeting.server.address[0]))
+            host = meeting.server.address[0]
+            store = (host, reserved.enter_context(_reserved_port(host)))
             meeting.tell_all({"kind": "start", "store": list(store), "run_id": self.whole.run_id})
             say(self.whole.show, f"{len(nodes)} nodes agree; starting the program on each")
             with self._here(store) as here:
@@ -251,6 +262,7 @@ class _Start:
                 asked.words, environment=found.environment, log=log, folder=folder, stdout_is_ours=asked.json,
                 reads=not asked.from_stdin,
             ) as program:  # fmt: skip
+                self.pid = program.pid
                 ranks = ProgramRanks(
                     folder, self.run, topology.node_rank, self.machine.host, program.keeper_pid
                 )
@@ -266,15 +278,17 @@ class _Start:
             here, nodes, self.whole.reports, meeting.server if meeting is not None else None, self.whole.show,
             uneven=self.whole.asked.uneven, restarts=int(restarts.text) if restarts is not None and restarts.text.isdigit() else 0,
             store_host=meeting.server.address[0] if meeting is not None else "", join_timeout_s=self.whole.asked.join_timeout_s,
+            stopping=Stopping(self.whole.asked.grace_s),
         )  # fmt: skip
 
     def _head_ends(self, judging: Judging, meeting: Meeting | None) -> dict[str, Any]:
         """What ended the program: the watch's verdict, else what its own output says; and tells it to the nodes."""
         verdict = judging.verdict
-        bad = next(((node, code) for node, code in judging.programs.items() if code != 0), None)
+        bad = judging.gone_wrong
         if verdict is None and bad is not None and judging.asked is None:
-            verdict = judging.last_death or self._diagnosed(bad[0], meeting)
+            verdict = judging.last_death or self._named(bad, meeting)
             if verdict is not None:
+                verdict = for_program(verdict, judging.framework)
                 self.whole.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
         elif verdict is not None and (judging.raw or judging.looks):
             cited = keep_evidence(self.run, verdict, table=Path(), raw=judging.raw, looks=judging.looks)
@@ -286,7 +300,7 @@ class _Start:
             else exit_code_of_program(judging.programs.get(0, 0))
         )
         if verdict is None and code == 0 and bad is not None:
-            code = exit_code_of_program(bad[1])
+            code = exit_code_of_program(bad.returncode)
         self._write_agreement(judging.agreements)
         result = self.whole.finish(self.run, code, verdict, stopped=stopped, writes=True)
         if meeting is not None:
@@ -302,6 +316,14 @@ class _Start:
                 }
             )
         return result
+
+    def _named(self, end: ProgramEnd, meeting: Meeting | None) -> Verdict | None:
+        """What ended the program there: a signal, or what it has printed."""
+        is_here = end.node_rank == 0
+        kernel = _of_process(self.pid, self.whole.began) if is_here and end.returncode < 0 else []
+        return name_program_death(
+            end, self.shape.command, diagnosed=self._diagnosed(end.node_rank, meeting), kernel=kernel
+        )
 
     def _diagnosed(self, node_rank: int, meeting: Meeting | None) -> Verdict | None:
         """What the program printed there, read on that node."""
@@ -348,19 +370,25 @@ class _Start:
         return NodePlace(node_rank=node_rank, host=host, address=address, nproc=nproc, nproc_origin=origin)
 
 
-def exit_code_of_verdict(verdict: Verdict) -> int:
-    """Of the catalogue; where ranks were refused before their first step, that of a disagreement."""
-    known = find_cause(verdict.cause)
-    if verdict.when == "before" and known is not None and known.exit_code == 4:
-        return 3
-    return known.exit_code if known is not None else 5
+def _of_process(pid: int, began: float) -> list[KernelLine]:
+    """What the kernel's log has said of a process since then, in seconds of the monotonic clock; empty where it may not be read."""
+    age_s = time.monotonic() - began
+    named = re.compile(rf"(\[{pid}\]|\bprocess {pid}\b)", re.IGNORECASE)
+    lines = read_kernel_log() or []
+    return [line for line in lines if (line.age_s or 0.0) <= age_s and named.search(line.text)]
 
 
-def _free_port(host: str) -> int:
-    """A port that is free there now. Only programs that take MASTER_PORT by themselves use it: our rendezvous binds its own."""
+@contextlib.contextmanager
+def _reserved_port(host: str) -> Iterator[int]:
+    """A port for a program that takes MASTER_PORT by itself; our rendezvous binds its own.
+
+    The program binds it long after its start. Until then it is bound here and not listened at: the kernel gives it to nobody who asks for any
+    port or connects from one, and nobody else can bind it, but for a server with SO_REUSEADDR at just this number. torch's store is one.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, 0))
-        return int(sock.getsockname()[1])
+        yield int(sock.getsockname()[1])
 
 
 def _described(shape: RunShape) -> list[str]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from unisono.causes import Verdict, find_cause
 from unisono.control.events import Left, Said
 from unisono.events import Message
-from unisono.guard.here import Here, exit_code_of_program
+from unisono.guard.ending import exit_code_of_program
+from unisono.guard.here import Here
 from unisono.launch.attempt import Show, say
 from unisono.launch.nodes.agent import Attendance
 from unisono.launch.nodes.words import verdicts_in

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from unisono.causes import Evidence, Verdict, find_cause
+from unisono.causes.catalogue import MORE_PATIENCE, RESUMES
 from unisono.text import one_line
 from unisono.watch.phases import PHASES, phase_named
 from unisono.watch.picture import Look, Picture
@@ -13,10 +14,11 @@ _MOST_WAITING = 4
 _OF_OUR_OWN = {
     "rank_stopped": (
         "Find out who stopped it: Ctrl-Z in a terminal, a debugger, a scheduler that suspends jobs, a paused container.",
-        "It has been ended with the run; the same command goes on from the newest checkpoint.",
+        RESUMES,
     ),
     "rank_stalled": (
-        "If such collectives are meant to take so long, set watch.stall_after; else --debug-comm lets NCCL say what it waits for.",
+        MORE_PATIENCE,
+        "--debug-comm lets NCCL say what it waits for.",
         "Look at the network between the hosts, and, with GPUs, at `dmesg` and `nvidia-smi` on each of them.",
     ),
 }

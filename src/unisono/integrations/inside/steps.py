@@ -1,6 +1,8 @@
-"""Counts optimizer steps, by a hook that torch has for it."""
+"""Counts optimizer steps, by a hook that torch has for it; at the first one it is known who trains."""
 
+import sys
 import weakref
+from collections.abc import Container
 from types import ModuleType
 from typing import Any
 
@@ -8,6 +10,16 @@ from unisono.integrations.border import own_registration
 from unisono.integrations.inside.here import Here, here
 
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
+_FRAMEWORKS = {
+    "llamafactory": "llamafactory.train",
+    "axolotl": "axolotl.train",
+    "torchtune": "torchtune.training",
+    "lightning": "lightning.pytorch.trainer.trainer",
+    "pytorch_lightning": "pytorch_lightning.trainer.trainer",
+    "trl": "trl.trainer.utils",
+    "transformers": "transformers.trainer",
+}
+"""A module of each that is loaded where it trains, and not where a program takes something else from it; first those that use others."""
 
 
 def hook(module: ModuleType) -> None:
@@ -33,5 +45,17 @@ class Counting:
             self._first = weakref.ref(optimizer)
             if not self._at.is_rank:
                 self._at.become(own_registration(_ALONE))
+            if framework := framework_in(sys.modules):
+                self._at.tell("framework", name=framework)
         if self._first() is optimizer:
             self._at.stepped()
+
+
+def framework_in(modules: Container[str]) -> str:
+    """Whose loop it is, as diagnose.framework calls it; empty where it is the program's own, or not known.
+
+    Args:
+        modules: that the process has loaded.
+    """
+    found = next((name for name, module in _FRAMEWORKS.items() if module in modules), "")
+    return "lightning" if found == "pytorch_lightning" else found

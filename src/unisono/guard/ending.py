@@ -1,0 +1,155 @@
+"""How a guarded program ended, and what is made of it: an exit code, a verdict where a signal ended it, a remedy that holds for it."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unisono.agree.naming import name_node
+from unisono.causes import Evidence, Verdict, find_cause
+from unisono.causes.catalogue import for_others
+from unisono.facts.kernel_log import KernelLine
+from unisono.guard.command import Command
+
+_OF_SHELLS = 128
+_OF_PYTHON = 256  # sys.exit(-9), as launchers in Python hand on what subprocess gave them
+_HAND_ON = ("accelerate", "deepspeed", "llamafactory")
+_MOST_KERNEL_LINES = 3
+_FAULTS = (
+    signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS, signal.SIGABRT,
+)  # fmt: skip
+_HANDED_ON = (*_FAULTS, signal.SIGKILL, signal.SIGTERM, signal.SIGXCPU, signal.SIGXFSZ)
+"""What an exit code is read as; one like that of Ctrl-C is a program's own way to end as well."""
+_SENDERS = {
+    signal.SIGABRT: "the program sends it to itself, by abort()",
+    signal.SIGSYS: "the kernel sends it for a system call that a filter (seccomp) forbids",
+    signal.SIGXCPU: "the kernel sends it at the limit of CPU time (`ulimit -t`)",
+    signal.SIGXFSZ: "the kernel sends it at the limit of the size of a file (`ulimit -f`)",
+    signal.SIGPIPE: "the kernel sends it to a program whose output nobody reads any more",
+}
+_MORE_CERTAIN = frozenset({"host_oom_killed", "preempted_sigterm", "shm_too_small", "gpu_fell_off"})
+"""What the log may say of a kill from outside; anything else in it is a trouble that the program had got over."""
+
+
+@dataclass(frozen=True)
+class ProgramEnd:
+    """How the program ended on one node.
+
+    Attributes:
+        node_rank: of the node.
+        host: its name.
+        returncode: of the program; negative: a signal.
+        oom_killed: whether the kernel killed something for want of memory meanwhile; None: that cannot be read there.
+    """
+
+    node_rank: int
+    host: str
+    returncode: int
+    oom_killed: bool | None = None
+
+    @property
+    def where(self) -> str:
+        """The node, for people."""
+        return name_node(self.node_rank, self.host)
+
+
+def is_gone_wrong(returncode: int | None) -> bool:
+    """Whether a program did not end well."""
+    return returncode not in (None, 0)
+
+
+def exit_code_of_program(returncode: int) -> int:
+    """As a shell has it: 128 + N after signal N."""
+    return _OF_SHELLS - returncode if returncode < 0 else returncode
+
+
+def exit_code_of_verdict(verdict: Verdict) -> int:
+    """Of the catalogue; where ranks were refused before their first step, that of a disagreement."""
+    known = find_cause(verdict.cause)
+    if verdict.when == "before" and known is not None and known.exit_code == 4:
+        return 3
+    return known.exit_code if known is not None else 5
+
+
+def signal_of(returncode: int, command: Command) -> signal.Signals | None:
+    """The signal that ended the program, or what it had started and waited for; None where it left by itself.
+
+    A Python script does not turn its child's signal into 128 + N by itself, so such a code is its own. Shells do, and most other launchers.
+
+    Args:
+        returncode: of the program; negative: a signal.
+        command: that was started.
+    """
+    if returncode < 0:
+        try:
+            return signal.Signals(-returncode)
+        except ValueError:
+            return None  # a real-time signal, which has no name
+    ways = [_OF_PYTHON - returncode] if command.kind in _HAND_ON else []
+    ways += [returncode - _OF_SHELLS] if command.kind != "python" else []
+    return next((number for number in _HANDED_ON if number in ways), None)
+
+
+def name_program_death(
+    end: ProgramEnd, command: Command, *, diagnosed: Verdict | None = None, kernel: Sequence[KernelLine] = ()
+) -> Verdict | None:
+    """The verdict on a program that a signal has ended; None where it left by itself, and then its own words count.
+
+    Args:
+        end: of the program, as it was first seen to go wrong.
+        command: that was started.
+        diagnosed: what its log says.
+        kernel: lines of the kernel's log that name the program's process.
+    """
+    number = signal_of(end.returncode, command)
+    if number is None:
+        return diagnosed
+    by_kernel = number is signal.SIGKILL and bool(end.oom_killed)
+    if diagnosed is not None and not by_kernel and _explains(diagnosed, number):
+        return diagnosed
+    direct = end.returncode < 0
+    seen = f"killed by {number.name}" if direct else f"exit code {end.returncode}"
+    evidence = [Evidence(where=end.where, text=f"{seen}: {_sender(number, end)}")]
+    evidence += [Evidence(where=f"{end.where}, the kernel's log", text=line.text) for line in kernel[-_MOST_KERNEL_LINES:]]  # fmt: skip
+    if not direct:
+        evidence.append(Evidence(where=end.where, text=f"{_OF_SHELLS} + N is how a shell, and 256 - N how a launcher in Python, report a process that signal N ended"))  # fmt: skip
+    cause = "host_oom_killed" if by_kernel else "rank_killed"
+    what = "the kernel for want of memory" if by_kernel else number.name
+    who = "the program" if direct else "a process of the program"
+    known = find_cause(cause)
+    return Verdict(
+        cause=cause, when="during", hosts=(end.host,), evidence=tuple(evidence), fix=known.remedy if known else (),
+        summary=f"{who} was killed by {what} on {end.where}", confidence=1.0 if direct else 0.9,
+    )  # fmt: skip
+
+
+def for_program(verdict: Verdict, framework: str) -> Verdict:
+    """A verdict with a remedy that holds for somebody else's program.
+
+    Args:
+        verdict: as it would be for a run of our own.
+        framework: that the program trains with; empty: not known, or it has made no step.
+    """
+    way = framework if verdict.when != "before" else ""
+    return verdict.model_copy(update={"fix": for_others(verdict.fix, way)})
+
+
+def _explains(diagnosed: Verdict, number: signal.Signals) -> bool:
+    """Whether what the log says is the reason of this signal: native code dies of what it has printed, a kill from outside does not."""
+    if diagnosed.cause in ("rank_died_first", "rank_killed"):
+        return False
+    return number in _FAULTS or diagnosed.cause in _MORE_CERTAIN
+
+
+def _sender(number: signal.Signals, end: ProgramEnd) -> str:
+    """Who sends such a signal, as far as that can be known."""
+    if number is signal.SIGKILL and end.oom_killed:
+        return "the kernel's count of out-of-memory kills (oom_kill in the cgroup) grew meanwhile"
+    if number is signal.SIGKILL and end.oom_killed is not None:
+        return (
+            "no out-of-memory kill was counted meanwhile, so a person, a scheduler or another program sent it"
+        )
+    if number in _SENDERS:
+        return _SENDERS[number]
+    if number in _FAULTS:
+        return "the kernel sends it for a fault in the program's native code"
+    return "who sent it is not known; it did not come by way of this command"
