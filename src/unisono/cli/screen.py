@@ -248,17 +248,16 @@ def ending(result: Message, here: Path, *, alone: bool = False) -> list[str]:
     if not trained and result.get("outcome") == "disagreed":
         # Refused by the head as it called: those who were there before may be training.
         refused_at_call = verdict.get("phase") == "agree.call"
-        where = "" if alone else ", on any node"
-        return [f"disagreed: nothing was {'started on this node' if refused_at_call else f'trained{where}'}"]
+        what = "started on this node" if refused_at_call else "trained" if alone else "trained, on any node"
+        return [f"disagreed: nothing was {what}"]
     if not trained and verdict.get("when") == "before":
         return [f"{result.get('outcome')}: nothing was trained"]
     lines = [f"{result.get('outcome')}: {' · '.join(figures)}", *_evaluation(result.get("eval") or {})]
     if result.get("held_by"):
-        where = result.get("weights") or result.get("checkpoint")
-        if where is None and result.get("outcome") != "completed":
+        found = result.get("weights") or result.get("checkpoint")
+        if found is None and result.get("outcome") != "completed":
             return [*lines, f"checkpoints: on {result['held_by']}, in its output_dir"]
-        where = where or output_dir
-        return [*lines, f"result: {where}, on {result['held_by']}"]
+        return [*lines, f"result: {found or output_dir}, on {result['held_by']}"]
     if result.get("outcome") == "completed":
         weights = _near(str(result.get("weights") or output_dir), here)
         return [*lines, f"result: {weights}", f"next:   unisono chat {_near(output_dir, here)}"]
