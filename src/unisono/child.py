@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from unisono.crash import is_peer_loss, told_of
 from unisono.errors import UnisonoError
 from unisono.events import Reporter
-from unisono.storage_errors import storage_failure
+from unisono.storage_errors import storage_failure, unusable_path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -78,7 +78,7 @@ def run_child(body: Callable[[Reporter], dict[str, Any]], arguments: argparse.Na
     end_with_front(arguments.front_pid)
     reporter = Reporter(arguments.report_fd, fallback=sys.stderr, log_path=arguments.events)
     try:
-        return _ended(body, reporter)
+        return _ended(body, reporter, is_task="name" in arguments)
     finally:
         reporter.close()
 
@@ -101,7 +101,7 @@ def leave(code: int, *, in_peace: bool = True) -> NoReturn:
     os._exit(code)
 
 
-def _ended(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter) -> int:
+def _ended(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter, *, is_task: bool) -> int:
     try:
         result = body(reporter)
     except UnisonoError as error:
@@ -109,7 +109,10 @@ def _ended(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter) -> in
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - the edge of a process: recorded, and told to the front
         told = told_of(error)
-        failure = None if is_peer_loss(error) else storage_failure(error)
+        # A task has its paths from a person; those of a rank were usable when its run began.
+        failure = unusable_path(error, has_begun=not is_task) or (
+            None if is_peer_loss(error) else storage_failure(error)
+        )
         if failure is not None:
             reporter.send("refused", **failure.to_json())
         else:

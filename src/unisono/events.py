@@ -33,6 +33,7 @@ from functools import partial
 from typing import Any, TextIO
 
 from unisono.aside import Aside
+from unisono.files import parse_json
 from unisono.text import one_line
 
 Message = dict[str, Any]
@@ -114,7 +115,9 @@ class _EventsLog:
 
     def _write(self, data: bytes) -> None:
         if self._fd is None:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(
+                self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644
+            )
             size = os.fstat(self._fd).st_size
             if size and os.pread(self._fd, 1, size - 1) != b"\n":
                 data = (
@@ -136,7 +139,7 @@ def _as_text(message: Message) -> str:
 def read_message(line: str) -> Message | None:
     """The message of one line, or None for a torn or foreign line."""
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError:
         return None
     return value if isinstance(value, dict) and isinstance(value.get("kind"), str) else None

@@ -1,12 +1,39 @@
-"""Writes files whole or not at all."""
+"""Writes files whole or not at all, and reads them within limits: plain files only, of a known size and depth.
+
+Whoever can write into a run's directory can put a named pipe, a gigabyte or a thousand brackets where a small file was.
+So what unisono reads there is opened here: nothing waits for a writer, and what is refused is an OSError or a ValueError.
+"""
 
 import contextlib
+import errno
+import io
 import json
 import os
 import secrets
+import select
+import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+MOST_BYTES = 256 << 20
+"""Of a file that is read whole."""
+MOST_LINE_BYTES = 1 << 20
+"""Of a line; a longer one is read in pieces."""
+MOST_DEPTH = 100
+"""Lists and objects inside each other in JSON. Nothing that unisono writes has a tenth of it."""
+
+WRITER_S = 5.0
+"""So long a named pipe may be without anybody who writes into it."""
+_WRITER_POLL_S = 0.05
+_TOO_DEEP = f"it has more than {MOST_DEPTH} lists and objects inside each other"
+_KINDS = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
 
 
 def fsync_dir(path: Path) -> None:
@@ -52,14 +79,146 @@ def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", mode=mode)
 
 
+def open_plain(path: Path) -> io.BufferedReader:
+    """The file, opened for reading, if it is a plain one. It never waits, not even for the writer of a named pipe.
+
+    Raises:
+        OSError: what the file system says, or what the path is instead of a plain file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _refuse_other_kinds(path, os.fstat(fd).st_mode)
+        return os.fdopen(fd, "rb")
+    except BaseException:  # raised again; a file that is not given back is closed
+        os.close(fd)
+        raise
+
+
+def open_given(path: Path) -> io.BufferedReader:
+    """A file that a person named, opened for reading: a plain file, or a pipe that somebody writes into, as of `<(…)`.
+
+    How much is read of a pipe is for the caller to bound.
+
+    Raises:
+        OSError: what the file system says, or what the path is instead; while reading, if nobody opens a named pipe for writing
+            within WRITER_S.
+    """
+    if not stat.S_ISFIFO(path.stat().st_mode):
+        return open_plain(path)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return io.BufferedReader(_Pipe(fd, path))
+
+
+class _Pipe(io.RawIOBase):
+    """The reading end of a named pipe. It waits for a writer only so long; for what that writes, as long as it is there."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._file = os.fdopen(fd, "rb", buffering=0)
+        self._path = path
+        self._limit = time.monotonic() + WRITER_S
+        self._has_writer = False
+
+    def readable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            count = self._file.readinto(buffer)
+            if count is None:  # a writer that has written nothing yet
+                self._has_writer = True
+                select.select([self._file], [], [])
+            elif count or self._has_writer:
+                self._has_writer = True
+                return count
+            elif time.monotonic() > self._limit:
+                raise OSError(errno.EINVAL, "it is a named pipe, and nobody writes into it", str(self._path))
+            else:
+                time.sleep(_WRITER_POLL_S)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _refuse_other_kinds(path: Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a plain file", str(path))
+
+
+def kind_of(mode: int) -> str:
+    """What something that is no plain file is, by its `st_mode`: a directory, a named pipe."""
+    if stat.S_ISDIR(mode):
+        return "a directory"
+    return next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
+
+
+def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """The content of a plain file of at most `most_bytes` bytes.
+
+    Raises:
+        OSError: if it is larger, or no plain file, or the file system refuses.
+    """
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(most_bytes + 1) if size <= most_bytes else b""
+        if size > most_bytes or len(data) > most_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
+        return data
+
+
+def read_text(path: Path, *, most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
+    """The same as text, in UTF-8.
+
+    Raises:
+        OSError: as `read_bytes`.
+        ValueError: if it is not UTF-8.
+    """
+    return read_bytes(path, most_bytes=most_bytes).decode("utf-8", errors)
+
+
+def iterate_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a plain file with their ends; one of more than MOST_LINE_BYTES comes in pieces.
+
+    Raises:
+        OSError: as `open_plain`, at the first line.
+    """
+    with open_plain(path) as file:
+        while line := file.readline(MOST_LINE_BYTES):
+            yield line
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The JSON value of a text.
+
+    Raises:
+        ValueError: if it is not JSON, or has more than MOST_DEPTH lists and objects inside each other.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        if depth > MOST_DEPTH:
+            raise ValueError(_TOO_DEEP)
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return value
+
+
 def read_json(path: Path) -> Any:
     """The JSON value in the file.
 
     Raises:
-        OSError: what the file system says.
-        ValueError: if it is not JSON.
+        OSError: what the file system says, also if it is no plain file, or larger than MOST_BYTES.
+        ValueError: if it is not JSON, or nested too deeply.
     """
-    return json.loads(path.read_text(encoding="utf-8"))
+    return parse_json(read_text(path))
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -69,6 +228,11 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def objects_of(value: Any) -> list[dict[str, Any]]:
+    """The objects in a JSON list, in order; none where the value is something else."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def make_private_dir(path: Path) -> None:

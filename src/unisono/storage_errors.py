@@ -9,7 +9,7 @@ import re
 import resource
 
 from unisono.causes import Evidence, Verdict, find_cause
-from unisono.errors import Problem, UnfitError
+from unisono.errors import Problem, UnfitError, UsageError
 from unisono.units import show_bytes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -19,6 +19,9 @@ _BROKEN = (
     errno.EIO, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOLCK, errno.ESTALE, errno.EROFS,
 )  # fmt: skip
 """Together with those above: numbers that are about files also where the error has no path, as of write(2), fsync(2) and mmap(2)."""
+_OF_A_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
+"""No path of ours is too long or a circle; what a person gave is."""
+_OF_ACCESS = (errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENXIO)
 # safetensors works in Rust, and gives the error's number only in its text.
 _IN_TEXT = re.compile(r"\bos error (\d+)\b")
 
@@ -118,3 +121,19 @@ def storage_failure(error: BaseException) -> UnfitError | None:
     doing = "cannot be used" if path else "a file cannot be read or written"
     problem = Problem(f"{path} {doing}: {words(error)}".strip(), path, reason(error), remedy(error))
     return UnfitError(problem, verdict=storage_verdict(error, problem, phase=None))
+
+
+def unusable_path(error: BaseException, *, has_begun: bool) -> UsageError | None:
+    """The same where not the storage is at fault, but a path that a person gave (exit code 2); None for other errors.
+
+    Args:
+        error: that came to the edge of a process.
+        has_begun: whether the work has files of its own, which were usable when it began: only a name that can never be used is
+            then a person's.
+    """
+    path = getattr(error, "filename", None) if isinstance(error, OSError) else None
+    if path is None or error_number(error) not in (_OF_A_NAME if has_begun else (*_OF_A_NAME, *_OF_ACCESS)):
+        return None
+    return UsageError.of(
+        f"a path cannot be used: {words(error)}", where=str(path), fix="give another path, or make this one usable"
+    )  # fmt: skip

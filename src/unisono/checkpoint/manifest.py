@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Self
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from unisono.files import parse_json
+
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
@@ -95,7 +97,7 @@ class Manifest(BaseModel):
             ManifestError: if a single byte is not as it was written.
         """
         try:
-            value = json.loads(data)
+            value = parse_json(data)
         except ValueError as error:
             raise ManifestError(f"it is not JSON ({error})") from error
         if isinstance(value, dict) and isinstance(value.get("schema"), int) and value["schema"] > 1:

@@ -3,7 +3,6 @@
 It does not look for damage: have CheckpointStore read the directory through first.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from safetensors import safe_open
 from unisono.checkpoint.tensor_file import ALIASES, PARTS, group_files
 from unisono.checkpoint.values import STATE, decode_values
 from unisono.errors import IntegrityError
+from unisono.files import parse_json, read_text
 
 Tensors = dict[str, torch.Tensor]
 
@@ -58,7 +58,7 @@ class CheckpointReader:
         self._places: dict[str, dict[str, list[_Place]]] = {}
         self.groups: dict[str, dict[str, Outline]] = {}
         try:
-            document = json.loads((directory / STATE).read_bytes().decode("utf-8", "surrogatepass"))
+            document = parse_json(read_text(directory / STATE, errors="surrogatepass"))
             self.values: dict[str, Any] = decode_values(document["state"])
             shards = int(document.get("shards", 1))
             for group in document["groups"]:
@@ -95,10 +95,10 @@ class CheckpointReader:
         for path in files:
             file: Any = safe_open(str(path), framework="pt")
             metadata = file.metadata() or {}
-            parts = json.loads(metadata.get(PARTS, "{}"))
+            parts = parse_json(metadata.get(PARTS, "{}"))
             for name in file.keys():  # noqa: SIM118 - it is no dict
                 self._note(group, name, file, parts.get(name))
-            for name, original in json.loads(metadata.get(ALIASES, "{}")).items():
+            for name, original in parse_json(metadata.get(ALIASES, "{}")).items():
                 self.groups[group][name] = self.groups[group][original]
                 self._places[group][name] = self._places[group][original]
         self._check_cover(group)

@@ -24,7 +24,7 @@ from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, is_file_n
 from unisono.checkpoint.trouble import Damage, StorageFailed, StorageFull, storage_trouble
 from unisono.checkpoint.verify import digest_file, inspect
 from unisono.errors import IntegrityError, Problem
-from unisono.files import fsync_dir, make_private_dir
+from unisono.files import fsync_dir, make_private_dir, read_bytes
 
 __all__ = ["CheckpointStore", "Damage", "Found", "StorageFailed", "StorageFull"]
 
@@ -310,7 +310,7 @@ class CheckpointStore:
 
     def _is_foreign(self, path: Path) -> bool:
         try:
-            manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
+            manifest = Manifest.from_bytes(read_bytes(path / MANIFEST))
         except (OSError, ValueError):
             return False
         return not manifest.is_signed_by(self._key)

@@ -13,6 +13,7 @@ import xxhash
 from unisono.checkpoint.hit import hit_tensors, show_hit
 from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, ManifestError
 from unisono.checkpoint.trouble import Damage
+from unisono.files import read_bytes
 
 _CHUNK = 1 << 22
 
@@ -98,7 +99,7 @@ def read_through(path: Path, *, key: bytes, run_id: str | None = None, pace: Pac
 def read_manifest(path: Path) -> Manifest | None:
     """The manifest of a checkpoint; None if it cannot be read."""
     try:
-        return Manifest.from_bytes((path / MANIFEST).read_bytes())
+        return Manifest.from_bytes(read_bytes(path / MANIFEST))
     except (OSError, ManifestError):
         return None
 
@@ -116,7 +117,7 @@ def inspect(
         pace: slows the reading down.
     """
     try:
-        manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
+        manifest = Manifest.from_bytes(read_bytes(path / MANIFEST))
     except FileNotFoundError:
         return None, [Damage(MANIFEST, "it is missing", "missing")]
     except OSError as error:
@@ -231,4 +232,4 @@ def _other_manifests(path: Path) -> Iterator[Manifest]:
     for file in sorted(path.parent.glob("step-*/" + MANIFEST)):
         if file.parent != path:
             with contextlib.suppress(OSError, ManifestError):
-                yield Manifest.from_bytes(file.read_bytes())
+                yield Manifest.from_bytes(read_bytes(file))

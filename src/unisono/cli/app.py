@@ -1,6 +1,7 @@
 """The program `unisono`: its commands, the flags that all of them take, and how a refusal or a defect is shown."""
 
 import importlib
+import os
 import sys
 import traceback
 from importlib.util import find_spec
@@ -9,7 +10,7 @@ from typing import Any
 import typer
 
 from unisono import __version__
-from unisono.cli.output import Output, output, set_output, split_globals
+from unisono.cli.output import Output, lost_output, open_streams, output, set_output, split_globals
 
 _EPILOG = "Everywhere: --json (JSON on stdout), --quiet, --debug (tracebacks), --version."
 
@@ -79,24 +80,67 @@ def _nothing_of_its_own() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and ends the process with the exit code of DESIGN A2."""
+    if arguments is None:  # as a program; a test that calls this keeps its own streams
+        open_streams()
     words, flags = split_globals(sys.argv[1:] if arguments is None else arguments)
     if "--version" in flags:
         sys.stdout.write(f"unisono {__version__}\n")
-        sys.exit(0)
+        sys.exit(_with_lost_output(0, command=""))
     set_output(Output(json="--json" in flags, quiet="--quiet" in flags, debug="--debug" in flags))
+    command = words[0] if words else ""
     try:
+        _refuse_without_directory(words)
         build_app()(args=words, prog_name="unisono")
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = 130
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
     except Exception as error:  # noqa: BLE001 - the edge of the process
-        sys.exit(_show(error, command=words[0] if words else ""))
+        code = _show(error, command=command)
+    else:
+        code = 0
+    sys.exit(_with_lost_output(code, command=command))
+
+
+def _refuse_without_directory(words: list[str]) -> None:
+    """Paths are relative to the working directory, and every process starts in it. Help needs none.
+
+    Raises:
+        UsageError: if it is gone.
+    """
+    try:
+        os.getcwd()  # noqa: PTH109 - which works here does not matter, only that it does
+    except OSError as error:
+        if not words or "--help" in words:
+            return
+        from unisono.errors import UsageError
+
+        raise UsageError.of(
+            f"the working directory cannot be used: {error.strerror}", where="working directory",
+            why="paths are relative to it; it was removed or renamed, or may not be read",
+            fix="cd into a directory that exists, and give the command again",
+        ) from None  # fmt: skip
+
+
+def _with_lost_output(code: int, *, command: str) -> int:
+    """The exit code, 6 where the results of a command could not be written. A run's own outcome stands: its directory has it."""
+    lost = lost_output()
+    if lost is None:
+        return code
+    runs = command in ("train", "run")
+    what = "what was said there is in the run's directory" if runs else "the result is lost"
+    output().warn(f"error: stdout cannot be written: {lost.strerror}; {what}")
+    return code if code or runs else 6
 
 
 def _show(error: Exception, *, command: str) -> int:
     """Tells a refusal in its own lines, and a defect of ours with its traceback; gives the exit code."""
     from unisono.errors import UnisonoError
+    from unisono.storage_errors import storage_failure, unusable_path
 
     speak = output()
+    if not isinstance(error, UnisonoError):
+        error = unusable_path(error, has_begun=command in ("train", "run")) or storage_failure(error) or error
     defect = not isinstance(error, UnisonoError)
     if speak.debug or defect:
         speak.warn(traceback.format_exc().rstrip())

@@ -21,7 +21,7 @@ def logs(
     from unisono.text import plain
 
     speak = output()
-    for line in followed_logs(run) if follow else merged_logs(run):
+    for line in (followed_logs if follow else merged_logs)(run, on_skip=lambda text: speak.warn(plain(text))):
         if rank is not None and line.rank != rank:
             continue
         if speak.json:

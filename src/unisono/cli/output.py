@@ -1,6 +1,7 @@
 """How the command line speaks: results to stdout, talk to stderr, with `--json` nothing but JSON on stdout."""
 
 import errno
+import io
 import json
 import math
 import os
@@ -9,6 +10,67 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 GLOBAL_FLAGS = ("--json", "--quiet", "--debug", "--version")
+_READER_GONE = (errno.EPIPE, errno.EIO)
+"""Of a pipe (`| head`); of a terminal."""
+
+
+class _Stream(io.TextIOWrapper):
+    """stdout or stderr of the program. What cannot be written ends no command: a run must not die of its talk.
+
+    Attributes:
+        lost: why something could not be written, unless nobody was there to read it.
+    """
+
+    lost: OSError | None = None
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        silence(self)
+        if error.errno not in _READER_GONE:
+            self.lost = self.lost or error
+
+
+def open_streams() -> None:
+    """Makes stdin, stdout and stderr of this process ones that can be used, whatever it was started with.
+
+    Daemons start programs with closed streams (`>&-`). Their numbers would go to the next files that are opened: a lock, or the
+    connection to a node, into which whatever is started from here would then write.
+    """
+    for fd, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(fd)
+        except OSError:
+            nowhere = os.open(os.devnull, flags)  # the lowest free number, which is this one
+            os.set_inheritable(nowhere, True)
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - of a number, for the life of the process
+    sys.stdout, sys.stderr = _stream(1, sys.stdout, "strict"), _stream(2, sys.stderr, "backslashreplace")
+
+
+def _stream(fd: int, given: TextIO | None, errors: str) -> _Stream:
+    """A stream on a file number, with the encoding of the one that Python made of it."""
+    raw = open(fd, "wb", closefd=False)  # noqa: SIM115 - of a number, for the life of the process
+    encoding = (given and given.encoding) or "utf-8"
+    return _Stream(raw, encoding, (given and given.errors) or errors, line_buffering=fd == 2 or raw.isatty())
+
+
+def lost_output() -> OSError | None:
+    """Why results could not be written to stdout; None if all of them were, or nobody read them any more."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return sys.stdout.lost if isinstance(sys.stdout, _Stream) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +145,7 @@ def _write(stream: TextIO, text: str) -> None:
         stream.write(text + "\n")
         stream.flush()
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal is gone
+        if error.errno not in _READER_GONE:
             raise
         silence(stream)
     except UnicodeEncodeError:  # a terminal that cannot show it, for example with LANG=C

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from unisono.errors import ConfigError, Problem
+from unisono.files import open_given
 
 KeyPath = tuple[str | int, ...]
 _LIMIT_BYTES = 256_000  # pure-Python YAML reads about 50 kB a second; a config has a few kB
@@ -55,7 +56,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         ConfigError: if the file is missing, not YAML, not a mapping, or says a key twice.
     """
     try:
-        with path.open("rb") as file:
+        with open_given(path) as file:
             data = file.read(_LIMIT_BYTES + 1)
         text = data.decode("utf-8-sig")
     except FileNotFoundError:
@@ -66,7 +67,10 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError.of(
-            f"{path} cannot be read", where=str(path), why=str(error), fix="give a UTF-8 text file"
+            f"{path} cannot be read",
+            where=str(path),
+            why=getattr(error, "strerror", None) or str(error),
+            fix="give a UTF-8 text file",
         ) from error
     if len(data) > _LIMIT_BYTES:
         raise ConfigError.of(

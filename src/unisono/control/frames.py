@@ -12,6 +12,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from unisono.files import parse_json
+
 PROTOCOL = 2
 CALLS = b"unisono>"
 """How a node begins, followed by one byte: the protocol's version."""
@@ -80,8 +82,8 @@ def decode(data: bytes) -> Body:
         Malformed: if it is no JSON object with a type.
     """
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:  # nesting without end is no frame either
+        body = parse_json(data)
+    except ValueError as error:  # nesting without end is no frame either
         raise Malformed("sent a frame that is no JSON") from error
     if not isinstance(body, dict) or not isinstance(body.get("t"), str):
         raise Malformed("sent a frame without a type")

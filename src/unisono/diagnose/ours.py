@@ -12,7 +12,7 @@ from unisono.diagnose.facts import RunFacts
 from unisono.diagnose.redact import shown
 from unisono.diagnose.tell import Diagnosis
 from unisono.diagnose.told import Told, facts_of, read_told
-from unisono.files import read_object
+from unisono.files import objects_of, read_object
 from unisono.rundir.layout import RunDir
 from unisono.rundir.lock import read_holder
 from unisono.rundir.result import RunResult, read_result
@@ -214,7 +214,7 @@ def _onward(run: RunDir, verdict: Verdict) -> list[str]:
         for path in run.checkpoints.glob("step-*/manifest.json")
         if path.parent.name[5:].isdecimal()
     ]
-    nodes = [node for node in read_object(run.plan).get("nodes") or [] if isinstance(node, dict)]
+    nodes = objects_of(read_object(run.plan).get("nodes"))
     nproc = nodes[0].get("nproc") if nodes else None
     ranks = f" --nproc {nproc}" if isinstance(nproc, int) and nproc > 1 else ""
     where = f" on each of the {len(nodes)} nodes, with the options of before" if len(nodes) > 1 else ""

@@ -49,6 +49,7 @@ def read_all(sources: Sequence[Source], *, on_read: Callable[[int], None] = lamb
         try:
             with source.open() as stream:
                 watched = Watched(stream, size, lambda packed, _, before=before: on_read(before + packed))  # type: ignore[misc]
+                watched.is_pipe = source.is_pipe
                 _take(source, stream, watched, read)
         except (OSError, EOFError, zlib.error, NotARecordingError) as error:
             read.refused.append(f"{source.name}: {getattr(error, 'strerror', None) or error}")
@@ -59,7 +60,10 @@ def read_all(sources: Sequence[Source], *, on_read: Callable[[int], None] = lamb
                     f"{source.name}: damaged after {watched.given_bytes} bytes: {watched.damage}"
                 )
             if watched.cut:
-                read.refused.append(f"{source.name}: after {watched.given_bytes / 1e9:.1f} GB, of a compressed file of {size / 1e6:.1f} MB, the rest was left")  # fmt: skip
+                of = "a pipe" if source.is_pipe else f"a compressed file of {size / 1e6:.1f} MB"
+                read.refused.append(
+                    f"{source.name}: after {watched.given_bytes / 1e9:.1f} GB, of {of}, the rest was left"
+                )
         before += size
     return read
 

@@ -2,12 +2,15 @@
 
 import gzip
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from unisono.files import open_given
 
 STDIN = "-"
 MOST_FILES = 4096
@@ -38,6 +41,14 @@ class Source:
         except OSError:
             return 0
 
+    @property
+    def is_pipe(self) -> bool:
+        """Whether it is a pipe with a name: that of a process substitution, or of mkfifo."""
+        try:
+            return self.path is not None and stat.S_ISFIFO(self.path.stat().st_mode)
+        except OSError:
+            return False
+
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
         """A stream of its bytes, decompressed.
@@ -48,7 +59,7 @@ class Source:
         if self.path is None:
             yield sys.stdin.buffer
             return
-        with self.path.open("rb") as raw:
+        with open_given(self.path) as raw:
             if raw.peek(2)[:2] != _GZIP_MAGIC:
                 yield raw
                 return
@@ -65,13 +76,22 @@ def find_sources(paths: list[str]) -> list[Source]:
     found: dict[Path, None] = {}
     stdin = False
     for path in paths:
-        if path == STDIN:
+        if path == STDIN or _is_stdin(Path(path)):
             stdin = True
         else:
             found.update(dict.fromkeys(_files(Path(path))))
     files = list(found)
     sources = [Source(name, path) for name, path in zip(_short_names(files), files, strict=True)]
     return [*([Source("stdin", None)] if stdin else []), *sources]
+
+
+def _is_stdin(path: Path) -> bool:
+    """Whether a path that is no plain file is another name of stdin: /dev/stdin, /dev/tty."""
+    try:
+        found = path.stat()
+        return not stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.fstat(0))
+    except OSError:
+        return False
 
 
 def _files(path: Path) -> Iterator[Path]:

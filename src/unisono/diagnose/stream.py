@@ -8,6 +8,8 @@ from typing import BinaryIO
 LEAST_UNPACKED_BYTES = 1 << 30
 MOST_RATIO = 200
 """Of what a compressed log unpacks to; real ones stay below 100."""
+MOST_PIPED_BYTES = 1 << 34
+"""Of a pipe with a name, as of `<(…)`. One that never ends is not read for ever; stdin is, until a person ends it."""
 
 
 @dataclass(slots=True)
@@ -18,6 +20,7 @@ class Watched:
         stream: what is read.
         packed_bytes: its size on the disk; 0: unknown.
         on_read: called with the number of bytes read from the disk so far, and of those that came of it.
+        is_pipe: whether it comes from a pipe with a name, and so is not read past MOST_PIPED_BYTES.
         given_bytes: so many were given on.
         cut: it was ended at the limit.
         damage: what is wrong with a compressed one; it ended there.
@@ -26,6 +29,7 @@ class Watched:
     stream: BinaryIO
     packed_bytes: int
     on_read: Callable[[int, int], None]
+    is_pipe: bool = False
     given_bytes: int = 0
     cut: bool = False
     damage: str = ""
@@ -36,6 +40,9 @@ class Watched:
         Raises:
             OSError: if it cannot be read.
         """
+        if self.is_pipe and self.given_bytes >= MOST_PIPED_BYTES:
+            self.cut = True
+            return b""
         packed = getattr(self.stream, "fileobj", None)  # of a gzip.GzipFile
         data = self.stream.read(size) if packed is None else self._unpacked(size)
         self.given_bytes += len(data)

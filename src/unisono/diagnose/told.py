@@ -1,6 +1,5 @@
 """What the ranks of one of our runs have told of themselves: events/, metrics.jsonl and the sizes of logs, in the form of facts."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,8 @@ from unisono.diagnose.event import Event, EventKind, Who
 from unisono.diagnose.facts import RankFacts, RunFacts
 from unisono.diagnose.redact import shown
 from unisono.events import Message, read_message
-from unisono.files import read_object
-from unisono.launch.logs import Clocks
+from unisono.files import iterate_lines, objects_of, parse_json, read_object, read_text
+from unisono.launch.logs import Clocks, is_time
 from unisono.rundir.layout import RunDir
 from unisono.rundir.metrics import iterate_metrics
 from unisono.text import one_line
@@ -25,7 +24,6 @@ _KINDS: dict[str, EventKind] = {
 }
 _LEFT_OUT = ("kind", "time", "traceback", "done", "total", "report", "facts")
 _TEXT_CHARS = 300
-_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ def facts_of(run: RunDir, told: list[Told]) -> RunFacts:
     for rank in range(_whole(plan.get("world_size")) or 0) if len(ranks) < 10_000 else ():
         ranks.setdefault(rank, RankFacts(rank))
     return RunFacts(
-        events=events, ranks=dict(sorted(ranks.items())), world_size=_whole(plan.get("world_size")), nodes=len(plan.get("nodes") or []) or None,
+        events=events, ranks=dict(sorted(ranks.items())), world_size=_whole(plan.get("world_size")), nodes=len(objects_of(plan.get("nodes"))) or None,
         hosts=tuple(dict.fromkeys(one.host for one in told if one.host)), framework="unisono", step=step, steps=_whole(plan.get("total_steps")),
     )  # fmt: skip
 
@@ -112,7 +110,7 @@ def _told(path: Path, hosts: dict[int | None, str], clocks: Clocks, run: RunDir)
             if phase == "start":  # an earlier start is another run's story
                 events, messages = [], []
         time = message.get("time")
-        when = float(time) - ahead_s if isinstance(time, int | float) and abs(time) < 1e11 else None
+        when = time - ahead_s if is_time(time) else None
         kind = _KINDS.get(message["kind"], "progress")
         events.append(Event(f"events/{path.name}", number, number, "told", kind, None, _text(message), Who(rank=rank, host=host or None), when))  # fmt: skip
         messages.append(message)
@@ -127,28 +125,27 @@ def _told(path: Path, hosts: dict[int | None, str], clocks: Clocks, run: RunDir)
 
 def _messages(path: Path) -> Iterator[tuple[int, Message]]:
     try:
-        with path.open("rb") as file:
-            number = 0
-            while line := file.readline(_LINE_BYTES):
-                number += 1
-                message = read_message(line.decode("utf-8", "replace"))
-                if message is not None:
-                    yield number, message
-    except (OSError, RecursionError):
+        for number, line in enumerate(iterate_lines(path), 1):
+            message = read_message(line.decode("utf-8", "replace"))
+            if message is not None:
+                yield number, message
+    except OSError:
         return
 
 
 def _last_growth(path: Path) -> float | None:
     """When the front last saw the log grow."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_text(path, errors="replace").splitlines()
     except OSError:
         return None
     for line in reversed(lines[-3:]):  # the last may be torn
         try:
-            return float(json.loads(line)[0])
+            when = parse_json(line)[0]
         except (ValueError, TypeError, LookupError):
             continue
+        if is_time(when):
+            return float(when)
     return None
 
 
@@ -160,7 +157,7 @@ def _text(message: Message) -> str:
 
 
 def _places(run: RunDir) -> list[dict[str, Any]]:
-    return [place for place in read_object(run.plan).get("ranks") or [] if isinstance(place, dict)]
+    return objects_of(read_object(run.plan).get("ranks"))
 
 
 def _whole(value: Any) -> int | None:

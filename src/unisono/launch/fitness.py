@@ -20,6 +20,7 @@ from unisono.facts.limits import read_limits
 from unisono.facts.machine import Gpu
 from unisono.facts.old_ranks import wait_until_gone
 from unisono.facts.threads import stuck_threads
+from unisono.files import read_bytes
 from unisono.launch.asked import TrainRequest
 from unisono.launch.device import visible_gpus
 from unisono.launch.node_report import look_at_output
@@ -127,7 +128,7 @@ def _see_checkpoint(run: RunDir, question: Mapping[str, Any], *, who: str, host:
 def _digest(checkpoint: Path) -> str:
     """Of its manifest, which has the digests of all files; empty where it cannot be read."""
     try:
-        return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+        return hashlib.sha256(read_bytes(checkpoint / MANIFEST)).hexdigest()
     except OSError:
         return ""
 

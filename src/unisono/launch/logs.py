@@ -1,25 +1,28 @@
 """Merges what the ranks of a run printed with what they told and with its verdicts, in the order of time as the head's clock has it."""
 
+import contextlib
 import heapq
-import json
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from unisono.causes.signatures import match_line
 from unisono.errors import UsageError
 from unisono.events import read_message
-from unisono.files import read_object
+from unisono.files import MOST_LINE_BYTES, objects_of, open_plain, parse_json, read_object, read_text
 from unisono.rundir.layout import RunDir
 from unisono.text import one_line
 
 _NAME = "-rank-"
 _NOBODY = -1  # in place of a rank: the run as a whole
 _FOLLOW_S = 0.5
-_LINE_BYTES = 1 << 20  # what a rank prints without an end is shown in pieces
 _NOT_SIGNS = ("progress", "finished")
+_LAST_TIME = 1e11  # seconds since 1970: five thousand years; a larger number is damage
+_NULS = "they hold nothing but NUL bytes"
+_NO_TIME = "their time cannot be read"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -53,8 +56,12 @@ class LogLine:
         return [signature.id for signature in found if signature.kind not in _NOT_SIGNS]
 
 
-def merged_logs(root: Path) -> Iterator[LogLine]:
+def merged_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) -> Iterator[LogLine]:
     """All lines of all ranks, and the verdicts, in time; lines of one file stay in their order.
+
+    Args:
+        root: the run's directory.
+        on_skip: gets a line for people for each file that cannot be read, and for lines that were left out.
 
     Raises:
         UsageError: if the directory is no run, or has no logs.
@@ -67,9 +74,10 @@ def merged_logs(root: Path) -> Iterator[LogLine]:
             fix="give the output_dir of a run that has been started",
         )  # fmt: skip
     yield from sources.more(whole=False)
+    sources.tell_skipped(on_skip)
 
 
-def followed_logs(root: Path) -> Iterator[LogLine]:
+def followed_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) -> Iterator[LogLine]:
     """The same, and then what comes, until the run has ended. Lines that come late are given late.
 
     Raises:
@@ -77,12 +85,13 @@ def followed_logs(root: Path) -> Iterator[LogLine]:
     """
     sources = _Sources(RunDir(root))
     sources.find()
-    if not sources.all and not sources.run.lock.exists():
+    if not sources.all and not sources.run.lock.is_file():
         yield from merged_logs(root)  # which refuses it
     while True:
-        is_over = not sources.run.lock.exists()
+        is_over = not sources.run.lock.is_file()
         sources.find()
         yield from sources.more(whole=not is_over)
+        sources.tell_skipped(on_skip)
         if is_over:
             break
         time.sleep(_FOLLOW_S)
@@ -95,6 +104,7 @@ class _Sources:
         self.run = run
         self.all: dict[Path, _Printed | _Told] = {}
         self._verdicts = _Verdicts(run)
+        self._told: set[str] = set()
 
     def find(self) -> None:
         """Takes in files that are new."""
@@ -110,84 +120,115 @@ class _Sources:
         """What has come since the last call."""
         return heapq.merge(*(source.more(whole=whole) for source in self.all.values()), self._verdicts.more())
 
+    def tell_skipped(self, tell: Callable[[str], None]) -> None:
+        """Tells once of each file that cannot be read, and how many lines of the others were left out since the last call."""
+        for path, source in self.all.items():
+            name = path.relative_to(self.run.root)
+            if source.refused and str(name) not in self._told:
+                self._told.add(str(name))
+                tell(f"{name} cannot be read: {source.refused}")
+            for why, count in source.skipped.items():
+                tell(f"{name}: {count} {'line was' if count == 1 else 'lines were'} left out: {why}")
+            source.skipped.clear()
+
 
 class Clocks:
     """By how much the clocks of the nodes are ahead of the head's, as it was measured when they called it."""
 
     def __init__(self, run: RunDir) -> None:
-        nodes = [node for node in read_object(run.agreement).get("nodes") or [] if isinstance(node, dict)]
-        self._of_node = {node.get("node_rank"): _seconds(node.get("clock_offset_s")) for node in nodes}
-        hosts = [node.get("host") for node in nodes]
+        nodes = objects_of(read_object(run.agreement).get("nodes"))
+        self._of_node = {str(node.get("node_rank")): _seconds(node.get("clock_offset_s")) for node in nodes}
+        hosts = Counter(str(node.get("host")) for node in nodes)
         self._of_host = {
-            node.get("host"): _seconds(node.get("clock_offset_s")) for node in nodes if hosts.count(node.get("host")) == 1
+            host: _seconds(node.get("clock_offset_s")) for node in nodes if hosts[host := str(node.get("host"))] == 1
         }  # fmt: skip
-        places = [place for place in read_object(run.plan).get("ranks") or [] if isinstance(place, dict)]
-        self._node_of_rank = {place.get("rank"): place.get("node_rank") for place in places}
-        self._host_of_rank = {place.get("rank"): place.get("host") for place in places}
+        places = objects_of(read_object(run.plan).get("ranks"))
+        self._node_of_rank = {str(place.get("rank")): str(place.get("node_rank")) for place in places}
+        self._host_of_rank = {str(place.get("rank")): str(place.get("host")) for place in places}
 
     def ahead_s(self, rank: int, host: str = "") -> float:
         """Of the node on which a rank is; its log's name says the host. 0 where it was not measured."""
-        host = host or str(self._host_of_rank.get(rank, ""))
+        host = host or self._host_of_rank.get(str(rank), "")
         if host in self._of_host:
             return self._of_host[host]
-        return self._of_node.get(self._node_of_rank.get(rank), 0.0)
+        return self._of_node.get(self._node_of_rank.get(str(rank), ""), 0.0)
 
 
-class _Printed:
+class _OfRank:
+    """A file of one rank, read from where the last reading ended.
+
+    Attributes:
+        refused: why it cannot be read; empty while it can be.
+        skipped: lines that were left out since somebody was told of them, by the reason.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._place = self._order = 0
+        self._now = 0.0
+        self.refused = ""
+        self.skipped: Counter[str] = Counter()
+
+    def _lines(self, *, whole: bool) -> Iterator[bytes]:
+        """The lines that have come; one without an end in pieces, and with `whole` the last one only once it has ended."""
+        try:
+            with open_plain(self._path) as file:
+                file.seek(self._place)
+                while line := file.readline(MOST_LINE_BYTES):
+                    if whole and not line.endswith(b"\n") and len(line) < MOST_LINE_BYTES:
+                        return  # the rest of it is still to come
+                    self._place += len(line)
+                    self._order += 1
+                    yield line
+        except OSError as error:
+            self.refused = error.strerror or str(error)
+
+
+class _Printed(_OfRank):
     """A rank's log. Its lines carry no time; the file of sizes beside it says when it had grown so far."""
 
     def __init__(self, path: Path, clocks: Clocks) -> None:
-        self._path = path
+        super().__init__(path)
         self._host, _, rank = path.stem.rpartition(_NAME)
         self._rank = _number(rank)
         self._ahead_s = clocks.ahead_s(self._rank, self._host)
-        self._place = self._order = 0
-        self._now = 0.0
 
     def more(self, *, whole: bool) -> Iterator[LogLine]:
         sizes = iter(_sizes(self._path.with_suffix(".times")))
         seen = next(sizes, None)
-        with self._path.open("rb") as file:
-            file.seek(self._place)
-            while line := file.readline(_LINE_BYTES):
-                if whole and not line.endswith(b"\n") and len(line) < _LINE_BYTES:
-                    return  # the rest of it is still to come
-                self._place += len(line)
-                while seen is not None and seen[1] < self._place:
-                    seen = next(sizes, None)
-                self._now = max(self._now, seen[0] - self._ahead_s if seen else self._now)
-                self._order += 1
-                text = line.rstrip(b"\r\n").rpartition(b"\r")[
-                    2
-                ]  # what a terminal would have kept of a progress bar
-                yield LogLine(
-                    self._now, self._rank, self._order, self._host, "printed", text.decode("utf-8", "replace")
-                )
+        for line in self._lines(whole=whole):
+            if (
+                not line.strip(b"\0\r\n") and b"\0" in line
+            ):  # a hole, as a crash or a full disk leaves: perhaps a gigabyte
+                self.skipped[_NULS] += 1
+                continue
+            while seen is not None and seen[1] < self._place:
+                seen = next(sizes, None)
+            self._now = max(self._now, seen[0] - self._ahead_s if seen else self._now)
+            # what a terminal would have kept of a progress bar
+            text = line.rstrip(b"\r\n").rpartition(b"\r")[2].decode("utf-8", "replace")
+            yield LogLine(self._now, self._rank, self._order, self._host, "printed", text)
 
 
-class _Told:
+class _Told(_OfRank):
     """The events of one rank."""
 
     def __init__(self, path: Path, clocks: Clocks) -> None:
-        self._path = path
+        super().__init__(path)
         self._rank = _number(path.stem.rpartition("-")[2])
         self._ahead_s = clocks.ahead_s(self._rank)
-        self._place = self._order = 0
-        self._now = 0.0
 
     def more(self, *, whole: bool) -> Iterator[LogLine]:
-        with self._path.open("rb") as file:
-            file.seek(self._place)
-            for line in file:
-                if whole and not line.endswith(b"\n"):
-                    return
-                self._place += len(line)
-                message = read_message(line.decode("utf-8", "replace"))
-                if message is None:  # torn by a kill
-                    continue
-                self._now = max(self._now, float(message.get("time") or 0.0) - self._ahead_s)
-                self._order += 1
-                yield LogLine(self._now, self._rank, self._order, "", "told", _as_text(message))
+        for line in self._lines(whole=whole):
+            message = read_message(line.decode("utf-8", "replace"))
+            if message is None:  # torn by a kill
+                continue
+            when = message.get("time") or 0.0
+            if not is_time(when):
+                self.skipped[_NO_TIME] += 1
+                continue
+            self._now = max(self._now, float(when) - self._ahead_s)
+            yield LogLine(self._now, self._rank, self._order, "", "told", _as_text(message))
 
 
 class _Verdicts:
@@ -201,7 +242,10 @@ class _Verdicts:
         found: list[LogLine] = []
         for path in (*self._run.verdicts.glob("*.json"), self._run.verdict):
             body = read_object(path)
-            if body.get("cause") and (at := path.stat().st_mtime) > self._last:
+            at = 0.0
+            with contextlib.suppress(OSError):  # moved to verdicts/ in this moment, by a start
+                at = path.stat().st_mtime
+            if body.get("cause") and at > self._last:
                 text = one_line(f"verdict: {body.get('summary')} [{body['cause']}]")
                 found.append(LogLine(at, _NOBODY, len(found), "", "verdict", text))
         self._last = max((line.time for line in found), default=self._last)
@@ -212,15 +256,16 @@ def _sizes(path: Path) -> list[tuple[float, int]]:
     """(time, bytes) as the front noted them; empty where there is no such file."""
     found = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, errors="replace").splitlines()
     except OSError:
         return []
     for line in lines:
         try:
-            when, size = json.loads(line)
-            found.append((float(when), int(size)))
+            when, size = parse_json(line)
         except (ValueError, TypeError):
             continue  # torn by a kill
+        if is_time(when) and isinstance(size, int):
+            found.append((float(when), size))
     return found
 
 
@@ -231,9 +276,14 @@ def _as_text(message: dict[str, Any]) -> str:
     return one_line(f"{message['kind']}: " + ", ".join(f"{name} {value}" for name, value in shown.items()))
 
 
+def is_time(value: object) -> TypeGuard[float]:
+    """Whether a number can be a time in seconds since 1970. JSON may hold 1e400, or a number of a thousand digits."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LAST_TIME
+
+
 def _seconds(value: object) -> float:
     """0 where nothing was measured: the head's own clock, or one rank alone."""
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if isinstance(value, int | float) and abs(value) < _LAST_TIME else 0.0
 
 
 def _number(text: str) -> int:

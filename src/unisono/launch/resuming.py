@@ -10,7 +10,7 @@ from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.trouble import Damage
 from unisono.facts import Environment
-from unisono.files import write_text
+from unisono.files import read_text, write_text
 from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Show
 from unisono.plan import ResumePoint, RunPlan
@@ -81,12 +81,12 @@ class Earlier:
         found = {}
         for path in (run.config, run.environment, run.data, run.plan):
             with contextlib.suppress(OSError, ValueError):
-                found[path] = path.read_text(encoding="utf-8")
+                found[path] = read_text(path)
         return cls(found)
 
     def put_back(self) -> None:
         """Writes back what has changed, the plan last."""
         for path, text in self.files.items():
             with contextlib.suppress(OSError):  # a full disk: the next start then compares with this one
-                if path.read_text(encoding="utf-8") != text:
+                if read_text(path) != text:
                     write_text(path, text, mode=0o600)

@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from unisono.control.tokens import new_token
 from unisono.errors import UsageError
+from unisono.files import open_given
 from unisono.text import one_line
 
 SMALLEST_BYTES = 16
@@ -111,21 +112,23 @@ def _from_stdin(stdin: BinaryIO) -> Token:
 def _read_private(path: Path) -> bytes:
     """The first line of a file that only its owner may read."""
     try:
-        file = path.open("rb")
+        with open_given(path) as file:
+            mode = os.fstat(
+                file.fileno()
+            ).st_mode  # of what is open, so that nobody can exchange it in between
+            line = b"" if mode & 0o077 else file.readline(LARGEST_BYTES + 2)
     except OSError as error:
         raise UsageError.of(
             f"the token file {path} cannot be read", where="--token-file", why=error.strerror or str(error),
             fix=f"make one: {HOW_TO_MAKE_ONE}",
         ) from error  # fmt: skip
-    with file:
-        mode = os.fstat(file.fileno()).st_mode  # of what is open, so that nobody can exchange it in between
-        if mode & 0o077:
-            raise UsageError.of(
-                f"the token file {path} may be read or changed by others", where="--token-file",
-                why=f"its mode is {stat.S_IMODE(mode):04o}; who has the token can command this job",
-                fix=f"chmod 600 {path}",
-            )  # fmt: skip
-        return file.readline(LARGEST_BYTES + 2)
+    if mode & 0o077:
+        raise UsageError.of(
+            f"the token file {path} may be read or changed by others", where="--token-file",
+            why=f"its mode is {stat.S_IMODE(mode):04o}; who has the token can command this job",
+            fix=f"chmod 600 {path}",
+        )  # fmt: skip
+    return line
 
 
 def _checked(line: bytes, source: str) -> bytes:

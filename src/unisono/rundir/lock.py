@@ -10,9 +10,11 @@ import fcntl
 import json
 import os
 import secrets
+import shlex
+import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Self
 from unisono.causes import Verdict
 from unisono.errors import Problem, UsageError
 from unisono.facts.storage import answers
-from unisono.files import make_private_dir
+from unisono.files import kind_of, make_private_dir, parse_json
 from unisono.text import one_line
 
 BEAT_S = 5.0
@@ -126,7 +128,7 @@ class RunLock:
     def _lock_file(self) -> int:
         """An open, locked file that is the one at the path: between open and lock a holder may have removed it."""
         while True:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = self._open()
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -143,6 +145,28 @@ class RunLock:
             if _is_at(fd, self.path):
                 return fd
             os.close(fd)
+
+    def _open(self) -> int:
+        """The file, made if it is missing.
+
+        Raises:
+            UsageError: if something else is in its place, or it cannot be opened.
+        """
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            why = error.strerror or str(error)
+        else:
+            mode = os.fstat(fd).st_mode
+            if stat.S_ISREG(mode):
+                return fd
+            os.close(fd)
+            why = f"it is {kind_of(mode)}, not a plain file"
+        raise UsageError.of(
+            f"the lock {self.path} cannot be used: {why}", where="output_dir",
+            why="without a lock two runs could write into one directory",
+            fix=f"if no run is using the directory, remove what is in the lock's place (rm -r {shlex.quote(str(self.path))}), or set another output_dir",
+        )  # fmt: skip
 
     def _wait_for_beats(self, fd: int, earlier: Holder, on_wait: Callable[[str], None] | None) -> None:
         """Watches whether a holder on another node lives. By our clock and what changes, not by the other's clock."""
@@ -164,8 +188,11 @@ class RunLock:
 def read_holder(path: Path) -> Holder | None:
     """The living holder of a lock, or None if nobody holds it."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
+        return None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):  # nobody can hold it
+        os.close(fd)
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -176,74 +203,6 @@ def read_holder(path: Path) -> Holder | None:
     finally:
         os.close(fd)
     return None
-
-
-def named_in(path: Path) -> Holder | None:
-    """Whom a lock file names, whether it lives or not; None where it names nobody."""
-    fd = _open_existing(path)
-    if fd is None:
-        return None
-    try:
-        return _parse(os.pread(fd, 4096, 0))
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def standing_in(
-    path: Path, holder: Holder, *, limit_s: float, watch_s: float = 0.0, poll_s: float = 0.05
-) -> Iterator[bool]:
-    """Whether `holder` has ended and nobody has taken over its lock since; then nobody can while this is entered. The file stays as it is.
-
-    For a process that takes part in the holder's run, and writes down how that ended.
-
-    Args:
-        path: of the lock.
-        holder: as the file named it while it lived.
-        limit_s: how long its end is waited for: of a process that ends, the kernel closes connections and locks one after the other.
-        watch_s: how long beats are watched for, where only the lock says that it has ended, and that may be kept to one node.
-        poll_s: between two looks.
-    """
-    fd = _open_existing(path)
-    if fd is None:
-        yield False
-        return
-    try:
-        yield _has_ended(fd, path, holder, limit_s=limit_s, watch_s=watch_s, poll_s=poll_s)
-    finally:
-        os.close(fd)
-
-
-def _has_ended(fd: int, path: Path, holder: Holder, *, limit_s: float, watch_s: float, poll_s: float) -> bool:
-    limit = time.monotonic() + limit_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > limit:
-                return False
-            time.sleep(poll_s)
-        except OSError:
-            return False
-    if _parse(os.pread(fd, 4096, 0)) != holder:  # another start has it, or had
-        return False
-    first, limit = _beat_of(fd), time.monotonic() + watch_s
-    while time.monotonic() < limit:
-        time.sleep(poll_s)
-        if _beat_of(fd) != first:
-            return False
-    return _is_at(fd, path)
-
-
-def _open_existing(path: Path) -> int | None:
-    """Not made where it is missing, and not waited for where it is a pipe."""
-    try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return None
 
 
 def _wait_for_name(fd: int) -> Holder | None:
@@ -258,11 +217,11 @@ def _wait_for_name(fd: int) -> Holder | None:
 
 def _parse(data: bytes) -> Holder | None:
     try:
-        value = json.loads(data)
+        value = parse_json(data)
         return Holder(
             str(value["host"]), int(value["pid"]), str(value["nonce"]), str(value["since"]), int(value.get("port", 0))
         )  # fmt: skip
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from unisono.files import whole_file
+from unisono.files import iterate_lines, open_plain, parse_json, whole_file
 
 _LINE_BYTES = 1 << 20
 _NUMBERS = 8
@@ -27,7 +27,9 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd: int | None = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644
+        )
         self._waiting: list[bytes] = []
         self._lock = threading.Lock()
 
@@ -135,7 +137,7 @@ def cut_after(path: Path, step: int, *, evaluated: bool = True) -> Cut:
     """
     if not path.exists():
         return Cut()
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         cut = _survey(file, step, evaluated=evaluated)
         if not cut.later and not cut.damaged:
             return cut
@@ -200,12 +202,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines, one after the other; torn ones are passed over."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        for line in file:
+    with contextlib.suppress(FileNotFoundError):
+        for line in iterate_lines(path):
             value = _parse(line)
             if value is not None:
                 yield value
@@ -247,8 +245,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = parse_json(line)
+    except ValueError:
         return None
     if not isinstance(value, dict) or type(value.get("step")) is not int:
         return None

@@ -6,6 +6,8 @@ The decision reads files and changes nothing. set_aside is the one thing that is
 import os
 import re
 import secrets
+import shlex
+import stat
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +18,7 @@ from pydantic import ValidationError
 from unisono.config import RunConfig
 from unisono.config.digest import config_digest
 from unisono.errors import UsageError
-from unisono.files import fsync_dir, read_object
+from unisono.files import fsync_dir, kind_of, read_object
 from unisono.rundir.changes import changes_between, judge_key, not_allowed, refusal
 from unisono.rundir.layout import RunDir
 from unisono.rundir.metrics import iterate_metrics
@@ -71,6 +73,8 @@ def decide_start(
     plan = _plan_of(run)
     if plan is None:
         _refuse_what_is_no_run(run)
+    if not fresh:
+        _refuse_other_kinds(run)
     if fresh or plan is None:
         return StartDecision("fresh", _new_run_id(), _why_fresh(run, fresh=fresh and plan is not None))
     return _decide_again(run, plan, config, resume=resume, allow=allow)
@@ -127,6 +131,15 @@ def refuse_if_shrunk(decision: StartDecision, *, done_steps: int, total_steps: i
 
 def _check_place(root: Path) -> None:
     """Whether the directory can be used, or made."""
+    try:
+        root.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        raise UsageError.of(
+            f"output_dir cannot be used: {getattr(error, 'strerror', None) or error}", where=f"output_dir: {root}",
+            why="everything that a run makes is below it", fix="set output_dir to another path",
+        ) from None  # fmt: skip
     there = root
     while not os.path.lexists(there) and there != there.parent:
         there = there.parent
@@ -140,6 +153,21 @@ def _check_place(root: Path) -> None:
             f"{there} cannot be written", where="output_dir", why=f"the run's directory would be {root}",
             fix="set output_dir to a directory that you may write",
         )  # fmt: skip
+
+
+def _refuse_other_kinds(run: RunDir) -> None:
+    """Refuses what a run would write into or replace where that is no plain file: the ranks would find out in its midst."""
+    own = (
+        run.config, run.plan, run.environment, run.agreement, run.data, run.metrics, run.result, run.verdict, run.curve,
+        *run.events(0).parent.glob("rank-*.jsonl"), *run.log("", 0).parent.glob("*-rank-*"),
+    )  # fmt: skip
+    for path in own:
+        mode = path.stat().st_mode if path.exists() else stat.S_IFREG
+        if not stat.S_ISREG(mode):
+            raise UsageError.of(
+                f"{path} is {kind_of(mode)}, not a plain file", where="output_dir", why="a run writes its own file there",
+                fix=f"restore the file or remove what is in its place (rm -r {shlex.quote(str(path))}), or set another output_dir, or pass --fresh",
+            )  # fmt: skip
 
 
 def _refuse_what_is_no_run(run: RunDir) -> None:

@@ -27,6 +27,7 @@ from unisono.data.remote import open_storage
 from unisono.errors import DataError, IntegrityError, UnfitError, UnisonoError
 from unisono.events import Reporter
 from unisono.facts.secret import veil
+from unisono.files import open_plain, read_bytes
 from unisono.rundir.metrics import best_evaluated
 from unisono.task.file_cache import forget_cached
 from unisono.text import one_line
@@ -150,8 +151,8 @@ class Storage:
         with contextlib.ExitStack() as stack:
             # All are opened first: the checkpoint may be pruned here while it is copied, and what is open stays.
             try:
-                manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
-                files = {name: stack.enter_context((path / name).open("rb")) for name in manifest.files}
+                manifest = Manifest.from_bytes(read_bytes(path / MANIFEST))
+                files = {name: stack.enter_context(open_plain(path / name)) for name in manifest.files}
             except FileNotFoundError:
                 if (path / MANIFEST).exists():  # a file of it is missing
                     raise

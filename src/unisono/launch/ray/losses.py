@@ -1,11 +1,11 @@
 """What Ray says of a lost node: the driver hears it, and leaves it in the folder of the head's front, which has lost that node's connection."""
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from unisono.causes import Verdict
+from unisono.files import read_json
 
 _PATIENCE_S = 3.0
 """Ray tells of an actor that it has ended within a second; of a node that is gone only after a quarter of a minute, for which a verdict does not wait."""
@@ -41,6 +41,6 @@ class LossesTold:
 def _read(path: Path) -> Verdict | None:
     """A file that is not there, or not whole yet, is none."""
     try:
-        return Verdict.from_json(json.loads(path.read_bytes()))
+        return Verdict.from_json(read_json(path))
     except (FileNotFoundError, ValueError):
         return None
