@@ -91,8 +91,14 @@ def test_silence_is_suspected_and_then_ends_the_connection_on_both_sides(
     assert (left.node_rank, left.clean, lost.node_rank, lost.clean) == (1, False, 0, False)
     assert left.why.startswith("silent for ")
     assert lost.why.startswith("silent for ")
-    os.kill(far_head.pid, signal.SIGCONT)
-    assert line_of(far_head).startswith("Left(node_rank=1")
+    assert left.silent_s > SILENCE_S - 1
+    assert not left.is_cut, "its system acknowledges what is sent to it"
+    for process, other_why, rank in ((far_head, lost.why, 1), (stopped, left.why, 0)):
+        os.kill(process.pid, signal.SIGCONT)
+        said = line_of(process)
+        assert said.startswith(f"Left(node_rank={rank}")
+        assert f"why='{other_why}'" in said, "who was stopped hears why it was given up"
+        assert "gave_up=True" in said
 
 
 def test_who_was_stopped_itself_does_not_blame_the_others() -> None:

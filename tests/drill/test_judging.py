@@ -43,6 +43,19 @@ def test_anything_else_is_wrong_and_says_why(history: History, why: str) -> None
     assert (row.right, row.why) == (False, why)
 
 
+def test_a_head_that_is_killed_is_named_by_the_others_alone() -> None:
+    (drill,) = choose(("head_killed",))
+    gone = {"kind": "verdict", "cause": "node_unreachable", "ranks": [], "hosts": ["vm"]}
+    told = [
+        told_by({**gone, "summary": f"node {node} (vm) is not heard any more"}, at=100.5, node=1, words=())
+        for node in (0, 1)
+    ]
+    ends = [End(100.1, -9), End(101.0, 4)]
+    rows = [judge(drill, History(100.0, [one], ends, hosts=(None, None))) for one in told if one is not None]
+    assert [row.right for row in rows] == [True, False], "a node that calls itself cut off is wrong"
+    assert (rows[0].named_after_s, rows[0].ended_after_s) == (0.5, 1.0)
+
+
 def test_a_victim_that_was_blamed_first_is_not_mended_by_the_right_name_later() -> None:
     blamed = Told(102.0, 0, "user_code_stuck", (0,), is_end=False)
     row = judge(STOPPED, replace(GOOD, told=[blamed, NAMED]))

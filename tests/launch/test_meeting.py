@@ -19,6 +19,7 @@ import pytest
 
 from tests.ports import free_port
 from unisono.causes import Verdict
+from unisono.control.connection import SILENCE_S
 from unisono.launch.nodes.meeting import Meeting
 from unisono.launch.nodes.party import Party
 from unisono.launch.topology import Topology
@@ -281,6 +282,8 @@ def test_a_head_that_is_stopped_is_silent_and_named_within_its_limit(job: Job) -
     assert node.wait() == 3, job.told
     assert node.verdict.cause == "head_unreachable"
     assert "silent" in node.verdict.summary
+    assert node.verdict.named_after_s is not None
+    assert node.verdict.named_after_s > SILENCE_S - 1, "counted from the last sign of life"
     assert time.monotonic() - stopped < 45
     head.process.send_signal(signal.SIGCONT)
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from tests.watch.seeing import picture, view
-from unisono.launch.postmortem import apart
+from unisono.control.events import Left
+from unisono.launch.postmortem import NodeLoss, apart, name_loss
 from unisono.launch.ranks import RankEnd
 
 ABORTED = RankEnd(0, -signal.SIGABRT, None, "train", 7)
@@ -32,3 +33,35 @@ def test_a_rank_that_was_killed_is_the_culprit_whatever_the_others_wait_in() -> 
     dead = replace(view(0, "comm", 0.0, comm=41, elements=80), has_ended=True)
     killed = replace(ABORTED, returncode=-signal.SIGKILL)
     assert apart(picture([dead, view(1, "comm", 3.0, comm=41, elements=160)]), killed) is None
+
+
+@pytest.mark.parametrize(
+    ("at_head", "at_node", "host"),
+    [
+        (Left(1, "b", "silent for 8 s", False, 8.2), Left(0, "a", "silent for 8 s", False, 8.2, gave_up=True), "b"),
+        (Left(1, "b", "silent for 9 s", False, 9.1, gave_up=True), Left(0, "a", "silent for 9 s", False, 9.1), "a"),
+        (
+            Left(1, "b", "silent for 8 s", False, 8.2, is_cut=True, gave_up=True),
+            Left(0, "a", "silent for 8 s", False, 8.2, is_cut=True),
+            "b",
+        ),
+    ],
+    ids=["the node was stopped", "the head was stopped", "the node heard nothing, and its last word came through"],
+)  # fmt: skip
+def test_both_ends_of_a_connection_that_was_given_up_say_the_same_words(
+    at_head: Left, at_node: Left, host: str
+) -> None:
+    said = [
+        name_loss(NodeLoss.at_head(at_head), head="a", after_s=0.5),
+        name_loss(NodeLoss.at_node(at_node, node_rank=1, host="b"), head="a", after_s=0.5),
+    ]
+    assert said[0] == said[1]
+    assert said[0].hosts == (host,)
+    assert said[0].named_after_s == pytest.approx(at_head.silent_s + 0.5), "since the last sign of life"
+
+
+def test_a_closed_connection_is_the_other_sides_end() -> None:
+    gone = "its unisono process has ended without a last word"
+    assert name_loss(NodeLoss.at_head(Left(1, "b", gone, False)), head="a").hosts == ("b",)
+    own = NodeLoss.at_node(Left(0, "a", gone, False), node_rank=1, host="b")
+    assert name_loss(own, head="a").hosts == ("a",)

@@ -11,6 +11,7 @@ import tests.nodes.injected.sitecustomize as injected
 from tests.nodes.fronts import Front, together
 from tests.nodes.harness import Job
 from tests.nodes.words import named
+from unisono.control.connection import SILENCE_S
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -105,13 +106,40 @@ def test_a_front_that_is_killed_takes_its_ranks_and_the_others_are_told(pair: Jo
 
 
 @pytest.mark.fault("the head is killed (kill -9)")
-@pytest.mark.long
-def test_without_the_head_the_others_end_and_say_so(pair: Job) -> None:
-    fronts = training(pair, json=True)
+def test_without_the_head_the_others_end_say_so_and_write_down_how_far_it_is(pair: Job) -> None:
+    fronts = training(pair, json=True, step=5)
     moment = time.monotonic()
     fronts[0].signal(signal.SIGKILL)
-    assert fronts[1].wait(limit_s=60) in (3, 4, 5), pair.told()
-    assert fronts[0].label in named(fronts[1:], since=moment).verdict.summary
+    assert fronts[1].wait(limit_s=60) == 4, pair.told()
+    verdict = named(fronts[1:], since=moment).verdict
+    assert fronts[0].label in verdict.summary
+    assert (verdict.cause, verdict.hosts) == ("node_unreachable", (fronts[0].host,))
+    assert pair.read("verdict.json")["summary"] == verdict.summary
+    result = pair.read("result.json")
+    assert (result["outcome"], result["exit_code"], result["run_id"]) == (
+        "stalled",
+        4,
+        pair.read("plan.json")["run_id"],
+    )
+    assert result["step"] == pair.metrics()[-1]["step"] >= 5
+    assert result["checkpoint"] == str(sorted((pair.out / "checkpoints").glob("step-*"))[-1])
+    assert fronts[1].result["checkpoint"] == result["checkpoint"]
+    pair.wait_gone()
+
+
+@pytest.mark.fault("a front is stopped for 8 s and more, and continued")
+@pytest.mark.parametrize("node", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_front_that_was_stopped_says_what_the_others_have_said_of_it(pair: Job, node: int) -> None:
+    fronts = training(pair)
+    fronts[node].signal(signal.SIGSTOP)
+    assert fronts[1 - node].wait(limit_s=60) == 4, pair.told()
+    fronts[node].signal(signal.SIGCONT)
+    assert fronts[node].wait(limit_s=60) == 4, pair.told()
+    verdict = named(fronts).verdict
+    assert (verdict.cause, verdict.hosts) == ("node_unreachable", (fronts[node].host,))
+    assert "silent for " in verdict.summary
+    seconds = pair.read("verdict.json")["named_after_s"]
+    assert seconds > SILENCE_S - 1, "counted from the last sign of life"
     pair.wait_gone()
 
 

@@ -1,10 +1,13 @@
 """Several ranks on one machine: `unisono train CONFIG --nproc N`. Run: pytest tests/nproc/test_train.py"""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 
+from tests.nodes.fronts import LIMIT_S
 from tests.nodes.harness import Job
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -52,6 +55,25 @@ def test_two_ranks_train_and_leave_a_whole_record_whatever_another_launcher_left
         assert list((solo.out / "logs").glob(f"*-rank-{rank:05d}.log"))
     assert (solo.out / "adapter" / "adapter_model.safetensors").exists()
     assert not (solo.out / "verdict.json").exists()
+
+
+def test_a_node_that_is_alone_and_has_too_few_open_files_is_unfit_and_disagrees_with_nobody(
+    solo: Job,
+) -> None:
+    words = [sys.executable, "-m", "unisono", "train", "c.yaml", "--nproc", "2"]
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -n 128; exec "$@"', "sh", *words], cwd=solo.home(0), capture_output=True, text=True, check=False,
+        timeout=LIMIT_S,
+    )  # fmt: skip
+    told = done.stdout + done.stderr
+    assert done.returncode == 6, told
+    assert "only 128 open files a process (ulimit -n)" in told
+    assert "unfit: nothing was trained" in told
+    assert "disagreed" not in told
+    assert "any node" not in told
+    result = solo.read("result.json")
+    assert (result["outcome"], result["exit_code"], result["verdict"]["cause"]) == ("unfit", 6, "ulimit")
+    assert solo.read("verdict.json")["cause"] == "ulimit"
 
 
 @pytest.mark.parametrize(("nproc", "size"), [(2, 5), pytest.param(4, 6, marks=pytest.mark.long)])

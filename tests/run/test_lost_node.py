@@ -52,14 +52,20 @@ def test_a_node_that_is_lost_is_named_and_nothing_of_the_program_is_left(
     until(lambda: not any(apart.pids(node) for node in range(2)), "nothing is left on either node")
 
 
-@pytest.mark.parametrize("blow", [lose_power, pytest.param(cut, marks=pytest.mark.long)])
-def test_a_node_that_loses_the_head_says_so_and_ends_its_ranks(
+@pytest.mark.parametrize(
+    "blow",
+    [kill, pytest.param(lose_power, marks=pytest.mark.long), pytest.param(cut, marks=pytest.mark.long)],
+)
+def test_a_node_that_loses_the_head_says_which_of_both_is_gone_and_ends_its_ranks(
     blow: Callable[[Namespaces, int], None], both: list[Guarded], apart: Namespaces
 ) -> None:
     blow(apart, 0)
     ended = both[1].ended(since=time.monotonic())
     assert ended.verdict is not None, both[1].front.text()
     assert ended.verdict.cause == "node_unreachable"
+    assert ended.verdict.hosts == (apart.host(0 if blow is kill else 1),), (
+        "a closed connection is the head's end; where nothing is heard, this node is cut off"
+    )
     assert ended.exit_code == 4
     both[0].front.wait(limit_s=LIMIT_S)
     until(lambda: not any(apart.pids(node) for node in range(2)), "nothing is left on either node")

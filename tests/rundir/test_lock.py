@@ -16,7 +16,7 @@ from tests.nproc.disks import on_a_device
 from unisono.errors import UsageError
 from unisono.facts.threads import stuck_threads
 from unisono.rundir import lock as lock_file
-from unisono.rundir.lock import RunLock, read_holder
+from unisono.rundir.lock import RunLock, named_in, read_holder, standing_in
 
 HOLD = """
 import os, sys
@@ -96,6 +96,36 @@ def test_the_lock_of_a_killed_holder_is_taken_over_with_a_line(tmp_path: Path) -
         assert (content["host"], content["pid"]) == ("host-a", os.getpid())
         assert len(content["nonce"]) == 16
         lock.release()
+
+
+def test_who_stands_in_for_a_holder_does_so_only_once_that_is_dead_and_before_anybody_else(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "out" / "run.lock"
+    with _holder(path) as holder:
+        dead = named_in(path)
+        assert dead is not None
+        assert dead.pid == holder.pid
+        with standing_in(path, dead, limit_s=0) as is_ours:
+            assert not is_ours, "it lives"
+        holder.send_signal(signal.SIGKILL)
+        with standing_in(path, dead, limit_s=30) as is_ours:
+            assert is_ours
+            with pytest.raises(UsageError):
+                RunLock(path).acquire("host-a", os.getpid())
+    before = path.read_bytes()
+    with RunLock(path) as lock:
+        note = lock.acquire("host-a", os.getpid())
+        assert note is not None, "who came between has left the dead holder's name"
+        assert str(dead.pid) in note
+        assert path.read_bytes() != before
+    with standing_in(path, dead, limit_s=0) as is_ours:
+        assert not is_ours, "the file is gone"
+    with _holder(path) as other:
+        other.kill()
+        other.wait(30)
+        with standing_in(path, dead, limit_s=1) as is_ours:
+            assert not is_ours, "another start has been here since"
 
 
 def test_of_many_starts_at_once_one_wins(tmp_path: Path) -> None:

@@ -206,7 +206,8 @@ class Screen:
     def _on_result(self, message: Message) -> None:
         verdict, self._verdict = self._verdict, None
         self.close()
-        for text in ending(message, Path.cwd()):
+        alone = self._plan is not None and len(self._plan.nodes) == 1
+        for text in ending(message, Path.cwd(), alone=alone):
             self._speak.result(text)
         self._verdict = verdict
         self._show_verdict()
@@ -233,8 +234,8 @@ class JsonLines:
         """Nothing is held."""
 
 
-def ending(result: Message, here: Path) -> list[str]:
-    """The last lines: how it ended, where the result is, and the next command to type; paths as seen from `here`."""
+def ending(result: Message, here: Path, *, alone: bool = False) -> list[str]:
+    """The last lines: how it ended, where the result is, and the next command to type; paths as seen from `here`. `alone`: the job has one node."""
     output_dir = str(result.get("output_dir", ""))
     figures = [f"step {result.get('step', 0):,}"]
     if result.get("loss") is not None:
@@ -242,16 +243,21 @@ def ending(result: Message, here: Path) -> list[str]:
     if result.get("tokens_per_second"):
         figures.append(f"{show_count(float(result['tokens_per_second']))} tokens/s")
     figures.append(show_seconds(float(result.get("wall_time_s") or 0)))
-    if result.get("outcome") == "disagreed":
+    trained = bool(result.get("step") or result.get("checkpoint"))
+    verdict = result.get("verdict") or {}
+    if not trained and result.get("outcome") == "disagreed":
         # Refused by the head as it called: those who were there before may be training.
-        refused_at_call = (result.get("verdict") or {}).get("phase") == "agree.call"
-        return [
-            f"disagreed: nothing was {'started on this node' if refused_at_call else 'trained, on any node'}"
-        ]
+        refused_at_call = verdict.get("phase") == "agree.call"
+        what = "started on this node" if refused_at_call else "trained" if alone else "trained, on any node"
+        return [f"disagreed: nothing was {what}"]
+    if not trained and verdict.get("when") == "before":
+        return [f"{result.get('outcome')}: nothing was trained"]
     lines = [f"{result.get('outcome')}: {' · '.join(figures)}", *_evaluation(result.get("eval") or {})]
     if result.get("held_by"):
-        where = result.get("weights") or result.get("checkpoint") or output_dir
-        return [*lines, f"result: {where}, on {result['held_by']}"]
+        found = result.get("weights") or result.get("checkpoint")
+        if found is None and result.get("outcome") != "completed":
+            return [*lines, f"checkpoints: on {result['held_by']}, in its output_dir"]
+        return [*lines, f"result: {found or output_dir}, on {result['held_by']}"]
     if result.get("outcome") == "completed":
         weights = _near(str(result.get("weights") or output_dir), here)
         return [*lines, f"result: {weights}", f"next:   unisono chat {_near(output_dir, here)}"]

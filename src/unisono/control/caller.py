@@ -206,7 +206,8 @@ class Caller(Connection):
                 self.acknowledged = number
                 self._head.dismiss(self)
             case {"t": "bye"}:
-                self.goodbye = True
-                self.end()
+                self.other_gave_up(body)
+                self.goodbye = not self.gave_up
+                self.end(self.silence.why if self.silence is not None else "")
             case _:
                 raise Malformed("sent a frame of an unknown type")

@@ -1,13 +1,16 @@
 """What both ends of a connection do alike, in the channel's thread: take frames, beat, notice silence, end."""
 
 import asyncio
+import os
 import socket
+import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
-from unisono.control.frames import FrameParser, Malformed, Seal, encode
+from unisono.control.frames import Body, FrameParser, Malformed, Seal, encode
 from unisono.text import one_line
 
 BEAT_S = 0.5
@@ -21,6 +24,37 @@ UNREAD_BYTES = 64 << 20
 
 PING = encode({"t": "ping"})
 BYE = encode({"t": "bye"})
+_READ_BYTES = 1 << 18
+_ACKNOWLEDGED_S = 2.0  # a ping is sent every 0.5 s
+_LAST_ACK_RECV_AT = 56  # in struct tcp_info of linux/tcp.h, in milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Why a connection was given up: nothing came from the other side.
+
+    Attributes:
+        why: one line for people.
+        silent_s: since the last byte.
+        is_cut: whether nothing that was sent was acknowledged either.
+    """
+
+    why: str
+    silent_s: float
+    is_cut: bool
+
+    def to_body(self) -> Body:
+        """The last frame to the other side, which may only have been stopped: it reads it when it runs again."""
+        return {"t": "bye", "why": self.why, "silent_s": self.silent_s, "is_cut": self.is_cut}
+
+    @classmethod
+    def from_body(cls, body: Body) -> "Silence | None":
+        """What the other side says of this one; None where its goodbye has no such reason."""
+        match body:
+            case {"why": str(why), "silent_s": float(silent_s), "is_cut": bool(is_cut)}:
+                return cls(one_line(why, limit=200), silent_s, is_cut)
+            case _:
+                return None
 
 
 class Connection(asyncio.Protocol, ABC):
@@ -32,6 +66,9 @@ class Connection(asyncio.Protocol, ABC):
         self.transport: asyncio.Transport | None = None
         self.heard = self.spoke = time.monotonic()
         self.address = ""
+        self.silence: Silence | None = None
+        """Why it was given up, by this side or (`gave_up`) by the other one."""
+        self.gave_up = False
         self._why = ""
         self._ending = False
 
@@ -68,10 +105,28 @@ class Connection(asyncio.Protocol, ABC):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Asyncio says that it is over."""
-        if not self._why and isinstance(exc, OSError):
-            self._why = one_line(exc.strerror or str(exc)).lower()
+        if isinstance(exc, OSError) and not self._ending:
+            self._read_the_rest()
+            self._why = self._why or one_line(exc.strerror or str(exc)).lower()
         self._ending = True
         self.over(self._why)
+
+    def _read_the_rest(self) -> None:
+        """Takes what the other side had sent before it closed: who was stopped for a while may fail to write before it has read that."""
+        sock: Any = self.transport.get_extra_info("socket") if self.transport is not None else None
+        try:
+            while sock is not None and not self._ending and (data := os.read(sock.fileno(), _READ_BYTES)):
+                self.data_received(data)
+        except OSError:  # nothing more
+            return
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last sign of life, where that is suspiciously long; else 0."""
+        if self.silence is not None:
+            return self.silence.silent_s
+        passed = time.monotonic() - self.heard
+        return passed if passed > SUSPECT_S else 0.0
 
     def write(self, body: bytes) -> None:
         """Sends one body, sealed."""
@@ -86,9 +141,28 @@ class Connection(asyncio.Protocol, ABC):
     def beat(self, now: float) -> None:
         """Pings where nothing was said for a while; ends the connection if the other side is silent for too long."""
         if now - self.heard > SILENCE_S:
-            self.abort(f"silent for {now - self.heard:.0f} s")
+            self._give_up(now - self.heard)
         elif now - self.spoke >= BEAT_S * 0.9:
             self.write(PING)
+
+    def _give_up(self, silent_s: float) -> None:
+        """Ends a silent connection, and leaves the reason in what the other side can still read, if it was only stopped."""
+        answers = self.transport is not None and acknowledges(self.transport.get_extra_info("socket"))
+        why = f"silent for {silent_s:.0f} s"
+        if answers:
+            why += ", though its machine answers: the unisono process there is stopped, or gets no CPU time"
+        self.silence = Silence(why, round(silent_s, 3), is_cut=not answers)
+        self.write(encode(self.silence.to_body()))
+        if self.transport is not None and self.transport.get_write_buffer_size() == 0:
+            self.end(why)
+        else:
+            self.abort(why)  # to wait until it is sent would be to wait for the silent one
+
+    def other_gave_up(self, body: Body) -> None:
+        """Takes a goodbye of the other side that says why it has given this one up."""
+        found = Silence.from_body(body)
+        if found is not None:
+            self.silence, self.gave_up = found, True
 
     def end(self, why: str = "") -> None:
         """Sends what is left to send, then closes."""
@@ -138,6 +212,18 @@ class Pulse:
                 connection.heard = min(now, connection.heard + pause_s)
             connection.beat(now)
         self._again(present)
+
+
+def acknowledges(sock: Any) -> bool:
+    """Whether the other machine has acknowledged something in the last 2 s: then the line is whole, and its process alone is silent."""
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_RECV_AT + 4)
+    except (OSError, AttributeError):  # no TCP, or closed already
+        return False
+    if len(info) < _LAST_ACK_RECV_AT + 4:
+        return False
+    (passed_ms,) = struct.unpack_from("=I", info, _LAST_ACK_RECV_AT)
+    return bool(passed_ms < _ACKNOWLEDGED_S * 1000)
 
 
 def written(name: object) -> str:

@@ -29,12 +29,26 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The connection to a node, or to the head, is over. `clean`: it said goodbye, or has had the last word."""
+    """The connection to a node, or to the head, is over.
+
+    Attributes:
+        node_rank: of the other side.
+        host: of the other side.
+        why: one line for people.
+        clean: it said goodbye, or has had the last word.
+        silent_s: seconds since the last sign of life, where that is long; else 0.
+        is_cut: it was silent, and nothing that was sent was acknowledged either: the line, or either end of it, may be cut. False
+            where the connection was closed, and where the other machine answers and only its process is silent.
+        gave_up: the other side has ended it, since it heard nothing of this one. `why`, `silent_s` and `is_cut` are what it saw.
+    """
 
     node_rank: int
     host: str
     why: str
     clean: bool
+    silent_s: float = 0.0
+    is_cut: bool = False
+    gave_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,8 +116,11 @@ class Head:
         if hello is not None and self.members.get(hello.node_rank) is caller:
             del self.members[hello.node_rank]
             clean = caller.goodbye or self.acknowledged(caller)
-            why = why or ("it said goodbye" if clean else "it is gone without a word")
-            self.inbox.put(Left(hello.node_rank, hello.host, why, clean))
+            why = why or ("it said goodbye" if clean else "its unisono process has ended without a last word")
+            is_cut = caller.silence is not None and caller.silence.is_cut
+            self.inbox.put(
+                Left(hello.node_rank, hello.host, why, clean, caller.quiet_s, is_cut, caller.gave_up)
+            )
         self.look_whether_empty()
 
     def turn_away(self, caller: "Caller", event: Rejected) -> None:

@@ -150,8 +150,13 @@ class _Line(Connection):
         if self._of_files is not None:
             self._of_files({"t": "gone", "why": why or "it is gone"})
         if not self._leaving:
-            why = why or ("it said goodbye" if self._clean else "it is gone without a word")
-            self._inbox.put(Left(HEAD_RANK, self._head_host, why, self._clean))
+            why = why or (
+                "it said goodbye" if self._clean else "its unisono process has ended without a last word"
+            )
+            is_cut = self.silence is not None and self.silence.is_cut
+            self._inbox.put(
+                Left(HEAD_RANK, self._head_host, why, self._clean, self.quiet_s, is_cut, self.gave_up)
+            )
         self.gone.set()
         self._over.set()
 
@@ -185,8 +190,9 @@ class _Line(Connection):
                 self._inbox.put(Said(HEAD_RANK, message))
                 self.write(encode({"t": "ack", "n": number}))
             case {"t": "bye"}:
-                self._clean = True
-                self.end("it said goodbye")
+                self.other_gave_up(body)
+                self._clean = self._clean or not self.gave_up
+                self.end(self.silence.why if self.silence is not None else "it said goodbye")
             case _:
                 raise Malformed("sent a frame of an unknown type")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.drill.disk import SmallDisk
-from unisono.drill.ground import Ground, Strangers
+from unisono.drill.ground import Ground, HeadKilled, Strangers
 from unisono.drill.memory import MemoryGroup
 from unisono.drill.networks import TwoNetworks
 from unisono.errors import UsageError
@@ -40,6 +40,7 @@ class Drill:
         end_s: to the end of the run; then the drill ends it itself.
         words: the code of a warning that names it, and parts of its text of which any will do, where it is no end of the run and so has no verdict.
         clock_jump_s: what the fronts' wall clock jumps by.
+        killed: nodes whose fronts the drill kills: nobody waits for their words, and their exit codes are not judged.
     """
 
     fault: str
@@ -55,6 +56,7 @@ class Drill:
     end_s: float = 90.0
     words: tuple[str, ...] = ()
     clock_jump_s: float = 0.0
+    killed: tuple[int, ...] = ()
 
 
 def _dies(fault: str, text: str, *want: str, how: str) -> Drill:
@@ -114,6 +116,10 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "cut", "the network between two nodes is cut", ("node_unreachable",), nodes=(1,), nproc=1, ground=TwoNetworks, limit_s=CUT_S,
+    ),
+    Drill(
+        "head_killed", "the front of node 0, the head of two nodes, is killed (kill -9)", ("node_unreachable",), nodes=(0,), nproc=1,
+        ground=HeadKilled, killed=(0,), limit_s=DEAD_S, end_s=30.0,
     ),
     Drill(
         "garbage", "strangers talk to the port on which nodes meet", nproc=1, ground=Strangers, config={"duration": "80 steps"},

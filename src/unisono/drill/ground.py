@@ -4,6 +4,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -78,8 +79,8 @@ class Ground:
         self.close()
 
 
-class Strangers(Ground):
-    """Two nodes that meet on this machine's own loopback, where strangers talk to the port on which they meet."""
+class TwoFronts(Ground):
+    """Two nodes that meet on this machine's own loopback, with one output_dir and one host name."""
 
     nodes = 2
 
@@ -95,6 +96,22 @@ class Strangers(Ground):
         return {
             "nodes": "2", "node_rank": node, "head": f"127.0.0.1:{self._port}", "token_file": str(self._token)
         }  # fmt: skip
+
+
+class HeadKilled(TwoFronts):
+    """Two nodes, of which the head's front is killed."""
+
+    def started(self, pids: Sequence[int]) -> None:
+        """Remembers which one that is."""
+        self._head = pids[0]
+
+    def strike(self) -> None:
+        """Leaves it no time for a word."""
+        os.kill(self._head, signal.SIGKILL)
+
+
+class Strangers(TwoFronts):
+    """Two nodes, where strangers talk to the port on which they meet."""
 
     def strike(self) -> None:
         """Some that speak other languages, some that say nothing, some that say a lot."""

@@ -1,5 +1,6 @@
 """Whether the right thing was said of a fault. Pure."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ class Told:
         cause: of the catalogue.
         ranks: that it blamed.
         hosts: that it blamed.
+        of_node: the node that its summary begins with, where it does.
         is_end: whether it was a verdict that ended the run; else a warning.
     """
 
@@ -29,6 +31,7 @@ class Told:
     ranks: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
     is_end: bool = True
+    of_node: int | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ def judge(drill: Drill, history: History) -> Row:
         )
     told = [entry for entry in history.told if entry.cause not in _NOT_BLAME or entry.cause in drill.want]
     right = [entry for entry in told if _is_right(drill, entry, history.hosts)]
-    after = _named_after(right, history)
+    after = _named_after(drill, right, history)
     of_head = [entry for entry in right if entry.node == 0]
     shown = next(reversed(of_head or right or told), None)
     ended = max((end.at for end in history.ends), default=history.effect) - history.effect
@@ -166,12 +169,19 @@ def judge(drill: Drill, history: History) -> Row:
 def is_named(drill: Drill, told: Sequence[Told], hosts: Sequence[str | None]) -> bool:
     """Whether every node has said what is right."""
     said = {entry.node for entry in told if _is_right(drill, entry, hosts)}
-    return len(said) == len(hosts)
+    return said.issuperset(_alive(drill, hosts))
+
+
+def _alive(drill: Drill, hosts: Sequence[str | None]) -> set[int]:
+    """The nodes that can say something to the end."""
+    return set(range(len(hosts))).difference(drill.killed)
 
 
 def _told(verdict: Mapping[str, Any], *, at: float, node: int, is_end: bool) -> Told:
     ranks, hosts = tuple(map(int, verdict["ranks"])), tuple(map(str, verdict["hosts"]))
-    return Told(at, node, str(verdict["cause"]), ranks, hosts, is_end)
+    begins = re.match(r"node (\d+) \(", str(verdict.get("summary", "")))
+    of_node = int(begins[1]) if begins is not None else None
+    return Told(at, node, str(verdict["cause"]), ranks, hosts, is_end, of_node)
 
 
 def _want(drill: Drill) -> str | None:
@@ -191,19 +201,22 @@ def _is_right(drill: Drill, told: Told, hosts: Sequence[str | None]) -> bool:
         return False
     if not drill.nodes:
         return True
+    if drill.killed:  # there is no line of which either half may be cut; and the nodes may have one host name
+        return (told.of_node,) == drill.nodes
     culprits = tuple(str(hosts[node]) for node in drill.nodes)
     # Which of two halves is the one that was cut off can be told by neither: each may name the other, or itself.
     return told.hosts == culprits if told.node == 0 else len(told.hosts) == 1 and told.hosts[0] in hosts
 
 
-def _named_after(right: Sequence[Told], history: History) -> float | None:
+def _named_after(drill: Drill, right: Sequence[Told], history: History) -> float | None:
     """Seconds to the first right word of the last node."""
     first: dict[int, float] = {}
     for entry in right:
         first.setdefault(entry.node, entry.at)
-    if len(first) < len(history.hosts) or history.effect is None:
+    alive = _alive(drill, history.hosts)
+    if not first.keys() >= alive or history.effect is None:
         return None
-    return max(first.values()) - history.effect
+    return max(first[node] for node in alive) - history.effect
 
 
 def _what_is_wrong(
@@ -220,7 +233,7 @@ def _what_is_wrong(
     if any(end.by_drill for end in history.ends):
         return f"the run did not end within {drill.end_s:g} s"
     expected = _exit_code(drill, right)
-    codes = [end.code for end in history.ends]
+    codes = [end.code for node, end in enumerate(history.ends) if node not in drill.killed]
     if any(code != expected for code in codes):
         return f"exit code {', '.join(map(str, codes))} instead of {expected}"
     return ""

@@ -71,6 +71,7 @@ class Waiting:
         return Verdict(
             cause="node_missing", when="before", hosts=self.hosts, fix=known.remedy if known else (),
             summary=f"{self.missing} has not started its launcher within {self.since_s:.0f} s, and the others wait for it",
+            named_after_s=round(self.since_s, 3),
         )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from unisono.launch.attempt import Show, say
 from unisono.launch.conduct import ended_well
 from unisono.launch.evidence import Raw
 from unisono.launch.nodes.words import node_refused
-from unisono.launch.postmortem import NodeLoss, apart, first_cause, is_victim, name_death, name_lost_node
+from unisono.launch.postmortem import NodeLoss, apart, first_cause, is_victim, name_death, name_loss
 from unisono.launch.ranks import RankEnd
 from unisono.launch.signs import Signs
 from unisono.launch.watching import Watching
@@ -99,7 +99,6 @@ class Judging:
     _attempt: int = 0
     _ends: dict[int, RankEnd] = field(default_factory=dict)
     _lost: dict[int, NodeLoss] = field(default_factory=dict)
-    _silences: dict[int, float] = field(default_factory=dict)
     _signs: Signs | None = None
     _watching: Watching | None = None
     _brought: Brought = field(init=False)
@@ -137,8 +136,6 @@ class Judging:
 
     def _hear(self, timeout_s: float) -> None:
         also = [self.server.fileno()] if self.server is not None else []
-        if self.server is not None:  # of one that leaves now it cannot be asked afterwards
-            self._silences |= dict.fromkeys(self.server.here(), 0.0) | self.server.silences()
         for message in self.here.news(timeout_s, also=also):
             self._take(0, message)
         for event in self.server.receive(0) if self.server is not None else []:
@@ -147,7 +144,7 @@ class Judging:
     def _take_event(self, event: Event) -> None:
         if isinstance(event, Left):
             if event.node_rank not in self.programs:
-                self._lost[event.node_rank] = NodeLoss(event.node_rank, event.host, event.why)
+                self._lost[event.node_rank] = NodeLoss.at_head(event)
                 self._note_trouble()
         elif isinstance(event, Said):
             try:
@@ -379,7 +376,7 @@ class Judging:
         own = [end for end in self._ends.values() if not ended_well(end) and not is_victim(end)]
         if self._lost and not own:
             loss = next(iter(self._lost.values()))
-            return name_lost_node(loss, after_s=round(since_s + self._silences.get(loss.node_rank, 0.0), 3))
+            return name_loss(loss, head=self.nodes[0].host, after_s=since_s)
         culprit = first_cause(list(self._ends.values()))
         killed = culprit is not None and culprit.returncode < 0 and culprit.returncode != -signal.SIGABRT
         if not killed and since_s < (_SETTLE_S if culprit is not None else _ONLY_VICTIMS_S):

@@ -231,9 +231,13 @@ class _Start:
                 attending.run()
                 own = here.program.returncode if here.program is not None else None
                 code = attending.exit_code(own)
+                # A dead head writes nothing; one that was only silent may live, and writes what is its own.
+                gone = attending.head_gone
+                orphaned = gone is not None and not gone.is_cut and not gone.gave_up and not gone.silent_s
                 return self.whole.finish(
-                    self.run, code, attending.verdict, stopped=attending.stopped, writes=not shared
-                )
+                    self.run, code, attending.verdict, stopped=attending.stopped,
+                    writes=not shared or (orphaned and not self.run.result.exists()),
+                )  # fmt: skip
 
     def _maker(self) -> MakeReport:
         def make(standing: Standing, show: Show) -> NodeReport:

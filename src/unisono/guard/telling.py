@@ -12,7 +12,7 @@ from unisono.guard.here import Here
 from unisono.launch.attempt import Show, say
 from unisono.launch.nodes.agent import Attendance
 from unisono.launch.nodes.words import verdicts_in
-from unisono.launch.postmortem import NodeLoss, name_cut_off
+from unisono.launch.postmortem import NodeLoss, name_loss
 from unisono.launch.telling import Telling
 from unisono.text import one_line
 
@@ -32,6 +32,7 @@ class Attending:
         diagnose: names the cause from what the program has printed here.
         verdict: the one that all nodes tell; or this node's own, where the head is lost.
         stopped: the signal by which the job was asked to stop; empty: none.
+        head_gone: the end of the connection, if the head said no last word before it.
     """
 
     attendance: Attendance
@@ -41,9 +42,9 @@ class Attending:
     diagnose: Callable[[], Verdict | None]
     verdict: Verdict | None = None
     stopped: str = ""
+    head_gone: Left | None = None
     _code: int | None = None
     _over: bool = False
-    _head_gone: bool = False
     _shown: set[str] = field(default_factory=set)
 
     def run(self) -> None:
@@ -127,9 +128,9 @@ class Attending:
     def _lost(self, event: Left) -> None:
         """The head is not heard any more: nothing here would be told of others, and they wait for us, if they are there."""
         self._over = True
-        party = self.attendance.party
-        own = NodeLoss(self.node_rank, party.host, event.why)
-        verdict = name_cut_off(own, head=str(self.attendance.welcome.get("head_host", "")))
+        self.head_gone = event
+        own = NodeLoss.at_node(event, node_rank=self.node_rank, host=self.attendance.party.host)
+        verdict = name_loss(own, head=str(self.attendance.welcome.get("head_host", "")))
         known = find_cause(verdict.cause)
         self._code = known.exit_code if known is not None else 4
         self._tell(verdict)

@@ -296,7 +296,7 @@ class _Conducting:
         now = time.monotonic()
         if isinstance(event, Left):
             if event.node_rank in self._away:
-                self.conductor.node_lost(NodeLoss(event.node_rank, event.host, event.why), now=now)
+                self.conductor.node_lost(NodeLoss.at_head(event), now=now)
         elif isinstance(event, Arrived) and self.shards is not None:
             self.shards.arrived(event)
         elif isinstance(event, Said) and event.node_rank in {node.node_rank for node in self.plan.nodes}:

@@ -97,7 +97,7 @@ def collect(
                         interrupts.ask(stopped.number, where=stopped.where, again=rest.get("again") is True)
                     case Left():
                         waiting.discard(event.node_rank)
-                        attempt.lost.append(NodeLoss(event.node_rank, event.host, event.why))
+                        attempt.lost.append(NodeLoss.at_head(event))
                     case _:
                         pass  # the last words of ranks that are gone
 

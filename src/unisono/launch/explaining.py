@@ -15,7 +15,7 @@ def with_witness(ending: Ending, attempt: Attempt, plan: RunPlan, witness: Witne
     The head sees a connection that closes, and a memory monitor that ends a node's front leaves no other trace.
     """
     loss = attempt.decision.loss if attempt.decision is not None else None
-    if witness is None or loss is None or ending.verdict is None:
+    if witness is None or loss is None or loss.lost_head or ending.verdict is None:
         return ending
     told = witness.of_lost(loss.node_rank)
     if told is None:

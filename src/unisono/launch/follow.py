@@ -15,10 +15,11 @@ from unisono.launch.attempt import Show
 from unisono.launch.bounded import RunsDisk
 from unisono.launch.collecting import KeptSender
 from unisono.launch.interrupts import Interrupts
-from unisono.launch.postmortem import NodeLoss, name_lost_node
+from unisono.launch.postmortem import NodeLoss, name_loss
 from unisono.launch.ranks import LocalRanks, RankEnd, RankNews
 from unisono.launch.shards import ShardSender
 from unisono.launch.telling import Telling
+from unisono.plan import RunPlan
 
 if TYPE_CHECKING:
     from unisono.launch.nodes.agent import Attendance
@@ -43,22 +44,24 @@ class LastWord:
 
 @dataclass(frozen=True)
 class LostHead:
-    """The head is not heard any more; this node has ended its ranks, and says which half of the line it has seen."""
+    """The connection to the head is over without a last word; this node has ended its ranks.
 
-    host: str
-    why: str
+    Attributes:
+        head: node 0's host.
+        loss: what is known of the end of the connection.
+        step: the last step that this node's ranks are known to have finished.
+        plan: that they were started on.
+    """
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether nothing was closed: the line, or either end of it, may be cut."""
-        return self.why.startswith("silent for ")
+    head: str
+    loss: NodeLoss
+    step: int
+    plan: RunPlan
 
     @property
     def verdict(self) -> Verdict:
-        """On node 0, as this node sees it."""
-        return name_lost_node(
-            NodeLoss(0, self.host, f"this node lost the connection to the head: {self.why}")
-        )
+        """Who is gone, as the head says it, too, if it lives."""
+        return name_loss(self.loss, head=self.head)
 
 
 @dataclass
@@ -70,7 +73,7 @@ class Serving:
         local: the ranks; started and ended here.
         interrupts: signals that ask to stop; they are told to the head.
         show: sees what is worth a line here.
-        head: node 0's name, for a verdict on it.
+        plan: that the ranks are started on.
         disk: this node's output_dir.
         checkpoints: where the ranks write their parts of checkpoints, which are then sent to the head; None: the head sees them.
     """
@@ -79,7 +82,7 @@ class Serving:
     local: LocalRanks
     interrupts: Interrupts
     show: Show
-    head: str
+    plan: RunPlan
     disk: RunsDisk
     checkpoints: Path | None = None
     _shards: ShardSender | None = field(default=None, init=False)
@@ -91,7 +94,7 @@ class Serving:
 
     def run(self) -> LastWord | LostHead:
         """Until the end; the ranks are gone then."""
-        self._telling = Telling(self.local, self.local.places[0].node_rank, self.link.send)
+        self._telling = Telling(self.local, self._node_rank, self.link.send)
         with self.local, contextlib.closing(self._telling), Transfers(self.link.link) as transfers:
             self._make_senders(transfers)
             self.interrupts.collect()
@@ -103,18 +106,35 @@ class Serving:
                     self._take_outcome(outcome)
                 for event in self.link.receive(0):
                     if isinstance(event, Left):
-                        self.local.end("the head is gone")
-                        return LostHead(self.head, event.why)
+                        own = NodeLoss.at_node(event, node_rank=self._node_rank, host=self._host)
+                        return self._lost(own, "the head is gone")
                     last = self._obey(event.message)
                     if last is not None:
                         return last
                 self._telling.tell()
                 self._tell_stop()
                 if self._head_is_late():
-                    self.local.end("a second signal")
-                    return LostHead(
-                        self.head, f"it did not answer a second signal within {_HEAD_ANSWERS_S:g} s"
-                    )
+                    why = f"it did not answer a second signal within {_HEAD_ANSWERS_S:g} s"
+                    own = NodeLoss(self._node_rank, self._host, why, _HEAD_ANSWERS_S, lost_head=True)
+                    return self._lost(own, "a second signal")
+
+    @property
+    def _head(self) -> str:
+        return self.plan.nodes[0].host
+
+    @property
+    def _node_rank(self) -> int:
+        return self.local.places[0].node_rank
+
+    @property
+    def _host(self) -> str:
+        return self.local.places[0].host
+
+    def _lost(self, loss: NodeLoss, why: str) -> LostHead:
+        """Ends the ranks, after a look at how far they are."""
+        step = max(self.local.from_step, *self.local.finished_steps())
+        self.local.end(why)
+        return LostHead(self._head, loss, step, self.plan)
 
     def _take_outcome(self, outcome: Outcome) -> None:
         for sender in (self._shards, self._kept):
@@ -149,7 +169,7 @@ class Serving:
                 self.local.tell(message)
             case "stop":
                 number = signal.Signals[str(message["signal"])]
-                self.interrupts.ask(number, where=f"node 0 ({self.head})")
+                self.interrupts.ask(number, where=f"node 0 ({self._head})")
                 self._told_stop = True
                 self.local.signal(number)
             case "end":

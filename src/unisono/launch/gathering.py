@@ -7,8 +7,9 @@ from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_nodes
 from unisono.agree.prepared import PreparedFacts
 from unisono.agree.report import NodeReport
+from unisono.causes import Verdict, find_cause
 from unisono.config import LoadedConfig
-from unisono.errors import UnisonoError
+from unisono.errors import Disagreed, UnfitError, UnisonoError, UsageError
 from unisono.facts import Environment, read_machine
 from unisono.facts.machine import Gpu
 from unisono.launch.asked import TrainRequest
@@ -92,6 +93,26 @@ def look_alone(request: TrainRequest, loaded: LoadedConfig, here: Here) -> tuple
         output=look_at_output(loaded, standing), probes=request.probes,
     )  # fmt: skip
     return report, compare_nodes([report])
+
+
+def refusal_alone(verdict: Verdict, *, again: bool = False) -> UnisonoError:
+    """The error where the only node of a job is refused: it has nobody to disagree with, so that its exit code is 6 or 2, never 3.
+
+    Args:
+        verdict: why.
+        again: whether that is before a restart: what was asked for was fit then, and it is the machine that has changed.
+    """
+    known = find_cause(verdict.cause)
+    unfit = again or (known is not None and known.exit_code == UnfitError.exit_code)
+    return (UnfitError if unfit else UsageError).of(
+        verdict.summary, where=verdict.phase or "", fix="; ".join(verdict.fix), verdict=verdict
+    )
+
+
+def is_about_nodes(error: UnisonoError) -> bool:
+    """Whether it came of comparing nodes or ranks, be it a single node with what it needs; its verdict is then kept in the run's directory."""
+    phase = (error.verdict.phase if error.verdict is not None else None) or ""
+    return isinstance(error, Disagreed) or phase.startswith("agree.")
 
 
 def prepared_facts(prepared: dict[str, Any]) -> PreparedFacts:

@@ -20,6 +20,7 @@ from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Attempt, Show, say
 from unisono.launch.first_checkpoint import still_due
 from unisono.launch.fitness import look_again, question_of, refuse_old_ranks
+from unisono.launch.gathering import refusal_alone
 from unisono.launch.layout import lay_out, offer_of
 from unisono.launch.nodes.party import Standing
 from unisono.launch.planning import Here, make_plan
@@ -88,6 +89,7 @@ class GoingOn:
         Raises:
             IntegrityError: if there are checkpoints and none is intact.
             Disagreed: if a node that is needed is gone or not fit; all nodes have been told then.
+            UnfitError: if the only node is not fit any more.
             Stopped: if somebody asks to stop meanwhile.
         """
         self._since = attempt.decided_at or time.monotonic()
@@ -95,7 +97,13 @@ class GoingOn:
         unfit = self._unfit(plan, attempt, verdict)
         if unfit:
             assert self.others is not None
-            self.others.leave_out(unfit, verdict, serving=True)
+            done = {
+                "step": attempt.step,
+                "tokens": attempt.tokens,
+                "loss": attempt.loss,
+                "checkpoint": attempt.checkpoint,
+            }
+            self.others.leave_out(unfit, verdict, done=done)
         CheckpointStore(self.run.checkpoints, key=user_key(self.here.environment.settings_dir)).sweep()
         set_verdict(
             self.run, None
@@ -148,6 +156,15 @@ class GoingOn:
             make = partial(look_again, self.request, self.loaded, self.here, first)
             self.others.agree_again(make, question)
             return
+        try:
+            self._agree_alone(question)
+        except Disagreed as error:
+            raise (
+                refusal_alone(error.verdict, again=True) if error.verdict is not None else error
+            ) from error
+
+    def _agree_alone(self, question: dict[str, Any]) -> None:
+        """On the only node of the job."""
         if not self.table.nodes:  # a single rank has made no report
             refuse_old_ranks(name_node(0, self.here.machine.host), self.here.machine.host)
             return
@@ -158,7 +175,7 @@ class GoingOn:
         found = compare_again([report])
         if found.fatal:
             self.table.of_nodes = (self.table.of_nodes or Agreement()).merged(found)
-            raise Disagreed.of(found.fatal[0].summary, verdict=found.fatal[0])
+            raise refusal_alone(found.fatal[0], again=True)
 
     def _is_smaller(self, plan: RunPlan) -> bool:
         return self.others is not None and len(self.others.meeting.reports) < len(plan.nodes)

@@ -29,17 +29,21 @@ from unisono.launch.nodes.agent import Attendance, attend_meeting
 from unisono.launch.nodes.party import MakeReport, Party, Standing
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import Here, prepare
-from unisono.launch.postmortem import NodeLoss, name_cut_off
+from unisono.launch.postmortem import NodeLoss
 from unisono.launch.rank_environment import interface_name, rank_environments
 from unisono.launch.ranks import LocalRanks
 from unisono.launch.received import accept_plan
+from unisono.launch.record import read_progress
 from unisono.launch.shards import clear_parts
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
-from unisono.rundir.lock import RunLock
+from unisono.rundir.lock import BEAT_S, Holder, RunLock, named_in, standing_in
 from unisono.rundir.result import RunResult, set_verdict, write_result
 from unisono.rundir.start import set_aside
 from unisono.text import plain
+
+_ENDS_S = 3.0  # for a process that has closed its connections to give back its lock
+_WATCH_S = 3 * BEAT_S  # for beats of a head that was only silent
 
 
 def take_part(
@@ -51,7 +55,7 @@ def take_part(
         Disagreed: with the words that all nodes have been told.
         EndedByVerdict: if the head is lost while ranks ran.
     """
-    show = party.show
+    show, began = party.show, time.monotonic()
     disk = RunsDisk(Path(loaded.config.output_dir), show)
     seen = _Seen(report_maker(request, loaded, here))
     try:
@@ -59,10 +63,15 @@ def take_part(
             attendance.wait_for("prepare")
             shared = seen.shares_output
             with _own_directory(request, loaded, here, shared=shared, show=show) as run:
+                heads = disk.write("who holds the run", partial(named_in, run.lock)) if shared else None
                 member = _Member(
                     request, loaded, here, attendance, interrupts, show, run, shared, seen.report, disk
                 )
                 last = member.run()
+                if isinstance(last, LostHead):
+                    attendance.link.close()  # it is over; what follows may take a while
+                    own = _Orphan(run, last, heads, shared, show, disk, began)
+                    return own.end(asked=interrupts.first)
     except Disagreed as error:
         if seen.has_own_output:
             disk.write(
@@ -70,9 +79,6 @@ def take_part(
                 partial(_keep_refusal, RunDir(Path(loaded.config.output_dir)), error),
             )
         raise
-    if isinstance(last, LostHead):
-        own = NodeLoss(here.topology.node_rank, here.machine.host, last.why)
-        return _cut_off(run, last, own, asked=interrupts.first, shared=shared, show=show, disk=disk)
     head = str(attendance.welcome.get("head_host", ""))
     return _keep(run, last.message, head=head, shared=shared, show=show, disk=disk)
 
@@ -128,9 +134,14 @@ class _Member:
             try:
                 message = node_again(self.attendance, last.message, self._look_again)
             except Disagreed:
-                if self.attendance.head_gone:
-                    return LostHead(plan.nodes[0].host, self.attendance.head_gone)
-                raise
+                if self.attendance.head_gone is None:
+                    raise
+                own = NodeLoss.at_node(
+                    self.attendance.head_gone,
+                    node_rank=self.here.topology.node_rank,
+                    host=self.here.machine.host,
+                )
+                return LostHead(plan.nodes[0].host, own, plan.resume.step if plan.resume else 0, plan)
             if message["kind"] == "ended":
                 return LastWord(message)
 
@@ -176,7 +187,7 @@ class _Member:
                     local,
                     self.interrupts,
                     self.show,
-                    head=plan.nodes[0].host,
+                    plan=plan,
                     disk=self.disk,
                     checkpoints=parts,
                 ).run()
@@ -252,43 +263,65 @@ def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
     )  # fmt: skip
 
 
-def _cut_off(
-    run: RunDir,
-    last: LostHead,
-    own: NodeLoss,
-    *,
-    asked: signal.Signals | None,
-    shared: bool,
-    show: Show,
-    disk: RunsDisk,
-) -> dict[str, Any]:
-    """Says that the head is lost, which this node alone can say, and gives the result of that.
+@dataclass
+class _Orphan:
+    """This node, after the end of the connection to a head that said no last word.
 
-    Where the head only fell silent, this node is the one that is cut off, as far as it can know; where the connection was closed, the head is gone.
-
-    Args:
+    Attributes:
         run: this node's directory.
-        last: what is known of it.
-        own: this node, by which the head would call it.
-        asked: the signal by which the job was asked to stop. Then a head that goes first is how it ends, and no fault.
+        last: what is known.
+        heads: the head, as its lock named it while it lived; None where its directory is not seen here.
         shared: whether the directory is the head's.
         show: sees what is said.
         disk: of the directory.
+        began: when this front began, in monotonic seconds.
     """
-    verdict = name_cut_off(own, head=last.host) if last.is_silent else last.verdict
-    known = find_cause(verdict.cause)
-    if asked is None:
-        show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
-        ending = Ending(known.exit_code if known else 4, NOTHING_DONE, verdict)
-    else:
-        text = f"{verdict.summary}; it was asked to stop, and what it has saved is in its output_dir"
-        show({"kind": "note", "time": time.time(), "text": text})
-        ending = Ending(exit_code_of(asked), NOTHING_DONE)
-    result = result_of(ending, run_id="", output_dir=str(run.root), restarts=[], seconds=0.0)
-    if not shared:  # the head's own files are the head's to write
+
+    run: RunDir
+    last: LostHead
+    heads: Holder | None
+    shared: bool
+    show: Show
+    disk: RunsDisk
+    began: float
+
+    def end(self, *, asked: signal.Signals | None) -> dict[str, Any]:
+        """Says who is gone, writes it down where that is this node's to do, and gives the result.
+
+        Args:
+            asked: the signal by which the job was asked to stop. Then a head that goes first is how it ends, and no fault.
+        """
+        verdict = self.last.verdict
+        known = find_cause(verdict.cause)
+        fields = {**NOTHING_DONE, "step": self.last.step}
+        if self.shared:
+            fields = self.disk.write("how far the run is", partial(read_progress, self.run)) or fields
+        if asked is None:
+            self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+            ending = Ending(known.exit_code if known else 4, fields, verdict)
+        else:
+            text = f"{verdict.summary}; it was asked to stop, and what it has saved is in its output_dir"
+            self.show({"kind": "note", "time": time.time(), "text": text})
+            ending = Ending(exit_code_of(asked), fields)
+        result = result_of(
+            ending, run_id=self.last.plan.run_id, output_dir=str(self.run.root), restarts=[],
+            seconds=time.monotonic() - self.began,
+        )  # fmt: skip
+        self.disk.write("how the run ended", partial(self._write, ending, result))
+        return result if self.shared else {**result, "held_by": f"node 0 ({plain(self.last.head)})"}
+
+    def _write(self, ending: Ending, result: dict[str, Any]) -> None:
+        """The head's own files are the head's to write, as long as it lives; of a dead one nobody else would."""
         verdicts = [ending.verdict] if ending.verdict is not None else []
-        disk.write("how the run ended", partial(_write_end, run, verdicts, result))
-    return result
+        if not self.shared:
+            _write_end(self.run, verdicts, result)
+            return
+        if self.heads is None or not self.last.loss.lost_head:
+            return
+        patience = {"limit_s": 0.0, "watch_s": _WATCH_S} if self.last.loss.is_cut else {"limit_s": _ENDS_S}
+        with standing_in(self.run.lock, self.heads, **patience) as is_ours:
+            if is_ours:
+                _write_end(self.run, verdicts, result)
 
 
 def _write_end(run: RunDir, verdicts: Sequence[Verdict], result: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from unisono.errors import UnisonoError
 from unisono.launch.attempt import Attempt
 from unisono.launch.conduct import Decision
 from unisono.launch.interrupts import exit_code_of
-from unisono.launch.postmortem import apart, name_death, name_lost_node, name_victims
+from unisono.launch.postmortem import apart, name_death, name_loss, name_victims
 from unisono.launch.ranks import RankEnd
 from unisono.launch.tasks import refusal
 from unisono.plan import RankPlace, RunPlan
@@ -124,7 +124,7 @@ def _placed(verdict: Verdict | None, end: RankEnd, plan: RunPlan) -> Verdict | N
 def _name(decision: Decision, attempt: Attempt, plan: RunPlan) -> Verdict:
     after = decision.after_s if plan.world_size > 1 else None
     if decision.loss is not None:
-        return name_lost_node(decision.loss, after_s=after)
+        return name_loss(decision.loss, head=plan.nodes[0].host, after_s=decision.after_s)
     found = apart(attempt.picture, decision.culprit)
     if found is not None:
         return found.model_copy(update={"named_after_s": after})

@@ -2,9 +2,10 @@
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unisono.causes import Evidence, Verdict, find_cause
+from unisono.control.events import Left
 from unisono.launch.job import Job
 from unisono.launch.ranks import RankEnd
 from unisono.launch.tasks import how_it_ended
@@ -20,11 +21,33 @@ _STOOD_S = 0.2  # a rank that lives and has beaten since is no longer where it w
 
 @dataclass(frozen=True, slots=True)
 class NodeLoss:
-    """A node whose front is not heard any more."""
+    """A node that is not connected to the head any more.
+
+    Attributes:
+        node_rank: of that node.
+        host: its name.
+        why: one line for people.
+        silent_s: seconds from the last sign of life to the end of the connection, where that is long; else 0.
+        is_cut: whether the line, or either end of it, may be cut; see control.events.Left.
+        lost_head: whether it is the node that does not hear the head any more, rather than the head that does not hear the node.
+    """
 
     node_rank: int
     host: str
     why: str
+    silent_s: float = 0.0
+    is_cut: bool = False
+    lost_head: bool = False
+
+    @classmethod
+    def at_head(cls, left: Left) -> "NodeLoss":
+        """As the head sees the end of a connection."""
+        return cls(left.node_rank, left.host, left.why, left.silent_s, left.is_cut, lost_head=left.gave_up)
+
+    @classmethod
+    def at_node(cls, left: Left, *, node_rank: int, host: str) -> "NodeLoss":
+        """As that node sees the end of its connection to the head."""
+        return cls(node_rank, host, left.why, left.silent_s, left.is_cut, lost_head=not left.gave_up)
 
 
 def is_victim(end: RankEnd) -> bool:
@@ -142,6 +165,25 @@ def name_victims(ends: Sequence[RankEnd], plan: Job, *, after_s: float | None = 
     )  # fmt: skip
 
 
+def name_loss(loss: NodeLoss, *, head: str, after_s: float = 0.0) -> Verdict:
+    """The verdict on the end of a connection between a node and the head: the same words on both.
+
+    A closed connection means that the other side's process is gone. A silent one whose machine still acknowledges what is sent means that the
+    process there is stopped. Where nothing is acknowledged, the head names the node, and a node that lost the head names itself as cut off.
+
+    Args:
+        loss: what is known of it.
+        head: node 0's host.
+        after_s: seconds from the end of the connection to this word.
+    """
+    since_s = round(loss.silent_s + after_s, 3)
+    if not loss.lost_head:
+        return name_lost_node(loss, after_s=since_s)
+    if not loss.is_cut:
+        return name_lost_node(replace(loss, node_rank=0, host=head), after_s=since_s)
+    return name_cut_off(loss, head=head, after_s=since_s)
+
+
 def name_lost_node(loss: NodeLoss, *, after_s: float | None = None) -> Verdict:
     """The verdict on a node whose front is gone."""
     where = f"node {loss.node_rank} ({loss.host})"
@@ -154,13 +196,13 @@ def name_lost_node(loss: NodeLoss, *, after_s: float | None = None) -> Verdict:
     )  # fmt: skip
 
 
-def name_cut_off(own: NodeLoss, *, head: str) -> Verdict:
+def name_cut_off(own: NodeLoss, *, head: str, after_s: float | None = None) -> Verdict:
     """The verdict of a node that does not hear the head any more, on itself."""
     where = f"node {own.node_rank} ({own.host})"
     known = find_cause("node_unreachable")
     text = f"it lost the connection to the head, node 0 ({head}): {one_line(own.why, limit=200)}"
     return Verdict(
-        cause="node_unreachable", when="during", hosts=(own.host,), summary=f"{where} is cut off: {text}",
+        cause="node_unreachable", when="during", hosts=(own.host,), named_after_s=after_s, summary=f"{where} is cut off: {text}",
         evidence=(Evidence(where=f"{where}, the control channel", text=text),), fix=known.remedy if known else (),
     )  # fmt: skip
 

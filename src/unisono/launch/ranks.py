@@ -167,6 +167,11 @@ class LocalRanks:
         member = self._ranks.get(rank)
         return member.last if member is not None else None
 
+    def finished_steps(self) -> list[int]:
+        """Of each rank whose signs of life can be read now, the step before the one that it works on."""
+        read = [memory.read() for memory in self.beats.values()]
+        return [max(0, beat.step - 1) for beat in read if beat is not None]
+
     @property
     def all_ended(self) -> bool:
         """Whether every rank has ended, and its end has been told by `poll`."""

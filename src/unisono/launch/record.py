@@ -6,14 +6,17 @@ from typing import Any
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.report import NodeReport, RankReport
+from unisono.checkpoint.store import CheckpointStore, step_of
 from unisono.config import RunConfig
-from unisono.errors import Disagreed
+from unisono.errors import UnisonoError
 from unisono.facts import package_versions
 from unisono.facts.versions import versions_digest
 from unisono.files import make_private_dir, write_json, write_text
+from unisono.launch.outcome import outcome_of
 from unisono.launch.resolved import config_yaml
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
+from unisono.rundir.metrics import iterate_metrics
 from unisono.rundir.result import RunResult, read_result, set_verdict, write_result
 
 
@@ -28,6 +31,27 @@ def write_decision(run: RunDir, plan: RunPlan) -> None:
     if plan.world_size == 1:
         write_json(run.agreement, _agreement(plan, versions_digest_=digest))
     write_json(run.plan, plan.to_json(), mode=0o600)
+
+
+def read_progress(run: RunDir) -> dict[str, Any]:
+    """How far a run is, by the files in its directory; for who has to say how it ended in place of a head that is gone.
+
+    Its keys are those of result.json. A checkpoint is not read through: whoever resumes from it does that.
+    """
+    known: dict[str, Any] = {
+        "step": 0, "tokens": 0, "loss": None, "eval": {}, "tokens_per_second": None, "checkpoint": None, "weights": None,
+    }  # fmt: skip
+    for line in iterate_metrics(run.metrics):
+        known["step"] = line["step"]
+        if "eval_loss" in line:
+            known["eval"] = {"loss": line["eval_loss"]}
+        else:
+            known |= {name: line[name] for name in ("tokens", "loss", "tokens_per_second") if name in line}
+    saved = CheckpointStore(run.checkpoints, key=b"").list()  # only names are read
+    if saved:
+        known["checkpoint"] = str(saved[-1])
+        known["step"] = max(known["step"], step_of(saved[-1].name))
+    return known
 
 
 @dataclass
@@ -63,7 +87,7 @@ def write_agreement(run: RunDir, table: Table) -> None:
     write_json(run.agreement, body)
 
 
-def keep_refusal(run: RunDir, config: RunConfig, table: Table, error: Disagreed, *, command: str) -> None:
+def keep_refusal(run: RunDir, config: RunConfig, table: Table, error: UnisonoError, *, command: str) -> None:
     """Keeps why nodes or ranks did not agree: agreement.json, verdict.json, result.json. A finished run's result stays."""
     found = table.of_nodes or Agreement()
     if error.verdict is not None and not found.fatal:
@@ -78,7 +102,14 @@ def keep_refusal(run: RunDir, config: RunConfig, table: Table, error: Disagreed,
     verdict = error.verdict.to_json() if error.verdict else None
     write_result(
         run,
-        RunResult(outcome="disagreed", exit_code=error.exit_code, output_dir=str(run.root), verdict=verdict),
+        RunResult.model_validate(
+            {
+                "outcome": outcome_of(error.exit_code),
+                "exit_code": error.exit_code,
+                "output_dir": str(run.root),
+                "verdict": verdict,
+            }
+        ),
     )
 
 

@@ -9,7 +9,7 @@ from unisono.errors import Disagreed, UnisonoError
 from unisono.facts import Environment, read_environment, read_machine, take_token
 from unisono.launch.asked import TrainRequest, load_asked, refuse_live_launcher
 from unisono.launch.attempt import Show, say
-from unisono.launch.gathering import party_of, tell_early_refusal
+from unisono.launch.gathering import is_about_nodes, party_of, tell_early_refusal
 from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.launch.layout import lay_out
 from unisono.launch.nodes import words
@@ -40,8 +40,8 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
                 Ending(exit_code_of(stopped.number), NOTHING_DONE), run_id="", output_dir="", restarts=[],
                 seconds=time.monotonic() - began,
             )  # fmt: skip
-        except Disagreed as error:
-            if error.verdict is None:
+        except UnisonoError as error:
+            if error.verdict is None or not is_about_nodes(error):
                 raise
             if (
                 error.verdict.cause == "token_rejected"
@@ -99,10 +99,10 @@ def _start(
     return Start(request, show, interrupts, began, party).run(loaded, here)
 
 
-def _disagreed(error: Disagreed, show: Show, began: float) -> dict[str, Any]:
+def _disagreed(error: UnisonoError, show: Show, began: float) -> dict[str, Any]:
     """Says what nodes or ranks disagree about, in the same words on all of them, and gives the result."""
     assert error.verdict is not None
-    if not error.said:
+    if not (isinstance(error, Disagreed) and error.said):
         words.say(show, error.verdict, [problem.what for problem in error.problems[1:]])
     return result_of(
         Ending(error.exit_code, NOTHING_DONE, error.verdict), run_id="", output_dir="", restarts=[],

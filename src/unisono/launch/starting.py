@@ -27,7 +27,7 @@ from unisono.launch.evidence import keep_evidence
 from unisono.launch.explaining import with_witness
 from unisono.launch.first_checkpoint import FirstCheckpoint, with_rehearsal
 from unisono.launch.first_copy import copying
-from unisono.launch.gathering import look_alone
+from unisono.launch.gathering import is_about_nodes, look_alone, refusal_alone
 from unisono.launch.going_on import GoingOn
 from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.launch.kept import KeptMemory, keeping_ranks
@@ -92,17 +92,17 @@ class Start:
                     if self.request.resume:
                         self._bring_back(loaded, here, claimed, others)
                     result = self._train(loaded, here, claimed, others)
-            except Disagreed as error:
+            except UnisonoError as error:
+                if isinstance(error, UnfitError) and self.disk.hung is not None:
+                    self._leave(error)
+                if not is_about_nodes(error):
+                    raise
                 keep = partial(
                     keep_refusal, claimed.run, loaded.config, self.table, error, command=self.request.command
                 )
                 self.disk.write("why the ranks did not agree", keep)
                 claimed.worth_keeping = True
                 raise
-            except UnfitError as error:
-                if self.disk.hung is None:
-                    raise
-                self._leave(error)
             if self.uploading is not None:  # the other nodes have ended: they need not wait for it
                 self.uploading.wait()
             return result
@@ -188,9 +188,9 @@ class Start:
     def _cannot_go_on(self, run: RunDir, plan: RunPlan, ending: Ending, error: UnisonoError) -> Ending:
         """The nodes do not agree any more; or the disk that killed the rank may have taken the checkpoints, too."""
         verdict = error.verdict
-        if not isinstance(error, Disagreed) or verdict is None:
+        if verdict is None or not is_about_nodes(error):
             return Ending(error.exit_code, ending.fields, ending.verdict, error)
-        if not error.said:
+        if not (isinstance(error, Disagreed) and error.said):
             self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
 
         def keep() -> None:
@@ -365,10 +365,10 @@ def _judge(agreement: Agreement, show: Show) -> None:
     """Refuses what the node itself is not fit for, and says the rest.
 
     Raises:
-        Disagreed: with the first fatal verdict.
+        UnfitError, UsageError: with the first fatal verdict.
     """
     if agreement.fatal:
-        raise Disagreed.of(agreement.fatal[0].summary, verdict=agreement.fatal[0])
+        raise refusal_alone(agreement.fatal[0])
     for verdict in agreement.warnings:
         show(_as_warning(verdict))
 

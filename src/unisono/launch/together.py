@@ -21,7 +21,7 @@ from unisono.launch.interrupts import Interrupts
 from unisono.launch.nodes.party import Party
 from unisono.launch.nodes.ssh import SshFronts, remote_train, start_others
 from unisono.launch.nodes.words import last_word
-from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
+from unisono.launch.outcome import Ending, result_of
 from unisono.launch.planning import Here
 from unisono.launch.record import Table
 from unisono.launch.rescue import Found
@@ -100,17 +100,19 @@ class Together:
         left = [rank for rank in self.meeting.roll.hosts if rank not in nodes]
         return 0 in left and len(left) >= self.meeting.party.topology.enough
 
-    def leave_out(self, nodes: Collection[int], verdict: Verdict, *, serving: bool) -> None:
+    def leave_out(
+        self, nodes: Collection[int], verdict: Verdict, *, done: dict[str, Any] | None = None
+    ) -> None:
         """Goes on without nodes, for the reason of the verdict. One that still listens is told so, and ends.
 
         Args:
             nodes: by their numbers.
             verdict: what is wrong with them.
-            serving: whether they have had ranks until now; otherwise they have been asked whether they can go on.
+            done: what the run has come to with them, as in result.json; None where they had no ranks, and have been asked whether they can go on.
         """
         word = last_word([verdict])
-        if serving:
-            ending = Ending(4, NOTHING_DONE, verdict)
+        if done is not None:
+            ending = Ending(4, done, verdict)
             result = result_of(ending, run_id="", output_dir="", restarts=[], seconds=0.0)
             word |= {"exit_code": 4, "problems": [], "result": result}
         for rank in nodes:
@@ -149,7 +151,7 @@ class Together:
         except Objection as objection:
             if not objection.nodes or not self.can_do_without(objection.nodes):
                 self.meeting.refuse(objection.verdicts, nodes=objection.nodes)
-            self.leave_out(objection.nodes, objection.verdicts[0], serving=False)
+            self.leave_out(objection.nodes, objection.verdicts[0])
             self.meeting.note(objection.verdicts[0].summary, everywhere=True)
             return None
 

@@ -14,7 +14,7 @@ import shlex
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -203,6 +203,74 @@ def read_holder(path: Path) -> Holder | None:
     finally:
         os.close(fd)
     return None
+
+
+def named_in(path: Path) -> Holder | None:
+    """Whom a lock file names, whether it lives or not; None where it names nobody."""
+    fd = _open_existing(path)
+    if fd is None:
+        return None
+    try:
+        return _parse(os.pread(fd, 4096, 0))
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def standing_in(
+    path: Path, holder: Holder, *, limit_s: float, watch_s: float = 0.0, poll_s: float = 0.05
+) -> Iterator[bool]:
+    """Whether `holder` has ended and nobody has taken over its lock since; then nobody can while this is entered. The file stays as it is.
+
+    For a process that takes part in the holder's run, and writes down how that ended.
+
+    Args:
+        path: of the lock.
+        holder: as the file named it while it lived.
+        limit_s: how long its end is waited for: of a process that ends, the kernel closes connections and locks one after the other.
+        watch_s: how long beats are watched for, where only the lock says that it has ended, and that may be kept to one node.
+        poll_s: between two looks.
+    """
+    fd = _open_existing(path)
+    if fd is None:
+        yield False
+        return
+    try:
+        yield _has_ended(fd, path, holder, limit_s=limit_s, watch_s=watch_s, poll_s=poll_s)
+    finally:
+        os.close(fd)
+
+
+def _has_ended(fd: int, path: Path, holder: Holder, *, limit_s: float, watch_s: float, poll_s: float) -> bool:
+    limit = time.monotonic() + limit_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > limit:
+                return False
+            time.sleep(poll_s)
+        except OSError:
+            return False
+    if _parse(os.pread(fd, 4096, 0)) != holder:  # another start has it, or had
+        return False
+    first, limit = _beat_of(fd), time.monotonic() + watch_s
+    while time.monotonic() < limit:
+        time.sleep(poll_s)
+        if _beat_of(fd) != first:
+            return False
+    return _is_at(fd, path)
+
+
+def _open_existing(path: Path) -> int | None:
+    """Not made where it is missing, and not waited for where it is a pipe."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
 
 
 def _wait_for_name(fd: int) -> Holder | None:

@@ -39,7 +39,7 @@ class Attendance:
         party: this node.
         link: to the head; from the start of the ranks on it is the caller's to read (`link.receive`).
         welcome: what the head told everybody: run_nonce, epoch, wall, head_host, and what its caller added.
-        head_gone: why the head is not heard any more; empty as long as it is.
+        head_gone: the end of the connection to the head; None as long as it is there.
     """
 
     def __init__(self, party: Party) -> None:
@@ -56,7 +56,7 @@ class Attendance:
             node_host=party.host, timeout_s=party.join_timeout_s, on_wait=_Waiting(party).tell, nodes=topology.nodes,
         )  # fmt: skip
         self.welcome = self.link.welcome
-        self.head_gone = ""
+        self.head_gone: Left | None = None
         self._over = False
         self._kept: list[Said | Left] = []
 
@@ -145,8 +145,12 @@ class Attendance:
     def _hear(self, event: Said | Left) -> None:
         if isinstance(event, Left):
             self._over = True
-            self.head_gone = event.why
-            raise words.disagreement([words.head_lost(self.party.label, self.party.head, event.why)])
+            self.head_gone = event
+            if event.gave_up:  # this process was stopped: as the head says it
+                own = words.node_left(self.party.topology.node_rank, self.party.host, event.why)
+                raise words.disagreement([own.model_copy(update={"named_after_s": event.silent_s})])
+            lost = words.head_lost(self.party.label, self.party.head, event.why)
+            raise words.disagreement([lost.model_copy(update={"named_after_s": event.silent_s})])
         message = event.message
         match message.get("kind"):
             case "note":

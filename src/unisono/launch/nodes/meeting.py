@@ -169,9 +169,9 @@ class Meeting:
             if time.monotonic() > limit:
                 late = sorted(wanted - set(self._inbox.get(kind, {})))
                 why = f"nothing came within {timeout_s:.0f} s: {what or kind}"
-                self.refuse(
-                    [self._gone(rank, self.roll.hosts.get(rank, "?"), why) for rank in late], nodes=late
-                )
+                gone = [self._gone(rank, self.roll.hosts.get(rank, "?"), why) for rank in late]
+                after = {"named_after_s": round(timeout_s, 3)}
+                self.refuse([verdict.model_copy(update=after) for verdict in gone], nodes=late)
             self.listen(min(_POLL_S, max(0.0, limit - time.monotonic())))
         return self._inbox.pop(kind, {})  # the head may be the only one left
 
@@ -308,9 +308,9 @@ class Meeting:
 
     def _take(self, event: Event) -> None:
         if not isinstance(event, Said) or event.message.get("kind") in ("refused", "stop"):
-            self._last_news = (
-                time.monotonic()
-            )  # the last arrival counts, not the last report: files may be large
+            # The last arrival counts, not the last report: files may be large. Of a node that fell silent, its last sign of life.
+            silent_s = event.silent_s if isinstance(event, Left) else 0.0
+            self._last_news = time.monotonic() - silent_s
         match event:
             case Joined():
                 self.roll.joined(event)
@@ -328,7 +328,12 @@ class Meeting:
             return
         line = self.roll.gone(event)
         if not self._joining:
-            lost = self._gone(event.node_rank, event.host, event.why)
+            label = name_node(event.node_rank, event.host)
+            lost = (
+                words.head_lost(label, self.party.head, event.why)
+                if event.gave_up
+                else self._gone(event.node_rank, event.host, event.why)
+            )
             self.refuse([lost], nodes=[event.node_rank])
         self.note(line)
 

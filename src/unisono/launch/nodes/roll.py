@@ -76,7 +76,8 @@ class Roll:
         self.hosts.pop(event.node_rank, None)
         self.addresses.pop(event.node_rank, None)
         self.reports.pop(event.node_rank, None)
-        self.left[event.node_rank] = event.host, one_line(event.why, limit=200)
+        why = f"it has given up on the head, which was {event.why}" if event.gave_up else event.why
+        self.left[event.node_rank] = event.host, one_line(why, limit=200)
         return self._has_left(event.node_rank)
 
     def reported(self, node_rank: int, value: object) -> Verdict | None:

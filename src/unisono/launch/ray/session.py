@@ -140,7 +140,7 @@ class _Session:
             head.look_for(_HEAD_GOES_S)
         if head is None or not head.why:
             raise _driver_died(error, str(self.body["address"])) from error
-        verdict = name_rays_head(head, words=error.problems[0].why)
+        verdict = name_rays_head(head, words=error.problems[0].why, after_s=round(head.silent_s, 3))
         self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
         return {
             "kind": "result",

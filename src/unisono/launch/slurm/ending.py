@@ -6,6 +6,7 @@ from unisono.causes import Evidence, Verdict, find_cause
 from unisono.facts.slurm_control import NodeState, node_states
 from unisono.launch.interrupts import exit_code_of
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
+from unisono.launch.record import read_progress
 from unisono.launch.slurm.following import Followed
 from unisono.rundir import RunDir
 from unisono.rundir.result import read_result
@@ -49,11 +50,14 @@ def result_of_job(
 
 
 def _known(run: RunDir) -> dict[str, Any]:
-    """How far the run is: as an earlier start of it has left it."""
+    """How far the run is: as whoever wrote how it ended has it, else by its files."""
     before = read_result(run)
-    if before is None:
+    if before is not None:
+        return {name: getattr(before, name) for name in NOTHING_DONE}
+    try:
+        return read_progress(run)
+    except OSError:  # the directory may be of compute nodes alone
         return NOTHING_DONE
-    return {name: getattr(before, name) for name in NOTHING_DONE}
 
 
 def _verdict(followed: Followed) -> Verdict:
