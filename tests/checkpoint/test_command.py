@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import xxhash
 
+from unisono.checkpoint.listing import write_listing
 from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore
+from unisono.checkpoint.tensor_file import TensorPart, write_tensor_file
 from unisono.cli.checkpoint_rows import table
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
@@ -134,6 +136,28 @@ def test_verifying_damage_ends_with_7_and_names_file_and_place(run: RunDir) -> N
     assert done.returncode == 7
     rows = json.loads(done.stdout)["checkpoints"]
     assert rows[1]["findings"][0]["file"] == "weights.safetensors"
+    assert _unisono(run, "verify", "--step", "30").returncode == 0
+
+
+def test_verifying_covers_the_final_adapter(run: RunDir) -> None:
+    assert _json(run, "verify")["final"] is None
+    run.adapter.mkdir()
+    file = run.adapter / "adapter_model.safetensors"
+    part = TensorPart("a.lora_A.weight", "F32", (4,), lambda: memoryview(b"0123456789abcdef"))
+    entry = write_tensor_file(file, [part])
+    assert "adapter        not verified" in _unisono(run, "verify").stdout
+    write_listing(run.adapter, {file.name: entry})
+    done = _unisono(run, "verify")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "adapter        intact")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    done = _unisono(run, "verify")
+    assert done.returncode == 7
+    assert "adapter        DAMAGED" in done.stdout
+    assert "adapter/adapter_model.safetensors: its content has changed in a.lora_A.weight" in done.stderr
+    assert f"unisono export {run.root} OUT --step 30" in done.stderr
+    final = _json(run, "verify")["final"]
+    assert (final["listed"], final["intact"]) == (True, False)
+    assert final["findings"][0]["tensors"] == ["a.lora_A.weight"]
     assert _unisono(run, "verify", "--step", "30").returncode == 0
 
 

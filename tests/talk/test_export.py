@@ -10,7 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from unisono.errors import UnisonoError
+from unisono.checkpoint.listing import LISTING, check_listing, read_listing
+from unisono.errors import IntegrityError, UnisonoError
 from unisono.task import export
 
 Train = Callable[..., Any]
@@ -111,6 +112,29 @@ def test_what_is_exported_of_an_older_step_is_the_result_of_a_run_that_ends_ther
     assert older.keys() == ended.keys()
     assert all(torch.equal(older[name], ended[name]) for name in ended)
     assert not all(torch.equal(older[name], last[name]) for name in last)
+
+
+@pytest.mark.parametrize("what", ["adapter", "merged", "model", "checkpoint"])
+def test_an_export_has_a_list_of_its_files_and_is_verified_where_it_is_read(
+    train_here: Train, tmp_path: Path, listening: Any, what: str
+) -> None:
+    run = train_here(adapter=None if what == "model" else {"rank": 4})
+    out = tmp_path / "out"
+    exported(run.directory, out, listening, merge=what == "merged", step=2 if what == "checkpoint" else None)
+    checked = check_listing(out)
+    assert (checked.listed, checked.findings) == (True, [])
+    listing = read_listing(out)
+    assert listing is not None
+    assert set(listing.files) == {file.name for file in out.iterdir()} - {LISTING}
+    (weights,) = out.glob("*.safetensors")
+    assert listing.files[weights.name].tensors.keys() == load_file(weights).keys()
+    again = tmp_path / "again"
+    exported(out, again, listening)  # of what was exported
+    assert check_listing(again).intact
+    weights.write_bytes(weights.read_bytes()[:-500])
+    with pytest.raises(IntegrityError, match="cut short"):
+        exported(out, tmp_path / "third", listening)
+    assert not (tmp_path / "third").exists()
 
 
 @pytest.mark.parametrize("merge", [True, False])

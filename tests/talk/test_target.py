@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from unisono.checkpoint.listing import LISTING
 from unisono.errors import IntegrityError, ModelError, UnisonoError, UsageError
-from unisono.task.target import find_target
+from unisono.task.target import find_target, verify_target
 
 Train = Callable[..., Any]
 
@@ -96,9 +98,109 @@ def test_an_adapter_without_its_model_is_refused_naming_the_line_to_change(
 
 
 def test_an_adapter_whose_weights_are_missing_is_refused(train_here: Train) -> None:
+    adapter = train_here().directory / "adapter"
+    (adapter / "adapter_model.safetensors").unlink()
+    error = refusal(adapter)
+    assert error.exit_code == 7
+    assert error.problems[0].what == "adapter/adapter_model.safetensors: it is missing"
+    (adapter / LISTING).unlink()
+    error = refusal(adapter)
+    assert error.exit_code == 2
+    assert "adapter_model.safetensors" in error.problems[0].why
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("change", [flip, cut, Path.unlink], ids=["flipped", "cut", "missing"])
+@pytest.mark.parametrize("adapter", [{"rank": 4}, None], ids=["adapter", "model"])
+def test_a_result_of_which_a_file_is_not_as_it_was_written_is_refused_naming_file_and_tensor(
+    train_here: Train, listening: Any, change: Callable[[Path], None], adapter: Any
+) -> None:
+    """Weights, config, tokenizer and template: by the run's name and by the directory's. What people edit is only told of."""
+    run = train_here(adapter=adapter)
+    final = run.directory / ("adapter" if adapter else "model")
+    whole = run.directory.with_name("whole")
+    shutil.copytree(final, whole)
+    names = sorted(path.name for path in final.iterdir())
+    assert LISTING in names
+    for name in names:
+        change(final / name)
+        for asked in (run.directory, final):
+            heard = type(listening)()
+            if name in ("README.md", "generation_config.json"):
+                verify_target(find_target(str(asked)), heard)
+                told = [m["text"] for m in heard.of_kind("warning")]
+                assert told == (
+                    []
+                    if change is Path.unlink
+                    else [f"{final / name}: it was edited after it was written; it is used as it is now"]
+                )
+                continue
+            if (name, change) == (LISTING, Path.unlink):
+                continue
+            with pytest.raises(IntegrityError) as caught:
+                verify_target(find_target(str(asked)), heard)
+            problem = caught.value.problems[0]
+            assert problem.what.startswith(f"{final.name}/{name}: it"), problem.what
+            assert problem.where == str(final / name)
+            assert f"delete {final / LISTING}" in problem.fix
+            if name.endswith(".safetensors") and change is not Path.unlink:
+                last = list(load_file(whole / name))[-1]
+                assert last.split(".")[-2] in problem.what
+        shutil.rmtree(final)
+        shutil.copytree(whole, final)
+    verify_target(find_target(str(run.directory)), listening)
+    assert listening.of_kind("warning") == []
+
+
+def test_a_deliberate_change_is_accepted_without_the_list_and_an_old_run_opens_with_a_word(
+    train_here: Train, listening: Any
+) -> None:
     run = train_here()
-    (run.directory / "adapter" / "adapter_model.safetensors").unlink()
-    assert "adapter_model.safetensors" in refusal(run.directory / "adapter").problems[0].why
+    flip(run.directory / "adapter" / "adapter_model.safetensors")
+    (run.directory / "adapter" / LISTING).unlink()
+    verify_target(find_target(str(run.directory)), listening)
+    (warning,) = listening.of_kind("warning")
+    assert "is not verified" in warning["text"]
+    verify_target(find_target(str(run.directory / "adapter")), listening)  # also anybody's adapter opens
+    assert len(listening.of_kind("warning")) == 1
+
+
+def test_the_place_of_the_model_beneath_an_adapter_may_be_edited_and_nothing_else_in_its_settings(
+    train_here: Train, model_dir: Path, listening: Any
+) -> None:
+    adapter = train_here().directory / "adapter"
+    file = adapter / "adapter_config.json"
+    model_dir.rename(model_dir.with_name("moved"))
+    settings = json.loads(file.read_text()) | {"base_model_name_or_path": str(model_dir.with_name("moved"))}
+    file.write_text(json.dumps(settings))
+    verify_target(find_target(str(adapter)), listening)
+    assert "base_model_name_or_path was edited" in listening.of_kind("warning")[0]["text"]
+    file.write_text(json.dumps(settings | {"lora_alpha": 9}))
+    with pytest.raises(IntegrityError, match="adapter_config"):
+        verify_target(find_target(str(adapter)), listening)
+
+
+def test_the_model_beneath_is_verified_where_it_has_a_list(train_here: Train, listening: Any) -> None:
+    base = train_here(adapter=None).directory / "model"
+    run = train_here(model={"path": str(base), "dtype": "float32"})
+    verify_target(find_target(str(run.directory)), listening)
+    flip(base / "model.safetensors")
+    with pytest.raises(IntegrityError, match="model/model"):
+        verify_target(find_target(str(run.directory)), listening)
+    with pytest.raises(IntegrityError, match="model/model"):
+        train_here(model={"path": str(base), "dtype": "float32"})
+    cut(base / "model.safetensors")
+    with pytest.raises(IntegrityError, match="model/model"):
+        train_here(model={"path": str(base), "dtype": "float32"})
 
 
 def test_a_damaged_plan_is_refused(train_here: Train) -> None:

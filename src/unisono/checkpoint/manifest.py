@@ -40,53 +40,30 @@ class FileEntry(BaseModel):
         return (self.bytes, self.xxh3_128) == (other.bytes, other.xxh3_128)
 
 
-class Manifest(BaseModel):
-    """All that is known of a checkpoint without reading its tensors."""
+class Vouched(BaseModel):
+    """Files with their digests, in a file whose own checksum finds any byte of it that is not as it was written."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, serialize_by_alias=True)
 
     schema_: Literal[1] = Field(default=1, alias="schema")
-    run_id: str
-    step: int = Field(ge=0)
-    created: str
-    """UTC, ISO 8601."""
-    config_digest: str
-    world_size: int = Field(ge=1)
-    threads: int = Field(ge=1)
-    holder: str
-    """The head's host: in its output_dir all files were brought together, those of other nodes over the channel where they share no disk."""
     files: dict[str, FileEntry]
-    mac: str = ""
     checksum: str = ""
-
-    @field_validator("files")
-    @classmethod
-    def _names_stay_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
-        for name in files:
-            if not is_file_name(name) or name == MANIFEST:
-                raise ValueError(f"{name!r} cannot be a file of a checkpoint")
-        return files
 
     @property
     def total_bytes(self) -> int:
-        """The size of all files together, without the manifest."""
+        """The size of all files together, without this one."""
         return sum(entry.bytes for entry in self.files.values())
 
-    def signed(self, key: bytes) -> Self:
-        """The same manifest with mac and checksum."""
-        signed = self.model_copy(update={"mac": self._mac(key)})
-        return signed.model_copy(update={"checksum": signed.true_checksum()})
-
-    def is_signed_by(self, key: bytes) -> bool:
-        """Whether the mac is one of this key."""
-        return hmac.compare_digest(self.mac, self._mac(key))
+    def with_checksum(self) -> Self:
+        """The same with its checksum."""
+        return self.model_copy(update={"checksum": self.true_checksum()})
 
     def true_checksum(self) -> str:
-        """The checksum of what stands in it, mac included."""
+        """The checksum of what stands in it."""
         return xxhash.xxh3_128_hexdigest(self._body("checksum"))
 
     def to_bytes(self) -> bytes:
-        """The content of manifest.json. There is one such text for a manifest, so that any other byte is damage."""
+        """The content of the file. There is one such text for a value, so that any other byte is damage."""
         return (json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n").encode()
 
     @classmethod
@@ -103,22 +80,53 @@ class Manifest(BaseModel):
         if isinstance(value, dict) and isinstance(value.get("schema"), int) and value["schema"] > 1:
             raise ManifestError(f"its schema {value['schema']} is of a newer version of unisono")
         try:
-            manifest = cls.model_validate(value)
+            found = cls.model_validate(value)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or "it"
             raise ManifestError(f"{place}: {first['msg']}") from error
-        if manifest.checksum != manifest.true_checksum() or data != manifest.to_bytes():
+        if found.checksum != found.true_checksum() or data != found.to_bytes():
             raise ManifestError("its checksum does not fit what stands in it")
-        return manifest
-
-    def _mac(self, key: bytes) -> str:
-        return hmac.new(key, self._body("mac", "checksum"), hashlib.sha256).hexdigest()
+        return found
 
     def _body(self, *without: str) -> bytes:
         """Canonical JSON: sorted keys, no blanks, ASCII."""
         body: dict[str, Any] = self.model_dump(mode="json", exclude=set(without))
         return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+class Manifest(Vouched):
+    """All that is known of a checkpoint without reading its tensors."""
+
+    run_id: str
+    step: int = Field(ge=0)
+    created: str
+    """UTC, ISO 8601."""
+    config_digest: str
+    world_size: int = Field(ge=1)
+    threads: int = Field(ge=1)
+    holder: str
+    """The head's host: in its output_dir all files were brought together, those of other nodes over the channel where they share no disk."""
+    mac: str = ""
+
+    @field_validator("files")
+    @classmethod
+    def _names_stay_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        for name in files:
+            if not is_file_name(name) or name == MANIFEST:
+                raise ValueError(f"{name!r} cannot be a file of a checkpoint")
+        return files
+
+    def signed(self, key: bytes) -> Self:
+        """The same manifest with mac and checksum."""
+        return self.model_copy(update={"mac": self._mac(key)}).with_checksum()
+
+    def is_signed_by(self, key: bytes) -> bool:
+        """Whether the mac is one of this key."""
+        return hmac.compare_digest(self.mac, self._mac(key))
+
+    def _mac(self, key: bytes) -> str:
+        return hmac.new(key, self._body("mac", "checksum"), hashlib.sha256).hexdigest()
 
 
 def is_file_name(name: str) -> bool:

@@ -11,7 +11,7 @@ from unisono.errors import Problem, UnfitError
 from unisono.storage_errors import error_number, is_full, reason, remedy, storage_verdict, words
 from unisono.units import show_bytes
 
-Kind = Literal["manifest", "missing", "size", "content", "step", "run", "foreign", "extra"]
+Kind = Literal["manifest", "missing", "size", "content", "step", "run", "foreign", "extra", "edited"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Damage:
     @property
     def is_fatal(self) -> bool:
         """Whether the checkpoint must not be read. A stranger's may be, if it is trusted; an extra file never is."""
-        return self.kind not in ("foreign", "extra")
+        return self.kind not in ("foreign", "extra", "edited")
 
     def __str__(self) -> str:
         return f"{self.file}: {self.what}"

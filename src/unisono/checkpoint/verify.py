@@ -202,6 +202,11 @@ def _explain(path: Path, name: str, wanted: FileEntry, found: FileEntry) -> Dama
     for other in _other_manifests(path):
         if (entry_there := other.files.get(name)) is not None and entry_there.describes(found):
             return Damage(name, f"it is the file of step {other.step}", "step")
+    return explain_damage(path, name, wanted, found)
+
+
+def explain_damage(path: Path, name: str, wanted: FileEntry, found: FileEntry) -> Damage:
+    """How a file in the directory `path` differs from what was written, and in which of its tensors."""
     hit = tuple(_hit_tensors(path / name, wanted))
     where = f" in {show_hit(hit)}" if hit else ""
     if found.bytes < wanted.bytes:

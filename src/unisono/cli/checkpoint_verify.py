@@ -8,6 +8,8 @@ import typer
 from unisono.cli.output import output
 
 if TYPE_CHECKING:
+    from unisono.checkpoint.listing import Checked
+    from unisono.checkpoint.trouble import Damage
     from unisono.checkpoint.verify import Reading
     from unisono.errors import Problem
     from unisono.launch.replayed import Replayed
@@ -24,21 +26,25 @@ def verify(
         ),
     ] = None,
 ) -> None:  # fmt: skip
-    """Reads the checkpoints of a run through, and says what is damaged. Ends with 7 if anything is."""
+    """Reads the checkpoints of a run, and its final adapter or model, through, and says what is damaged. Ends with 7 if anything is."""
     from unisono.errors import IntegrityError
 
-    readings = _read(run, step)
+    final = _check_final(run) if step is None else None
+    readings = _read(run, step, may_be_none=final is not None)
     speak = output()
     if not speak.json:
         _tell(readings)
+        _tell_final(final)
     replayed = _replay(run, step, replay) if replay is not None else None
     problems = _problems(readings)
+    if final is not None and not final.intact:
+        problems += final.refusal(restore=_restore(run, readings)).problems
     if replayed is not None and not replayed.is_right:
         problems += replayed.error(str(run)).problems
     if speak.json:
         rows = [_row(reading) for reading in readings]
         more = {"replay": replayed.to_json()} if replayed is not None else {}
-        speak.emit({"schema": 1, "checkpoints": rows, **more})
+        speak.emit({"schema": 1, "checkpoints": rows, "final": _final_row(final), **more})
         raise typer.Exit(IntegrityError.exit_code if problems else 0)
     if replayed is not None and replayed.is_right:
         for line in replayed.lines():
@@ -47,7 +53,16 @@ def verify(
         raise IntegrityError(*problems)
 
 
-def _read(run: Path, step: int | None) -> "list[Reading]":
+def _check_final(run: Path) -> "Checked | None":
+    """Reads adapter/ or model/ of the run through; None where there is neither."""
+    from unisono.checkpoint.listing import check_listing
+    from unisono.rundir import RunDir
+
+    there = [place for place in (RunDir(run).adapter, RunDir(run).model) if place.is_dir()]
+    return check_listing(there[0]) if there else None
+
+
+def _read(run: Path, step: int | None, *, may_be_none: bool) -> "list[Reading]":
     """Reads the checkpoint of a step, or all, and writes it down."""
     from unisono.checkpoint.record import note_verified
     from unisono.checkpoint.verify import read_through
@@ -56,7 +71,7 @@ def _read(run: Path, step: int | None) -> "list[Reading]":
 
     store, key = open_run(run)
     paths = [path for path in store.list() if step is None or path == store.path(step)]
-    if not paths:
+    if not paths and not may_be_none:
         raise UsageError.of(
             "there is no checkpoint to verify" if step is None else f"there is no checkpoint of step {step}",
             where=str(store.root), fix=f"`unisono checkpoint ls {run}` lists those that are there",
@@ -87,10 +102,43 @@ def _tell(readings: "list[Reading]") -> None:
                 speak.result(f"               {finding}")
 
 
+def _tell_final(final: "Checked | None") -> None:
+    if final is None:
+        return
+    speak = output()
+    state = (
+        ("intact" if final.intact else "DAMAGED")
+        if final.listed
+        else "not verified: it was written without a list of digests"
+    )
+    speak.result(f"{final.path.name:<13}  {state}")
+    for finding in final.findings:
+        if not finding.is_fatal:
+            speak.result(f"               {finding}")
+
+
+def _final_row(final: "Checked | None") -> dict[str, Any] | None:
+    if final is None:
+        return None
+    return {
+        "path": str(final.path), "listed": final.listed, "intact": final.intact if final.listed else None,
+        "findings": [_finding(f) for f in final.findings],
+    }  # fmt: skip
+
+
+def _finding(finding: "Damage") -> dict[str, Any]:
+    return {
+        "file": finding.file,
+        "what": finding.what,
+        "kind": finding.kind,
+        "tensors": list(finding.tensors),
+    }
+
+
 def _row(reading: "Reading") -> dict[str, Any]:
     return {
         "step": _step(reading.path), "path": str(reading.path), "intact": reading.intact, "foreign": reading.is_foreign,
-        "findings": [{"file": f.file, "what": f.what, "kind": f.kind, "tensors": list(f.tensors)} for f in reading.findings],
+        "findings": [_finding(f) for f in reading.findings],
     }  # fmt: skip
 
 
@@ -109,6 +157,14 @@ def _problems(readings: "list[Reading]") -> "list[Problem]":
         for finding in reading.findings
         if finding.is_fatal
     ]
+
+
+def _restore(run: Path, readings: "list[Reading]") -> str:
+    """How a damaged final adapter or model comes back."""
+    good = [_step(reading.path) for reading in readings if reading.intact]
+    if not good:
+        return "copy the directory again"
+    return f"`unisono export {run} OUT --step {max(good)}` writes the weights of that checkpoint"
 
 
 def _step(path: Path) -> int:

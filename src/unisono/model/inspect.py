@@ -20,8 +20,8 @@ from unisono.model.locate import locate_model
 from unisono.plan.model import ModelFacts
 from unisono.text import one_line
 
-Vouch = Callable[[Path, dict[str, str]], None]
-"""Is given a model's directory and the XXH3-128 of its files by their names; raises if they are not what they should be."""
+Vouch = Callable[[Path, dict[str, tuple[int, str]]], None]
+"""Is given a model's directory, and size and XXH3-128 of its files by their names; raises if they are not what they should be."""
 
 
 def inspect_model(config: RunConfig, *, vouch: Vouch = lambda _directory, _digests: None) -> ModelFacts:
@@ -49,7 +49,7 @@ def inspect_model(config: RunConfig, *, vouch: Vouch = lambda _directory, _diges
     headers = [header for file in files for header in read_safetensors_header(file)]
     contents = {file: read_contents(file) for file in files}
     digests = {"config.json": _digest_file(directory / "config.json")} | {
-        file.name: found.digest for file, found in contents.items()
+        file.name: (found.bytes, found.digest) for file, found in contents.items()
     }
     vouch(directory, digests)
     odd = {file: found.odd for file, found in contents.items() if found.odd}
@@ -146,13 +146,14 @@ def _count(shape: tuple[int, ...]) -> int:
     return product
 
 
-def _digest(digests: dict[str, str]) -> str:
+def _digest(digests: dict[str, tuple[int, str]]) -> str:
     """A digest of the names and contents of files."""
     total = hashlib.sha256()
-    for name, digest in digests.items():
+    for name, (_, digest) in digests.items():
         total.update(f"{name} {digest}\n".encode())
     return total.hexdigest()[:32]
 
 
-def _digest_file(file: Path) -> str:
-    return xxhash.xxh3_128(file.read_bytes()).hexdigest()
+def _digest_file(file: Path) -> tuple[int, str]:
+    data = file.read_bytes()
+    return len(data), xxhash.xxh3_128_hexdigest(data)

@@ -82,12 +82,12 @@ class RunDir:
 
     @property
     def adapter(self) -> Path:
-        """The trained adapter in peft's layout."""
+        """The trained adapter in peft's layout, and unisono_manifest.json with the digest of every file."""
         return self.root / "adapter"
 
     @property
     def model(self) -> Path:
-        """The trained model in the Hugging Face layout, after full fine-tuning."""
+        """The trained model in the Hugging Face layout, after full fine-tuning, and unisono_manifest.json with the digest of every file."""
         return self.root / "model"
 
     @property

@@ -2,7 +2,6 @@
 
 import os
 import re
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from unisono.facts import read_environment
 from unisono.model.files import read_safetensors_header, weight_files
 from unisono.model.inspect import is_embedding
 from unisono.model.locate import is_hub_id, locate_model
-from unisono.task.file_digests import Digested, digest_files
+from unisono.task.file_digests import Digested, DigestProgress, digest_files
 from unisono.text import one_line
 
 _TOKENIZER = (
@@ -25,8 +24,6 @@ _TOKENIZER = (
 )  # fmt: skip
 _MODEL = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
-_TOLD_FROM_BYTES = 1 << 28
-_TOLD_EVERY_S = 1.0
 
 
 @dataclass
@@ -60,7 +57,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     found = digest_files(
         listed.everything(),
         cache=Path(request["cache_dir"]) / "digests.json",
-        told=_Progress(report).told,
+        told=DigestProgress(report, "contents").told,
     )
     for path, value in found.items():
         if isinstance(value, OSError):
@@ -214,17 +211,3 @@ def _product(shape: tuple[int, ...]) -> int:
     for size in shape:
         product *= size
     return product
-
-
-class _Progress:
-    """Tells how far the digests are, once a second, where there is much to read."""
-
-    def __init__(self, report: Reporter) -> None:
-        self._report = report
-        self._next = time.monotonic() + _TOLD_EVERY_S
-
-    def told(self, done: int, total: int) -> None:
-        if total < _TOLD_FROM_BYTES or time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + _TOLD_EVERY_S
-        self._report.phase("contents", "digests of the files", done=done, total=total)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from unisono.checkpoint.listing import read_listing, write_listing
 from unisono.config.schema import CheckpointSection
 from unisono.errors import ModelError, UnfitError, UsageError
 from unisono.events import Reporter
@@ -29,8 +30,8 @@ from unisono.task.opening import (
     template_of,
     trusts_code,
 )
-from unisono.task.target import Target, find_target
-from unisono.train.weights import write_model, write_weights
+from unisono.task.target import Target, find_target, verify_target
+from unisono.train.weights import Entries, entries_of, write_model, write_weights
 from unisono.units import parse_bytes
 
 _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
@@ -45,12 +46,12 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     Raises:
         UsageError: if OUT is taken, or the target is not there.
         ModelError: if an adapter cannot be merged.
+        IntegrityError: if the target is damaged.
         UnfitError: if the storage fails.
     """
     out = _free_place(request["out"])
     target = find_target(request["target"], step=request.get("step"))
-    for note in target.notes:
-        report.warning("target", note)
+    verify_target(target, report)
     merge = bool(request.get("merge")) and _has_adapter(target)
     if request.get("merge") and not merge:
         report.warning(
@@ -58,8 +59,12 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         )
     report.phase("export", f"writing {out}")
     with whole_directory(out) as directory:
-        extra = write_merged(target, directory, report) if merge else write_as_it_is(target, directory)
+        if merge:
+            extra, entries = write_merged(target, directory, report)
+        else:
+            extra, entries = {}, write_as_it_is(target, directory)
         _write_rest(target, directory)
+        write_listing(directory, entries)
     what = "merged model" if merge else "adapter" if _has_adapter(target) else "model"
     files = sorted(file for file in out.rglob("*") if file.is_file())
     return {
@@ -68,24 +73,27 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_as_it_is(target: Target, directory: Path) -> dict[str, Any]:
-    """The adapter, or the whole model, without a change in its weights."""
+def write_as_it_is(target: Target, directory: Path) -> Entries:
+    """The adapter, or the whole model, without a change in its weights; gives the digests of the weight files."""
     if target.source == "checkpoint":
         assert target.plan is not None
-        write_weights(
+        return write_weights(
             load_target(target, dtype=target.plan.dtype, device=torch.device("cpu")), target.plan, directory
         )
-        return {}
     directory.mkdir()
     patterns = _ADAPTER_FILES if target.source == "adapter" else _MODEL_FILES
     for file in sorted({file for pattern in patterns for file in target.weights.glob(pattern)}):
         shutil.copyfile(file, directory / file.name)
     if target.source == "adapter":
         _name_base(target, directory / "adapter_config.json")
-    return {}
+    # Found right by now; what is damaged while it is copied is found by who reads the copy.
+    listing = read_listing(target.weights)
+    if listing is None:
+        return entries_of(target.weights)
+    return {name: entry for name, entry in listing.files.items() if name.endswith(".safetensors")}
 
 
-def write_merged(target: Target, directory: Path, report: Reporter) -> dict[str, Any]:
+def write_merged(target: Target, directory: Path, report: Reporter) -> tuple[dict[str, Any], Entries]:
     """The model with the adapter added to its weights, in the dtype of the model's own files.
 
     What was written is read again, and its logits are compared with those of base plus adapter.
@@ -105,7 +113,7 @@ def write_merged(target: Target, directory: Path, report: Reporter) -> dict[str,
         GenerationConfig()
     )  # ours is written below; an odd one would be refused by transformers
     merged.config.use_cache = True
-    write_model(merged, directory, dtype=dtype, max_file_bytes=_largest_file(target))
+    entries = write_model(merged, directory, dtype=dtype, max_file_bytes=_largest_file(target))
     del loaded, merged
     report.phase("verify", "reading the merged model again")
     again = load_base(directory, dtype=getattr(torch, dtype), trust_remote_code=trusts_code(target)).eval()
@@ -118,7 +126,7 @@ def write_merged(target: Target, directory: Path, report: Reporter) -> dict[str,
             why=f"its logits differ by {difference:.2g} of their spread; up to {TOLERANCE[dtype]:g} is rounding",
             fix="export without --merge",
         )  # fmt: skip
-    return {"dtype": dtype, "logits_differ_by": difference}
+    return {"dtype": dtype, "logits_differ_by": difference}, entries
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import xxhash
 
+from unisono.events import Reporter
 from unisono.files import read_object, write_json
 
 _BLOCK = 1 << 23
@@ -18,6 +19,8 @@ _KEPT_FROM_BYTES = 1 << 24  # smaller ones are read in a hundredth of a second
 _KEPT_FILES = 4_000
 _SETTLED_S = 2.0
 _THREADS = 4
+_TOLD_FROM_BYTES = 1 << 28
+_TOLD_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +120,19 @@ def _keep(cache: Path, run: _Run) -> None:
         write_json(cache, {"schema": 1, "files": dict(list(files.items())[-_KEPT_FILES:])})
     except OSError:
         return  # a home that is full or cannot be written costs the next start some seconds, and this one nothing
+
+
+class DigestProgress:
+    """Tells how far the digests are, once a second, where there is much to read."""
+
+    def __init__(self, report: Reporter, phase: str) -> None:
+        self._report = report
+        self._phase = phase
+        self._next = time.monotonic() + _TOLD_EVERY_S
+
+    def told(self, done: int, total: int) -> None:
+        """For `digest_files`: bytes done and bytes in all."""
+        if total < _TOLD_FROM_BYTES or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _TOLD_EVERY_S
+        self._report.phase(self._phase, "digests of the files", done=done, total=total)

@@ -23,7 +23,7 @@ from unisono.model.load import (
     load_tokenizer,
     odd_parameters,
 )
-from unisono.task.target import Target, find_target
+from unisono.task.target import Target, find_target, verify_target
 from unisono.text import one_line
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -97,10 +97,11 @@ def open_for_inference(asked: str, *, step: int | None = None, report: Reporter)
     Raises:
         UsageError: if there is nothing there, or no weights yet.
         ModelError: if files are missing or do not fit together.
-        IntegrityError: if a checkpoint is damaged.
+        IntegrityError: if a checkpoint is damaged, or a file is not as its list says.
     """
     report.phase("locate", f"looking for {asked}")
     target = find_target(asked, step=step)
+    verify_target(target, report)
     report.phase("load_model", f"loading {target.description}")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = _dtype(target, device)
@@ -114,8 +115,6 @@ def open_for_inference(asked: str, *, step: int | None = None, report: Reporter)
         quick_adapter=target.source != "model" and _is_plain_lora(loaded),
     )
     loaded.model.eval()
-    for note in target.notes:
-        report.warning("target", note)
     return Opened(target, forward, template, _context(loaded.base), dtype)
 
 

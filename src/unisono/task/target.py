@@ -1,19 +1,23 @@
 """What RUN|MODEL on a command line names: a run's final weights, one of its checkpoints, a model, an adapter. Without torch."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from unisono.checkpoint.listing import LISTING, check_listing, listed_files, read_digest
 from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore, Found
 from unisono.errors import IntegrityError, ModelError, Problem, UsageError
+from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import read_json
 from unisono.model.locate import locate_model
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
+from unisono.task.file_digests import Digested, DigestProgress, digest_files
 
 Source = Literal["model", "adapter", "checkpoint"]
 
@@ -51,7 +55,7 @@ def find_target(asked: str, *, step: int | None = None) -> Target:
     Raises:
         UsageError: if there is nothing there, or no weights yet.
         ModelError: if a model or adapter lacks files.
-        IntegrityError: if a run has checkpoints, and none of them is intact.
+        IntegrityError: if a run has checkpoints, and none of them is intact; or files are missing or damaged that its list has.
     """
     directory = Path(asked).expanduser()
     if not asked.strip():
@@ -60,6 +64,17 @@ def find_target(asked: str, *, step: int | None = None) -> Target:
             where="RUN|MODEL",
             fix="give a run's directory, a model's directory, or a hub id",
         )
+    try:
+        return _find(asked, directory, step)
+    except UsageError:  # a file that cannot be read may be one that was damaged since it was written
+        for place in (directory, RunDir(directory).adapter, RunDir(directory).model):
+            checked = check_listing(place)
+            if not checked.intact:
+                raise checked.refusal(restore="copy the directory again, or export it again") from None
+        raise
+
+
+def _find(asked: str, directory: Path, step: int | None) -> Target:
     if _is_run(directory):
         return _of_run(asked, RunDir(directory.resolve()), step)
     if step is not None:
@@ -75,6 +90,49 @@ def find_target(asked: str, *, step: int | None = None) -> Target:
     if (found / "adapter_config.json").is_file():
         return _of_adapter(asked, found)
     return Target(asked, "model", found, found, None, f"the model {asked}")
+
+
+def verify_target(target: Target, report: Reporter) -> None:
+    """Tells what a person should know of the target, and compares its files with the list that was written with them.
+
+    What is read here is in memory when it is loaded; digests of large files are kept, so that the next start does not read them twice.
+
+    Raises:
+        IntegrityError: naming each file that is damaged, and its tensors.
+    """
+    for note in target.notes:
+        report.warning("target", note)
+    places = list(dict.fromkeys([target.base, *([] if target.source == "checkpoint" else [target.weights])]))
+    found = digest_files(
+        [file for place in places for file in listed_files(place)],
+        cache=read_environment().cache_dir / "digests.json", told=DigestProgress(report, "verify").told,
+    )  # fmt: skip
+    for place in places:
+        checked = check_listing(place, read=partial(_digest_of, found))
+        if not checked.intact:
+            raise checked.refusal(restore=_restore(target, place))
+        for finding in checked.findings:
+            report.warning("target", f"{place / finding.file}: {finding.what}")
+        if not checked.listed and place == target.weights and target.plan is not None:
+            report.warning(
+                "target", f"{place} is not verified: an older version of unisono wrote no {LISTING} there"
+            )
+
+
+def _digest_of(found: dict[Path, Digested | OSError], file: Path) -> tuple[int, str]:
+    value = found.get(file)
+    if isinstance(value, OSError):
+        raise value
+    return (value.bytes, value.digest) if value is not None else read_digest(file)
+
+
+def _restore(target: Target, place: Path) -> str:
+    if target.plan is not None and place == target.weights:
+        return (
+            f"`unisono export {target.asked} OUT --step N` writes the weights of a checkpoint (`unisono checkpoint ls {target.asked}`), "
+            "or copy the directory again"
+        )
+    return "copy the directory again, or export it again"
 
 
 def _is_run(directory: Path) -> bool:

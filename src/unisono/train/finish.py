@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from unisono.checkpoint.listing import write_listing
 from unisono.checkpoint.trouble import free_bytes
 from unisono.errors import Problem, UnfitError
 from unisono.files import fsync_dir
@@ -16,7 +17,7 @@ from unisono.units import show_bytes
 
 
 def write_result(run: Run) -> Path | None:
-    """Writes adapter/ or model/ of the run, with tokenizer and chat template; gives its path.
+    """Writes adapter/ or model/ of the run, with tokenizer, chat template and a list of the files; gives its path.
 
     All ranks must call it; rank 0 writes, and the others get None.
 
@@ -31,7 +32,7 @@ def write_result(run: Run) -> Path | None:
     temporary = target.with_name(f".{target.name}.tmp")
     with _storage_trouble_told(run, temporary, target):
         shutil.rmtree(temporary, ignore_errors=True)
-        write_weights(run.forward.loaded, run.plan, temporary)
+        write_listing(temporary, write_weights(run.forward.loaded, run.plan, temporary))
         _sync(temporary)
         _put_in_place(temporary, target)
     return target

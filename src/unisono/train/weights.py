@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.state import bytes_of, dtype_name
 from unisono.checkpoint.tensor_file import TensorPart, file_order, write_tensor_file
 from unisono.files import read_json, write_json
-from unisono.model.files import read_safetensors_header, weight_files
+from unisono.model.files import read_contents, read_safetensors_header, weight_files
 from unisono.model.layout import MODEL_INDEX, Layout, Stored, Tensors, adapter_layout, model_layout, untied
 from unisono.model.load import DTYPES, LoadedModel
 from unisono.model.shard import whole_on_one
@@ -24,8 +25,10 @@ from unisono.units import parse_bytes
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _METADATA = {"format": "pt"}  # without it transformers refuses the file
 
+Entries = dict[str, FileEntry]
 
-def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes: bool = True) -> None:
+
+def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes: bool = True) -> Entries:
     """The adapter in peft's layout, or the whole model in transformers', with all that chat and generation need.
 
     All ranks whose weights are sharded must call it.
@@ -36,6 +39,9 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
         directory: which does not exist yet.
         writes: whether this rank writes; the others only give their parts.
 
+    Returns:
+        the digests of the weight files, as they were meant.
+
     Raises:
         OSError: if the storage fails.
     """
@@ -43,20 +49,21 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
         directory.mkdir(parents=True)
     target = directory if writes else None
     if plan.config.adapter is not None:
-        write_adapter(loaded.model, target, base_name=_base_name(plan))
+        entries = write_adapter(loaded.model, target, base_name=_base_name(plan))
     else:
         limit = parse_bytes(plan.config.checkpoint.max_shard_size)
         loaded.base.config.use_cache = True
-        write_model(loaded.base, target, dtype=stored_dtype(plan), max_file_bytes=limit)
+        entries = write_model(loaded.base, target, dtype=stored_dtype(plan), max_file_bytes=limit)
         loaded.base.config.use_cache = False
     if target is not None:
         _give_template(loaded.tokenizer, plan)
         loaded.tokenizer.save_pretrained(str(target))
         if loaded.base.generation_config is not None and plan.config.adapter is not None:
             loaded.base.generation_config.save_pretrained(str(target))
+    return entries
 
 
-def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes: int) -> None:
+def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes: int) -> Entries:
     """Weights, config and generation_config of a model of transformers, as its `save_pretrained` would write them.
 
     All ranks whose weights are sharded must call it.
@@ -66,6 +73,9 @@ def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes
         directory: where; None on ranks that only give their parts.
         dtype: of the files.
         max_file_bytes: a larger model becomes several files.
+
+    Returns:
+        the digests of the weight files, as they were meant where we wrote them.
 
     Raises:
         OSError: if the storage fails.
@@ -78,13 +88,24 @@ def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes
     if directory is not None:
         base.save_pretrained(str(directory), state_dict=state, max_shard_size=max_file_bytes)
         _say_dtype(directory / "config.json", dtype)
-    if layout is not None:
-        _write_files(layout, tensors, directory)
-        if directory is not None and layout.index is not None:
-            write_json(directory / MODEL_INDEX, layout.index)
+    if layout is None:
+        return entries_of(directory) if directory is not None else {}
+    entries = _write_files(layout, tensors, directory)
+    if directory is not None and layout.index is not None:
+        write_json(directory / MODEL_INDEX, layout.index)
+    return entries
 
 
-def write_adapter(model: Any, directory: Path | None, *, base_name: str) -> None:
+def entries_of(directory: Path) -> Entries:
+    """The digests of the weight files in a directory, read now."""
+    found = {file.name: read_contents(file, tensors=True) for file in directory.glob("*.safetensors")}
+    return {
+        name: FileEntry(bytes=contents.bytes, xxh3_128=contents.digest, tensors=contents.tensors)
+        for name, contents in found.items()
+    }
+
+
+def write_adapter(model: Any, directory: Path | None, *, base_name: str) -> Entries:
     """Weights, settings and card of a peft model's adapter, as its `save_pretrained` would write them.
 
     All ranks whose weights are sharded must call it.
@@ -94,17 +115,21 @@ def write_adapter(model: Any, directory: Path | None, *, base_name: str) -> None
         directory: which exists; None on ranks that only give their parts.
         base_name: what peft will load the model beneath it from.
 
+    Returns:
+        the digest of the weights, as they were meant.
+
     Raises:
         OSError: if the storage fails.
     """
-    _write_files(adapter_layout(model), dict(model.state_dict()), directory)
+    entries = _write_files(adapter_layout(model), dict(model.state_dict()), directory)
     if directory is None:
-        return
+        return entries
     model.peft_config["default"].base_model_name_or_path = base_name
     model.create_or_update_model_card(str(directory))
     settings = copy.copy(model.peft_config["default"])
     settings.inference_mode = True
     settings.save_pretrained(str(directory))
+    return entries
 
 
 def stored_dtype(plan: RunPlan) -> str:
@@ -120,17 +145,19 @@ def stored_dtype(plan: RunPlan) -> str:
     return _NAMES.get(largest.dtype, plan.dtype)
 
 
-def _write_files(layout: Layout, tensors: Tensors, directory: Path | None) -> None:
-    """Writes the files of a layout, or takes part in gathering what stands in them, in the same order."""
+def _write_files(layout: Layout, tensors: Tensors, directory: Path | None) -> Entries:
+    """Writes the files of a layout, or takes part in gathering what stands in them, in the same order; gives the digests of those written."""
+    entries: Entries = {}
     made = _Made(layout, tensors, keep=directory is not None)
     for name, stored in layout.files.items():
         parts = made.parts(stored)
         if directory is not None:
-            write_tensor_file(directory / name, parts, metadata=_METADATA)
+            entries[name] = write_tensor_file(directory / name, parts, metadata=_METADATA)
         else:
             for part in file_order(parts):
                 part.read()
         made.forget()
+    return entries
 
 
 class _Made:

@@ -1,0 +1,199 @@
+"""The list of a final directory: adapter/ or model/ of a run, or an export. Every file with its digest, and those of its tensors.
+
+It lies in the directory itself, so that a copy of the directory can be verified, too. transformers, peft and vLLM pass over it. It has no
+mac, unlike a checkpoint's manifest: nothing in such a directory is run, and it is made to be given to others.
+"""
+
+import errno
+import json
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+from pydantic import field_validator
+
+from unisono.checkpoint.manifest import FileEntry, ManifestError, Vouched, is_file_name
+from unisono.checkpoint.trouble import Damage
+from unisono.checkpoint.verify import digest_file, explain_damage
+from unisono.errors import IntegrityError, Problem
+
+LISTING = "unisono_manifest.json"
+_ADAPTER_SETTINGS = "adapter_config.json"
+_BASE = "base_model_name_or_path"
+# What people set by hand in a finished model; a change in any other file changes what was trained, or how text becomes tokens.
+_FREE_TO_EDIT = ("README.md", "generation_config.json")
+
+Read = Callable[[Path], tuple[int, str]]
+"""Gives the size of a file and the XXH3-128 of its bytes; raises OSError."""
+
+
+class Listing(Vouched):
+    """All files of a final directory, by their paths in it."""
+
+    adapter_settings: str = ""
+    """The digest of what adapter_config.json says without `base_model_name_or_path`, which names another place on another machine."""
+
+    @field_validator("files")
+    @classmethod
+    def _names_stay_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        for name in files:
+            if not all(is_file_name(part) for part in name.split("/")) or name == LISTING:
+                raise ValueError(f"{name!r} cannot be a file of a model")
+        return files
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What came of comparing a directory with its list.
+
+    Attributes:
+        path: the directory.
+        listed: whether it has a list; one that is damaged counts.
+        findings: what differs; `edited` ones are for people to know, the others are damage.
+    """
+
+    path: Path
+    listed: bool
+    findings: list[Damage] = field(default_factory=list)
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing is damaged."""
+        return not any(finding.is_fatal for finding in self.findings)
+
+    def refusal(self, *, restore: str) -> IntegrityError:
+        """The refusal of a damaged directory.
+
+        Args:
+            restore: how the files come back.
+        """
+        return IntegrityError(
+            *(
+                Problem(
+                    f"{self.path.name}/{finding}", str(self.path / finding.file),
+                    f"{LISTING} in this directory has the digest of every file as it was written",
+                    f"{restore}; if the change is meant, delete {self.path / LISTING}: the files are then read unverified",
+                )
+                for finding in self.findings
+                if finding.is_fatal
+            )
+        )  # fmt: skip
+
+
+def write_listing(directory: Path, known: Mapping[str, FileEntry]) -> None:
+    """Writes the list of all files that are in a directory now. The caller syncs it.
+
+    Args:
+        directory: complete but for the list.
+        known: by name, the files whose digests are known from writing them; the others are read.
+
+    Raises:
+        OSError: if the storage fails.
+    """
+    files = {}
+    for file in sorted(directory.rglob("*")):
+        name = file.relative_to(directory).as_posix()
+        if file.is_file() and name != LISTING:
+            files[name] = known.get(name) or _entry(file)
+    settings = _settings_digest(directory / _ADAPTER_SETTINGS) if _ADAPTER_SETTINGS in files else ""
+    (directory / LISTING).write_bytes(
+        Listing(files=files, adapter_settings=settings).with_checksum().to_bytes()
+    )
+
+
+def _entry(file: Path) -> FileEntry:
+    size, digest = read_digest(file)
+    return FileEntry(bytes=size, xxh3_128=digest)
+
+
+def read_listing(directory: Path) -> Listing | None:
+    """The list of a directory; None if it has none.
+
+    Raises:
+        OSError: if it cannot be read.
+        ManifestError: if it is damaged.
+    """
+    try:
+        return Listing.from_bytes((directory / LISTING).read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def read_digest(file: Path) -> tuple[int, str]:
+    """The size of a file in bytes, and the XXH3-128 of what it holds, read now.
+
+    Raises:
+        OSError: if it is missing, cannot be read, or is no plain file (a named pipe would wait for a writer).
+    """
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a plain file")
+    with file.open("rb", buffering=0) as stream:
+        return digest_file(stream.fileno())
+
+
+def listed_files(directory: Path) -> list[Path]:
+    """The files that are to be read for `check_listing`: those in the list that are there; none where there is no list that can be read."""
+    try:
+        listing = read_listing(directory)
+    except (OSError, ManifestError):
+        return []
+    return [directory / name for name in listing.files if (directory / name).is_file()] if listing else []
+
+
+def check_listing(
+    directory: Path, *, read: Read = read_digest, only: Callable[[str], bool] = lambda _name: True
+) -> Checked:
+    """Compares the files of a directory with its list.
+
+    Args:
+        directory: a final directory, or any model; without a list nothing is compared.
+        read: how a file is digested.
+        only: whether a file of this name matters.
+    """
+    try:
+        listing = read_listing(directory)
+    except OSError as error:
+        return Checked(
+            directory,
+            listed=True,
+            findings=[Damage(LISTING, f"it cannot be read: {error.strerror}", "manifest")],
+        )
+    except ManifestError as error:
+        return Checked(
+            directory, listed=True, findings=[Damage(LISTING, f"it is damaged: {error}", "manifest")]
+        )
+    if listing is None:
+        return Checked(directory, listed=False)
+    found = [_compare(directory, name, listing, read) for name in listing.files if only(name)]
+    return Checked(directory, listed=True, findings=[damage for damage in found if damage is not None])
+
+
+def _compare(directory: Path, name: str, listing: Listing, read: Read) -> Damage | None:
+    wanted, may_change = listing.files[name], name in _FREE_TO_EDIT
+    try:
+        size, digest = read(directory / name)
+    except FileNotFoundError:
+        return None if may_change else Damage(name, "it is missing", "missing")
+    except OSError as error:
+        return Damage(name, f"it cannot be read: {error.strerror}", "content")
+    if (size, digest) == (wanted.bytes, wanted.xxh3_128):
+        return None
+    if may_change:
+        return Damage(name, "it was edited after it was written; it is used as it is now", "edited")
+    if name == _ADAPTER_SETTINGS and _settings_digest(directory / name) == listing.adapter_settings:
+        return Damage(name, f"its {_BASE} was edited; the rest is as it was written", "edited")
+    return explain_damage(directory, name, wanted, FileEntry(bytes=size, xxh3_128=digest))
+
+
+def _settings_digest(file: Path) -> str:
+    """Of the values in adapter_config.json without the place of the model beneath; empty if it is no JSON object."""
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return ""
+    if not isinstance(value, dict):
+        return ""
+    value.pop(_BASE, None)
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
