@@ -82,6 +82,26 @@ def test_who_was_asked_to_end_is_told_how_to_go_on(run: Path, outcome: str, caus
     assert "it goes on from step 3" in found.fix[-1]
 
 
+@pytest.mark.parametrize(
+    ("outcome", "exit_code", "says"),
+    [
+        ("completed", 0, "the program ended well"),
+        ("preempted", 143, "asked to end (SIGTERM), and ended with exit code 143"),
+        ("failed", 3, "ended with exit code 3"),
+    ],
+)
+def test_of_a_program_under_run_no_checkpoint_and_no_command_of_ours_is_promised(
+    run: Path, outcome: str, exit_code: int, says: str
+) -> None:
+    write(run / "plan.json", {"schema": 1, "run_id": "r", "command": ["torchrun", "train.py"], "nodes": []})
+    events(run, 0, {"kind": "framework", "time": 1020.0, "name": "lightning"})
+    result(run, outcome=outcome, exit_code=exit_code)
+    found = verdict(run)
+    assert says in found.summary
+    told = [line for line in found.fix if "unisono" in line or "resume" in line]
+    assert ["ckpt_path" in line for line in told] == ([] if outcome == "completed" else [True])
+
+
 def test_a_refusal_gives_its_own_words_without_secrets(run: Path) -> None:
     secret = "hf_" + "Zq7Rw2Xk9Lm4Tn8Vb3Yc6Hd1"
     result(

@@ -1,4 +1,4 @@
-"""The border's folder in memory: nobody's is removed, somebody's never. Run: pytest tests/run/test_folder.py"""
+"""The border's folder in memory: nobody's is removed, somebody's never; and the run's directory, which one start has. Run: pytest tests/run/test_folder.py"""
 
 import os
 import secrets
@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from unisono.guard.folder import HELD, border
+from unisono.errors import UsageError
+from unisono.guard.folder import HELD, border, run_dir
 from unisono.guard.program import Program
 
 _HOLDS = """
@@ -105,3 +106,24 @@ def test_the_keeper_leaves_the_folder_until_its_front_has_read_the_last_words(tm
         assert folder.exists()
         program.close()
         assert not folder.exists()
+
+
+def test_two_starts_at_once_do_not_share_a_directory_and_the_second_learns_who_has_it(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    with run_dir(out, is_head=True, host="a")[1]:
+        with pytest.raises(UsageError, match=f"process {os.getpid()} on a") as refused:
+            run_dir(out, is_head=True, host="a")
+        assert refused.value.exit_code == 2
+    run_dir(out, is_head=True, host="a")[1].release()  # nothing was written into it
+
+
+def test_a_node_that_comes_before_the_head_does_not_make_their_common_directory_a_used_one(
+    tmp_path: Path,
+) -> None:
+    out = str(tmp_path / "out")
+    run_dir(out, is_head=False, host="b")
+    run, lock = run_dir(out, is_head=True, host="a")
+    run.plan.write_text("{}")
+    lock.release()
+    with pytest.raises(UsageError, match="is not empty"):
+        run_dir(out, is_head=True, host="a")

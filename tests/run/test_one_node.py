@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from unisono.diagnose.ours import diagnose_run
+from unisono.facts.tree import processes_below
+
 UNISONO = str(Path(sys.executable).parent / "unisono")
 LIMIT_S = 240.0
 # A program that starts its ranks by itself, as launchers do, without anything of torch's.
@@ -246,6 +249,26 @@ def test_a_front_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
         until(lambda: not border.exists(), "the border is gone")
 
 
+def test_a_keeper_that_is_killed_leaves_nothing_behind_and_no_rank_is_blamed(tmp_path: Path) -> None:
+    with run(tmp_path, [sys.executable, "-c", LAUNCHER, RANK]) as front:
+        pids = [until(partial(number_in, tmp_path / f"pid-{r}"), "ranks") for r in (0, 1)]
+        until(lambda: pidfds_of(front.pid) >= 2, "the front has found both ranks")
+        living = diagnose_run(tmp_path / "out").verdict
+        (keeper,) = [
+            pid
+            for pid, parent in processes_below(front.pid)
+            if parent == front.pid and b"keeper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        os.kill(keeper, signal.SIGKILL)
+        front.communicate(timeout=LIMIT_S)
+    assert (living.cause, living.when) == ("healthy", "during")
+    assert all(map(is_gone, pids))
+    verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    assert (verdict["cause"], verdict["ranks"]) == ("rank_killed", [])
+    assert "keeper" in verdict["evidence"][0]["text"]
+    assert not any("unisono train" in line for line in diagnose_run(tmp_path / "out").verdict.fix)
+
+
 def test_what_a_program_leaves_behind_is_ended(tmp_path: Path) -> None:
     body = (
         "import os, subprocess, sys; p = subprocess.Popen(['sleep', '600'], start_new_session=True);"
@@ -274,6 +297,9 @@ def test_json_keeps_stdout_for_the_verdict_and_the_result(tmp_path: Path) -> Non
     ("words", "says"),
     [
         (["no-such-program"], "there is no program no-such-program"),
+        (["./not-executable"], "./not-executable is not executable"),
+        (["./folder"], "./folder is a directory"),
+        (["./of-nothing"], "names the interpreter /no/such/interpreter, which does not exist"),
         (["torchrun", "--nnodes", "1:4", "x.py"], "fixed number of nodes"),
         (
             ["torchrun", "--nproc-per-node", "2", "x.py"],
@@ -285,8 +311,26 @@ def test_what_cannot_be_started_is_refused_before_anything_is_made(
     tmp_path: Path, words: list[str], says: str
 ) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "not-executable").write_text("print(1)")
+    (tmp_path / "of-nothing").write_text("#!/no/such/interpreter -u")
+    (tmp_path / "of-nothing").chmod(0o700)
     with run(tmp_path, words, "--nproc", "3", env={**os.environ, "PATH": path}) as front:
         _, err = front.communicate(timeout=LIMIT_S)
     assert front.returncode == 2
     assert says in err.decode()
     assert not (tmp_path / "out").exists()
+
+
+def test_a_program_that_the_system_does_not_start_leaves_its_directory_to_the_next_start(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "odd").write_bytes(b"\x01\x02 of no known format")
+    (tmp_path / "odd").chmod(0o700)
+    with run(tmp_path, ["./odd"]) as front:
+        _, err = front.communicate(timeout=LIMIT_S)
+    assert front.returncode == 2
+    assert "./odd cannot be started: Exec format error" in err.decode()
+    with run(tmp_path, ["true"]) as front:
+        front.communicate(timeout=LIMIT_S)
+    assert front.returncode == 0

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from unisono.causes.catalogue import way_back
 from unisono.causes.signatures import match_line
 from unisono.causes.verdict import Evidence, Verdict
 from unisono.diagnose.event import Event
@@ -55,9 +56,15 @@ def diagnose_run(root: Path, read_logs: Callable[[], Diagnosis] | None = None) -
         or _ended(run, facts)
         or _crashed(told, facts)
         or _logs(read_logs, told, facts)
+        or _ended_badly(run, facts)
         or _silent(told, facts)
     )
-    verdict = verdict.model_copy(update={"fix": (*verdict.fix, *_onward(run, verdict))})
+    onward = (
+        _onward(run, verdict)
+        if facts.framework == "unisono"
+        else _onward_of_program(verdict, facts.framework)
+    )
+    verdict = verdict.model_copy(update={"fix": (*verdict.fix, *onward)})
     return Diagnosis(verdict, (), (), (), facts)
 
 
@@ -100,6 +107,8 @@ def _ended(run: RunDir, facts: RunFacts) -> Verdict | None:
         )
         for restart in result.restarts[-_MOST_RANKS:]
     )
+    if facts.framework != "unisono":
+        return _ended_program(result)
     if result.is_completed:
         loss = f", loss {result.loss:.4g}" if result.loss is not None else ""
         again = f"; restarts by itself: {len(result.restarts)}" if result.restarts else ""
@@ -129,6 +138,31 @@ def _ended(run: RunDir, facts: RunFacts) -> Verdict | None:
     known = [signature.cause for item in said for signature in match_line(item.text) if signature.cause]
     summary = said[0].text if said else f"the run {result.outcome} with exit code {result.exit_code}"
     return Verdict(cause=known[0] if known else "undetermined", when="after", summary=summary, step=result.step or facts.step, evidence=said or earlier, fix=fix)  # fmt: skip
+
+
+def _ended_program(result: RunResult) -> Verdict | None:
+    """The same for a program of `unisono run`: its steps and checkpoints are not known to result.json; what it printed may say why it failed."""
+    if result.is_completed:
+        return Verdict(cause="healthy", when="after", severity="none", summary="the program ended well (exit code 0)")  # fmt: skip
+    if result.outcome in ("preempted", "interrupted"):
+        signals = "SIGTERM" if result.outcome == "preempted" else "Ctrl-C"
+        cause, severity = (
+            ("preempted_sigterm", "warning") if result.outcome == "preempted" else ("healthy", "none")
+        )
+        summary = f"the program was asked to end ({signals}), and ended with exit code {result.exit_code}"
+        return Verdict.model_validate(
+            {"cause": cause, "when": "after", "severity": severity, "summary": summary}
+        )
+    return None
+
+
+def _ended_badly(run: RunDir, facts: RunFacts) -> Verdict | None:
+    """A program that left with a code of its own, and whose log names no cause."""
+    result = read_result(run)
+    if result is None or facts.framework == "unisono":
+        return None
+    summary = f"the program ended with exit code {result.exit_code}, and its log names no cause"
+    return Verdict(cause="undetermined", when="after", summary=summary)
 
 
 def _crashed(told: Sequence[Told], facts: RunFacts) -> Verdict | None:
@@ -200,6 +234,13 @@ def _first_silent(heard: Sequence[Told]) -> list[Told]:
     if len(heard) < 2:
         return []
     return [heard[0]] if (heard[1].last_time or 0.0) - (heard[0].last_time or 0.0) > SILENT_S else []
+
+
+def _onward_of_program(verdict: Verdict, framework: str) -> list[str]:
+    """How a program of `unisono run` resumes, where that is known and not said yet."""
+    if verdict.severity == "none":
+        return []
+    return [line for line in way_back(framework) if line not in verdict.fix]
 
 
 def _onward(run: RunDir, verdict: Verdict) -> list[str]:

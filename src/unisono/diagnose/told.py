@@ -73,8 +73,18 @@ def facts_of(run: RunDir, told: list[Told]) -> RunFacts:
         ranks.setdefault(rank, RankFacts(rank))
     return RunFacts(
         events=events, ranks=dict(sorted(ranks.items())), world_size=_whole(plan.get("world_size")), nodes=len(objects_of(plan.get("nodes"))) or None,
-        hosts=tuple(dict.fromkeys(one.host for one in told if one.host)), framework="unisono", step=step, steps=_whole(plan.get("total_steps")),
+        hosts=tuple(dict.fromkeys(one.host for one in told if one.host)), framework=_framework(plan, told), step=step, steps=_whole(plan.get("total_steps")),
     )  # fmt: skip
+
+
+def _framework(plan: Message, told: list[Told]) -> str:
+    """Who trains: we; or what a program of `unisono run` has loaded, empty where that is not known."""
+    if not isinstance(plan.get("command"), list):
+        return "unisono"
+    names = (
+        message.get("name") for one in told for message in one.messages if message["kind"] == "framework"
+    )
+    return one_line(str(next(names, "")), limit=100)
 
 
 def last_step(run: RunDir) -> int | None:

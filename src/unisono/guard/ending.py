@@ -38,6 +38,7 @@ class ProgramEnd:
         node_rank: of the node.
         host: its name.
         returncode: of the program; negative: a signal.
+        keeper_lost: whether the program went because its keeper had: then how it ended is not known.
         oom_killed: whether the kernel killed something for want of memory meanwhile; None: that cannot be read there.
     """
 
@@ -45,6 +46,7 @@ class ProgramEnd:
     host: str
     returncode: int
     oom_killed: bool | None = None
+    keeper_lost: bool = False
 
     @property
     def where(self) -> str:
@@ -142,6 +144,8 @@ def _explains(diagnosed: Verdict, number: signal.Signals) -> bool:
 
 def _sender(number: signal.Signals, end: ProgramEnd) -> str:
     """Who sends such a signal, as far as that can be known."""
+    if end.keeper_lost:
+        return "the kernel sent it, since the program's keeper, a process of `unisono run` beside it, was killed first"
     if number is signal.SIGKILL and end.oom_killed:
         return "the kernel's count of out-of-memory kills (oom_kill in the cgroup) grew meanwhile"
     if number is signal.SIGKILL and end.oom_killed is not None:

@@ -15,6 +15,7 @@ from unisono.causes import Verdict
 from unisono.errors import UsageError
 from unisono.files import make_private_dir, read_object
 from unisono.guard.ranks import ProgramDir
+from unisono.rundir.lock import RunLock
 from unisono.rundir.result import Outcome
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, 0700, with a name that nobody can guess
@@ -65,32 +66,54 @@ def _remove_left(base: Path) -> None:
                 os.close(held)
 
 
-def run_dir(output_dir: str, *, is_head: bool) -> ProgramDir:
-    """The run's directory, made.
+def run_dir(output_dir: str, *, is_head: bool, host: str) -> tuple[ProgramDir, RunLock]:
+    """The run's directory, made; and its lock, which the head holds from here on.
 
     Args:
-        output_dir: as it was asked for; empty: `runs/run-<UTC time>-<pid>`.
+        output_dir: as it was typed; empty: `runs/run-<UTC time>-<pid>`.
         is_head: whether this is node 0; other nodes may find what node 0 has put there.
+        host: this node's name.
 
     Raises:
-        UsageError: if there is something else in it, or it cannot be made.
+        UsageError: if there is something else in it, a living run holds it, or it cannot be made.
     """
     name = output_dir or f"runs/run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
     path = Path(name).expanduser().absolute()
     run = ProgramDir(path)
+    lock = RunLock(run.lock)
     try:
-        if is_head and path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UsageError.of(
-                f"{path} exists and is not empty", where="--output-dir", why="what an earlier run has left there is not overwritten",
-                fix="give another --output-dir, or none: then each run has its own below runs/",
-            )  # fmt: skip
-        make_private_dir(path)
+        if is_head:
+            if not run.lock.exists():  # else who holds it is the better word
+                _refuse_used(run)
+            lock.acquire(host, os.getpid())
+            _refuse_used(run)  # two starts at once have both found it empty
         make_private_dir(run.log("", 0).parent)
+    except UsageError:
+        lock.release()
+        raise
     except OSError as error:
+        lock.release()
         raise UsageError.of(
             f"{path} cannot be made: {error.strerror}", where="--output-dir", fix="give another --output-dir"
         ) from error  # fmt: skip
-    return run
+    return run, lock
+
+
+def _refuse_used(run: ProgramDir) -> None:
+    """Another node of the same job may have made its folder of logs already, where all nodes have one disk."""
+    path, logs = run.root, run.log("", 0).parent
+    if not path.exists() or (
+        path.is_dir() and all(_is_of_this_start(one, run, logs) for one in path.iterdir())
+    ):
+        return
+    raise UsageError.of(
+        f"{path} exists and is not empty", where="--output-dir", why="what an earlier run has left there is not overwritten",
+        fix="give another --output-dir, or none: then each run has its own below runs/",
+    )  # fmt: skip
+
+
+def _is_of_this_start(one: Path, run: ProgramDir, logs: Path) -> bool:
+    return one == run.lock or (one == logs and one.is_dir() and not any(one.iterdir()))
 
 
 def is_heads(run: ProgramDir, run_id: str) -> bool:

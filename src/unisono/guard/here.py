@@ -66,6 +66,7 @@ class Here:
                     "returncode": self.program.returncode,
                     "left": self.program.left,
                     "oom_killed": self.ranks.oom_killed,
+                    "keeper_lost": self.program.is_keeper_lost,
                 }
             )
             self._told = True
@@ -104,7 +105,7 @@ class Here:
         if self.program is None or self._is_orphaned:
             return []
         self.program.poll(0)
-        if self.program.gone is None:
+        if self.program.gone is None and not self.program.is_keeper_lost:
             return []
         messages = self.ranks.news(at_once=True)
         self._is_orphaned = self.ranks.is_orphaned = True

@@ -168,7 +168,7 @@ class Judging:
             case "brought":
                 self._take_facts(node_rank, message)
             case "program_ended":
-                self._take_program(node_rank, int(message["returncode"]), message.get("oom_killed"))
+                self._take_program(node_rank, int(message["returncode"]), message)
             case "asked":
                 self._take_signal(node_rank, signal.Signals[str(message["signal"])])
             case "refused" if self.verdict is None:  # it could not start the program after all
@@ -232,13 +232,14 @@ class Judging:
         if not ended_well(end):
             self._note_trouble()
 
-    def _take_program(self, node_rank: int, returncode: int, oom_killed: object) -> None:
+    def _take_program(self, node_rank: int, returncode: int, message: Message) -> None:
         self.programs[node_rank] = returncode
         if is_gone_wrong(returncode) and self.gone_wrong is None:
-            node = self.nodes[node_rank]
+            oom_killed = message.get("oom_killed")
             self.gone_wrong = ProgramEnd(
-                node_rank, node.host, returncode, bool(oom_killed) if oom_killed is not None else None
-            )
+                node_rank, self.nodes[node_rank].host, returncode, bool(oom_killed) if oom_killed is not None else None,
+                keeper_lost=bool(message.get("keeper_lost")),
+            )  # fmt: skip
             self._bad_program = time.monotonic()
 
     def _take_signal(self, node_rank: int, number: signal.Signals) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from types import TracebackType
 from typing import Self
 
 from unisono.errors import UsageError
+from unisono.facts.tree import processes_below, variables_of
+from unisono.integrations.border import VARIABLE
 from unisono.text import one_line
 
 _KEEPER = Path(__file__).with_name("keeper.py")
@@ -29,6 +32,7 @@ class Program:
         pid: of the program.
         returncode: None until it has ended, and all that it printed has been passed on; negative: the signal that ended it.
         gone: the return code of the program alone, as soon as it has ended; what it has started may still be there.
+        is_keeper_lost: whether the keeper has ended first, as by SIGKILL; the kernel ends the program with it.
         left: how many processes had outlived it, and were ended.
     """
 
@@ -58,6 +62,8 @@ class Program:
         self.pid = 0
         self.returncode: int | None = None
         self.gone: int | None = None
+        self.is_keeper_lost = False
+        self._mark = environment.get(VARIABLE, "")
         self.left = 0
         self._rest = b""
         self._failed = ""
@@ -72,10 +78,9 @@ class Program:
             self.poll(0.2)
         if not self.pid:
             self.close()
-            raise UsageError.of(
-                f"{one_line(command[0], limit=200)} cannot be started: {self._failed or 'its keeper does not answer'}",
-                where="the words after --", fix="give the program as you would type it: unisono run -- torchrun train.py",
-            )  # fmt: skip
+            raise _cannot_start(
+                f"{one_line(command[0], limit=200)} cannot be started: {self._failed or 'its keeper does not answer'}"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -102,7 +107,7 @@ class Program:
             for line in lines:
                 self._hear(line.decode("utf-8", "replace"))
             if not data and self.returncode is None:  # the keeper itself was killed, and the program with it
-                self.returncode = _SIGKILL
+                self.returncode, self.is_keeper_lost = _SIGKILL, True
         return self.returncode
 
     def signal(self, number: signal.Signals) -> None:
@@ -110,8 +115,11 @@ class Program:
         self._tell(f"signal {int(number)}")
 
     def note_seen(self) -> None:
-        """Lets the keeper end what has outlived the program."""
-        self._tell("seen")
+        """Has what has outlived the program ended, by its keeper or in its place."""
+        if self.is_keeper_lost:
+            self._end_marked()
+        else:
+            self._tell("seen")
 
     def end(self) -> None:
         """Ends the program and all that it started, at once; `poll` gives the return code then."""
@@ -126,9 +134,27 @@ class Program:
             self._keeper.wait(_CLOSING_S)
         except subprocess.TimeoutExpired:
             self._keeper.kill()  # a process waits in the kernel; it ends as soon as its storage answers
+        if self.is_keeper_lost:
+            self._end_marked()
         if self._report >= 0:
             os.close(self._report)
             self._report = -1
+
+    def _end_marked(self) -> None:
+        """In place of a keeper that is lost: ends what the program has started. Nobody adopts these; the variable of the border is in their environments."""
+        limit = time.monotonic() + _CLOSING_S
+        while self._mark and time.monotonic() < limit:
+            below = [
+                pid
+                for pid, _ in processes_below(1)
+                if variables_of(pid, [VARIABLE]).get(VARIABLE) == self._mark
+            ]
+            if not below:
+                break
+            for pid in below:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
     def _hear(self, line: str) -> None:
         word, _, rest = line.partition(" ")
@@ -152,6 +178,51 @@ class Program:
         with contextlib.suppress(OSError):  # it has ended
             self._keeper.stdin.write(line.encode() + b"\n")
             self._keeper.stdin.flush()
+
+
+def refuse_missing(word: str, path: str | None) -> None:
+    """A program that is not there, or cannot be started as it is, is refused before anything is made.
+
+    Args:
+        word: of the command line, the first one.
+        path: the variable PATH.
+
+    Raises:
+        UsageError: in that case.
+    """
+    found = shutil.which(word, path=path)
+    if found is None:
+        file, name = Path(word), one_line(word, limit=200)
+        if os.sep not in word or not file.exists():
+            raise _cannot_start(f"there is no program {name}")
+        if file.is_dir():
+            raise _cannot_start(f"{name} is a directory, not a program")
+        raise _cannot_start(
+            f"{name} is not executable",
+            f"chmod +x {name}, or start it by its interpreter: unisono run -- python {name}",
+        )
+    first = _first_line(Path(found))
+    interpreter = first[2:].split()[:1] if first.startswith(b"#!") else []
+    if interpreter and not Path(os.fsdecode(interpreter[0])).exists():
+        named = one_line(os.fsdecode(interpreter[0]), limit=200)
+        raise _cannot_start(
+            f"{one_line(found, limit=200)} cannot be started: its first line names the interpreter {named}, which does not exist",
+            "correct that line, or start it by an interpreter that exists: unisono run -- python SCRIPT",
+        )
+
+
+def _first_line(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.readline(512)
+    except OSError:  # a program need not be readable
+        return b""
+
+
+def _cannot_start(
+    what: str, fix: str = "give the program as you would type it: unisono run -- torchrun train.py"
+) -> UsageError:
+    return UsageError.of(what, where="the words after --", fix=fix)
 
 
 def _start(

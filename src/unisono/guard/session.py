@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import secrets
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from unisono.agree.programs import compare_programs
 from unisono.agree.report import NodeReport
 from unisono.causes import Verdict
 from unisono.control.events import Left, Said
-from unisono.errors import Disagreed, UsageError
+from unisono.errors import Disagreed
 from unisono.facts import Environment, Machine, Probes, read_environment, read_machine, take_token
 from unisono.facts.environment import whole_environment
 from unisono.facts.kernel_log import KernelLine, read_kernel_log
@@ -35,7 +34,7 @@ from unisono.guard.folder import border, is_heads, outcome_of, run_dir
 from unisono.guard.here import Here
 from unisono.guard.judging import Judging
 from unisono.guard.placing import find_shape, find_token, remote_run, with_our_programs
-from unisono.guard.program import Program
+from unisono.guard.program import Program, refuse_missing
 from unisono.guard.ranks import ProgramDir, ProgramRanks
 from unisono.guard.report import make_report
 from unisono.guard.signals import Signals, Stopping
@@ -102,12 +101,12 @@ class Run:
             join_timeout_s=self.asked.join_timeout_s, network=self.probes.network, command="unisono run",
         )  # fmt: skip
         with refusals_told(party):
-            self._refuse_missing(whole)
-            run = run_dir(self.asked.output_dir, is_head=shape.topology.is_head)
+            refuse_missing(self.asked.words[0], whole.get("PATH"))
+            run, lock = run_dir(self.asked.output_dir, is_head=shape.topology.is_head, host=machine.host)
         for text in (*_described(shape), *shape.notes, f"log and result: {run.root}"):
             say(self.show, text)
         start = _Start(self, shape, run, machine, environment, whole)
-        with Interrupts() as interrupts:
+        with lock, Interrupts() as interrupts:
             try:
                 if shape.topology.nodes == 1:
                     return start.alone()
@@ -123,13 +122,6 @@ class Run:
                 if not error.said:
                     self.show({"kind": "verdict", "time": time.time(), **error.verdict.to_json()})
                 return self.finish(run, error.exit_code, error.verdict, writes=True)
-
-    def _refuse_missing(self, variables: Mapping[str, str]) -> None:
-        if shutil.which(self.asked.words[0], path=variables.get("PATH")) is None:
-            raise UsageError.of(
-                f"there is no program {self.asked.words[0]}", where="the words after --",
-                fix="give the program as you would type it: unisono run -- torchrun train.py",
-            )  # fmt: skip
 
     def _shape(self, machine: Machine, environment: Environment, whole: Mapping[str, str]) -> RunShape:
         command = read_command(self.asked.words)
@@ -175,8 +167,10 @@ class _Start:
     def alone(self) -> dict[str, Any]:
         """On the only node."""
         nodes = [self._place(0, self.machine.host, "127.0.0.1", self.shape.topology.nproc, "")]
-        self._write_plan(nodes)
         with self._here(None) as here:
+            self._write_plan(
+                nodes
+            )  # a program that cannot be started leaves a directory that the next start may have
             judging = self._judging(here, nodes, None)
             judging.run()
             return self._head_ends(judging, None)
