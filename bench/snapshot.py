@@ -1,11 +1,14 @@
 """What it costs to keep each step of an adapter in memory: seconds a step, as a share of the step.
 
-    python bench/snapshot.py [--steps 13] [--batch 8]
+    python bench/snapshot.py [--steps 13] [--batch 8] [--kills 3]
 
 Runs `unisono train` as a user does, on the random model of 135 M parameters and the rows of bench/workload.py, with LoRA of rank 16: one
 rank, two replicas, and two shards (FSDP2), each of which keeps its half and then waits until the other has kept its own. The figures are
 the worker's own, by which it decides (medians of ten steps, the first left out): for how long a step waits for it, that wait included.
 `load_average` is that at the end of the job: what is much above the number of ranks is other work, which the wait for another rank feels most.
+`deaths` are kills: two ranks of `builtin:tiny`, steps of some tens of milliseconds, one of them killed with SIGKILL at a moment after step 30 that is
+drawn, `--kills` times with an adapter of rank 16 and as often with one of rank 128, which costs more. `lost` counts the steps that rank 0 had shown and the checkpoint of the rescue does not have; `promised` is what
+the first screen says, `kept_every` what plan.json has by then.
 `apart` takes the same pass apart in a process of its own, on tensors of the same sizes: the copy alone, and with the digest; best of many,
 so that other work on the machine counts less. Results go to bench/results/snapshot.json.
 """
@@ -15,6 +18,8 @@ import json
 import mmap
 import os
 import platform
+import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from workload import make  # type: ignore[import-not-found]  # beside this script
 
 WAYS = {"one rank": ("auto", 1), "two replicas": ("ddp", 2), "two shards": ("fsdp", 2)}
@@ -44,13 +50,69 @@ def job(work: Path, way: str, *, steps: int, batch: int) -> list[dict[str, Any]]
     for rank in range(nproc):
         lines = map(json.loads, (run / "events" / f"rank-{rank:05d}.jsonl").read_text().splitlines())
         (kept,) = [line for line in lines if line["kind"] == "kept"]
-        figures = {name: round(kept[name], 6) for name in ("cost_s", "step_time_s")}
+        figures = {name: round(kept[name], 6) for name in ("cost_s", "step_time_s")} | {
+            "kept_every": kept["every"]
+        }
         share = round(kept["cost_s"] / kept["step_time_s"], 6)
         found.append(
             {"way": way, "rank": rank, **figures, "share": share, "memory_bytes": kept["bytes"],
              "load_average": round(os.getloadavg()[0], 2)}
         )  # fmt: skip
     return found
+
+
+_LOST = re.compile(
+    r"step (\d+) was kept in memory and is now checkpoint \S+; (?:nothing is lost|the (\d+) after it are lost)"
+)
+_PROMISED = re.compile(r"a death costs [^\n]*")
+
+
+def death(work: Path, number: int, *, rank: int = 16) -> dict[str, Any]:
+    """One run of two ranks with an adapter of this rank, of which one is killed; gives what was lost."""
+    run = work / f"death-{rank}-{number}"
+    config = work / "tiny.yaml"
+    config.write_text(
+        f"model: builtin:tiny\nadapter: {{rank: {rank}}}\ndevice: cpu\ndata: {{train: {Path(__file__).parents[1] / 'examples' / 'data' / 'train.jsonl'}, max_length: 64}}\n"
+        f"duration: 2000 steps\nbatch: {{global: 2}}\ncheckpoint: {{every: 10000 steps}}\nrestarts: 0\noutput_dir: {run}\n"
+    )
+    command = [sys.executable, "-m", "unisono", "train", str(config), "--nproc", "2", "--no-rehearse"]
+    front = subprocess.Popen(
+        command,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    chance = random.Random(number)
+    step = 30 + chance.randrange(40)
+    while _last_step(run) < step and front.poll() is None:
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0, 0.1))
+    kept = json.loads((run / "plan.json").read_text())["kept_every"]
+    ranks = [
+        child
+        for child in psutil.Process(front.pid).children(recursive=True)
+        if "unisono.worker" in child.cmdline()
+    ]
+    chance.choice(ranks).kill()
+    _, said = front.communicate(timeout=300)
+    found, promised = _LOST.search(said), _PROMISED.search(said)
+    (measured,) = [
+        line
+        for line in map(json.loads, (run / "events" / "rank-00000.jsonl").read_text().splitlines())
+        if line["kind"] == "kept"
+    ]
+    return {
+        "adapter_rank": rank, "cost_s": round(measured["cost_s"], 6), "step_time_s": round(measured["step_time_s"], 6),
+        "share": round(measured["cost_s"] / measured["step_time_s"], 6), "kept_every": kept, "promised": promised[0] if promised else None,
+        "kept_step": int(found[1]) if found else None, "lost": int(found[2] or 0) if found else None,
+        "load_average": round(os.getloadavg()[0], 2),
+    }  # fmt: skip
+
+
+def _last_step(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def apart(sizes: list[int], *, rounds: int) -> dict[str, float]:
@@ -88,19 +150,21 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")
+    parser.add_argument("--kills", type=int, default=3, help="runs of two ranks of which one is killed")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make(work, rows=400)
+        deaths = [death(work, number, rank=rank) for rank in (16, 128) for number in range(args.kills)]
         found = [line for way in WAYS for line in job(work, way, steps=args.steps, batch=args.batch)]
     # A and B of q, k, v, o, gate, up, down in 30 layers; each with two moments.
     pairs = [(576, 576), (576, 192), (576, 192), (576, 576), (576, 1536), (576, 1536), (1536, 576)]
     sizes = [16 * n for pair in pairs for n in pair] * 30 * 3
     result = {
-        "schema": 1, "command": f"python bench/snapshot.py --steps {args.steps} --batch {args.batch}",
+        "schema": 1, "command": f"python bench/snapshot.py --steps {args.steps} --batch {args.batch} --kills {args.kills}",
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg()[0]},
         "adapter": {"kind": "lora", "rank": 16, "parameters": sum(sizes) // 3, "state_bytes": 4 * sum(sizes)},
-        "found": found, "apart": apart(sizes, rounds=30),
+        "found": found, "deaths": deaths, "apart": apart(sizes, rounds=30),
     }  # fmt: skip
     print(json.dumps(result, indent=1))
     target = Path(__file__).parent / "results" / "snapshot.json"

@@ -19,7 +19,8 @@ Kinds, and the fields that each carries beside `kind` and `time` (UTC, seconds):
     refused_turn  text, fix: why a turn has no answer             (chat)
     refused     exit_code, problems, verdict          what UnisonoError.to_json gives
     crashed     exit_code, error, traceback, peer_lost    an exception nobody foresaw; peer_lost: another rank's death made it
-    kept        cost_s, step_time_s, bytes            what keeping an adapter's step in memory costs: medians of the first steps, and the memory
+    kept        cost_s, step_time_s, bytes, every     what keeping an adapter's step in memory costs: medians of the first steps, and the memory;
+                                                      every n-th step is kept from here on, null: none
     rank_report report: RankReport.to_json()          what a rank of several holds; then it waits for `go` on stdin
     result      whatever the task or the run has to hand over; the last message
 """

@@ -27,7 +27,7 @@ def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
         ("data", _data(plan)),
         ("", f"{plan.data.template}; {plan.data.cache_reason}"),
         ("batch", _batch(plan)),
-        ("steps", _steps(plan)),
+        ("steps", _steps(plan, facts)),
         ("memory", _memory(plan, facts)),
         ("start", plan.resume_reason),
         ("results", plan.output_dir),
@@ -147,15 +147,28 @@ def _batch(plan: RunPlan) -> str:
     )
 
 
-def _steps(plan: RunPlan) -> str:
+def _steps(plan: RunPlan, facts: Mapping[str, Any]) -> str:
     every = f"evaluation every {plan.eval_every}" if plan.eval_every else ""
     parts = [
         f"{plan.total_steps:,} = {plan.config.duration}, {plan.steps_per_epoch:.4g} an epoch",
         f"warm-up {plan.warmup_steps}",
         every,
         f"checkpoint every {plan.checkpoint_every}",
+        _price_of_a_death(plan, facts),
     ]
     return " · ".join(part for part in parts if part)
+
+
+def _price_of_a_death(plan: RunPlan, facts: Mapping[str, Any]) -> str:
+    """How many finished steps are lost where a rank dies; nothing where nobody knows yet."""
+    if "kept_every" not in facts:
+        return ""
+    every = facts["kept_every"]
+    if not isinstance(every, int):
+        return f"a death costs at most {plan.checkpoint_every} steps"
+    if every == 1:
+        return "a death costs no finished step: each is kept in memory"
+    return f"a death costs at most {every - 1} finished step{'s' if every > 2 else ''}: one in {every} is kept in memory"
 
 
 def _memory(plan: RunPlan, facts: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from unisono.config import RunConfig
 from unisono.errors import UnisonoError
 from unisono.facts import package_versions
 from unisono.facts.versions import versions_digest
-from unisono.files import make_private_dir, write_json, write_text
+from unisono.files import make_private_dir, read_object, write_json, write_text
 from unisono.launch.outcome import outcome_of
 from unisono.launch.resolved import config_yaml
 from unisono.plan import RunPlan
@@ -52,6 +52,13 @@ def read_progress(run: RunDir) -> dict[str, Any]:
         known["checkpoint"] = str(saved[-1])
         known["step"] = max(known["step"], step_of(saved[-1].name))
     return known
+
+
+def note_in_plan(run: RunDir, **fields: Any) -> None:
+    """Adds to plan.json what the ranks have found out since it was written. One that is gone or damaged is left alone."""
+    plan = read_object(run.plan)
+    if plan and any(plan.get(name) != value for name, value in fields.items()):
+        write_json(run.plan, {**plan, **fields}, mode=0o600)
 
 
 @dataclass

@@ -40,7 +40,7 @@ from unisono.launch.outcome import NOTHING_DONE, Ending, ending_of, result_of
 from unisono.launch.planning import Here, make_plan, prepare
 from unisono.launch.rank_environment import interface_name, rank_environments
 from unisono.launch.ranks import LocalRanks
-from unisono.launch.record import Table, keep_refusal, write_agreement, write_decision
+from unisono.launch.record import Table, keep_refusal, note_in_plan, write_agreement, write_decision
 from unisono.launch.rescue import Found, is_elsewhere, rescue
 from unisono.launch.resuming import find_resume_point, with_changes
 from unisono.launch.srun import with_step
@@ -353,7 +353,21 @@ class _Recorder:
             self._disk.later(self._forget_earlier_end)
         if message["kind"] == "eval":
             self._drawing.again()
+        self._note_kept(message)
         self._show(message)
+
+    def _note_kept(self, message: Message) -> None:
+        """How many steps a death may cost is measured by the ranks, and belongs to the plan."""
+        told = (
+            message.get("facts")
+            if message["kind"] == "ready"
+            else message
+            if message["kind"] == "kept"
+            else None
+        )
+        name = "every" if message["kind"] == "kept" else "kept_every"
+        if isinstance(told, dict) and name in told and "rank" not in message:
+            self._disk.later(partial(note_in_plan, self._run, kept_every=told[name]))
 
     def _forget_earlier_end(self) -> None:
         """From here on it is history."""

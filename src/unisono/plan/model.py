@@ -193,6 +193,9 @@ class RunPlan(Part):
     """Steps."""
     keep_every: int | None = None
     """Steps; checkpoints at its multiples stay for ever."""
+    kept_every: int | None = None
+    """Each n-th step of an adapter is kept in memory, so that a death costs at most n - 1 finished steps; None: none is, or nobody knows yet. The
+    ranks measure it before step 1 and in the first steps, and the head notes it in plan.json."""
     digest_every: int | None = None
     """Steps, after which ranks compare a digest of what they train; None where no two hold the same."""
     rehearse: bool = False

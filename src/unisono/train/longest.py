@@ -1,20 +1,38 @@
 """The largest batch goes through forward and backward before step 1, so that memory fails now and not at hour nine."""
 
 import resource
+import time
+from dataclasses import dataclass
 
 import torch
 
 from unisono.causes import Evidence, Verdict
 from unisono.errors import RankDied
+from unisono.model.forward import Rows
 from unisono.plan import estimate_memory
 from unisono.train.batches import load_rows
 from unisono.train.evaluate import evaluating, evaluation_part
 from unisono.train.run import Run
 from unisono.units import show_bytes
 
+_QUICK_S = 1.0
 
-def try_longest(run: Run) -> int:
-    """Runs the largest micro batch forward and backward, and one of evaluation; gives the peak of memory in bytes.
+
+@dataclass(frozen=True)
+class Trial:
+    """What trying the longest batch has shown.
+
+    Attributes:
+        peak_bytes: of memory.
+        step_time_s: of a step on this rank, estimated from the tokens of the batch and those of a mean step.
+    """
+
+    peak_bytes: int
+    step_time_s: float
+
+
+def try_longest(run: Run) -> Trial:
+    """Runs the largest micro batch forward and backward, and one of evaluation.
 
     All ranks must call it: each tries for itself, with sharded weights in step.
 
@@ -30,8 +48,9 @@ def try_longest(run: Run) -> int:
         if not run.exchange.keeps_pace:
             run.exchange.begin()  # where gradients have buffers, they are the ones that count
         held = _as_much_as_the_optimizer_will_hold(run)
-        if len(rows.labels) or run.exchange.keeps_pace:
-            run.forward.loss(rows, count=max(1, len(rows.labels))).backward()
+        seconds = _time_of(run, rows)
+        if seconds < _QUICK_S and not run.exchange.keeps_pace:
+            seconds = _time_of(run, rows)  # the first one also warms up
         run.optimizers.zero_grad()
         del held
         if run.evaluation is not None:
@@ -42,7 +61,19 @@ def try_longest(run: Run) -> int:
         if not is_out_of_memory(error):
             raise
         raise out_of_memory(run, error, shape=shape, phase="rehearse") from error
-    return peak_bytes(run.device)
+    data = run.plan.data.train
+    tokens = data.tokens / max(1, data.sequences) * run.plan.global_batch / run.group.world_size
+    return Trial(peak_bytes(run.device), seconds * tokens / max(1, batch.tokens))
+
+
+def _time_of(run: Run, rows: Rows) -> float:
+    """Seconds of a forward and a backward."""
+    began = time.perf_counter()
+    if len(rows.labels) or run.exchange.keeps_pace:
+        run.forward.loss(rows, count=max(1, len(rows.labels))).backward()
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)
+    return time.perf_counter() - began
 
 
 def _as_much_as_the_optimizer_will_hold(run: Run) -> list[torch.Tensor]:

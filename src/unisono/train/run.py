@@ -28,7 +28,10 @@ from unisono.watch import Beats
 
 
 class KeepsSteps(Protocol):
-    """Keeps each step in memory; see train.snapshot."""
+    """Keeps steps in memory; see train.snapshot."""
+
+    def prepare(self, run: "Run", *, step_time_s: float) -> int | None:
+        """Decides before the first step which steps will be kept: each n-th one; None where none is. All ranks must call it."""
 
     def publish(self, run: "Run", line: dict[str, Any], *, step_time_s: float | None = None) -> None:
         """Keeps the state as it is now, with a line that is about to be written to metrics.jsonl. All ranks must call it."""

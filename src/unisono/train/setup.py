@@ -177,10 +177,11 @@ def _uses_dropout(loaded: LoadedModel) -> bool:
     return any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in loaded.model.modules())
 
 
-def ready_facts(run: Run, *, peak: int) -> dict[str, Any]:
+def ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any]:
     """What only the worker knows before step 1, for the first screen."""
     loaded, forward = run.forward.loaded, run.forward
     return {
         "parameters": loaded.parameters, "trainable": loaded.trainable_parameters, "dtype": run.plan.dtype, "layout": forward.layout,
         "head": forward.head, "why": forward.why, "peak_bytes": peak, "resumed_step": run.state.step, "threads": torch.get_num_threads(),
+        "kept_every": kept_every,
     }  # fmt: skip

@@ -1,6 +1,7 @@
-"""Keeps each finished step of an adapter in memory that the front owns, so that this process's death costs no step.
+"""Keeps finished steps of an adapter in memory that the front owns, so that this process's death costs no step, or few.
 
-It is for adapters alone: what is trained is small, and one pass over it costs little beside a step. Whether it does is measured.
+It is for adapters alone: what is trained is small, and one pass over it costs little beside a step. How much is measured, before step 1 and
+again in the first steps; where it is too much, only every second, fourth, … step is kept. All ranks decide alike: by the step's number.
 """
 
 import errno
@@ -26,7 +27,10 @@ from unisono.train.run import Run
 from unisono.units import show_bytes
 
 LIMIT = 0.01
-"""The most that keeping a step may cost, of a step's time."""
+"""The most that keeping steps may cost, of the time of all steps."""
+MOST_EVERY = 64
+"""Where not even one step in so many may be kept, none is."""
+_TRIALS = 5
 MEASURED = 10
 _LEFT_OUT = 1  # the first step warms up, and its keeping makes the slots
 _BLOCK_BYTES = 1 << 19  # copied, and digested while it is still in the cache
@@ -50,11 +54,28 @@ class Snapshots:
         self._lines: list[dict[str, Any]] = []
         self._sequence = 0
         self._is_off = False
+        self._every = 1
         self._costs: list[float] = []
         self._steps: list[float] = []
 
+    def prepare(self, run: Run, *, step_time_s: float) -> int | None:
+        """Decides before the first step, by an estimate, which steps will be kept: each n-th one; None where none is. All ranks must call it.
+
+        Args:
+            run: before its first step.
+            step_time_s: of a step, as far as it is known.
+
+        Raises:
+            UnfitError: if the system does not give the memory.
+        """
+        trial = _as_after_a_step(run)
+        if self._turned_off_at_once(run, trial):
+            return None
+        cost = self._try(run, self._fd, trial) if self._fd is not None else 0.0
+        return self._decide(run, cost / max(step_time_s, 1e-9))
+
     def publish(self, run: Run, line: dict[str, Any], *, step_time_s: float | None = None) -> None:
-        """Keeps the state as it is now, with a line that is about to be written to metrics.jsonl. All ranks must call it.
+        """Keeps the state as it is now, if it is its turn, with a line that is about to be written to metrics.jsonl. All ranks must call it.
 
         Args:
             run: after a step, or after its evaluation.
@@ -63,25 +84,26 @@ class Snapshots:
         """
         if self._is_off:
             return
-        began = time.perf_counter()
-        if self._sequence == 0 and self._turned_off_at_once(run):
+        measures = len(self._costs) < _LEFT_OUT + MEASURED
+        is_turn = run.state.step % self._every == 0 or run.state.step == run.plan.total_steps
+        if step_time_s is not None and not measures and not is_turn:  # an evaluation is too dear to be lost
+            self._lines = [without_nan(line)]
             return
+        began = time.perf_counter()
         if self._fd is not None:
             self._keep(run, self._fd, without_nan(line))
         self._sequence += 1
         if run.sharded is not None:
             run.group.barrier()  # no rank has the whole of it, so the step counts once all have kept it
-        if step_time_s is not None and len(self._costs) < _LEFT_OUT + MEASURED:
+        if step_time_s is not None and measures:
             self._costs.append(time.perf_counter() - began)
             self._steps.append(step_time_s)
             if len(self._costs) == _LEFT_OUT + MEASURED:
                 self._judge(run)
 
-    def _turned_off_at_once(self, run: Run) -> bool:
+    def _turned_off_at_once(self, run: Run, trial: Contents) -> bool:
         """Whether a rank has nowhere to keep its part, or too little memory. All ranks must call it."""
-        needed = SLOTS * sum(
-            part.tensor.nbytes for parts in contents_of(run).groups.values() for part in parts
-        )
+        needed = SLOTS * sum(part.tensor.nbytes for parts in trial.groups.values() for part in parts)
         free = available_memory() if self._fd is not None else 0
         too_much = self._fd is not None and needed > _MOST_OF_FREE * free
         if run.group.any(too_much):
@@ -90,6 +112,26 @@ class Snapshots:
         elif run.group.any(self._fd is None and (run.sharded is not None or run.group.is_main)):
             self._is_off = True  # the ranks were started by hand, or by another program: nobody would look
         return self._is_off
+
+    def _try(self, run: Run, fd: int, trial: Contents) -> float:
+        """Seconds that keeping a step takes: the median of a few, of which nothing is left."""
+        slots = _TensorSlots(fd, trial, [], text_bytes=len(self._text(run, contents_of(run))))
+        times = []
+        for number in range(_TRIALS):
+            began = time.perf_counter()
+            slots.write(number, step=0, text=self._text(run, contents_of(run)))
+            times.append(time.perf_counter() - began)
+        os.ftruncate(fd, 0)
+        return statistics.median(times)
+
+    def _decide(self, run: Run, share: float) -> int | None:
+        """Which steps are kept, by what it costs the rank whom it costs most. All ranks must call it, and get the same."""
+        self._every = 1
+        while run.group.any(share > self._limit * self._every):
+            self._every *= 2
+            if self._every > MOST_EVERY:
+                return None
+        return self._every
 
     def _keep(self, run: Run, fd: int, line: dict[str, Any]) -> None:
         same_step = bool(self._lines) and self._lines[0]["step"] == line["step"]
@@ -115,14 +157,20 @@ class Snapshots:
         return text_of(values, self._lines)
 
     def _judge(self, run: Run) -> None:
-        """Once, after the same step on all ranks: turns itself off where it costs too much on any. All ranks must call it."""
+        """Once, after the same step on all ranks: decides again, by what was measured on the slowest rank. All ranks must call it."""
         cost, step = (statistics.median(times[_LEFT_OUT:]) for times in (self._costs, self._steps))
         size = os.fstat(self._fd).st_size if self._fd is not None else 0
-        run.report.send("kept", cost_s=cost, step_time_s=step, bytes=size)
-        if not run.group.any(cost > self._limit * step):
-            return
-        figures = f"{cost / step:.1%} of a step here ({1e3 * cost:.3g} of {1e3 * step:.3g} ms), and more than {self._limit:.0%} of it is too much"
-        self._turn_off(run, f"keeping each step in memory costs {figures}: it is off{_OFF}")
+        expected = self._every
+        every = self._decide(run, cost / step)
+        run.report.send("kept", cost_s=cost, step_time_s=step, bytes=size, every=every)
+        figures = f"{cost / step:.1%} of a step here ({1e3 * cost:.3g} of {1e3 * step:.3g} ms)"
+        if every is None:
+            limit = f"more than {self._limit:.0%} even for one step in {MOST_EVERY} is too much"
+            self._turn_off(run, f"keeping a step in memory costs {figures}, and {limit}: it is off{_OFF}")
+        elif every > expected and run.group.is_main:
+            price = f"{every - 1} finished step{'s' if every > 2 else ''}"
+            text = f"keeping a step in memory costs {figures}: one step in {every} is kept, for at most {self._limit:.0%}"
+            run.report.send("note", text=f"{text}; a death may cost {price}")
 
     def _turn_off(self, run: Run, text: str) -> None:
         self._is_off = True
@@ -217,6 +265,19 @@ class _Stage:
         torch.cuda.current_stream(self._flat.device).synchronize()
         if self._copied[0]:
             torch._foreach_copy_(*self._copied)
+
+
+def _as_after_a_step(run: Run) -> Contents:
+    """What will be saved after a step: before the first one the optimizer has no tensors yet, and two moments stand for them."""
+    contents = contents_of(run)
+    if any(part.state for part in run.optimizers.parts.values()):
+        return contents
+    moments = [
+        Part(f"{part.name}-{number}", torch.zeros_like(part.tensor), part.shape, part.offsets)
+        for part in contents.groups["trainable"]
+        for number in range(2)
+    ]
+    return Contents({**contents.groups, "moments": moments}, contents.values)
 
 
 def _take_memory(fd: int, size: int) -> memoryview:

@@ -77,8 +77,11 @@ def _close(run: Run, storage: StorageWatch) -> None:
 
 def _to_the_end(run: Run) -> dict[str, Any]:
     report, stop = run.report, run.stop
-    peak = try_longest(run)
-    report.send("ready", facts=ready_facts(run, peak=peak))
+    trial = try_longest(run)
+    kept_every = (
+        run.snapshots.prepare(run, step_time_s=trial.step_time_s) if run.snapshots is not None else None
+    )
+    report.send("ready", facts=ready_facts(run, peak=trial.peak_bytes, kept_every=kept_every))
     stop.training_begins()
     began, tokens_before = time.perf_counter(), run.state.tokens
     ending = train(run) if run.plan.last_step is None else train_again(run)
