@@ -24,7 +24,7 @@ from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, is_file_n
 from unisono.checkpoint.trouble import Damage, StorageFailed, StorageFull, storage_trouble
 from unisono.checkpoint.verify import digest_file, inspect
 from unisono.errors import IntegrityError, Problem
-from unisono.files import fsync_dir, make_private_dir, read_bytes
+from unisono.files import fsync_dir, read_bytes
 
 __all__ = ["CheckpointStore", "Damage", "Found", "StorageFailed", "StorageFull"]
 
@@ -142,7 +142,8 @@ class CheckpointStore:
         directory = self.root / (temporary or temporary_name(step, secrets.token_hex(4)))
         lock: int | None = None
         try:
-            make_private_dir(self.root)
+            # Not its parents: a run's directory that was removed in mid-run is its front's to make again, with the plan in it.
+            self.root.mkdir(mode=0o700, exist_ok=True)
             directory.mkdir(mode=0o700, exist_ok=temporary is not None)
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             with contextlib.suppress(OSError):  # a file system without locks: the run's lock stands alone

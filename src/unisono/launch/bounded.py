@@ -74,11 +74,13 @@ class RunsDisk:
 
     Attributes:
         hung: how it hung, if it did.
+        is_lost: whether what is at its path is not the run's any more: then nothing is written there.
         root: the directory.
     """
 
     def __init__(self, root: Path, show: Callable[[Message], None]) -> None:
         self.hung: Hung | None = None
+        self.is_lost = False
         self.root = root
         self._show = show
         self._aside = Aside("files")
@@ -87,7 +89,7 @@ class RunsDisk:
         """Has it done before what is written next, if the storage answers, and waits for nothing: the ranks, too, write there, and say what is wrong with it."""
 
         def if_it_answers() -> None:
-            if answers(self.root, limit_s=STUCK_S):
+            if not self.is_lost and answers(self.root, limit_s=STUCK_S):
                 work()
 
         self._aside.do(_Job(if_it_answers))
@@ -99,6 +101,8 @@ class RunsDisk:
             what: is written, for people.
             work: writes it.
         """
+        if self.is_lost:
+            return None
         try:
             return self._written(work)
         except Hung as hung:

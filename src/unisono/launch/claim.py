@@ -27,6 +27,7 @@ class Claim:
         decision: what this start is: fresh, resume or extend.
         made: whether this start made the directory.
         earlier: what the start before has left, to be put back.
+        lock: of the directory, held.
         worth_keeping: whether something came of it; otherwise a directory that was made is removed again.
         trained: whether ranks were ready to train; otherwise the plan of the start before is put back.
     """
@@ -35,6 +36,7 @@ class Claim:
     decision: StartDecision
     made: bool
     earlier: Earlier
+    lock: RunLock
     worth_keeping: bool = False
     trained: bool = False
 
@@ -85,17 +87,20 @@ def claim(
     missing, made = not run.root.exists(), False
     _make(run)
     try:
-        with _locked(run, host, port, say):
+        with _locked(run, host, port, say) as lock:
             made = missing  # from here on: who is refused may not take away what another start has just made
             if remove_half_a_copy(run):
                 say(f"what a start that was killed had begun to bring into {run.root} is removed")
             decision = decide_start(run, config, resume=resume, fresh=False, allow=allow)
-            claimed = Claim(run, decision, made, Earlier.of(run))
+            claimed = Claim(run, decision, made, Earlier.of(run), lock)
             try:
                 yield claimed
             finally:
-                made = claimed.made and not claimed.worth_keeping
-                if claimed.decision.kind != "fresh" and not claimed.trained:
+                is_ours = _is_in_place(
+                    lock
+                )  # what somebody else has put at the path is not ours to clear away
+                made = claimed.made and not claimed.worth_keeping and is_ours
+                if claimed.decision.kind != "fresh" and not claimed.trained and is_ours:
                     claimed.earlier.put_back()
     finally:
         if made:
@@ -117,13 +122,20 @@ def _make(run: RunDir) -> None:
         )  # fmt: skip
 
 
+def _is_in_place(lock: RunLock) -> bool:
+    try:
+        return lock.is_in_place()
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
-def _locked(run: RunDir, host: str, port: int, say: Callable[[str], None]) -> Iterator[None]:
+def _locked(run: RunDir, host: str, port: int, say: Callable[[str], None]) -> Iterator[RunLock]:
     lock = RunLock(run.lock)
     note = lock.acquire(host, os.getpid(), port=port)
     if note:
         say(note)
     try:
-        yield
+        yield lock
     finally:
         lock.release()

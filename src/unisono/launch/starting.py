@@ -17,6 +17,7 @@ from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnfitError, UnisonoError
 from unisono.events import Message
 from unisono.facts.storage import leave_nonce, remove_nonce
+from unisono.files import make_private_dir
 from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Attempt, Show, run_attempt, say
 from unisono.launch.bounded import RunsDisk, leave
@@ -37,6 +38,7 @@ from unisono.launch.node_report import NONCE_FILE
 from unisono.launch.nodes.party import Party
 from unisono.launch.nodes.refusal import refusals_told
 from unisono.launch.outcome import NOTHING_DONE, Ending, ending_of, result_of
+from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import Here, make_plan, prepare
 from unisono.launch.rank_environment import interface_name, rank_environments
 from unisono.launch.ranks import LocalRanks
@@ -155,12 +157,17 @@ class Start:
         going_on = GoingOn(self.request, loaded, here, claimed.run, prepared, others, self.table, self.show)
         recorder.on_step = going_on.stepped
         while True:
-            self.disk.need("the plan", partial(self._write_decision, claimed.run, plan))
+            write_decision = partial(self._write_decision, claimed, plan)
+            self.disk.need("the plan", write_decision)
             self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
             with KeptMemory(keeping_ranks(plan, 0)) as kept:
-                attempt = self._attempt(plan, here, claimed.run, recorder, others, kept)
+                watch = OutputWatch(
+                    plan, claimed.run, claimed.lock, self.disk, recorder.show, write_decision=write_decision
+                )
+                attempt = self._attempt(plan, here, claimed.run, recorder, others, kept, watch)
+                watch.settle(attempt)
                 ending = with_witness(ending_of(attempt, plan), attempt, plan, self.request.witness)
-                ending = with_step(ending, here.environment.slurm_step)
+                ending = with_step(watch.judged(ending, attempt), here.environment.slurm_step)
                 ending = self._told(claimed.run, plan, attempt, ending, others)
                 store = CheckpointStore(claimed.run.checkpoints, key=user_key(here.environment.settings_dir))
                 found = Found.here(kept)
@@ -172,7 +179,7 @@ class Start:
                 if self._rescued(claimed.run, plan, attempt, found, store):
                     ending = replace(ending, fields=ending_of(attempt, plan).fields)
             verdict = ending.verdict
-            blocked = self.interrupts.first is not None or self.disk.hung is not None
+            blocked = self.interrupts.first is not None or self.disk.hung is not None or self.disk.is_lost
             if verdict is None or blocked or not going_on.decide(plan, attempt, verdict):
                 return self._finish(claimed, plan, attempt, ending, going_on.restarts, others)
             try:
@@ -201,7 +208,10 @@ class Start:
         self.disk.write("the verdict", keep)
         return Ending(error.exit_code, ending.fields, verdict)
 
-    def _write_decision(self, run: RunDir, plan: RunPlan) -> None:
+    def _write_decision(self, claimed: Claim, plan: RunPlan) -> None:
+        run = claimed.run
+        make_private_dir(run.root)
+        claimed.lock.keep()  # preparing the data may have taken hours, and somebody may have removed the directory
         write_decision(run, plan)
         if plan.world_size > 1:
             write_agreement(run, self.table)
@@ -228,7 +238,8 @@ class Start:
         return work(self.show), layout
 
     def _attempt(
-        self, plan: RunPlan, here: Here, run: RunDir, recorder: "_Recorder", others: Together | None, kept: KeptMemory
+        self, plan: RunPlan, here: Here, run: RunDir, recorder: "_Recorder", others: Together | None, kept: KeptMemory,
+        watch: OutputWatch,
     ) -> Attempt:  # fmt: skip
         interface = interface_name(self.request.probes.network.interfaces(), plan.nodes[0].address)
         environments = rank_environments(
@@ -253,6 +264,7 @@ class Start:
         return run_attempt(
             plan, local=local, server=server, interrupts=self.interrupts, show=first.pass_on, on_agreement=keep,
             companions=[
+                watch,
                 first,
                 Drift(plan, recorder.show),
                 self.log_events,

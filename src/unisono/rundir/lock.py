@@ -67,6 +67,7 @@ class RunLock:
         self.path = path
         self._beat_s = beat_s
         self._fd: int | None = None
+        self._holder: Holder | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -92,7 +93,8 @@ class RunLock:
             if earlier is not None and earlier.host != host:
                 self._wait_for_beats(fd, earlier, on_wait)
             since = datetime.now(UTC).isoformat(timespec="seconds")
-            _write(fd, Holder(host, pid, secrets.token_hex(8), since, port))
+            self._holder = Holder(host, pid, secrets.token_hex(8), since, port)
+            _write(fd, self._holder)
         except BaseException:  # a lock that is not told of is not held; raised again
             os.close(fd)
             raise
@@ -101,6 +103,40 @@ class RunLock:
         self._thread = threading.Thread(target=self._beat, name="run.lock", daemon=True)
         self._thread.start()
         return f"took over the lock of {earlier}, which has ended" if earlier is not None else None
+
+    def keep(self) -> bool:
+        """Sees that the file at the path is the lock that is held, and takes it anew where somebody has removed it; gives whether that was so.
+
+        Raises:
+            Taken: if another start has taken it meanwhile.
+            OSError: what the file system says; its directory must be there.
+        """
+        assert self._fd is not None, "not held"
+        assert self._holder is not None
+        if self.is_in_place():
+            return False
+        try:
+            fd = self._lock_file()
+        except Taken as taken:
+            if taken.holder is not None and taken.holder.nonce == self._holder.nonce:
+                return False  # the file system was mounted anew, and counts our lock as another's
+            raise
+        _write(fd, self._holder)
+        os.close(self._fd)
+        self._fd = fd
+        return True
+
+    def is_in_place(self) -> bool:
+        """Whether the file at the path is the one that is locked."""
+        return self._fd is not None and _is_at(self._fd, self.path)
+
+    def names_us(self) -> bool:
+        """Whether the file at the path has our name in it, be it under another number, as after a remount."""
+        try:
+            found = _parse(self.path.read_bytes()[:4096])
+        except FileNotFoundError:
+            return False
+        return found is not None and found == self._holder
 
     def release(self) -> None:
         """Gives the lock back and removes the file, unless the storage has stopped answering. Releasing twice is once."""
@@ -309,7 +345,7 @@ def _is_at(fd: int, path: Path) -> bool:
     ours = os.fstat(fd)
     try:
         there = path.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
 

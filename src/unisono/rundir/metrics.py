@@ -1,11 +1,13 @@
 """metrics.jsonl: one writer, a whole line a write; on resume, what came after the checkpoint is cut off."""
 
 import contextlib
+import errno
 import itertools
 import json
 import math
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from unisono.files import iterate_lines, open_plain, parse_json, whole_file
 _LINE_BYTES = 1 << 20
 _NUMBERS = 8
 _MOST_STEPS = 1 << 53
+_CHUNK_BYTES = 1 << 20
 
 
 class MetricsWriter:
@@ -27,9 +30,7 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd: int | None = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644
-        )
+        self._fd: int | None = _open(path)
         self._waiting: list[bytes] = []
         self._lock = threading.Lock()
 
@@ -52,11 +53,14 @@ class MetricsWriter:
             OSError: if a line cannot be written, or the file cannot be synced.
         """
         with self._lock:
-            error = self._flush() if self._fd is not None else None
+            if self._fd is None:
+                return
+            error = self._flush()
+            self._follow_path()
+            fd = self._fd
         if error is not None:
             raise error
-        if self._fd is not None:  # not under the lock: steps go on while the disk takes its time
-            os.fsync(self._fd)
+        os.fsync(fd)  # not under the lock: steps go on while the disk takes its time
 
     def close(self) -> OSError | None:
         """Ends the file; gives why lines that still wait are lost. Closing twice is once."""
@@ -64,12 +68,29 @@ class MetricsWriter:
             if self._fd is None:
                 return None
             error = self._flush()
+            with contextlib.suppress(OSError):  # the directory is gone, and is not made again
+                self._follow_path()
             with contextlib.suppress(
                 OSError
             ):  # of a network disk; what was written for a checkpoint has been synced
                 os.close(self._fd)
             self._fd = None
             return error
+
+    def _follow_path(self) -> None:
+        """Where the file was removed or renamed, as with its directory, goes on at the path, in a new one with all lines of the old one."""
+        assert self._fd is not None, "closed"
+        ours = os.fstat(self._fd)
+        with contextlib.suppress(FileNotFoundError):
+            there = self._path.stat()
+            if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+                return
+        with whole_file(self._path) as temporary, temporary.open("wb") as copy:
+            offset = 0
+            while chunk := os.pread(self._fd, _CHUNK_BYTES, offset):
+                offset += copy.write(chunk)
+        os.close(self._fd)
+        self._fd = _open(self._path)
 
     def _flush(self) -> OSError | None:
         """Writes what waits; gives why some of it still does."""
@@ -93,6 +114,15 @@ class MetricsWriter:
             except OSError:  # then the rest of the line comes later
                 self._waiting[0] = self._waiting[0][written:]
         return OSError(error.errno, error.strerror, str(self._path))
+
+
+def _open(path: Path) -> int:
+    """Readable as well: what was written must be found again where somebody removes the file."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.ENXIO, "not a regular file", str(path))
+    return fd
 
 
 @dataclass(frozen=True, slots=True)

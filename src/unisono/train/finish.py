@@ -12,6 +12,7 @@ from unisono.errors import Problem, UnfitError
 from unisono.files import fsync_dir
 from unisono.storage_errors import error_number, is_full, reason, remedy, storage_verdict, words
 from unisono.train.run import Run
+from unisono.train.saving import require_directory
 from unisono.train.weights import write_weights
 from unisono.units import show_bytes
 
@@ -31,6 +32,7 @@ def write_result(run: Run) -> Path | None:
     target = run.files.adapter if run.plan.config.adapter is not None else run.files.model
     temporary = target.with_name(f".{target.name}.tmp")
     with _storage_trouble_told(run, temporary, target):
+        require_directory(run)
         shutil.rmtree(temporary, ignore_errors=True)
         write_listing(temporary, write_weights(run.forward.loaded, run.plan, temporary))
         _sync(temporary)

@@ -64,6 +64,8 @@ class Run:
     watch: GlobalStateWatch
     saver: Saver
     """Where saves go on while training does."""
+    root_id: tuple[int, int] | None = None
+    """Device and inode of the run's directory; None before it was looked at."""
     front_line: FrontLine | None = None
     """Rank 0's, of sharded ranks: what the others have written."""
     saved_step: int | None = None

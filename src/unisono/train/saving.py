@@ -23,6 +23,7 @@ from unisono.checkpoint.store import StorageFailed, step_of, temporary_name
 from unisono.checkpoint.trouble import storage_trouble
 from unisono.checkpoint.values import STATE, state_text
 from unisono.errors import IntegrityError, Problem
+from unisono.files import read_object
 from unisono.model.shard import like
 from unisono.rundir.metrics import MetricsWriter, best_evaluated
 from unisono.storage_errors import reason, remedy, storage_verdict, words
@@ -44,6 +45,9 @@ from unisono.train.staging import Files
 from unisono.train.state import TrainState
 from unisono.train.turns import TURN_S, by_main
 from unisono.units import parse_seconds
+
+_MADE_AGAIN_S = 4.0
+_LOOK_S = 0.1
 
 
 def save_checkpoint(run: Run) -> None:
@@ -75,12 +79,17 @@ def finish_saving(run: Run) -> None:
     patience_s = max(STUCK_S, parse_seconds(run.plan.config.grace))  # nothing else is left to be done
     for again in (True, False):
         is_free = _wait_for_save(run, patience_s)
-        lost = run.begun_step is not None and run.group.is_main and run.saved_step != run.begun_step
+        lost = run.begun_step is not None and run.group.is_main and not _is_saved(run, run.begun_step)
         _tell_left_behind(run)
         if not run.group.any(lost) or not is_free or not again or run.begun_step != run.state.step:
             return
         run.begun_step = None
         save_checkpoint(run)
+
+
+def _is_saved(run: Run, step: int) -> bool:
+    """Whether the step was saved, and nobody has removed it since."""
+    return run.saved_step == step and os.path.lexists(run.files.checkpoint(step))
 
 
 def _tell_left_behind(run: Run) -> None:
@@ -214,6 +223,7 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
     if job.shards > 1:
         tell_others_of_moves(run, job, save)
     try:
+        require_directory(run)
         _sync_metrics(run, run.metrics, save)
         save.advance(f"writing {run.files.checkpoints / job.temporary}")
 
@@ -250,6 +260,37 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
             "prune_failed", what, fix=remedy(error, else_="delete them by hand, or fix the storage")
         )
     return path
+
+
+def require_directory(run: Run) -> None:
+    """Sees that what is at output_dir is this run's directory. Where it was removed in mid-run its front makes it again within moments; that is waited for.
+
+    Raises:
+        StorageFailed: if there is none, or one that is not this run's.
+    """
+    root, limit = run.files.root, time.monotonic() + _MADE_AGAIN_S
+    while True:
+        try:
+            found = root.stat()
+        except FileNotFoundError:
+            why = "it is gone: it was removed or renamed in mid-run"
+        except OSError:  # a storage that fails says so of the files themselves
+            return
+        else:
+            identity = (found.st_dev, found.st_ino)
+            if (
+                run.root_id in (None, identity)
+                or read_object(run.files.plan).get("run_id") == run.plan.run_id
+            ):
+                run.root_id = identity
+                return
+            why = "another directory was put in its place: it does not have this run's plan.json"
+        if time.monotonic() > limit:
+            problem = Problem(
+                f"step {run.state.step} cannot be saved in {root}", str(root), why, "leave a run's directory alone while it trains"
+            )  # fmt: skip
+            raise StorageFailed(problem, path=root)
+        time.sleep(_LOOK_S)
 
 
 def _best_saved(run: Run) -> set[int]:

@@ -10,6 +10,7 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.data.table import TokenTable
 from unisono.events import Reporter
 from unisono.facts import read_environment
+from unisono.facts.presence import identity_of
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.load import LoadedModel, load_for_training
 from unisono.model.locate import locate_tokenizer
@@ -82,6 +83,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
         stop=stop,
         watch=GlobalStateWatch(torch_is_used=_uses_dropout(loaded)),
         saver=Saver(Staging(device, sharers=len(plan.on_node(place.node_rank)) if sharded else 1), beats),
+        root_id=identity_of(files.root),
         front_line=front_line() if sharded is not None and group.is_main else None,
     )
     if plan.resume is not None:

@@ -36,7 +36,7 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
     Args:
         loaded: the model.
         plan: of the run.
-        directory: which does not exist yet.
+        directory: which does not exist yet, in one that does.
         writes: whether this rank writes; the others only give their parts.
 
     Returns:
@@ -46,7 +46,7 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
         OSError: if the storage fails.
     """
     if writes:
-        directory.mkdir(parents=True)
+        directory.mkdir()
     target = directory if writes else None
     if plan.config.adapter is not None:
         entries = write_adapter(loaded.model, target, base_name=_base_name(plan))

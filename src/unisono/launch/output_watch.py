@@ -1,0 +1,286 @@
+"""Beside the ranks of the head: notices that the run's directory, its checkpoints or its lock are removed, renamed or replaced.
+
+What was removed is made again from what the front knows, and training goes on. Where somebody else has put something at the path, or the disk
+itself is gone from there, the run ends, and nothing is written.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from unisono.causes import Evidence, Verdict, find_cause
+from unisono.events import Message
+from unisono.facts.presence import Identity, PresenceWatch, Seen, identity_of
+from unisono.files import whole_file
+from unisono.launch.attempt import Attempt, Show
+from unisono.launch.bounded import RunsDisk
+from unisono.launch.outcome import Ending
+from unisono.plan import RunPlan
+from unisono.rundir import RunDir
+from unisono.rundir.lock import RunLock, Taken
+from unisono.text import one_line
+
+CAUSE = "output_removed"
+_MOST_LEDGER_BYTES = 64 << 20
+_GOES_ON = (0, 75, 130)  # they promise that a next command finds something in the directory
+
+
+class OutputWatch:
+    """A companion for one start of the ranks.
+
+    Attributes:
+        verdict: why nothing more can be written at the path; None while all is well.
+    """
+
+    def __init__(
+        self, plan: RunPlan, run: RunDir, lock: RunLock, disk: RunsDisk, show: Show, *, write_decision: Callable[[], object]
+    ) -> None:  # fmt: skip
+        """Begins to watch.
+
+        Args:
+            plan: of the start.
+            run: the directory, with all that is written before ranks start.
+            lock: of it, held.
+            disk: writes there.
+            show: sees what is said.
+            write_decision: writes the files that are made before ranks start, the plan last.
+        """
+        self._plan, self._run, self._lock, self._disk, self._show = plan, run, lock, disk, show
+        self._write_decision = write_decision
+        self._step = plan.resume.step if plan.resume else 0
+        self._saved: list[int] = []
+        self._finished = self._keeps_path = False
+        self.verdict: Verdict | None = None
+        self._ledger = b""
+        self._watch: PresenceWatch | None = None
+        disk.need("what is in the run's directory", self._remember)
+
+    def heard(self, rank: int, message: Message) -> None:
+        """Takes the steps of rank 0, and what it has saved."""
+        if rank == 0 and message["kind"] == "step":
+            self._step = int(message["step"])
+        if rank == 0 and message["kind"] == "checkpoint":
+            self._saved.append(int(message["step"]))
+
+    def look(self) -> Verdict | None:
+        """Acts on what has changed; gives the verdict that ends the ranks, once there is one."""
+        found = self._watch.news() if self._watch is not None and self.verdict is None else None
+        if found is not None:
+            self._judge(*found)
+        return self.verdict
+
+    def finish(self) -> None:
+        """Ends the watching."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        self._finished = True
+
+    def settle(self, attempt: Attempt) -> None:
+        """Once the ranks have ended: looks a last time, and has `attempt` name a checkpoint that is there."""
+        if self.verdict is not None or self._disk.hung is not None:
+            return
+        seen = self._disk.write("what is in the run's directory", self._look_now)
+        if seen is not None:
+            self._judge(*seen)
+        if self.verdict is None and attempt.checkpoint is not None:
+            self._disk.write("which checkpoint is the newest", lambda: self._name_newest(attempt))
+
+    def judged(self, ending: Ending, attempt: Attempt) -> Ending:
+        """How the run ended, without a promise of what is not there.
+
+        Args:
+            ending: as the ranks' own words have it.
+            attempt: settled.
+        """
+        fields = ending.fields
+        if fields.get("checkpoint") is not None:
+            fields = {**fields, "checkpoint": attempt.checkpoint}
+        weights = fields.get("weights")
+        if (
+            self.verdict is None
+            and weights is not None
+            and self._disk.write("the result", lambda: Path(weights).is_dir()) is False
+        ):
+            self._lose(
+                f"the trained weights, {weights}, were removed as soon as they were written", keeps_path=True
+            )
+            fields = {**fields, "weights": None}
+        if self.verdict is None:
+            return replace(ending, fields=fields)
+        if not self._keeps_path:
+            fields = {**fields, "checkpoint": None, "weights": None}
+        if ending.verdict is not None and ending.verdict.cause != CAUSE and ending.exit_code not in _GOES_ON:
+            return replace(ending, fields=fields)
+        known = find_cause(CAUSE)
+        assert known is not None
+        return Ending(known.exit_code, fields, self.verdict)
+
+    # Looking.
+
+    def _remember(self) -> None:
+        paths = (self._run.root, self._run.lock, self._run.checkpoints)
+        self._root, self._own_lock, self._checkpoints = map(identity_of, paths)
+        self._device = _device_of(self._run.root.parent)
+        if self._run.data.exists() and self._run.data.stat().st_size <= _MOST_LEDGER_BYTES:
+            self._ledger = self._run.data.read_bytes()
+        self._watch_anew()
+
+    def _watch_anew(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        if not self._finished:
+            self._watch = PresenceWatch((self._run.root, self._run.lock, self._run.checkpoints))
+
+    def _look_now(self) -> list[Seen]:
+        return [
+            Seen(identity_of(path), None) for path in (self._run.root, self._run.lock, self._run.checkpoints)
+        ]
+
+    def _judge(self, root: Seen, lock: Seen, checkpoints: Seen) -> None:
+        if root.identity is None:
+            self._restore(root.now_at)
+        elif root.identity != self._root and not self._is_still_ours():
+            where = f"; the run's own is now {root.now_at}" if root.now_at else ""
+            self._lose(f"another directory was put in the place of {self._run.root}{where}")
+        elif lock.identity != self._own_lock:
+            self._lock_again(root.identity, lock.identity)
+        if self.verdict is None and root.identity is not None:
+            self._compare_checkpoints(checkpoints)
+
+    def _is_still_ours(self) -> bool:
+        """Whether what is at the path is the same directory under another number, as after a remount: our lock is in it."""
+        return self._disk.write("run.lock", self._lock.names_us) is True
+
+    # What is done.
+
+    def _restore(self, now_at: str | None) -> None:
+        """Makes the directory again, with everything but what only disks knew."""
+        what = f"{self._run.root} was {f'renamed to {now_at}' if now_at else 'removed'} after step {self._step}, while its run lives"
+        if self._disk.write("run.lock", lambda: _device_of(self._run.root.parent)) != self._device:
+            self._lose(f"{self._run.root} is gone, and the file system that it was on")
+            return
+        try:
+            done = self._disk.write("the run's directory", self._make_again)
+        except Taken as taken:
+            self._lose(f"{what}, and another start has made it again: {taken.holder}")
+            return
+        if not done:
+            self._lose(f"{what}, and it cannot be made again")
+            return
+        lost = f"what was saved before is in {now_at}" if now_at else _lost(self._saved)
+        self._saved = []
+        self._warn(
+            f"{what}: it is made again, and training goes on; {lost}; logs and events of these ranks are not kept from here on, and the next"
+            " checkpoint comes when it is due",
+            "end a run first (Ctrl-C), then remove or rename its directory",
+        )  # fmt: skip
+
+    def _make_again(self) -> bool:
+        self._run.root.mkdir(mode=0o700, parents=True)  # not one that somebody else has just made
+        self._lock.keep()
+        self._write_missing()
+        self._remember()
+        return True
+
+    def _lock_again(self, root: Identity, there: Identity | None) -> None:
+        """A second start must not get in."""
+        what = f"{self._run.lock} was {'removed' if there is None else 'replaced'} after step {self._step}, while its run lives"
+        try:
+            done = self._disk.write("run.lock", self._take_again)
+        except Taken as taken:
+            self._lose(f"{what}, and another start has taken the directory: {taken.holder}")
+            return
+        if not done:
+            self._lose(f"{what}, and the directory cannot be locked again")
+            return
+        self._root = root
+        self._warn(
+            f"{what}: it is locked again, and training goes on",
+            "leave that file to its run: it keeps a second start out",
+        )
+
+    def _take_again(self) -> bool:
+        self._lock.take_again()
+        self._own_lock = identity_of(self._run.lock)
+        self._write_missing()
+        self._watch_anew()
+        return True
+
+    def _write_missing(self) -> None:
+        """The files that were there before ranks started, where one of them is missing."""
+        run = self._run
+        if not run.data.exists() and self._ledger:
+            with whole_file(run.data) as temporary:
+                temporary.write_bytes(self._ledger)
+        if not all(path.exists() for path in (run.config, run.environment, run.agreement, run.plan)):
+            self._write_decision()
+
+    def _compare_checkpoints(self, seen: Seen) -> None:
+        if seen.identity == self._checkpoints:
+            return
+        gone, self._checkpoints = self._checkpoints is not None, seen.identity
+        if not gone:  # made again by the next save
+            return
+        lost = f"they are in {seen.now_at}" if seen.now_at else _lost(self._saved)
+        self._saved = []
+        self._warn(
+            f"{self._run.checkpoints} was {f'renamed to {seen.now_at}' if seen.now_at else 'removed'} after step {self._step}, while its run lives:"
+            f" {lost}; training goes on, and the next checkpoint comes when it is due",
+            "end a run first (Ctrl-C), then remove its checkpoints: unisono checkpoint prune RUN",
+        )  # fmt: skip
+
+    def _name_newest(self, attempt: Attempt) -> None:
+        if attempt.checkpoint is None or Path(attempt.checkpoint).exists():
+            return
+        left = sorted(self._run.checkpoints.glob("step-*[0-9]")) if self._run.checkpoints.is_dir() else []
+        steps = {
+            int(path.name.removeprefix("step-")): path
+            for path in left
+            if path.name.removeprefix("step-").isdigit()
+        }
+        attempt.saved_step = max(steps, default=0)
+        attempt.checkpoint = str(steps[attempt.saved_step]) if steps else None
+
+    # What is said.
+
+    def _warn(self, what: str, fix: str) -> None:
+        verdict = self._verdict(what, severity="warning", fix=fix)
+        self._show(
+            {
+                "kind": "warning", "time": time.time(), "code": CAUSE, "step": self._step, "text": what, "where": str(self._run.root),
+                "fix": fix, "verdict": verdict.to_json(),
+            }
+        )  # fmt: skip
+
+    def _lose(self, what: str, *, keeps_path: bool = False) -> None:
+        """Ends the run. Unless the path is still the run's, nothing is written there from here on."""
+        self._keeps_path = keeps_path
+        if not keeps_path:
+            self._disk.is_lost = True
+        fix = "end a run first (Ctrl-C), then remove, rename or unmount its directory"
+        self.verdict = self._verdict(what, severity="fatal", fix=fix)
+
+    def _verdict(self, what: str, *, severity: Literal["fatal", "warning"], fix: str) -> Verdict:
+        return Verdict(
+            cause=CAUSE, when="during", severity=severity, summary=one_line(what, limit=600), hosts=(self._plan.host,), phase="save",
+            step=self._step or None, fix=(fix,),
+            evidence=(Evidence(where=str(self._run.root), text=f"device and inode were {self._root}, of the lock {self._own_lock}"),),
+        )  # fmt: skip
+
+
+def _lost(steps: list[int]) -> str:
+    if not steps:
+        return "no checkpoint of this start was in it"
+    return f"the checkpoints of this start are gone (steps {', '.join(map(str, steps[-8:]))})"
+
+
+def _device_of(path: Path) -> int:
+    """The device of a directory, or of the nearest one above it that is there."""
+    while True:
+        found = identity_of(path)
+        if found is not None or path == path.parent:
+            return found[0] if found is not None else -1
+        path = path.parent
