@@ -14,6 +14,7 @@ from unisono.units import show_bytes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _OPEN_FILES = (errno.EMFILE, errno.ENFILE)
+_NOT_OURS = (errno.EROFS, errno.EACCES, errno.EPERM)
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _BROKEN = (
     errno.EIO, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOLCK, errno.ESTALE, errno.EROFS,
@@ -64,6 +65,10 @@ def reason(error: BaseException) -> str:
         return f"the limit of open files is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (`ulimit -n`), or that of the system is reached"
     if number in FULL:
         return "the disk or the quota is full"
+    if number == errno.EROFS:
+        return "the file system is read-only, as after an error of its device"
+    if number in _NOT_OURS:
+        return "this user may not write there"
     if number in _GONE:
         return "it was removed, renamed or replaced while the run was using it"
     return "the storage failed"
@@ -94,10 +99,12 @@ def _is_too_large(error: BaseException) -> bool:
 
 
 def storage_verdict(error: BaseException, problem: Problem, *, phase: str | None) -> Verdict | None:
-    """The verdict on a limit or a full disk, with the words of a problem; None where the catalogue has no cause for the error."""
+    """The verdict on a limit, a full disk, or in a phase that writes one that cannot be written any more, with the words of a problem; None where the catalogue has no cause for the error."""
     number = error_number(error)
     is_limit = number in _OPEN_FILES or (_is_too_large(error) and file_size_limit() is not None)
     name = "disk_full" if number in FULL else "ulimit" if is_limit else None
+    if number in _NOT_OURS and phase is not None:
+        name = "storage_unfit"
     known = find_cause(name) if name is not None else None
     if known is None:
         return None

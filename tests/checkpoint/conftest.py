@@ -12,6 +12,7 @@ Save = Callable[..., Path]
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
+    (tmp_path / "run").mkdir()
     return CheckpointStore(tmp_path / "run" / "checkpoints", key=b"k" * 32)
 
 

@@ -1,6 +1,8 @@
 """What becomes of a run when its directory is removed, renamed, replaced or made read-only in mid-run. Run: pytest tests/launch/test_output_watch.py"""
 
+import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -11,8 +13,18 @@ from typing import Any
 
 import pytest
 
+from unisono.rundir.lock import RunLock, read_holder
+
 Until = Callable[[Callable[[], bool]], None]
 Start = Callable[..., "subprocess.Popen[str]"]
+FILES = {
+    "config.yaml",
+    "plan.json",
+    "environment.json",
+    "agreement.json",
+    "run.lock",
+    "checkpoints",
+}
 
 
 def said_by(process: "subprocess.Popen[str]") -> tuple[str, str]:
@@ -50,3 +62,116 @@ def test_a_run_whose_directory_becomes_read_only_ends_with_6_and_shows_its_resul
     assert "Traceback" not in said
     assert "Read-only file system" in said or "Permission denied" in said
     assert shown.startswith("unfit: step "), shown
+
+
+@pytest.fixture
+def training(front: Any, started: Start, until: Until) -> "subprocess.Popen[str]":
+    """A front whose rank has made four steps, with a checkpoint after the third, and waits."""
+    process = started(faults={"wait": 5})
+    until(front.waits_before(5))
+    return process
+
+
+def is_whole(folder: Path) -> bool:
+    return folder.is_dir() and {path.name for path in folder.iterdir()} >= FILES
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed"])
+def test_a_directory_that_is_removed_or_renamed_is_made_again_and_the_same_command_resumes(
+    front: Any, training: "subprocess.Popen[str]", until: Until, how: str
+) -> None:
+    holder = read_holder(front.out / "run.lock")
+    elsewhere = front.folder / "elsewhere"
+    if how == "removed":
+        shutil.rmtree(front.out)
+    else:
+        front.out.rename(elsewhere)
+    until(lambda: is_whole(front.out))
+    assert read_holder(front.out / "run.lock") == holder
+    training.send_signal(signal.SIGTERM)
+    shown, said = said_by(training)
+    assert training.returncode == 75, said
+    where = f"renamed to {elsewhere}" if how == "renamed" else "removed"
+    assert f"{front.out} was {where} after step 4, while its run lives: it is made again" in said
+    lost = (
+        f"what was saved before is in {elsewhere}"
+        if how == "renamed"
+        else "the checkpoints of this start are gone (steps 3)"
+    )
+    assert lost in said
+    assert "checkpoint: out/checkpoints/step-00000005" in shown
+    again = front.run()
+    assert again.returncode == 0, again.stderr
+    assert front.read("result.json")["step"] == 10
+
+
+def test_nothing_is_written_into_a_directory_that_somebody_put_in_its_place(
+    front: Any, training: "subprocess.Popen[str]"
+) -> None:
+    front.out.rename(front.folder / "elsewhere")
+    front.out.mkdir()
+    (front.out / "mine").write_text("not the run's")
+    shown, said = said_by(training)
+    assert training.returncode == 6, said
+    assert (
+        f"another directory was put in the place of {front.out}; the run's own is now {front.folder / 'elsewhere'}"
+        in said
+    )
+    assert "[output_removed]" in said
+    assert "next:" not in shown
+    assert {path.name for path in front.out.iterdir()} == {"mine"}
+
+
+def test_removed_checkpoints_are_said_and_not_promised(
+    front: Any, training: "subprocess.Popen[str]", until: Until
+) -> None:
+    shutil.rmtree(front.out / "checkpoints")
+    lines: list[str] = []
+    assert training.stderr is not None
+    while "checkpoints was removed" not in (lines or [""])[-1]:
+        lines.append(training.stderr.readline())
+        assert lines[-1], "".join(lines)
+    assert "after step 4, while its run lives: the checkpoints of this start are gone (steps 3)" in lines[-1]
+    training.send_signal(signal.SIGKILL)
+    said_by(training)
+    again = front.run("--json")  # killed, it has not saved; the next start begins anew, and says nothing else
+    result = json.loads(again.stdout.splitlines()[-1])
+    assert (again.returncode, result["step"]) == (0, 10), again.stderr
+    assert Path(result["checkpoint"]).is_dir()
+
+
+def test_a_removed_lock_is_taken_again_and_keeps_a_second_start_out(
+    front: Any, training: "subprocess.Popen[str]", until: Until
+) -> None:
+    lock = front.out / "run.lock"
+    holder = read_holder(lock)
+    lock.unlink()
+    until(lock.exists)
+    until(lambda: read_holder(lock) == holder)
+    second = front.run()
+    assert second.returncode == 2, second.stderr
+    assert f"process {training.pid} on" in second.stderr
+    training.send_signal(signal.SIGTERM)
+    _, said = said_by(training)
+    assert training.returncode == 75, said
+    assert f"{lock} was removed after step 4, while its run lives: it is locked again" in said
+    assert not lock.exists()
+
+
+def test_a_run_whose_lock_another_start_has_taken_ends_and_leaves_the_directory_to_it(
+    front: Any, training: "subprocess.Popen[str]"
+) -> None:
+    other = RunLock(front.folder / "other" / "run.lock")
+    other.acquire("host-b", 4711)
+    (front.folder / "other" / "run.lock").replace(front.out / "run.lock")
+    before = sorted(path.name for path in (front.out / "checkpoints").iterdir())
+    shown, said = said_by(training)
+    assert training.returncode == 6, said
+    assert "another start has taken the directory: process 4711 on host-b" in said
+    assert "next:" not in shown
+    found = read_holder(front.out / "run.lock")
+    assert found is not None
+    assert (found.host, found.pid) == ("host-b", 4711)
+    assert sorted(path.name for path in (front.out / "checkpoints").iterdir()) == before
+    assert not (front.out / "result.json").exists()
+    other.release()

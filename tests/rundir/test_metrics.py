@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -200,3 +201,26 @@ def test_a_limit_of_the_file_size_is_called_so_and_the_lines_wait(tmp_path: Path
     assert int(first.split()[2]) > 40
     assert second == "None"
     assert [line["step"] for line in read_metrics(path)] == list(range(1, 60))
+
+
+@pytest.mark.parametrize("what", ["the file", "its directory"])
+def test_a_file_that_was_removed_while_it_was_written_is_there_again_with_all_its_lines(
+    tmp_path: Path, what: str
+) -> None:
+    path = tmp_path / "out" / "metrics.jsonl"
+    path.parent.mkdir()
+    writer = MetricsWriter(path)
+    writer.append({"step": 1, "loss": 0.1})
+    if what == "the file":
+        path.unlink()
+    else:
+        shutil.rmtree(path.parent)
+        with pytest.raises(FileNotFoundError):  # which is not made again behind its front's back
+            writer.sync()
+        path.parent.mkdir()
+    writer.append({"step": 2, "loss": 0.2})
+    writer.sync()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    writer.append({"step": 3, "loss": 0.3})
+    writer.close()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]

@@ -80,6 +80,31 @@ CAUSES: tuple[Cause, ...] = (
         when=("after",),
     ),
     Cause(
+        id="output_removed",
+        title="the run's directory was removed, renamed or replaced in mid-run",
+        meaning=(
+            "Somebody removed or renamed output_dir, its checkpoints/ or its run.lock while the run lived, or the file system below it was unmounted. The run makes again what it can and goes on; what was saved before is gone,"
+            " or where it was moved to. It ends where another directory or another start is in its place: nothing is written there."
+        ),
+        telltales=(
+            "the warning `was removed after step N, while its run lives: it is made again`",
+            "`checkpoint ls` shows checkpoints of later steps only",
+            "a clean-up job, a second terminal, or `rm -rf` in a script that starts the run",
+        ),
+        neighbours=(
+            ("storage_unfit", "the directory is there, and cannot be written"),
+            ("io_blocked", "the storage does not answer"),
+        ),
+        remedy=(
+            "End a run (Ctrl-C) before you remove or rename its directory.",
+            "Delete old checkpoints with `unisono checkpoint prune RUN`.",
+            "Keep run directories out of the way of clean-up jobs.",
+        ),
+        exit_code=6,
+        retry_helps=False,
+        when=("during",),
+    ),
+    Cause(
         id="dataset_cache_race",
         title="ranks built the same data cache at the same time",
         meaning=(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.drill.disk import SmallDisk
+from unisono.drill.disk import ReadOnlyDisk, RemovedOutput, SmallDisk
 from unisono.drill.ground import Ground, HeadKilled, Strangers
 from unisono.drill.memory import MemoryGroup
 from unisono.drill.networks import TwoNetworks
@@ -41,6 +41,7 @@ class Drill:
         words: the code of a warning that names it, and parts of its text of which any will do, where it is no end of the run and so has no verdict.
         clock_jump_s: what the fronts' wall clock jumps by.
         killed: nodes whose fronts the drill kills: nobody waits for their words, and their exit codes are not judged.
+        exit_code: with which the run ends, where it is not that of the cause.
     """
 
     fault: str
@@ -57,6 +58,7 @@ class Drill:
     words: tuple[str, ...] = ()
     clock_jump_s: float = 0.0
     killed: tuple[int, ...] = ()
+    exit_code: int | None = None
 
 
 def _dies(fault: str, text: str, *want: str, how: str) -> Drill:
@@ -112,6 +114,14 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "disk_full", "the disk of output_dir is full", ("disk_full",), ground=SmallDisk, words=("checkpoint_failed", "no room", "No space left"),
+        config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
+    ),
+    Drill(
+        "disk_readonly", "the disk of output_dir becomes read-only", ("storage_unfit",), ground=ReadOnlyDisk,
+        config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
+    ),
+    Drill(
+        "output_removed", "output_dir is removed in mid-run (rm -rf)", ("output_removed",), ground=RemovedOutput, exit_code=0,
         config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
     ),
     Drill(

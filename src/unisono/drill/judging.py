@@ -240,9 +240,9 @@ def _what_is_wrong(
 
 
 def _exit_code(drill: Drill, right: Sequence[Told]) -> int:
-    """That of the cause which ended the run."""
-    if not drill.want:
-        return 0
+    """That of the cause which ended the run, or of a run that goes on all the same."""
+    if drill.exit_code is not None or not drill.want:
+        return drill.exit_code or 0
     cause = find_cause(right[-1].cause or drill.want[0])
     assert cause is not None, "the table names causes of the catalogue"
     return cause.exit_code

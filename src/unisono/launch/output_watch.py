@@ -85,7 +85,7 @@ class OutputWatch:
         seen = self._disk.write("what is in the run's directory", self._look_now)
         if seen is not None:
             self._judge(*seen)
-        if self.verdict is None and attempt.checkpoint is not None:
+        if attempt.checkpoint is not None and not self._disk.is_lost:
             self._disk.write("which checkpoint is the newest", lambda: self._name_newest(attempt))
 
     def judged(self, ending: Ending, attempt: Attempt) -> Ending:
@@ -203,7 +203,7 @@ class OutputWatch:
         )
 
     def _take_again(self) -> bool:
-        self._lock.take_again()
+        self._lock.keep()
         self._own_lock = identity_of(self._run.lock)
         self._write_missing()
         self._watch_anew()
