@@ -4,6 +4,7 @@ Run: .venv/bin/python -m pytest tests/data/test_prepare.py
 """
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -324,6 +325,31 @@ def test_data_that_cannot_be_trained_on_are_refused(
     path = tmp_path / "rows.jsonl"
     path.write_text(content, encoding="utf-8")
     assert what in str(refused(make_config({"train": str(path), **data}), tokenizer_dir(), tmp_path))
+
+
+def test_what_is_wrong_with_every_row_is_said_once(tokenizer_dir: TokenizerDir, tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for i in range(10**9) %}{% endfor %}", encoding="utf-8")
+    path = write_rows(tmp_path / "rows.jsonl", [pair("q", "a")] * 1000)
+    data = {"train": path, "template": str(template)}
+    error = refused(make_config(data), tokenizer_dir(), tmp_path)
+    (problem,) = error.problems
+    assert error.exit_code == 2
+    assert "none of the 1000 rows" in problem.what
+    assert f"{template}:1): Range too big" in problem.why
+    (problem,) = refused(make_config(data | {"on_bad_row": "skip"}), tokenizer_dir(), tmp_path).problems
+    assert f"the first is {path}:1: the chat template refuses it ({template}:1)" in problem.why
+
+
+def test_a_template_that_is_no_regular_file_is_refused_before_it_is_opened(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "t.jinja")
+    data = {
+        "train": write_rows(tmp_path / "rows.jsonl", [pair("q", "a")]),
+        "template": str(tmp_path / "t.jinja"),
+    }
+    assert "named pipe" in str(refused(make_config(data), tokenizer_dir(), tmp_path))
 
 
 def test_a_tokenizer_that_makes_tokens_the_model_does_not_know_is_refused(

@@ -26,7 +26,7 @@ def run(tokenizer_dir: TokenizerDir, tmp_path: Path) -> Run:
     """Runs `unisono data preview` on some rows with a model that has a tokenizer and a config.json."""
     model = tmp_path / "model"
     shutil.copytree(tokenizer_dir(), model)
-    (model / "config.json").write_text('{"vocab_size": 10000}', encoding="utf-8")
+    (model / "config.json").write_text('{"model_type": "llama", "vocab_size": 10000}', encoding="utf-8")
 
     def preview(rows: list[Any], *more: str) -> "subprocess.CompletedProcess[str]":
         file = tmp_path / "rows.jsonl"

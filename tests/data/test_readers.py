@@ -3,7 +3,9 @@
 Run: .venv/bin/python -m pytest tests/data/test_readers.py
 """
 
+import gzip
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from unisono.data.formats import COLUMNS, FormatName, detect, to_example
 from unisono.data.readers import READERS, RowFile, kind_of, read_rows
 from unisono.data.rows import BadRow, RawRow, RowError
-from unisono.errors import DataError
+from unisono.errors import DataError, Problem
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "a,\"b\"\nc", "completion": "d"}, {"prompt": "日本", "completion": "\u2028 e"}, {"prompt": "x", "completion": " y "},
@@ -134,6 +136,161 @@ def test_an_unknown_kind_of_file_is_refused_with_those_that_are_read(tmp_path: P
     with pytest.raises(DataError, match="no kind of file") as caught:
         read(tmp_path / "rows.docx")
     assert "jsonl" in caught.value.problems[0].fix
+
+
+# Encodings, and files that are something else.
+
+CHINESE = "我们的目标是让每一个人都可以在自己的电脑上训练模型。"
+
+
+def refused(path: Path) -> Problem:
+    with pytest.raises(DataError) as caught:
+        read(path)
+    (problem,) = caught.value.problems
+    return problem
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "txt"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+def test_utf_16_and_32_are_named_once_with_a_command_that_converts_them(
+    tmp_path: Path, kind: str, encoding: str
+) -> None:
+    text = {
+        "jsonl": '{"text": "a"}\n' * 300,
+        "json": '[{"text": "a"}]',
+        "csv": "text\na\n",
+        "txt": "a word\n",
+    }[kind]
+    path = tmp_path / f"my rows.{kind}"
+    path.write_text(text.replace("a", "ä", 1) if kind != "csv" else text, encoding=encoding)
+    problem = refused(path)
+    assert encoding[:6].upper() in problem.what
+    command = problem.fix.removeprefix("convert it: ").partition(", and")[0]
+    assert command.startswith("iconv -f UTF-")
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert all(isinstance(row, RawRow) for row in read(tmp_path / f"my rows.utf8.{kind}"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "txt"])
+def test_a_utf_8_byte_order_mark_is_no_part_of_a_row_also_where_files_were_joined(
+    tmp_path: Path, kind: str
+) -> None:
+    mark = "\ufeff"
+    text = {
+        "jsonl": f'{mark}{{"text": "a"}}\n{mark}{{"text": "b"}}\n',
+        "json": f'{mark}[{{"text": "a"}}]',
+        "txt": f"{mark}a\n{mark}b\n",
+    }
+    (tmp_path / f"rows.{kind}").write_text(text.get(kind, f"{mark}text\na\n"), encoding="utf-8")
+    rows = read(tmp_path / f"rows.{kind}")
+    assert [row.value["text"] for row in rows if isinstance(row, RawRow)] == ["a", "b"][: len(rows)]
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "guess"),
+    [
+        (CHINESE, "gbk", "GB18030"),
+        ("我們的目標是讓每一個人都可以在自己的電腦上訓練模型。", "big5", "BIG5"),
+        ("私たちの目標は、誰もが自分のコンピューターで訓練できることです。", "shift_jis", "SHIFT_JIS"),
+        ("우리의 목표는 모든 사람이 자신의 컴퓨터에서 모델을 훈련하는 것입니다.", "euc_kr", "EUC-KR"),
+        ("Notre but est que chacun puisse entraîner un modèle. Élève, où êtes-vous allé ?", "latin-1", "WINDOWS-1252"),
+        ("Наша цель состоит в том, чтобы каждый мог обучать модели.", "cp1251", "WINDOWS-1251"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "txt"])
+def test_another_encoding_is_guessed_where_it_is_sure(
+    tmp_path: Path, kind: str, text: str, encoding: str, guess: str
+) -> None:
+    lines = {
+        "jsonl": f'{{"text": "a"}}\n{{"text": "{text}"}}\n',
+        "json": f'[{{"text": "a"}},\n{{"text": "{text}"}}]',
+    }
+    path = tmp_path / f"rows.{kind}"
+    path.write_text(lines.get(kind, f"text\n{text}\n".replace(",", " ")), encoding=encoding)
+    problem = refused(path)
+    assert f"iconv -f {guess} -t UTF-8" in problem.fix
+    assert ":2" in problem.where
+    assert "byte 0x" in problem.why
+
+
+def test_a_broken_byte_in_utf_8_is_one_bad_row_with_its_place_and_no_guess(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(f'{{"text": "{CHINESE}"}}\n'.encode() * 3 + b'{"text": "\xe9\xe8\xe0 \xe7\xe9"}\n')
+    *good, bad = read(path)
+    assert all(isinstance(row, RawRow) for row in good)
+    assert isinstance(bad, BadRow)
+    assert (bad.where, bad.why) == ("rows.jsonl:4:11", "not UTF-8: byte 0xe9")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "txt", "json"])
+def test_a_file_that_is_something_else_is_named_once(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"rows.{kind}"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 100))
+    assert "gzip" in refused(path).why
+    assert "gunzip" in refused(path).fix
+    path.write_bytes(b"PAR1" + bytes(100))
+    assert "Parquet" in refused(path).why
+    path.write_bytes(bytes(100_000))
+    assert "zero" in refused(path).why
+
+
+def test_a_packed_file_is_refused_with_the_command_that_unpacks_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    assert "gunzip -c rows.jsonl.gz >" in refused(path).fix
+    path.write_bytes(b'{"text": "a"}\n')  # a gz that is none
+    assert "jsonl" in refused(path).fix
+
+
+def test_a_file_of_zeros_without_an_end_is_refused_without_reading_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    assert "zero" in refused(path).why
+    with path.open("r+b") as file:
+        file.write(b'{"text": "a"}' + b" " * 5000)
+    problem = refused(path)
+    assert (problem.where, "longer than 256 MiB" in problem.what) == ("rows.jsonl:1", True)
+
+
+def test_json_over_several_lines_under_the_name_jsonl_is_said_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=2), encoding="utf-8")
+    assert "name it rows.json" in refused(path).fix
+
+
+# A key or a column that stands twice.
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_a_key_that_stands_twice_with_different_values_makes_a_bad_row(tmp_path: Path, kind: str) -> None:
+    rows = [
+        '{"text": "a", "text": "a"}', '{"text": "a", "text": "b"}', '{"text": "c", "x": [{"role": 1, "role": 2}]}', '{"text": "d"}',
+    ]  # fmt: skip
+    path = tmp_path / f"rows.{kind}"
+    path.write_text("\n".join(rows) if kind == "jsonl" else f"[{','.join(rows)}]", encoding="utf-8")
+    same, text, role, last = read(path)
+    assert isinstance(same, RawRow)
+    assert isinstance(last, RawRow)
+    assert isinstance(text, BadRow)
+    assert isinstance(role, BadRow)
+    assert "'text' stands twice" in text.why
+    assert "'role' stands twice" in role.why
+
+
+def test_a_column_that_stands_twice_is_refused_in_a_csv_and_in_parquet(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("text,text\na,b\n", encoding="utf-8")
+    assert "'text' stands in it 2 times" in refused(tmp_path / "rows.csv").why
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    assert "'text'" in refused(tmp_path / "rows.parquet").why
+
+
+def test_a_csv_with_another_separator_is_said_to_have_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt;completion\na;b\n", encoding="utf-8")
+    assert "separated by ';'" in refused(tmp_path / "rows.csv").what
+    (tmp_path / "rows.csv").write_text("prompt\tcompletion\na\tb\n", encoding="utf-8")
+    assert "tsv" in refused(tmp_path / "rows.csv").fix
 
 
 # Whatever a file holds, there is an answer with a place.

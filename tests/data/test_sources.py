@@ -5,6 +5,7 @@ Run: .venv/bin/python -m pytest tests/data/test_sources.py
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from unisono.data.readers import read_rows
 from unisono.data.remote import fetch_hub
 from unisono.data.rows import RawRow
 from unisono.data.sources import Source, find_sources
-from unisono.errors import DataError
+from unisono.errors import DataError, Problem
 
 
 def find(tmp_path: Path, train: Any, **more: Any) -> list[Source]:
@@ -66,6 +67,66 @@ def test_every_source_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     assert [(problem.where, bool(problem.fix)) for problem in caught.value.problems] == [
         ("data.train.0", True), ("data.train.1", True), ("data.train.2", True), ("data.eval", True),
     ]  # fmt: skip
+
+
+def refusal(tmp_path: Path, train: Path | str) -> Problem:
+    with pytest.raises(DataError) as caught:
+        find(tmp_path, str(train))
+    (problem,) = caught.value.problems
+    assert problem.where == "data.train"
+    assert problem.fix
+    return problem
+
+
+def test_what_is_no_regular_file_is_called_what_it_is_and_never_opened(tmp_path: Path) -> None:
+    pipe, loop, broken, name = (
+        tmp_path / n for n in ("pipe.jsonl", "loop.jsonl", "broken.jsonl", "socket.jsonl")
+    )
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    broken.symlink_to(tmp_path / "gone.jsonl")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(name))
+        said = {
+            path: refusal(tmp_path, path) for path in (pipe, loop, broken, name, "/dev/zero", "/dev/null")
+        }
+    assert "is a named pipe (FIFO)" in said[pipe].what
+    assert "a symbolic link that leads back to itself" in said[loop].what
+    assert f"symbolic link to {tmp_path / 'gone.jsonl'}, which does not exist" in said[broken].why
+    assert "is a socket" in said[name].what
+    assert "is a character device" in said["/dev/zero"].what
+    assert "is a character device" in said["/dev/null"].what
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ("x" * 300 + ".jsonl", "File name too long"), ("a\0b.jsonl", "null"), ("rows.jsonl/more.jsonl", "Not a directory"),
+        ("~nobody-of-this-name/rows.jsonl", "there is no file"), ("a/**b/*.jsonl", "**"), ("", "is a directory"),
+    ],
+)  # fmt: skip
+def test_a_path_that_cannot_be_is_refused_with_the_reason(tmp_path: Path, named: str, words: str) -> None:
+    write(tmp_path / "rows.jsonl", "a")
+    problem = refusal(tmp_path, named if named.startswith("~") else f"{tmp_path}/{named}")
+    assert words in problem.what + problem.why
+
+
+def test_a_glob_says_what_it_did_match_where_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").mkdir()
+    problem = refusal(tmp_path, tmp_path / "*.jsonl")
+    assert "named pipe" in problem.why
+    assert "directory" in problem.why
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_without_permission_is_said(tmp_path: Path) -> None:
+    write(tmp_path / "closed" / "rows.jsonl", "a")
+    (tmp_path / "closed").chmod(0)
+    try:
+        assert "Permission denied" in refusal(tmp_path, tmp_path / "closed" / "rows.jsonl").why
+    finally:
+        (tmp_path / "closed").chmod(0o700)
 
 
 # URLs.

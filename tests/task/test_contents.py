@@ -132,6 +132,12 @@ def test_what_is_missing_or_damaged_is_noted_and_not_refused(tmp_path: Path, row
     assert set(digests(found, "model")) == {"config.json"}
 
 
+def test_a_pipe_as_template_is_noted_and_not_waited_for(tmp_path: Path, rows: Path) -> None:
+    os.mkfifo(tmp_path / "t.jinja")
+    found = look(tmp_path, config(rows, data__template=str(tmp_path / "t.jinja")))
+    assert "named pipe" in found["note"]
+
+
 def test_a_hub_model_is_compared_where_it_is_certain_which_one_it_is(
     tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

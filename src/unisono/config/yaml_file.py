@@ -8,6 +8,7 @@ import yaml
 
 from unisono.errors import ConfigError, Problem
 from unisono.files import open_given
+from unisono.inputs import decode_text, fault_of
 
 KeyPath = tuple[str | int, ...]
 _LIMIT_BYTES = 256_000  # pure-Python YAML reads about 50 kB a second; a config has a few kB
@@ -58,27 +59,30 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     try:
         with open_given(path) as file:
             data = file.read(_LIMIT_BYTES + 1)
-        text = data.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError.of(
-            f"there is no file {path}",
-            where=str(path),
-            fix="check the path, or make a config with `unisono init`",
-        ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError.of(
-            f"{path} cannot be read",
-            where=str(path),
-            why=getattr(error, "strerror", None) or str(error),
-            fix="give a UTF-8 text file",
-        ) from error
+        raise _unreadable(path, error) from error
     if len(data) > _LIMIT_BYTES:
         raise ConfigError.of(
             f"{path} is no config: it has more than {_LIMIT_BYTES:,} bytes",
             where=str(path),
             fix="give the YAML file of the run; data belong into files of their own, named by data.train",
         )
+    text = decode_text(data, str(path))
+    if not isinstance(text, str):
+        fault, where = text
+        raise ConfigError.of(fault.what, where=where, why=fault.why, fix=fault.fix)
     return parse_yaml(text, name=str(path))
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
+    fault = fault_of(path, str(path))
+    if fault is None or path.is_fifo():
+        why = getattr(error, "strerror", None) or str(error)
+        return ConfigError.of(
+            f"{path} cannot be read", where=str(path), why=why, fix="give a UTF-8 text file"
+        )
+    fix = "check the path, or make a config with `unisono init`" if fault.is_missing else fault.fix
+    return ConfigError.of(fault.what, where=str(path), why=fault.why, fix=fix)
 
 
 def parse_yaml(text: str, *, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:

@@ -205,8 +205,9 @@ def _refuse_nothing(config: RunConfig, ledger: Ledger, figures: dict[str, dict[s
         return
     total = ledger.total()
     dropped = ", ".join(f"{n} dropped ({why})" for why, n in total["dropped"].items()) or "0 dropped"
+    first_bad = f" (the first is {ledger.first_bad})" if ledger.first_bad else ""
     raise DataError.of(
         f"no row is left to {'train on' if missing[0] == 'train' else 'evaluate on'}", where=f"data.{missing[0]}",
-        why=f"of {total['rows']} rows {total['bad']} are bad, {dropped}, {total['eval']} for evaluation",
-        fix="raise data.max_length, mend the rows (data.on_bad_row: error names them), or lower data.eval",
+        why=f"of {total['rows']} rows {total['bad']} are bad{first_bad}, {dropped}, {total['eval']} for evaluation",
+        fix="raise data.max_length, fix the rows (data.on_bad_row: error names them), or lower data.eval",
     )  # fmt: skip

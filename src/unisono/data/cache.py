@@ -27,6 +27,7 @@ from unisono.data.encode import ENCODER_VERSION
 from unisono.data.sources import Source
 from unisono.errors import DataError, UnfitError
 from unisono.files import fsync_dir, read_json, write_json
+from unisono.inputs import expand, fault_of
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
@@ -82,7 +83,7 @@ def gather(
             for file in source.files
         }
     if data.template is not None:
-        found["data.template"] = digest_file(Path(data.template).expanduser(), data.template)
+        found["data.template"] = digest_file(expand(data.template), data.template)
     for file in _tokenizer_files(tokenizer):
         found[f"the tokenizer's {file.relative_to(tokenizer)}"] = digest_file(file, str(file))
     return found
@@ -103,12 +104,13 @@ def digest_file(path: Path, name: str) -> str:
         DataError: if it cannot be read.
     """
     total = xxhash.xxh3_128()
+    fault = fault_of(path, name)
+    if fault is not None:
+        raise DataError.of(fault.what, where=name, why=fault.why, fix=fault.fix)
     try:
         with path.open("rb") as stream:
             while block := stream.read(1 << 22):
                 total.update(block)
-    except FileNotFoundError:
-        raise DataError.of(f"there is no file {name}", where=name, fix="check the path") from None
     except OSError as error:
         raise DataError.of(
             f"{name} cannot be read", where=name, why=str(error), fix="check its permissions"

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.data.answers import Span, render_answers
+from unisono.data.rendering import armed
 from unisono.data.rows import Completion, Conversation, Example, RowError, Text
 from unisono.data.template import ChatTemplate, choose_template, known_stop_ids, stand_in
 from unisono.data.tokens import Tokens, encode_texts
@@ -89,7 +90,8 @@ class Encoder:
         if not self._probed and any(not isinstance(example, Text) for example in examples):
             self._probed = True
             self._probe(examples)
-        jobs = [self._job(example) for example in examples]
+        with armed():
+            jobs = [self._job(example) for example in examples]
         encoded: dict[int, Encoded | RowError] = {}
         for whole in (False, True):
             chosen = [(i, job) for i, job in enumerate(jobs) if isinstance(job, _Job) and job.whole is whole]

@@ -290,8 +290,13 @@ def _kind(value: Any) -> str:
 
 def _refuse_surrogates(example: Example) -> None:
     """Half of a surrogate pair, which JSON can hold, is no text and would end in the tokenizer's own error."""
-    if _SURROGATE.search(all_text(example)):
+    if holds_surrogate(all_text(example)):
         raise RowError("it holds half of a surrogate pair, which is no text", "write the whole character")
+
+
+def holds_surrogate(text: str) -> bool:
+    """Whether it holds half of a surrogate pair."""
+    return not text.isascii() and _SURROGATE.search(text) is not None
 
 
 def all_text(example: Example) -> str:

@@ -105,6 +105,7 @@ class Intake:
         self._file_number: dict[str, int] = {}
         self._problems: list[Problem] = []
         self._refused = 0
+        self._reasons: set[str] = set()  # up to a few: whether there is more than one is what matters
         self._longest = 0
 
     def read(self, source: Source) -> None:
@@ -138,7 +139,12 @@ class Intake:
             return
         problems = list(self._problems)
         rest = self._refused - len(problems)
-        if rest:
+        if rest and len(self._reasons) == 1 and self._refused == sum(s.rows for s in self._ledger.sources):
+            first = problems[0]  # of a template or an encoding, not of the rows: once is enough
+            problems = [
+                Problem(f"none of the {self._refused} rows can be used", first.where, first.why, first.fix)
+            ]
+        elif rest:
             problems.append(Problem(f"{rest} more rows are refused"))
         if self._longest:
             fix = f"data.max_length={self._longest} takes all of them whole"
@@ -228,6 +234,7 @@ class Intake:
 
     def _refuse_row(self, problem: Problem) -> None:
         self._refused += 1
+        self._reasons.add(problem.why if len(self._reasons) < 2 else "")
         if len(self._problems) < _SHOWN_PROBLEMS:
             self._problems.append(problem)
 

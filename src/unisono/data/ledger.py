@@ -53,6 +53,7 @@ class Ledger:
     def __init__(self, notes: Path) -> None:
         """Begins a ledger whose list of rows is kept in the file `notes` until it is written out."""
         self.sources: list[SourceCounts] = []
+        self.first_bad = ""
         self._path = notes
         self._notes: IO[str] = notes.open("w", encoding="utf-8")
 
@@ -64,6 +65,8 @@ class Ledger:
 
     def note(self, place: Place, what: str, why: str) -> None:
         """Writes down what was done to a row: bad, dropped, cut or split."""
+        if what == "bad" and not self.first_bad:
+            self.first_bad = f"{place}: {why}"
         entry = {"file": place.file, "line": place.number, "what": what, "why": why}
         self._notes.write(json.dumps(entry, ensure_ascii=True) + "\n")
 

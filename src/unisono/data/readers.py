@@ -1,22 +1,29 @@
 """Reads files row by row: json, jsonl, csv, tsv, parquet, arrow, txt. What is wrong with a row is said with its place."""
 
+import codecs
 import csv
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from unisono.data.rows import BadRow, Place, RawRow
 from unisono.errors import DataError
+from unisono.inputs import HEAD_BYTES, SAMPLE_BYTES, decode_text, foreign_contents, guess_encoding, not_utf8
 from unisono.text import one_line
 
 Row = RawRow | BadRow
 
 _FIELD_LIMIT = 1 << 30  # characters of one csv field; the csv module's own limit is less than a long answer
+_LINE_LIMIT = 1 << 28  # bytes; a file without line ends would fill the memory
+_ARROW_ROWS = 128  # at a time: few bytes on disk may unfold into long texts
+_BINARY = ("parquet", "arrow")
 _BIG_INTEGER = "a number with too many digits"
 
 
@@ -53,11 +60,10 @@ def read_rows(file: RowFile) -> Iterator[Row]:
     """
     reader = READERS.get(file.kind)
     if reader is None:
-        raise DataError.of(
-            f"{file.name} is no kind of file that is read", where=file.name,
-            why=f"its name ends in {'.' + file.kind if file.kind else 'no suffix'}", fix=f"use one of {', '.join(sorted(READERS))}",
-        )  # fmt: skip
+        raise _unknown_kind(file)
     try:
+        if file.kind not in _BINARY:
+            _refuse_foreign(file)
         yield from reader(file)
     except OSError as error:
         raise DataError.of(
@@ -68,38 +74,165 @@ def read_rows(file: RowFile) -> Iterator[Row]:
         ) from error
 
 
+def _unknown_kind(file: RowFile) -> DataError:
+    why = f"its name ends in {'.' + file.kind if file.kind else 'no suffix'}"
+    fix = f"use one of {', '.join(sorted(READERS))}"
+    try:
+        fault = foreign_contents(_head(file), file.name)
+    except OSError:
+        fault = None
+    if fault is not None:
+        why, fix = f"{why}; {fault.why}", fault.fix
+    return DataError.of(f"{file.name} is no kind of file that is read", where=file.name, why=why, fix=fix)
+
+
+def _head(file: RowFile, size: int = HEAD_BYTES) -> bytes:
+    with file.path.open("rb") as stream:
+        return stream.read(size)
+
+
+def _refuse_foreign(file: RowFile) -> None:
+    """Refuses what is not UTF-8 text from its first bytes on, once: else every row would be refused on its own."""
+    fault = foreign_contents(_head(file), file.name)
+    if fault is not None:
+        raise DataError.of(fault.what, where=file.name, why=fault.why, fix=fault.fix)
+
+
 def _read_lines(file: RowFile) -> Iterator[tuple[Place, bytes]]:
     """Non-blank lines, ended by newlines alone: JSON strings may hold other separators."""
     with file.path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")  # noqa: PLW2901 - a byte order mark is no part of the row
+        for number, line in enumerate(iter(partial(stream.readline, _LINE_LIMIT + 1), b""), 1):
+            if len(line) > _LINE_LIMIT:
+                raise DataError.of(
+                    f"line {number} of {file.name} is longer than {_LINE_LIMIT >> 20} MiB", where=f"{file.name}:{number}",
+                    why="a row is read whole", fix="write each row on a line of its own, ended by a newline",
+                )  # fmt: skip
+            line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901 - no part of a row, also where files were joined
             if not line.isspace() and line:
                 yield Place(file.name, number), line
 
 
 def _read_jsonl(file: RowFile) -> Iterator[Row]:
+    decoder, text = _Decoder(), _Utf8(file)
     for place, line in _read_lines(file):
         try:
-            value = json.loads(line.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            yield _malformed(place, error)
+            value = decoder.decode(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            yield text.bad_row(place, line, error.start)
             continue
-        yield _mapping(place, value)
+        except (ValueError, RecursionError) as error:
+            _refuse_spread(file, place, line, decoder)
+            yield _malformed(place, error, line)
+            continue
+        yield decoder.take_doubled(place, value) or _mapping(place, value)
 
 
-def _malformed(place: Place, error: Exception) -> BadRow:
-    if isinstance(error, json.JSONDecodeError):
-        return BadRow(place, f"malformed JSON: {error.msg}", "mend the line", error.pos + 1)
-    if isinstance(error, UnicodeDecodeError):
+class _Utf8:
+    """What is said of bytes in a file that UTF-8 does not have."""
+
+    def __init__(self, file: RowFile) -> None:
+        self._file = file
+
+    @cached_property
+    def _guess(self) -> str | None:
+        return guess_encoding(_head(self._file, SAMPLE_BYTES))
+
+    def bad_row(self, place: Place, line: bytes, position: int) -> BadRow:
+        """The bad row of a line in which UTF-8 ends at a position.
+
+        Raises:
+            DataError: where all of the file is surely written in another encoding.
+        """
+        column = position + 1
+        if self._guess is not None:
+            fault = not_utf8(self._file.name, line[position], _head(self._file, SAMPLE_BYTES))
+            raise DataError.of(fault.what, where=f"{place}:{column}", why=fault.why, fix=fault.fix)
+        return BadRow(place, f"not UTF-8: byte {line[position]:#04x}", "save the file as UTF-8", column)
+
+
+class _Decoder:
+    """Reads JSON, and notices objects in which a key stands twice with different values.
+
+    Python keeps the last one without a word. Equal values are harmless.
+    """
+
+    def __init__(self) -> None:
+        self._doubled = False
+        self._json = json.JSONDecoder(object_pairs_hook=self._object)
+        self.read_any = False  # whether any line was JSON
+
+    def decode(self, text: str) -> Any:
+        """The value of a JSON text.
+
+        Raises:
+            ValueError: if it is none.
+            RecursionError: if it is nested too deep.
+        """
+        value = self._json.decode(text)
+        self.read_any = True
+        return value
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            seen: dict[str, Any] = {}
+            for key, inner in pairs:
+                if seen.setdefault(key, inner) != inner:
+                    self._doubled = True
+                    return _Doubled(value, key)
+        return value
+
+    def take_doubled(self, place: Place, value: Any) -> BadRow | None:
+        """The bad row of a value that holds a key twice; None if it holds none."""
+        key = _doubled_key(value) if self._doubled else None
+        if key is None:
+            return None
+        shown = one_line(repr(key), limit=60)
         return BadRow(
-            place,
-            f"not UTF-8: byte {error.object[error.start]:#04x}",
-            "save the file as UTF-8",
-            error.start + 1,
+            place, f"the key {shown} stands twice in an object, with different values", "remove one of them"
         )
+
+
+class _Doubled(dict[str, Any]):
+    """An object in which a key stood twice."""
+
+    def __init__(self, value: dict[str, Any], key: str) -> None:
+        super().__init__(value)
+        self.key = key
+
+
+def _doubled_key(value: Any) -> str | None:
+    if isinstance(value, _Doubled):
+        return value.key
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((key for key in map(_doubled_key, inner) if key is not None), None)
+
+
+def _refuse_spread(file: RowFile, place: Place, line: bytes, decoder: _Decoder) -> None:
+    """Refuses one JSON document over many lines, once: its first line is no row, and neither are the others."""
+    if decoder.read_any or line.strip()[:1] not in (b"[", b"{") or file.path.stat().st_size > _LINE_LIMIT:
+        return
+    decoder.read_any = True  # looked at once
+    try:
+        json.loads(file.path.read_bytes())
+    except (ValueError, RecursionError):
+        return
+    name = f"{file.name.removesuffix('.' + file.kind)}.json"
+    raise DataError.of(
+        f"{file.name} is one JSON document over several lines", where=str(place), why=f"a .{file.kind} file has one row on each line",
+        fix=f"name it {name}, or write each row on one line (jq -c)",
+    )  # fmt: skip
+
+
+def _malformed(place: Place, error: Exception, line: bytes = b"") -> BadRow:
+    if isinstance(error, json.JSONDecodeError):
+        if b"\r" in line.strip():
+            return BadRow(
+                place, "malformed JSON: the lines end in CR alone", "convert it: tr '\\r' '\\n' < FILE > NEW", error.pos + 1
+            )  # fmt: skip
+        return BadRow(place, f"malformed JSON: {error.msg}", "fix the line", error.pos + 1)
     why = "nested too deep" if isinstance(error, RecursionError) else _BIG_INTEGER
-    return BadRow(place, f"malformed JSON: {why}", "mend the line")
+    return BadRow(place, f"malformed JSON: {why}", "fix the line")
 
 
 def _mapping(place: Place, value: Any) -> Row:
@@ -125,34 +258,33 @@ def _kind(value: Any) -> str:
 def _read_json(file: RowFile) -> Iterator[Row]:
     """A list of objects; or a file of JSON lines under another name."""
     raw = file.path.read_bytes()
+    text = decode_text(raw, file.name)
+    if not isinstance(text, str):
+        fault, where = text
+        raise DataError.of(fault.what, where=where, why=fault.why, fix=fault.fix)
+    decoder = _Decoder()
     try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise DataError.of(
-            f"{file.name} is not UTF-8", where=f"{file.name}:{line}", why=f"byte {raw[error.start]:#04x}", fix="save it as UTF-8"
-        ) from error  # fmt: skip
-    try:
-        value = json.loads(text)
+        value = decoder.decode(text)
     except json.JSONDecodeError as error:
         if text.lstrip().startswith("{") and error.msg == "Extra data":
             yield from _read_jsonl(file)
             return
         raise DataError.of(
             f"{file.name} is malformed JSON", where=f"{file.name}:{error.lineno}:{error.colno}",
-            why=error.msg, fix="mend the file; rows of one line each belong into a .jsonl file",
+            why=error.msg, fix="fix the file; rows of one line each belong in a .jsonl file",
         ) from error  # fmt: skip
     except (ValueError, RecursionError) as error:
         why = "it is nested too deep" if isinstance(error, RecursionError) else _BIG_INTEGER
         raise DataError.of(
-            f"{file.name} is malformed JSON", where=f"{file.name}:1", why=why, fix="mend the file"
+            f"{file.name} is malformed JSON", where=f"{file.name}:1", why=why, fix="fix the file"
         ) from error
     if not isinstance(value, list | dict):
         raise DataError.of(
             f"{file.name} holds {_kind(value)}", where=f"{file.name}:1", why="a list of rows is read", fix="write [{…}, {…}]"
         )  # fmt: skip
     for number, row in enumerate(value if isinstance(value, list) else [value], 1):
-        yield _mapping(Place(file.name, number, by_line=False), row)
+        place = Place(file.name, number, by_line=False)
+        yield decoder.take_doubled(place, row) or _mapping(place, row)
 
 
 def _read_csv(file: RowFile) -> Iterator[Row]:
@@ -160,12 +292,14 @@ def _read_csv(file: RowFile) -> Iterator[Row]:
     with file.path.open("rb") as raw:
         # Bytes that are no UTF-8 become surrogates, so that the row that has them can be named.
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        rows = csv.reader(stream, delimiter="\t" if file.kind == "tsv" else ",", strict=True)
+        rows = csv.reader(stream, delimiter=_separator(file), strict=True)
         names = _next_csv(rows, file, 1)
         if names is None:
             return
         if isinstance(names, BadRow):
             raise DataError.of(f"{file.name} has no header", where=names.where, why=names.why, fix=names.fix)
+        text = _Utf8(file)
+        _check_header(file, names, text)
         while True:
             number = rows.line_num + 1
             cells = _next_csv(rows, file, number)
@@ -174,7 +308,7 @@ def _read_csv(file: RowFile) -> Iterator[Row]:
             if isinstance(cells, BadRow):
                 yield cells
             elif cells:
-                yield _csv_row(Place(file.name, number), names, cells)
+                yield _csv_row(Place(file.name, number), names, cells, text)
 
 
 def _next_csv(rows: Any, file: RowFile, number: int) -> list[str] | BadRow | None:
@@ -188,7 +322,41 @@ def _next_csv(rows: Any, file: RowFile, number: int) -> list[str] | BadRow | Non
         )
 
 
-def _csv_row(place: Place, names: list[str], cells: list[str]) -> Row:
+def _check_header(file: RowFile, names: list[str], text: _Utf8) -> None:
+    """Refuses a header of which a row would lose a column, or that is no header of this kind of file."""
+    where = f"{file.name}:1"
+    if any(_SURROGATE.search(name) for name in names):
+        bad = _not_utf8(Place(file.name, 1), names, text)
+        raise DataError.of(f"the header of {file.name} is not UTF-8", where=where, why=bad.why, fix=bad.fix)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        why = f"the column {one_line(repr(twice), limit=60)} stands in it {names.count(twice)} times"
+        raise DataError.of(
+            f"the header of {file.name} names a column twice", where=where, why=why, fix="rename or remove one of them"
+        )  # fmt: skip
+    other = (
+        next((sign for sign in (";", "\t", ",", "|") if sign in names[0]), None) if len(names) == 1 else None
+    )
+    if other is not None and other != _separator(file):
+        shown, ours = ("a tab" if sign == "\t" else repr(sign) for sign in (other, _separator(file)))
+        raise DataError.of(
+            f"{file.name} is separated by {shown}, not by {ours}", where=where, why=f"its header is {one_line(repr(names[0]), limit=80)}",
+            fix="name it .tsv" if other == "\t" else f"save it with {ours} between the fields",
+        )  # fmt: skip
+
+
+def _separator(file: RowFile) -> str:
+    return "\t" if file.kind == "tsv" else ","
+
+
+def _not_utf8(place: Place, cells: list[str], text: _Utf8) -> BadRow:
+    """The bad row of cells that hold bytes which UTF-8 does not have."""
+    broken = next(found for cell in cells if (found := _SURROGATE.search(cell)))
+    bad = text.bad_row(place, bytes([ord(broken[0]) - 0xDC00]), 0)
+    return replace(bad, column=0)
+
+
+def _csv_row(place: Place, names: list[str], cells: list[str], text: _Utf8) -> Row:
     if len(cells) != len(names):
         return BadRow(
             place,
@@ -196,7 +364,7 @@ def _csv_row(place: Place, names: list[str], cells: list[str]) -> Row:
             "quote fields that hold commas, quotes or line ends",
         )
     if any(_SURROGATE.search(cell) for cell in cells):
-        return BadRow(place, "not UTF-8", "save the file as UTF-8")
+        return _not_utf8(place, cells, text)
     return RawRow(place, dict(zip(names, cells, strict=True)))
 
 
@@ -204,11 +372,12 @@ _SURROGATE = re.compile(r"[\udc80-\udcff]")
 
 
 def _read_txt(file: RowFile) -> Iterator[Row]:
+    encoding = _Utf8(file)
     for place, line in _read_lines(file):
         try:
             text = line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            yield _malformed(place, error)
+            yield encoding.bad_row(place, line, error.start)
             continue
         yield RawRow(place, {"text": text})
 
@@ -218,7 +387,8 @@ def _read_parquet(file: RowFile) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     try:
-        yield from _arrow_rows(file, pq.ParquetFile(file.path).iter_batches(1024))
+        opened = pq.ParquetFile(file.path)
+        yield from _arrow_rows(file, opened.schema_arrow.names, opened.iter_batches(_ARROW_ROWS))
     except (pa.ArrowException, ValueError) as error:
         raise _not_what_it_says(file, error) from error
 
@@ -234,8 +404,9 @@ def _read_arrow(file: RowFile) -> Iterator[Row]:
             batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
         except pa.ArrowInvalid:
             source.seek(0)
-            batches = iter(pa.ipc.open_stream(source))
-        yield from _arrow_rows(file, batches)
+            opened = pa.ipc.open_stream(source)
+            batches = iter(opened)
+        yield from _arrow_rows(file, opened.schema.names, batches)
     except (pa.ArrowException, ValueError) as error:
         raise _not_what_it_says(file, error) from error
 
@@ -246,7 +417,12 @@ def _not_what_it_says(file: RowFile, error: Exception) -> DataError:
     )  # fmt: skip
 
 
-def _arrow_rows(file: RowFile, batches: Iterator[Any]) -> Iterator[Row]:
+def _arrow_rows(file: RowFile, names: list[str], batches: Iterator[Any]) -> Iterator[Row]:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise DataError.of(
+            f"{file.name} names a column twice", where=file.name, why=f"it is {one_line(repr(twice[0]), limit=60)}", fix="rename one of them"
+        )  # fmt: skip
     values = chain.from_iterable(batch.to_pylist() for batch in batches)
     for number, value in enumerate(values, 1):
         yield RawRow(

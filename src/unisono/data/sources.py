@@ -7,6 +7,7 @@ from pathlib import Path
 from unisono.config.schema import DataSection, SourceSection
 from unisono.data.readers import READERS, RowFile, kind_of
 from unisono.errors import DataError, Problem
+from unisono.inputs import expand, fault_of
 
 _URL = re.compile(r"^([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
@@ -94,32 +95,32 @@ def find_local(named: str, key: str) -> list[RowFile] | None:
     if scheme and scheme[1].lower() != "file":
         return None
     text = named.removeprefix("file://")
-    path = Path(text).expanduser()
-    if path.is_file():
+    path = expand(text)
+    fault = fault_of(path, text)
+    if fault is None:
         return [RowFile(path, text, kind_of(text))]
-    if path.is_dir():
-        raise DataError.of(
-            f"{text} is a directory", where=key, fix=f"name its files, for example {text.rstrip('/')}/*.jsonl"
-        )
-    if _GLOB.search(text):
+    if fault.is_missing and _GLOB.search(text):
         return _find_glob(text, path, key)
-    if _HUB_ID.match(named) and kind_of(named) not in READERS:
+    if fault.is_missing and _HUB_ID.match(named) and kind_of(named) not in READERS:
         return None
-    raise DataError.of(
-        f"there is no file {text}",
-        where=key,
-        fix="check the path; relative ones start at the working directory",
-    )
+    fix = f"name its files, for example {text.rstrip('/')}/*.jsonl" if fault.is_directory else fault.fix
+    raise DataError.of(fault.what, where=key, why=fault.why, fix=fix)
 
 
 def _find_glob(text: str, path: Path, key: str) -> list[RowFile]:
     root = Path(path.anchor)
     pattern = str(path.relative_to(root)) if path.anchor else str(path)
-    found = sorted(match for match in root.glob(pattern) if match.is_file())
-    if not found:
+    try:
+        matches = sorted(root.glob(pattern))
+    except (ValueError, NotImplementedError, OSError) as error:
         raise DataError.of(
-            f"no file matches {text}",
-            where=key,
-            fix="check the pattern; relative ones start at the working directory",
-        )
+            f"the pattern {text} cannot be used", where=key, why=str(error), fix="correct it"
+        ) from error
+    faults = {match: fault_of(match, str(match)) for match in matches}
+    found = [match for match, fault in faults.items() if fault is None]
+    if not found:
+        others = "; ".join(fault.what for fault in list(faults.values())[:3] if fault is not None)
+        raise DataError.of(
+            f"no file matches {text}", where=key, why=others or "relative patterns start at the working directory", fix="check the pattern",
+        )  # fmt: skip
     return [RowFile(match, str(match), kind_of(match.name)) for match in found]

@@ -1,15 +1,26 @@
 """The chat template of a run: where it comes from, how it renders, what it puts around an answer."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from unisono.data.rows import Message, RowError
+from unisono.data.formats import all_text, holds_surrogate
+from unisono.data.rendering import (
+    CHARACTERS,
+    CHARACTERS_EACH,
+    CPU_S,
+    MEMORY_BYTES,
+    TookTooLong,
+    bounded,
+    line_in_template,
+)
+from unisono.data.rows import Conversation, Message, RowError
 from unisono.errors import DataError
 from unisono.files import read_json
+from unisono.inputs import decode_text, expand, fault_of
 from unisono.text import one_line
 
 # Where a tokenizer has no template of its own. END is its end-of-turn token, or else its end-of-sequence token.
@@ -19,7 +30,9 @@ _CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+_LIMIT_BYTES = 1_000_000
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_FILE = "the file "
 _QUESTION, _ANSWER = "unisonoquestion", "unisonoanswer"
 
 
@@ -51,30 +64,81 @@ class ChatTemplate:
 
         Raises:
             RowError: if the template refuses the conversation.
+            DataError: if the template itself is at fault.
         """
-        import jinja2
-
-        try:
-            return self.tokenizer.apply_chat_template(
+        text: str = self._bounded(
+            lambda: self.tokenizer.apply_chat_template(
                 list(messages),
                 tools=tools,
                 chat_template=self.text,
                 add_generation_prompt=prompt,
                 tokenize=False,
             )
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            KeyError,
-            IndexError,
-            RecursionError,
-        ) as error:
+        )
+        self._refuse_enormous(len(text), messages, tools)
+        if holds_surrogate(text):
             raise RowError(
-                f"the chat template refuses it: {one_line(str(error), limit=200) or type(error).__name__}",
-                "mend the row, or set data.template",
+                f"the chat template ({self.place()}) writes half of a surrogate pair",
+                "write the whole character in it",
+            )
+        return text
+
+    def _bounded(self, render: Callable[[], Any]) -> Any:
+        """What `render` gives, within the limits of a rendering.
+
+        Raises:
+            RowError: if the template refuses the conversation.
+            DataError: if the template itself is at fault: it is no template, or has no end in time or memory.
+        """
+        import jinja2
+
+        try:
+            with bounded():
+                return render()
+        except TookTooLong as error:
+            why = f"rendering one conversation took more than {CPU_S:g} s of CPU time"
+            raise self._unusable("the chat template does not come to an end", error, why=why) from error
+        except MemoryError as error:
+            why = f"rendering one conversation needed more than {MEMORY_BYTES >> 30} GiB of memory"
+            raise self._unusable("the chat template needs too much memory", error, why=why) from error
+        except jinja2.TemplateSyntaxError as error:
+            why = one_line(str(error.message), limit=200)
+            raise self._unusable(
+                "the chat template is not valid Jinja", error, why=why, line=error.lineno
             ) from error
+        except SyntaxError as error:  # its line is one of the Python code that Jinja makes of a template
+            why = one_line(f"Python cannot compile it: {error.msg}", limit=200)
+            raise self._unusable("the chat template is not valid Jinja", error, why=why) from error
+        except Exception as error:  # a template is somebody else's program, and may raise whatever Python can
+            said = one_line(str(error), limit=200) or type(error).__name__
+            raise RowError(
+                f"the chat template refuses it ({self.place(line_in_template(error))}): {said}",
+                "fix the messages, or the template (data.template names another one)",
+            ) from error
+
+    def _unusable(self, what: str, error: BaseException, *, why: str, line: int | None = None) -> DataError:
+        return DataError.of(
+            what, where=self.place(line or line_in_template(error)), why=why,
+            fix="fix the template there, or set data.template to a file with another one",
+        )  # fmt: skip
+
+    def _refuse_enormous(self, length: int, messages: Sequence[Message], tools: list[Any] | None) -> None:
+        if length <= CHARACTERS:
+            return
+        given = len(all_text(Conversation(list(messages), tools)))
+        if length > CHARACTERS_EACH * given:
+            raise DataError.of(
+                f"the chat template makes {length:,} characters of a conversation of {given:,}", where=self.place(),
+                why=f"more than {CHARACTERS:,} are rendered only where the conversation is as long itself",
+                fix="fix the template, or set data.template to a file with another one",
+            )  # fmt: skip
+
+    def place(self, line: int | None = None) -> str:
+        """Where the template, or a line of it, stands."""
+        if self.origin.startswith(_FILE):
+            return self.origin.removeprefix(_FILE) + (f":{line}" if line else "")
+        name = "the tokenizer's chat template" if self.text is None else self.origin
+        return name + (f", line {line}" if line else "")
 
     def render_marked(
         self, messages: Sequence[Message], tools: list[Any] | None
@@ -82,14 +146,16 @@ class ChatTemplate:
         """As render, with the characters that the template's generation blocks hold.
 
         Raises:
-            RowError: if the template refuses the conversation.
+            RowError, DataError: as `render`.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         text = self.render(messages, tools)
-        marked, spans = render_jinja_template(
-            [list(messages)], tools=tools, chat_template=self.source(tools), return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
+        marked, spans = self._bounded(
+            lambda: render_jinja_template(
+                [list(messages)], tools=tools, chat_template=self.source(tools), return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
         )  # fmt: skip
         if marked[0] != text:
             raise RowError(
@@ -178,8 +244,15 @@ def choose_template(tokenizer: Any, file: str | None, *, stops: tuple[str, ...] 
         DataError: if the file is missing or no template.
     """
     if file is not None:
-        return ChatTemplate(tokenizer, _read_template(file), f"the file {file}", stops)
+        return ChatTemplate(tokenizer, _read_template(file), _FILE + file, stops)
     if tokenizer.chat_template:
+        try:
+            tokenizer.get_chat_template()
+        except ValueError as error:  # several, and none of them is called default
+            raise DataError.of(
+                "the tokenizer has no default chat template", where="tokenizer", why=one_line(str(error), limit=200),
+                fix="set data.template to a file with the one that is meant",
+            ) from error  # fmt: skip
         return ChatTemplate(tokenizer, None, "the tokenizer's own", stops)
     return None
 
@@ -206,15 +279,7 @@ def _read_template(file: str) -> str:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    path = Path(file).expanduser()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise DataError.of(f"there is no file {file}", where="data.template", fix="check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError.of(
-            f"{file} cannot be read", where="data.template", why=str(error), fix="give a UTF-8 text file"
-        ) from error
+    text = _read_text(file)
     bare = re.sub(
         r"\{%-?\s*(end)?generation\s*-?%\}", "", text
     )  # transformers' own tag, unknown to plain Jinja
@@ -222,8 +287,41 @@ def _read_template(file: str) -> str:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(bare)
     except jinja2.TemplateSyntaxError as error:
         raise DataError.of(
-            f"{file} is no Jinja template", where=f"{file}:{error.lineno}", why=one_line(str(error.message)), fix="mend the line"
+            f"{file} is no Jinja template", where=f"{file}:{error.lineno}", why=one_line(str(error.message)), fix="fix the line"
         ) from error  # fmt: skip
+    except RecursionError as error:
+        raise DataError.of(
+            f"{file} is nested too deep", where=file, fix="write it with fewer brackets"
+        ) from error
+    return text
+
+
+def _read_text(file: str) -> str:
+    """The text of a template file, whatever is there under its name.
+
+    Raises:
+        DataError: if it is no UTF-8 text of a template's size.
+    """
+    path = expand(file)
+    fault = fault_of(path, file)
+    if fault is not None:
+        raise DataError.of(fault.what, where="data.template", why=fault.why, fix=fault.fix)
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(_LIMIT_BYTES + 1)
+    except OSError as error:
+        raise DataError.of(
+            f"{file} cannot be read", where="data.template", why=error.strerror or str(error), fix="check its permissions"
+        ) from error  # fmt: skip
+    if len(data) > _LIMIT_BYTES:
+        raise DataError.of(
+            f"{file} is no chat template: it has more than {_LIMIT_BYTES:,} bytes", where="data.template",
+            why="the longest in use have some ten thousand", fix="name the template's file",
+        )  # fmt: skip
+    text = decode_text(data, file)
+    if not isinstance(text, str):
+        fault, where = text
+        raise DataError.of(fault.what, where=where, why=fault.why, fix=fault.fix)
     return text
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from unisono.causes import Verdict
+from unisono.child import TEMPLATE_HAS_NO_END
 from unisono.errors import (
+    DataError,
     Disagreed,
     EndedByVerdict,
     IntegrityError,
@@ -128,7 +130,7 @@ class TaskProcess:
                 yield self._sound(message)
                 if message["kind"] == "result":
                     return
-        raise self._died(how_it_ended(self._child.returncode or 0))
+        raise self._ended()
 
     def news(self) -> list[Message]:
         """The messages that are here now, without waiting; the last of all is `result`, after which nothing is to be asked for.
@@ -139,7 +141,7 @@ class TaskProcess:
         """
         found = [self._sound(message) for message in self._child.read(0)]
         if not found and self._child.ended:
-            raise self._died(how_it_ended(self._child.returncode or 0))
+            raise self._ended()
         return found
 
     def _sound(self, message: Message) -> Message:
@@ -163,6 +165,15 @@ class TaskProcess:
         self._child.end(patience_s=patience_s)
         self._printed.close()
         self._folder.cleanup()
+
+    def _ended(self) -> UnisonoError:
+        if self._child.returncode == -TEMPLATE_HAS_NO_END:
+            return DataError.of(
+                "the chat template does not come to an end", where="data.template, or the tokenizer's chat template",
+                why="rendering one conversation used up its CPU time within a single operation, which cannot be interrupted",
+                fix="fix the template, or set data.template to a file with another one",
+            )  # fmt: skip
+        return self._died(how_it_ended(self._child.returncode or 0))
 
     def _died(self, how: str) -> RankDied:
         return RankDied.of(

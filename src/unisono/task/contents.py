@@ -12,6 +12,7 @@ from unisono.data.sources import find_local
 from unisono.errors import UnisonoError
 from unisono.events import Reporter
 from unisono.facts import read_environment
+from unisono.inputs import expand, fault_of
 from unisono.model.files import read_safetensors_header, weight_files
 from unisono.model.inspect import is_embedding
 from unisono.model.locate import is_hub_id, locate_model
@@ -87,8 +88,12 @@ def _list(config: RunConfig) -> _Listed:
         else:
             listed.data += _labelled(label, [file.path for file in files])
     if config.data.template:
-        path = Path(config.data.template)
-        listed.data.append((f"template: {path.name}", path))
+        path = expand(config.data.template)
+        fault = fault_of(path, config.data.template)
+        if fault is None:
+            listed.data.append((f"template: {path.name}", path))
+        else:
+            listed.notes.append(fault.what)
     _list_model(config, listed)
     return listed
 

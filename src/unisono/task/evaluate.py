@@ -16,6 +16,7 @@ from unisono.config.schema import DataSection, ModelSection, RunConfig
 from unisono.data.table import TokenTable
 from unisono.errors import DataError
 from unisono.events import Reporter
+from unisono.inputs import expand, fault_of
 from unisono.model.generate import generate
 from unisono.score import bleu, exact_match, rouge_l
 from unisono.task import prepare
@@ -31,10 +32,9 @@ _TOKENS = 8_192  # of a forward
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Measures; `figures` has rows, tokens, loss_tokens, loss, perplexity, questions, exact_match, rouge_l, bleu."""
     file = request["data"]
-    if not Path(file).expanduser().exists() and "://" not in file and not glob.has_magic(file):
-        raise DataError.of(
-            f"there is no file {file}", where="--data", fix="check the path; relative ones start at the working directory"
-        )  # fmt: skip
+    fault = fault_of(expand(file), file)
+    if fault is not None and "://" not in file and not (fault.is_missing and glob.has_magic(file)):
+        raise DataError.of(fault.what, where="--data", why=fault.why, fix=fault.fix)
     opened = open_for_inference(request["target"], step=request.get("step"), report=report)
     config = evaluation_config(opened, file)
     body = {

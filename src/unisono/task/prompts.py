@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from unisono.data.readers import RowFile, kind_of, read_rows
@@ -10,6 +9,7 @@ from unisono.data.rows import BadRow, RawRow, RowError
 from unisono.data.template import ChatTemplate
 from unisono.data.tokens import encode_texts
 from unisono.errors import DataError, Problem, UsageError
+from unisono.inputs import expand, fault_of
 from unisono.task.opening import Opened
 
 _SHOWN = 20  # problems of a file
@@ -37,11 +37,10 @@ def read_prompts(file: str) -> list[Prompt]:
     Raises:
         DataError: with every row that is no prompt.
     """
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise DataError.of(
-            f"there is no file {file}", where="--file", fix="check the path; relative ones start at the working directory"
-        )  # fmt: skip
+    path = expand(file)
+    fault = fault_of(path, file)
+    if fault is not None:
+        raise DataError.of(fault.what, where="--file", why=fault.why, fix=fault.fix)
     prompts: list[Prompt] = []
     problems: list[Problem] = []
     for row in read_rows(RowFile(path, file, kind_of(file) or "txt")):

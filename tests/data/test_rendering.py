@@ -1,0 +1,187 @@
+"""A chat template is a program by somebody else: whatever it does, it ends, within its memory, and its name is said.
+
+Run: .venv/bin/python -m pytest tests/data/test_rendering.py
+"""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.data import rendering
+from unisono.data.encode import Encoder
+from unisono.data.prepare import load_tokenizer
+from unisono.data.rows import Conversation, RowError
+from unisono.data.template import choose_template
+from unisono.errors import DataError, Problem
+
+TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "well"}]
+DOUBLING = (
+    "{% set ns = namespace(a=[], b=[]) %}\n"
+    "{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}\n"
+)
+
+
+@pytest.fixture
+def tokenizer(tokenizer_dir: Callable[..., Path]) -> Any:
+    return load_tokenizer(tokenizer_dir(), trust_remote_code=False)
+
+
+@pytest.fixture
+def render(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    monkeypatch.setattr(rendering, "CPU_S", 1.0)
+
+    def of(text: str) -> str:
+        file = tmp_path / "t.jinja"
+        file.write_text(text, encoding="utf-8")
+        template = choose_template(tokenizer, str(file))
+        assert template is not None
+        return template.render(TALK)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("\n{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", 2),
+        ("\n\n{{ lipsum(n=100000, max=1000) }}", 3),
+        (DOUBLING + "{{ ns.a|pprint }}", 3),
+    ],
+)
+def test_a_template_without_an_end_is_ended_with_its_file_and_line(
+    render: Callable[[str], str], tmp_path: Path, text: str, line: int
+) -> None:
+    with pytest.raises(DataError, match="does not come to an end") as caught:
+        render(text)
+    (problem,) = caught.value.problems
+    assert problem.where == f"{tmp_path / 't.jinja'}:{line}"
+    assert signal.getitimer(signal.ITIMER_PROF) == signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 'a' * 10**10 }}",
+        "{{ '%3000000000d' % 1 }}",
+        "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
+    ],
+)
+def test_a_template_that_fills_the_memory_is_ended_and_the_limit_is_taken_away(
+    render: Callable[[str], str], text: str
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(DataError, match=r"too much memory|does not come to an end"):
+        render(text)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_a_template_that_writes_more_than_it_was_given_is_refused(render: Callable[[str], str]) -> None:
+    with pytest.raises(DataError, match="20,000,000 characters of a conversation of"):
+        render("{{ 'a' * 20000000 }}")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("\n{% for i in range(10**9) %}{% endfor %}", "t.jinja:2): Range too big"),
+        ("{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}", "t.jinja:1): maximum recursion"),
+        ("\n\n{{ messages[7].x.y }}", "t.jinja:3)"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ raise_exception('only in pairs') }}", "only in pairs"),
+        ("{% include 'other' %}", "no loader"),
+        ("{{ '\\ud800' }}", "half of a surrogate pair"),
+    ],
+)
+def test_any_failure_of_rendering_is_a_refusal_with_the_file_and_the_line(
+    render: Callable[[str], str], text: str, why: str
+) -> None:
+    with pytest.raises(RowError) as caught:
+        render(text)
+    assert why in caught.value.why
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for m in messages %}",
+        "{{ 'a'|nofilter }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "".join(f"{{% for a{i} in [1] %}}" for i in range(25)) + "{% endfor %}" * 25,
+        "\0\0\0\0",
+        "x" * 1_000_001,
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_template_is_refused_by_its_name(render: Callable[[str], str], text: str) -> None:
+    with pytest.raises(DataError) as caught:
+        render(text)
+    (problem,) = caught.value.problems
+    assert "t.jinja" in problem.what + problem.where
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(render: Callable[[str], str]) -> None:
+    assert render("\ufeffx") == "x"
+
+
+def template_refused(tokenizer: Any, file: Path) -> Problem:
+    with pytest.raises(DataError) as caught:
+        choose_template(tokenizer, str(file))
+    return caught.value.problems[0]
+
+
+def test_a_template_file_in_another_encoding_or_of_another_kind_is_named(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ messages }}", encoding="utf-16")
+    assert "iconv -f UTF-16 -t UTF-8" in template_refused(tokenizer, file).fix
+    file.write_bytes(b"one\n\xe9t\xe9 {{ messages }}")
+    assert template_refused(tokenizer, file).where == f"{file}:2:1"
+    file.unlink()
+    os.mkfifo(file)
+    assert "named pipe" in template_refused(tokenizer, file).what
+    file.unlink()
+    file.symlink_to(file)
+    assert "leads back to itself" in template_refused(tokenizer, file).what
+
+
+def test_a_tokenizer_with_templates_but_no_default_one_is_refused_once(tokenizer: Any) -> None:
+    tokenizer.chat_template = {"rag": "a", "tool_use": "b"}
+    with pytest.raises(DataError, match="no default chat template"):
+        choose_template(tokenizer, None)
+
+
+def test_many_conversations_of_a_batch_share_what_bounds_them(
+    tokenizer: Any, tokenizer_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "CPU_S", 0.5)  # of one conversation, not of all
+    encoder = Encoder(tokenizer, directory=tokenizer_dir())
+    before = os.times()
+    found = encoder.encode([Conversation(TALK)] * 6000)
+    assert not any(isinstance(row, RowError) for row in found)
+    assert os.times().user - before.user > 0.5
+
+
+@pytest.mark.slow
+def test_what_cannot_be_interrupted_ends_the_process_and_is_refused_in_the_same_words(tmp_path: Path) -> None:
+    file, rows, config = tmp_path / "t.jinja", tmp_path / "rows.jsonl", tmp_path / "c.yaml"
+    file.write_text(DOUBLING + "{{ ns.a == ns.b }}", encoding="utf-8")  # C code that looks for no signal
+    rows.write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
+    config.write_text(
+        f"model: builtin:tiny\ndata: {{train: {rows}, template: {file}}}\noutput_dir: {tmp_path / 'out'}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "unisono", "data", "preview", str(config)], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "the chat template does not come to an end" in done.stderr
+    assert "Traceback" not in done.stderr
+    shutil.rmtree(tmp_path / "cache")
