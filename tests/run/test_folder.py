@@ -2,6 +2,8 @@
 
 import os
 import secrets
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ import psutil
 import pytest
 
 from unisono.errors import UsageError
+from unisono.files import read_object
 from unisono.guard.folder import HELD, border, run_dir
 from unisono.guard.program import Program
 
@@ -127,3 +130,50 @@ def test_a_node_that_comes_before_the_head_does_not_make_their_common_directory_
     lock.release()
     with pytest.raises(UsageError, match="is not empty"):
         run_dir(out, is_head=True, host="a")
+
+
+_COUNTS = """
+import sys, time
+from pathlib import Path
+for number in range(1000):
+    print("line", number, flush=True)
+    if Path(sys.argv[1]).exists():
+        break
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_a_directory_that_is_removed_while_the_program_runs_is_made_again_and_another_one_left_alone(
+    tmp_path: Path, how: str
+) -> None:
+    out, end = tmp_path / "out", tmp_path / "end"
+    words = ["run", "--output-dir", str(out), "--", sys.executable, "-c", _COUNTS, str(end)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "unisono", *words], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    ) as front:  # fmt: skip
+        assert front.stderr is not None
+        log, limit = out / "logs" / f"{socket.gethostname()}-program.log", time.monotonic() + 120
+        while not log.exists() or "line 3" not in log.read_text():
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        if how == "removed":
+            shutil.rmtree(out)
+        else:
+            out.rename(tmp_path / "before")
+            out.mkdir()
+            (out / "mine").touch()
+        said = ""
+        while "warning" not in said:
+            said = front.stderr.readline()
+            assert said, "it ended without a word"
+        end.touch()
+        assert front.wait(120) == 0, front.stderr.read()
+    if how == "replaced":
+        assert f"another directory was put in the place of {out}" in said
+        assert [path.name for path in out.iterdir()] == ["mine"]
+        return
+    assert f"{out} was removed while the program runs: it is made again" in said
+    assert read_object(out / "result.json")["outcome"] == "completed"
+    assert {path.name for path in out.iterdir()} == {"plan.json", "agreement.json", "result.json", "logs"}
+    assert log.read_text().startswith("line 0\nline 1\n")

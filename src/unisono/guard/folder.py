@@ -7,15 +7,17 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from unisono.causes import Verdict
 from unisono.errors import UsageError
+from unisono.facts.presence import Identity, PresenceWatch, identity_of
 from unisono.files import make_private_dir, read_object
 from unisono.guard.ranks import ProgramDir
-from unisono.rundir.lock import RunLock
+from unisono.launch.attempt import Show
+from unisono.rundir.lock import RunLock, Taken
 from unisono.rundir.result import Outcome
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, 0700, with a name that nobody can guess
@@ -66,13 +68,14 @@ def _remove_left(base: Path) -> None:
                 os.close(held)
 
 
-def run_dir(output_dir: str, *, is_head: bool, host: str) -> tuple[ProgramDir, RunLock]:
+def run_dir(output_dir: str, *, is_head: bool, host: str, port: int = 0) -> tuple[ProgramDir, RunLock]:
     """The run's directory, made; and its lock, which the head holds from here on.
 
     Args:
         output_dir: as it was typed; empty: `runs/run-<UTC time>-<pid>`.
         is_head: whether this is node 0; other nodes may find what node 0 has put there.
         host: this node's name.
+        port: on which the head meets the other nodes; 0 where there are none.
 
     Raises:
         UsageError: if there is something else in it, a living run holds it, or it cannot be made.
@@ -85,7 +88,7 @@ def run_dir(output_dir: str, *, is_head: bool, host: str) -> tuple[ProgramDir, R
         if is_head:
             if not run.lock.exists():  # else who holds it is the better word
                 _refuse_used(run)
-            lock.acquire(host, os.getpid())
+            lock.acquire(host, os.getpid(), port=port)
             _refuse_used(run)  # two starts at once have both found it empty
         make_private_dir(run.log("", 0).parent)
     except UsageError:
@@ -114,6 +117,81 @@ def _refuse_used(run: ProgramDir) -> None:
 
 def _is_of_this_start(one: Path, run: ProgramDir, logs: Path) -> bool:
     return one == run.lock or (one == logs and one.is_dir() and not any(one.iterdir()))
+
+
+class FolderWatch:
+    """Notices that the head's directory is removed, renamed or replaced while the program runs, and makes it again.
+
+    Attributes:
+        is_lost: another directory, or another start, has its place: nothing is written there any more.
+    """
+
+    def __init__(self, run: ProgramDir, lock: RunLock, show: Show, write_plan: Callable[[], object]) -> None:
+        """Begins to watch.
+
+        Args:
+            run: the directory.
+            lock: of it, held.
+            show: is told what is done about it.
+            write_plan: writes what is written before the program starts.
+        """
+        self.is_lost = False
+        self._run, self._lock, self._show, self._write_plan = run, lock, show, write_plan
+        self._root = identity_of(run.root)
+        self._watch = PresenceWatch((run.root, run.lock))
+
+    def look(self) -> None:
+        """Acts on what has changed since the last look. Never waits where nothing has."""
+        found = self._watch.news()
+        if found is not None and not self.is_lost:
+            self._judge(found[0].identity, found[0].now_at)
+
+    def settle(self) -> None:
+        """The last look, before it is written how the program ended."""
+        self._watch.close()
+        with contextlib.suppress(OSError):  # storage that fails fails the writing, too
+            if not self.is_lost:
+                self._judge(identity_of(self._run.root), None)
+
+    def _judge(self, root: Identity | None, now_at: str | None) -> None:
+        path = self._run.root
+        what = f"{path} was {f'renamed to {now_at}' if now_at else 'removed'} while the program runs"
+        try:
+            if root is None:
+                path.mkdir(mode=0o700, parents=True)
+                self._make_whole(f"{what}: it is made again, and the program's log with it")
+            elif root != self._root and not self._lock.names_us():
+                self._lose(
+                    f"another directory was put in the place of {path}: the log and the result of this run are not written there"
+                )
+            elif not self._lock.is_in_place():
+                self._make_whole(
+                    f"{self._run.lock} was removed while the program runs: the directory is locked again"
+                )
+        except Taken as taken:
+            self._lose(f"{what}, and another start has taken its place: {taken.holder}")
+        except OSError as error:
+            self._lose(f"{what}, and cannot be made again: {error.strerror} ({error.filename})")
+
+    def _make_whole(self, what: str) -> None:
+        self._lock.keep()
+        make_private_dir(self._run.log("", 0).parent)
+        self._root = identity_of(self._run.root)
+        if not self._run.plan.exists():
+            self._write_plan()
+        self._watch.close()
+        self._watch = PresenceWatch((self._run.root, self._run.lock))
+        self._warn(what)
+
+    def _lose(self, what: str) -> None:
+        self.is_lost = True
+        self._warn(what)
+
+    def _warn(self, what: str) -> None:
+        fix = "end a run first (Ctrl-C), then remove or rename its directory"
+        self._show(
+            {"kind": "warning", "time": time.time(), "code": "output_removed", "text": what, "fix": fix}
+        )
 
 
 def is_heads(run: ProgramDir, run_id: str) -> bool:

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.agree.agreement import Agreement
@@ -69,6 +69,7 @@ class Judging:
         looks: the same.
         last_death: of a rank, after which the launcher was to start the ranks anew.
         stopping: how long the program may take to end after a signal.
+        beside: called some times a second while the program runs.
     """
 
     here: Here
@@ -91,6 +92,7 @@ class Judging:
     looks: dict[int, Look] = field(default_factory=dict)
     last_death: Verdict | None = None
     stopping: Stopping = field(default_factory=Stopping)
+    beside: Callable[[], object] = lambda: None
     _places: dict[int, RankPlace] = field(default_factory=dict)
     _world: int = 0
     _is_seen: bool = False
@@ -118,6 +120,7 @@ class Judging:
             while not self._is_over():
                 self._hear(_POLL_S)
                 self._look()
+                self.beside()
                 self._decide(time.monotonic())
             self._decide_at_the_end()
         finally:

@@ -33,6 +33,7 @@ from typing import Any
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CHUNK_BYTES = 1 << 16
 _MOST_UNWRITTEN = 1024  # chunks for the log; where the disk hangs, what is more is left out of it, and said
+_LOOK_S = 1.0  # for whether the log is still there
 _OUTPUT_S = 5.0  # after the program's end: for processes that still hold its output open
 _SEEN_S = 1.0  # for the front to see which ranks had ended before the program: those that are left end by our signals
 _PATIENCE_S = 3.0  # for what has outlived a program that ended by itself, as a tracker that still sends
@@ -66,13 +67,36 @@ class _Log:
 
     def _run(self) -> None:
         try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            fd = self._open()
         except OSError:
             fd = -1
+        looked = time.monotonic()
         while (data := self._chunks.get()) is not None:
             with contextlib.suppress(OSError):  # a full disk: the program's output itself passes on
                 while fd >= 0 and data:
                     data = data[os.write(fd, data) :]
+            if fd >= 0 and time.monotonic() - looked > _LOOK_S:
+                fd, looked = self._followed(fd), time.monotonic()
+        if fd >= 0:
+            self._followed(fd)
+
+    def _open(self, more: int = 0) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | more, 0o600)
+
+    def _followed(self, fd: int) -> int:
+        """The log, with all that was written, at its path again, where it was removed with its directory and the front has made that again."""
+        try:
+            Path(self._path).stat()
+        except FileNotFoundError:
+            with contextlib.suppress(OSError):
+                new, offset = self._open(os.O_EXCL), 0
+                while data := os.pread(fd, 1 << 16, offset):
+                    offset += os.write(new, data)
+                os.close(fd)
+                return new
+        except OSError:
+            pass
+        return fd
 
 
 class _Passing(threading.Thread):

@@ -30,7 +30,7 @@ from unisono.guard.ending import (
     for_program,
     name_program_death,
 )
-from unisono.guard.folder import border, is_heads, outcome_of, run_dir
+from unisono.guard.folder import FolderWatch, border, is_heads, outcome_of, run_dir
 from unisono.guard.here import Here
 from unisono.guard.judging import Judging
 from unisono.guard.placing import find_shape, find_token, remote_run, with_our_programs
@@ -54,6 +54,7 @@ from unisono.launch.nodes.ssh import SshFronts, start_others
 from unisono.launch.nodes.words import last_word
 from unisono.launch.topology import Accelerators
 from unisono.plan import NodePlace
+from unisono.rundir.lock import RunLock
 from unisono.rundir.result import RunResult, set_verdict, write_result
 
 Diagnose = Callable[[Path], Verdict | None]
@@ -102,10 +103,13 @@ class Run:
         )  # fmt: skip
         with refusals_told(party):
             refuse_missing(self.asked.words[0], whole.get("PATH"))
-            run, lock = run_dir(self.asked.output_dir, is_head=shape.topology.is_head, host=machine.host)
+            run, lock = run_dir(
+                self.asked.output_dir, is_head=shape.topology.is_head, host=machine.host,
+                port=shape.topology.head_port if shape.topology.nodes > 1 else 0,
+            )  # fmt: skip
         for text in (*_described(shape), *shape.notes, f"log and result: {run.root}"):
             say(self.show, text)
-        start = _Start(self, shape, run, machine, environment, whole)
+        start = _Start(self, shape, run, lock, machine, environment, whole)
         with lock, Interrupts() as interrupts:
             try:
                 if shape.topology.nodes == 1:
@@ -159,6 +163,7 @@ class _Start:
     whole: Run
     shape: RunShape
     run: ProgramDir
+    lock: RunLock
     machine: Machine
     environment: Environment
     variables: Mapping[str, str]
@@ -171,9 +176,7 @@ class _Start:
             self._write_plan(
                 nodes
             )  # a program that cannot be started leaves a directory that the next start may have
-            judging = self._judging(here, nodes, None)
-            judging.run()
-            return self._head_ends(judging, None)
+            return self._to_the_end(here, nodes, None)
 
     def together(self, party: Party) -> dict[str, Any]:
         """With the other nodes."""
@@ -203,9 +206,7 @@ class _Start:
             meeting.tell_all({"kind": "start", "store": list(store), "run_id": self.whole.run_id})
             say(self.whole.show, f"{len(nodes)} nodes agree; starting the program on each")
             with self._here(store) as here:
-                judging = self._judging(here, nodes, meeting)
-                judging.run()
-                return self._head_ends(judging, meeting)
+                return self._to_the_end(here, nodes, meeting)
 
     def _as_member(self, party: Party) -> dict[str, Any]:
         with attend_meeting(party, self._maker(), tries_collective=False) as attendance:
@@ -270,6 +271,16 @@ class _Start:
                 finally:
                     here.close()
 
+    def _to_the_end(self, here: Here, nodes: Sequence[NodePlace], meeting: Meeting | None) -> dict[str, Any]:
+        watch = FolderWatch(self.run, self.lock, self.whole.show, lambda: self._write_plan(nodes))
+        judging = self._judging(here, nodes, meeting)
+        judging.beside = watch.look
+        try:
+            judging.run()
+        finally:
+            watch.settle()
+        return self._head_ends(judging, meeting, writes=not watch.is_lost)
+
     def _judging(self, here: Here, nodes: Sequence[NodePlace], meeting: Meeting | None) -> Judging:
         restarts = self.shape.job.restarts
         return Judging(
@@ -279,7 +290,7 @@ class _Start:
             stopping=Stopping(self.whole.asked.grace_s),
         )  # fmt: skip
 
-    def _head_ends(self, judging: Judging, meeting: Meeting | None) -> dict[str, Any]:
+    def _head_ends(self, judging: Judging, meeting: Meeting | None, *, writes: bool) -> dict[str, Any]:
         """What ended the program: the watch's verdict, else what its own output says; and tells it to the nodes."""
         verdict = judging.verdict
         bad = judging.gone_wrong
@@ -288,7 +299,7 @@ class _Start:
             if verdict is not None:
                 verdict = for_program(verdict, judging.framework)
                 self.whole.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
-        elif verdict is not None and (judging.raw or judging.looks):
+        elif verdict is not None and writes and (judging.raw or judging.looks):
             cited = keep_evidence(self.run, verdict, table=Path(), raw=judging.raw, looks=judging.looks)
             verdict = verdict.model_copy(update={"evidence": (*verdict.evidence, *cited)})
         stopped = judging.asked.name if judging.asked is not None else ""
@@ -299,8 +310,9 @@ class _Start:
         )
         if verdict is None and code == 0 and bad is not None:
             code = exit_code_of_program(bad.returncode)
-        self._write_agreement(judging.agreements)
-        result = self.whole.finish(self.run, code, verdict, stopped=stopped, writes=True)
+        if writes:
+            self._write_agreement(judging.agreements)
+        result = self.whole.finish(self.run, code, verdict, stopped=stopped, writes=writes)
         if meeting is not None:
             word = last_word([verdict] if verdict is not None else [], exit_code=code)
             meeting.end(
