@@ -63,8 +63,11 @@ def whole_file(path: Path, *, mode: int = 0o644) -> Iterator[Path]:
             os.close(fd)
         temporary.replace(path)
         fsync_dir(path.parent)
-    except BaseException:  # also Ctrl-C leaves no temporary file; raised again
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:  # also Ctrl-C leaves no temporary file; raised again
+        with contextlib.suppress(OSError):  # what happened first is what is reported
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # as of a write or an fsync
+            error.filename = str(path)
         raise
 
 

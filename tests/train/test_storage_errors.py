@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from tests import fuse
+from tests.conftest import training_in
 from unisono.checkpoint.store import CheckpointStore
+from unisono.data.table import TokenTable
 from unisono.events import Reporter
 from unisono.rundir.metrics import read_metrics
 from unisono.storage_errors import storage_failure
@@ -125,6 +128,36 @@ def test_a_torn_last_event_takes_no_event_of_the_next_start_with_it(tmp_path: Pa
     torn, *lines = path.read_text().splitlines()
     assert torn == '{"kind": "phase", "ti'
     assert [json.loads(line)["phase"] for line in lines] == ["start", "train"]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, rows_file: Path) -> Path:
+    """Rows as a run has prepared them."""
+    train = training_in(tmp_path_factory.mktemp("prepared"), model_dir=model_dir, rows_file=rows_file)
+    return Path(train(duration="1 steps").plan.data.cache_dir)
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "empty", "a directory", "other bytes"])
+@pytest.mark.parametrize("name", ["meta.json", "tokens.arrow", "train-rows.arrow"])
+def test_prepared_data_that_the_storage_does_not_give_back_are_its_fault_with_the_path(
+    prepared: Path, tmp_path: Path, how: str, name: str
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(prepared, folder)
+    file = folder / name
+    content = file.read_bytes()
+    file.unlink()
+    if how == "a directory":
+        file.mkdir()
+    elif how != "gone":
+        file.write_bytes(
+            {"cut": content[: len(content) // 2], "empty": b"", "other bytes": b"\xff" * len(content)}[how]
+        )
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - its path is looked at below
+        TokenTable.open(folder, "train")
+    failure = storage_failure(caught.value)
+    assert failure is not None
+    assert str(folder) in failure.lines()[0]
 
 
 _CHILD = """

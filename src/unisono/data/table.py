@@ -11,7 +11,11 @@ A table is a directory:
     ledger.json             data.json of a run
 """
 
+import contextlib
+import errno
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -19,6 +23,8 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
+from unisono.text import one_line
 
 ROWS_PER_BATCH = 1024
 
@@ -68,9 +74,13 @@ class TokenTable:
         """Maps a split of a table.
 
         Raises:
-            OSError: if a file is missing, or is no Arrow file.
+            OSError: if a file is missing or damaged; with its path, for it is the storage's fault and no row's.
         """
-        directory = Path(directory)
+        with _damage_with_path(Path(directory)):
+            return cls._read(Path(directory), split)
+
+    @classmethod
+    def _read(cls, directory: Path, split: Split) -> Self:
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
         tokens = _open(directory / "tokens.arrow")
         rows = _open(directory / f"{split}-rows.arrow").get_batch(0)
@@ -130,10 +140,24 @@ class TokenTable:
 
 
 def _open(path: Path) -> Any:
-    try:
+    with _damage_with_path(path):
         return pa.ipc.open_file(pa.memory_map(str(path)))
-    except pa.ArrowInvalid as error:
-        raise OSError(f"{path} is no Arrow file: {error}") from error
+
+
+@contextlib.contextmanager
+def _damage_with_path(path: Path) -> Iterator[None]:
+    """pyarrow's errors of files have no path, and what it cannot decode is a ValueError to it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        number = error.errno or errno.EIO
+        raise OSError(number, os.strerror(number) if error.errno else str(error), str(path)) from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise OSError(
+            errno.EIO, f"the prepared data are damaged: {one_line(str(error), limit=200)}", str(path)
+        ) from error
 
 
 def _block(batch: Any) -> TokenBlock:
