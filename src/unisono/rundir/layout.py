@@ -37,7 +37,7 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """One line for every optimizer step."""
+        """One line for every optimizer step. `metrics.jsonl.damaged-1`: the file as it was, where a resume found damaged lines."""
         return self.root / "metrics.jsonl"
 
     @property
