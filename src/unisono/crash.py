@@ -18,6 +18,8 @@ _PEER_TEXTS = (
     "NCCL communicator was aborted",
     "remote process exited",
 )
+_OWN_TEXTS = ("failed to listen", "EADDRINUSE")
+"""What torch raises in the same classes, of this rank alone."""
 
 
 def told_of(error: BaseException) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def is_peer_loss(error: BaseException) -> bool:
     seen: BaseException | None = error
     while seen is not None:
         if type(seen).__name__ in _PEER_ERRORS:
-            return True
+            return not any(text in str(seen) for text in _OWN_TEXTS)
         if isinstance(seen, RuntimeError) and any(text in str(seen) for text in _PEER_TEXTS):
             return True
         seen = seen.__cause__ or seen.__context__

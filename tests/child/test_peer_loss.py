@@ -45,3 +45,8 @@ def test_a_cause_below_counts() -> None:
 )
 def test_errors_of_ones_own_are_not(error: Exception) -> None:
     assert not is_peer_loss(error)
+
+
+def test_a_port_that_is_taken_is_no_lost_peer() -> None:
+    text = "The server socket has failed to listen on any local network address. port: 29500, code: -98, name: EADDRINUSE"
+    assert not is_peer_loss(type("DistNetworkError", (RuntimeError,), {})(text))

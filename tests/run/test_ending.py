@@ -4,10 +4,10 @@ import signal
 
 import pytest
 
-from unisono.causes import CATALOGUE, Verdict
+from unisono.causes import CATALOGUE, Evidence, Verdict
 from unisono.diagnose.framework import BY_PRIORITY
 from unisono.guard.command import read_command
-from unisono.guard.ending import ProgramEnd, for_program, name_program_death, signal_of
+from unisono.guard.ending import ProgramEnd, exit_code_of_verdict, for_program, name_program_death, signal_of
 from unisono.guard.signals import Stopping
 from unisono.integrations.inside.steps import framework_in
 
@@ -83,6 +83,23 @@ def test_a_second_signal_is_one_to_the_same_node_a_second_later_and_shortens_the
     assert stopping.end_by == 108.0
     stopping.ask(signal.SIGINT, 0, 104.5)
     assert stopping.end_by == 104.5
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "exit_code"),
+    [
+        ("DistNetworkError: The server socket has failed to listen on any local network address. port: 45351, code: -98, name: EADDRINUSE, message: address already in use", "port_in_use", 3),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "cuda_oom", 5),
+        ("OSError: [Errno 28] No space left on device", "disk_full", 6),
+        ("IndexError: index out of range in self", "user_code_error", 5),
+    ],
+)  # fmt: skip
+def test_an_exception_whose_words_leave_no_doubt_is_no_fault_of_a_row(
+    text: str, cause: str, exit_code: int
+) -> None:
+    evidence = (Evidence(where="rank 0, train.py:3", text=text),)
+    verdict = for_program(Verdict(cause="user_code_error", when="during", summary="x", evidence=evidence), "")
+    assert (verdict.cause, exit_code_of_verdict(verdict)) == (cause, exit_code)
 
 
 @pytest.mark.parametrize("cause", sorted(CATALOGUE))

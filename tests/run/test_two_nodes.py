@@ -51,6 +51,12 @@ for address in (sys.argv[1], "0.0.0.0", "::"):
     thief = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     thief.bind((address, int(sys.argv[2])))
 """
+SERVER = """
+import socket, sys, time
+server = socket.create_server((sys.argv[1], int(sys.argv[2])))
+print("listens", flush=True)
+time.sleep(600)
+"""
 DDP = str(Path(__file__).with_name("programs") / "ddp.py")
 Start = Callable[..., list[Front]]
 
@@ -224,14 +230,41 @@ def test_torchrun_by_hand_trains_where_all_agree(start: Start) -> None:
     assert all("world 2" in front.text("out") for front in fronts)
 
 
+def _port_of(front: Front, folder: Path) -> str:
+    """The MASTER_PORT of node 0's program, once that has begun."""
+    place = folder / "node0" / "port"
+    until(lambda: place.exists() or front.exit_code is not None, "the program has begun")
+    return place.read_text()
+
+
+def test_a_server_that_takes_the_port_all_the_same_is_named_and_no_rank_that_was_ended_for_it(
+    start: Start, ground: Ground, tmp_path: Path
+) -> None:
+    fronts = start(run(sys.executable, "late.py"))
+    words = [sys.executable, "-c", SERVER, ground.address(0), _port_of(fronts[0], tmp_path)]
+    with subprocess.Popen(ground.command(0, words, Own()), stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "listens\n"
+            for node in (0, 1):
+                (tmp_path / f"node{node}" / "go").touch()
+            ended(fronts, [3, 3])
+        finally:
+            server.kill()
+    for front in fronts:
+        words = last_words(front)
+        assert "[port_in_use]" in words[0]
+        assert "rank 0" in words[0]
+
+
 def test_the_port_of_a_program_that_binds_it_late_cannot_be_taken_before(
     start: Start, ground: Ground, tmp_path: Path
 ) -> None:
     fronts = start(run(sys.executable, "late.py"))
-    place = tmp_path / "node0" / "port"
-    until(lambda: place.exists() or fronts[0].exit_code is not None, "the program has begun")
-    words = [sys.executable, "-c", THIEF, ground.address(0), place.read_text()]
-    thief = subprocess.run(ground.command(0, words, Own()), capture_output=True, text=True, check=False, timeout=LIMIT_S)  # fmt: skip
+    words = [sys.executable, "-c", THIEF, ground.address(0), _port_of(fronts[0], tmp_path)]
+    thief = subprocess.run(
+        ground.command(0, words, Own()), capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
     assert "Address already in use" in thief.stderr
     for node in (0, 1):
         (tmp_path / f"node{node}" / "go").touch()

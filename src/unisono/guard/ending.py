@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from unisono.agree.naming import name_node
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.causes.catalogue import for_others
+from unisono.causes.signatures import match_line
 from unisono.facts.kernel_log import KernelLine
 from unisono.guard.command import Command
 
@@ -28,6 +29,18 @@ _SENDERS = {
 }
 _MORE_CERTAIN = frozenset({"host_oom_killed", "preempted_sigterm", "shm_too_small", "gpu_fell_off"})
 """What the log may say of a kill from outside; anything else in it is a trouble that the program had got over."""
+_PLAIN = frozenset(
+    {
+        "port_in_use",
+        "cuda_oom",
+        "host_oom_killed",
+        "disk_full",
+        "missing_dependency",
+        "gpu_fell_off",
+        "ecc_error",
+    }
+)
+"""What an exception says in so many words."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +144,21 @@ def for_program(verdict: Verdict, framework: str) -> Verdict:
         verdict: as it would be for a run of our own.
         framework: that the program trains with; empty: not known, or it has made no step.
     """
-    way = framework if verdict.when != "before" else ""
-    return verdict.model_copy(update={"fix": for_others(verdict.fix, way)})
+    found = _by_its_words(verdict)
+    way = framework if found.when != "before" else ""
+    return found.model_copy(update={"fix": for_others(found.fix, way)})
+
+
+def _by_its_words(verdict: Verdict) -> Verdict:
+    """An exception of a program whose words leave no doubt is that, and no fault of a row or of a line of its code."""
+    if verdict.cause != "user_code_error" or not verdict.evidence:
+        return verdict
+    causes = [signature.cause for signature in match_line(verdict.evidence[0].text)]
+    known = next((find_cause(cause) for cause in causes if cause in _PLAIN), None)
+    if known is None:
+        return verdict
+    when = "during" if "during" in known.when else "after"
+    return verdict.model_copy(update={"cause": known.id, "when": when, "fix": known.remedy})
 
 
 def _explains(diagnosed: Verdict, number: signal.Signals) -> bool:

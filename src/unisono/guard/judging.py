@@ -231,6 +231,8 @@ class Judging:
             end.rank in self._ends or end.ended_by_us == UNKNOWN_END
         ):  # neither well nor badly: others' ends will tell
             return
+        if self._ended_all:  # by us, on every node
+            return
         self._ends[end.rank] = end
         if not ended_well(end):
             self._note_trouble()
