@@ -100,9 +100,13 @@ def test_a_directory_that_is_removed_or_renamed_is_made_again_and_the_same_comma
     )
     assert lost in said
     assert "checkpoint: out/checkpoints/step-00000005" in shown
+    assert front.steps() == [1, 2, 3, 4, 5], (
+        "the front has kept the lines, though its rank wrote into a file without a name"
+    )
     again = front.run()
     assert again.returncode == 0, again.stderr
     assert front.read("result.json")["step"] == 10
+    assert front.steps() == list(range(1, 11))
 
 
 def test_nothing_is_written_into_a_directory_that_somebody_put_in_its_place(

@@ -4,6 +4,7 @@ What was removed is made again from what the front knows, and training goes on. 
 itself is gone from there, the run ends, and nothing is written.
 """
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from unisono.text import one_line
 
 CAUSE = "output_removed"
 _MOST_LEDGER_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 20
 _GOES_ON = (0, 75, 130)  # they promise that a next command finds something in the directory
 
 
@@ -51,9 +53,10 @@ class OutputWatch:
         self._write_decision = write_decision
         self._step = plan.resume.step if plan.resume else 0
         self._saved: list[int] = []
-        self._finished = self._keeps_path = False
+        self._finished = self._keeps_path = self._has_stepped = False
         self.verdict: Verdict | None = None
         self._ledger = b""
+        self._metrics: int | None = None
         self._watch: PresenceWatch | None = None
         disk.need("what is in the run's directory", self._remember)
 
@@ -61,6 +64,9 @@ class OutputWatch:
         """Takes the steps of rank 0, and what it has saved."""
         if rank == 0 and message["kind"] == "step":
             self._step = int(message["step"])
+            if not self._has_stepped:
+                self._has_stepped = True
+                self._disk.later(self._hold_metrics)
         if rank == 0 and message["kind"] == "checkpoint":
             self._saved.append(int(message["step"]))
 
@@ -87,6 +93,10 @@ class OutputWatch:
             self._judge(*seen)
         if attempt.checkpoint is not None and not self._disk.is_lost:
             self._disk.write("which checkpoint is the newest", lambda: self._name_newest(attempt))
+        self._disk.write("metrics.jsonl", self._bring_metrics)
+        if self._metrics is not None:
+            os.close(self._metrics)
+            self._metrics = None
 
     def judged(self, ending: Ending, attempt: Attempt) -> Ending:
         """How the run ended, without a promise of what is not there.
@@ -182,6 +192,7 @@ class OutputWatch:
         self._run.root.mkdir(mode=0o700, parents=True)  # not one that somebody else has just made
         self._lock.keep()
         self._write_missing()
+        self._bring_metrics()
         self._remember()
         return True
 
@@ -208,6 +219,22 @@ class OutputWatch:
         self._write_missing()
         self._watch_anew()
         return True
+
+    def _hold_metrics(self) -> None:
+        """Open, a file that is removed keeps what was written, and gets what rank 0 still writes."""
+        self._metrics = os.open(self._run.metrics, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def _bring_metrics(self) -> None:
+        """Writes the lines to the path again, where rank 0 has not done so with a checkpoint."""
+        path = self._run.metrics
+        if self._metrics is None or os.fstat(self._metrics).st_size <= (
+            path.stat().st_size if path.exists() else 0
+        ):
+            return
+        with whole_file(path) as temporary, temporary.open("wb") as copy:
+            offset = 0
+            while chunk := os.pread(self._metrics, _CHUNK_BYTES, offset):
+                offset += copy.write(chunk)
 
     def _write_missing(self) -> None:
         """The files that were there before ranks started, where one of them is missing."""
