@@ -1,16 +1,17 @@
 """What it costs to keep each step of an adapter in memory: seconds a step, as a share of the step.
 
-    python bench/snapshot.py [--steps 13] [--batch 8] [--kills 3]
+    python bench/snapshot.py [--steps 13] [--batch 8]
+    python bench/snapshot.py --kills 3
 
 Runs `unisono train` as a user does, on the random model of 135 M parameters and the rows of bench/workload.py, with LoRA of rank 16: one
 rank, two replicas, and two shards (FSDP2), each of which keeps its half and then waits until the other has kept its own. The figures are
 the worker's own, by which it decides (medians of ten steps, the first left out): for how long a step waits for it, that wait included.
 `load_average` is that at the end of the job: what is much above the number of ranks is other work, which the wait for another rank feels most.
-`deaths` are kills: two ranks of `builtin:tiny`, steps of some tens of milliseconds, one of them killed with SIGKILL at a moment after step 30 that is
+With `--kills` nothing but deaths is measured: two ranks of `builtin:tiny`, steps of some tens of milliseconds, one of them killed with SIGKILL at a moment after step 30 that is
 drawn, `--kills` times with an adapter of rank 16 and as often with one of rank 128, which costs more. `lost` counts the steps that rank 0 had shown and the checkpoint of the rescue does not have; `promised` is what
 the first screen says, `kept_every` what plan.json has by then.
 `apart` takes the same pass apart in a process of its own, on tensors of the same sizes: the copy alone, and with the digest; best of many,
-so that other work on the machine counts less. Results go to bench/results/snapshot.json.
+so that other work on the machine counts less. Results go to bench/results/snapshot.json, those of deaths to snapshot_deaths.json.
 """
 
 import argparse
@@ -97,11 +98,15 @@ def death(work: Path, number: int, *, rank: int = 16) -> dict[str, Any]:
     chance.choice(ranks).kill()
     _, said = front.communicate(timeout=300)
     found, promised = _LOST.search(said), _PROMISED.search(said)
-    (measured,) = [
-        line
-        for line in map(json.loads, (run / "events" / "rank-00000.jsonl").read_text().splitlines())
-        if line["kind"] == "kept"
-    ]
+    measured = max(
+        (
+            line
+            for file in (run / "events").glob("*.jsonl")
+            for line in map(json.loads, file.read_text().splitlines())
+            if line["kind"] == "kept"
+        ),
+        key=lambda line: line["cost_s"] / line["step_time_s"],  # that of the slowest rank decides
+    )
     return {
         "adapter_rank": rank, "cost_s": round(measured["cost_s"], 6), "step_time_s": round(measured["step_time_s"], 6),
         "share": round(measured["cost_s"] / measured["step_time_s"], 6), "kept_every": kept, "promised": promised[0] if promised else None,
@@ -150,25 +155,46 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")
-    parser.add_argument("--kills", type=int, default=3, help="runs of two ranks of which one is killed")
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=0,
+        help="only runs of two ranks of which one is killed, so many with each adapter",
+    )
     args = parser.parse_args()
+    machine = {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+    }
+    if args.kills:
+        with tempfile.TemporaryDirectory() as folder:
+            deaths = [
+                death(Path(folder), number, rank=rank) for rank in (16, 128) for number in range(args.kills)
+            ]
+        command = f"python bench/snapshot.py --kills {args.kills}"
+        keep("snapshot_deaths.json", {"schema": 1, "command": command, "machine": machine, "deaths": deaths})
+        return
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make(work, rows=400)
-        deaths = [death(work, number, rank=rank) for rank in (16, 128) for number in range(args.kills)]
         found = [line for way in WAYS for line in job(work, way, steps=args.steps, batch=args.batch)]
     # A and B of q, k, v, o, gate, up, down in 30 layers; each with two moments.
     pairs = [(576, 576), (576, 192), (576, 192), (576, 576), (576, 1536), (576, 1536), (1536, 576)]
     sizes = [16 * n for pair in pairs for n in pair] * 30 * 3
     result = {
-        "schema": 1, "command": f"python bench/snapshot.py --steps {args.steps} --batch {args.batch} --kills {args.kills}",
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg()[0]},
+        "schema": 1, "command": f"python bench/snapshot.py --steps {args.steps} --batch {args.batch}",
+        "machine": machine,
         "adapter": {"kind": "lora", "rank": 16, "parameters": sum(sizes) // 3, "state_bytes": 4 * sum(sizes)},
-        "found": found, "deaths": deaths, "apart": apart(sizes, rounds=30),
+        "found": found, "apart": apart(sizes, rounds=30),
     }  # fmt: skip
+    keep("snapshot.json", result)
+
+
+def keep(name: str, result: dict[str, Any]) -> None:
+    """Shows a result, and writes it beside the others."""
     print(json.dumps(result, indent=1))
-    target = Path(__file__).parent / "results" / "snapshot.json"
-    target.write_text(json.dumps(result, indent=1) + "\n")
+    (Path(__file__).parent / "results" / name).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ def words(error: BaseException) -> str:
     """What the system calls it: "File too large"."""
     number = error_number(error)
     own = error.strerror if isinstance(error, OSError) else None
+    if own and number is not None and "Detail: [errno" in own:  # pyarrow's, around the system's
+        return os.strerror(number)
     return own or (os.strerror(number) if number is not None else str(error))
 
 
@@ -75,12 +77,16 @@ def reason(error: BaseException) -> str:
 
 
 def remedy(
-    error: BaseException, *, else_: str = "check that file system, and run the same command again"
+    error: BaseException,
+    *,
+    full: str = "free space there, and run the same command again",
+    else_: str = "check that file system, and run the same command again",
 ) -> str:
     """What to do about it.
 
     Args:
         error: of a call on files.
+        full: what is said where a disk is full.
         else_: what is said where no limit and no full disk is the cause.
     """
     number = error_number(error)
@@ -89,7 +95,7 @@ def remedy(
     if number in _OPEN_FILES:
         return "raise the limit where the run is started: `ulimit -n 65536`"
     if number in FULL:
-        return "free space there, and run the same command again"
+        return full
     return else_
 
 

@@ -206,3 +206,27 @@ def test_two_writers_at_once_both_end_with_a_whole_table_and_a_second_start_is_l
     assert tables == [Path(found[0][0]).name]
     _, hit, heavy = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert (hit, heavy) == (True, [])
+
+
+_LIMITED = """
+import resource, sys
+from pathlib import Path
+import pyarrow as pa
+from unisono.data.cache import writing
+from unisono.errors import UnfitError
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+try:
+    with writing(Path(sys.argv[1]) / "tables" / "x") as folder:
+        pa.OSFile(str(folder / "tokens.arrow"), "wb").write(b"x" * 5000)
+except UnfitError as error:
+    print(chr(10).join(error.lines()))
+"""
+
+
+def test_a_limit_of_the_file_size_is_named_with_its_value_and_what_raises_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _LIMITED, str(tmp_path)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "the cache of token tables cannot be written: File too large" in said
+    assert "the limit of the file size is 1000 bytes" in said
+    assert "ulimit -f unlimited" in said
+    assert "make room" not in said

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -41,6 +42,23 @@ def test_a_read_only_file_system_is_said() -> None:
     assert found.writable is False
     assert found.trouble
     assert found.file_system == "proc"
+
+
+_LIMITED = """
+import resource, sys
+from pathlib import Path
+from unisono.facts.storage import probe_storage
+resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
+print(probe_storage(Path(sys.argv[1])).trouble)
+"""
+
+
+def test_a_limit_of_the_file_size_is_named_with_its_value(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _LIMITED, str(tmp_path)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "File too large" in said
+    assert "the limit of the file size is 500000 bytes, `ulimit -f unlimited` raises it" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_heads_file_is_seen_in_its_folder_alone(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from unisono.data.sources import Source
 from unisono.errors import DataError, UnfitError
 from unisono.files import fsync_dir, read_json, write_json
 from unisono.inputs import expand, fault_of
+from unisono.storage_errors import reason, remedy, words
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
@@ -165,8 +166,8 @@ def writing(directory: Path) -> Iterator[Path]:
         fsync_dir(root)
     except OSError as error:
         raise UnfitError.of(
-            f"the cache of token tables cannot be written: {error.strerror or error}", where=str(root), why=str(error),
-            fix="make room there, or set XDG_CACHE_HOME to a place with room",
+            f"the cache of token tables cannot be written: {words(error)}", where=str(root), why=reason(error),
+            fix=remedy(error, full="make room there, or set XDG_CACHE_HOME to a place with room", else_="fix that file system, or set XDG_CACHE_HOME to a different place"),
         ) from error  # fmt: skip
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -4,8 +4,10 @@ Run: python storage_child.py FOLDER [NAME-OF-A-FILE-TO-LOOK-FOR PATIENCE_S]. A l
 """
 
 import contextlib
+import errno
 import json
 import os
+import resource
 import secrets
 import sys
 import time
@@ -35,9 +37,17 @@ def main(argv: list[str]) -> None:
     try:
         try_writing(here)
     except OSError as error:
-        say(writable=False, trouble=f"{error.strerror or error} ({here})")
+        say(writable=False, trouble=f"{error.strerror or error} ({here}){limit_that_was_met(error)}")
     else:
         say(writable=True)
+
+
+def limit_that_was_met(error: OSError) -> str:
+    """What to add where not the file system, but a limit of the process refused the write."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if error.errno != errno.EFBIG or limit == resource.RLIM_INFINITY:
+        return ""
+    return f": the limit of the file size is {limit} bytes, `ulimit -f unlimited` raises it"
 
 
 def say(**finding: object) -> None:

@@ -13,6 +13,7 @@ from unisono.errors import UnfitError
 from unisono.events import Message
 from unisono.facts.storage import answers
 from unisono.facts.threads import look_at_thread
+from unisono.storage_errors import reason, remedy, words
 
 Result = TypeVar("Result")
 
@@ -111,7 +112,8 @@ class RunsDisk:
                 self._warn("storage_blocked", f"{what} cannot be written into the run's directory: {hung}")
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            self._warn("storage_failed", f"{what} cannot be written: {error.strerror or error}{where}")
+            text = f"{what} cannot be written: {words(error)}{where}; {reason(error)}"
+            self._warn("storage_failed", text, fix=remedy(error, full=_FIX, else_=_FIX))
         return None
 
     def need(self, what: str, work: Callable[[], Result]) -> Result:
@@ -137,8 +139,8 @@ class RunsDisk:
             raise Hung(f"the storage does not answer: nothing for {STUCK_S:.0f} s")
         return unless_stuck(work, aside=self._aside)
 
-    def _warn(self, code: str, text: str) -> None:
-        self._show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": _FIX})
+    def _warn(self, code: str, text: str, *, fix: str = _FIX) -> None:
+        self._show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": fix})
 
 
 def leave(exit_code: int) -> NoReturn:

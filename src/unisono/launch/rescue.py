@@ -17,6 +17,7 @@ from unisono.launch.kept import KeptMemory, keeping_ranks
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.metrics import MetricsWriter, cut_after
+from unisono.storage_errors import reason, words
 
 
 @dataclass
@@ -99,11 +100,19 @@ def rescue(
         _complete_metrics(run, pieces[0], show)
         path = _save(plan, pieces, store=store)
     except (StorageFailed, OSError, ValueError) as error:  # ValueError: another node sent no rank's state
-        why = "; ".join(p.what for p in error.problems) if isinstance(error, StorageFailed) else str(error)
-        _warn(show, "checkpoint_failed", f"step {step}, kept in memory, cannot be saved: {why}")
+        _warn(show, "checkpoint_failed", f"step {step}, kept in memory, cannot be saved: {_why(error)}")
         return False
     _tell(plan, attempt, pieces[0], path, seconds=time.monotonic() - began, show=show)
     return True
+
+
+def _why(error: StorageFailed | OSError | ValueError) -> str:
+    if isinstance(error, StorageFailed):
+        return "; ".join(text for problem in error.problems for text in (problem.what, problem.why) if text)
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{words(error)}{where}; {reason(error)}"
+    return str(error)
 
 
 def _complete_metrics(run: RunDir, kept: Kept, show: Show) -> None:
