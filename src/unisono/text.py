@@ -1,6 +1,8 @@
 """Makes foreign text safe to show: rows, model answers, host names and logs lose what would steer a terminal."""
 
+import json
 import re
+from typing import Any
 
 # C0 and C1 controls, DEL, and the bidirectional and zero-width marks that can hide or reorder what is shown.
 _CONTROL = re.compile(
@@ -36,3 +38,44 @@ def nearest(word: str, known: list[str]) -> str | None:
 
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return close[0] if close else None
+
+
+_KINDS = {
+    "int": "a whole number", "float": "a number", "finite": "a finite number", "string": "text", "bool": "true or false",
+    "dict": "an object", "model": "an object", "mapping": "an object", "list": "a list", "tuple": "a list", "set": "a list",
+}  # fmt: skip
+
+
+def validation_words(error: Any) -> str:
+    """The first thing that a pydantic ValidationError says, in our words: which key, the value seen, what it should be."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(map(str, first["loc"])) or "it"
+    kind, context = str(first["type"]), first.get("ctx", {})
+    if kind == "missing":
+        return f"{key} is missing"
+    if kind == "extra_forbidden":
+        return f"{key} is not a key that this version of unisono knows"
+    if kind == "value_error":
+        return f"{key}: {one_line(str(context.get('error')), limit=200)}"
+    value = one_line(repr(first["input"]), limit=60)
+    if kind == "literal_error":
+        return f"{key} is {value} and should be {context.get('expected')}"
+    wanted = _KINDS.get(kind.partition("_")[0])
+    return (
+        f"{key} is {value} and should be {wanted}"
+        if wanted
+        else f"{key} is {value}, which is out of its range"
+    )
+
+
+def why_unreadable(error: OSError | ValueError) -> str:
+    """Why a JSON file of ours cannot be read, from what reading it and validating its values raised."""
+    if hasattr(error, "errors"):  # of pydantic
+        return validation_words(error)
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON: line {error.lineno}, column {error.colno}"
+    return (
+        "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else one_line(str(error), limit=200)
+    )

@@ -179,6 +179,18 @@ def test_pruning_goes_by_the_config_and_keeps_the_best_and_those_for_ever(run: R
     assert len(list(run.checkpoints.glob("*step-*"))) == 3
 
 
+@pytest.mark.parametrize(
+    "plan",
+    ["", "[]", "{}", '{"config": {"checkpoint": {"keep": []}}}', '{"config": {"checkpoint": {"keep": -1}}}', '{"config": {"checkpoint": {}}, "keep_every": "x"}'],
+)  # fmt: skip
+def test_nothing_is_deleted_by_a_plan_that_cannot_be_read(run: RunDir, plan: str) -> None:
+    run.plan.write_text(plan)
+    done = _unisono(run, "prune", "--keep", "1")
+    assert done.returncode == 2
+    assert "no checkpoint is deleted" in done.stderr
+    assert len(list(run.checkpoints.glob("step-*"))) == 3
+
+
 def test_pruning_never_deletes_the_last_intact_one(run: RunDir) -> None:
     for step in (20, 30):
         file = run.checkpoint(step) / "weights.safetensors"

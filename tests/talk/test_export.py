@@ -1,5 +1,6 @@
 """What is exported loads in plain transformers and peft, and says what the run says. Run: pytest tests/talk/test_export.py"""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,10 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from unisono.checkpoint.listing import LISTING, check_listing, read_listing
-from unisono.errors import IntegrityError, UnisonoError
+from unisono.errors import IntegrityError, ModelError, UnisonoError
 from unisono.task import export
 
 Train = Callable[..., Any]
@@ -188,3 +189,58 @@ def test_a_place_that_cannot_be_written_ends_with_exit_code_6(
     with pytest.raises(UnisonoError) as found:
         exported(model_dir, tmp_path / "file" / "out", listening)
     assert found.value.exit_code == 6
+
+
+def _settings(**changes: Any) -> Callable[[Path], None]:
+    def change(adapter: Path) -> None:
+        file = adapter / "adapter_config.json"
+        value = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({key: entry for key, entry in value.items() if entry is not None}))
+
+    return change
+
+
+def _weights(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def change(adapter: Path) -> None:
+        file = adapter / "adapter_model.safetensors"
+        tensors = load_file(file)
+        edit(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    return change
+
+
+def _write(name: str, data: bytes) -> Callable[[Path], None]:
+    def change(adapter: Path) -> None:
+        (adapter / name).write_bytes(data)
+
+    return change
+
+
+LORA_A = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_write("adapter_config.json", b"{}"), "adapter_config.json does not say its peft_type"),
+        (_write("adapter_config.json", b"hello"), "it is not JSON: line 1, column 1"),
+        (_settings(peft_type="NOPE"), "peft says: "),
+        (_settings(r=None), "has the shape (4, 32), and adapter_config.json on the model beneath makes it (8, 32)"),
+        (_settings(r="many"), "peft says: "),
+        (_settings(target_modules=["nothing"]), "peft says: "),
+        (_write("adapter_model.safetensors", b""), "it is empty"),
+        (_weights(lambda tensors: tensors.pop(LORA_A)), "1 tensors of the adapter are not in its file: base_model.model.model.layers.0.mlp.down_proj.lora_A"),
+        (_weights(lambda tensors: tensors[LORA_A].fill_(float("nan"))), f"{LORA_A} has NaN in it"),
+    ],
+)  # fmt: skip
+def test_an_adapter_of_others_that_is_broken_is_refused_by_key_and_tensor(
+    train_here: Train, tmp_path: Path, listening: Any, change: Callable[[Path], None], said: str
+) -> None:
+    adapter = train_here().directory / "adapter"
+    (adapter / LISTING).unlink()
+    change(adapter)
+    with pytest.raises(ModelError) as caught:
+        exported(adapter, tmp_path / "out", listening, merge=True)
+    assert said in "\n".join(caught.value.lines())
+    assert all(problem.where and problem.fix for problem in caught.value.problems)

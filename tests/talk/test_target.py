@@ -203,10 +203,44 @@ def test_the_model_beneath_is_verified_where_it_has_a_list(train_here: Train, li
         train_here(model={"path": str(base), "dtype": "float32"})
 
 
-def test_a_damaged_plan_is_refused(train_here: Train) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"world_size": "many"}, "world_size is 'many' and should be a whole number"),
+        ({"model": []}, "model is [] and should be an object"),
+        ({"config": {}}, "config.model is missing"),
+        ({"ranks": 5}, "ranks is 5 and should be a list"),
+        ({"strategy": "magic"}, "strategy is 'magic' and should be 'single'"),
+        ({"odd_key": 1}, "odd_key is not a key that this version of unisono knows"),
+    ],
+)
+def test_a_plan_with_wrong_values_is_refused_in_our_words(
+    train_here: Train, change: dict[str, Any], said: str
+) -> None:
     run = train_here()
-    (run.directory / "plan.json").write_text(json.dumps({"schema": 1}))
-    assert refusal(run.directory).exit_code == 2
+    plan = json.loads((run.directory / "plan.json").read_text())
+    (run.directory / "plan.json").write_text(json.dumps(plan | change))
+    error = refusal(run.directory)
+    assert error.exit_code == 2
+    assert said in error.problems[0].why
+    assert "pydantic" not in str(error.lines())
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "it is not JSON: line 1, column 1"),
+        (b"{} x", "it is not JSON: line 1, column 4"),
+        (b"\xff", "it is not UTF-8 text"),
+        (b"[]", "it is [] and should be an object"),
+    ],
+)
+def test_a_damaged_plan_is_refused(train_here: Train, data: bytes, said: str) -> None:
+    run = train_here()
+    (run.directory / "plan.json").write_bytes(data)
+    error = refusal(run.directory)
+    assert error.exit_code == 2
+    assert said in error.problems[0].why
 
 
 def test_what_is_not_there_or_is_no_model_is_refused(tmp_path: Path, model_dir: Path) -> None:

@@ -4,9 +4,7 @@ It lies in the directory itself, so that a copy of the directory can be verified
 mac, unlike a checkpoint's manifest: nothing in such a directory is run, and it is made to be given to others.
 """
 
-import errno
 import json
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from unisono.checkpoint.manifest import FileEntry, ManifestError, Vouched, is_fi
 from unisono.checkpoint.trouble import Damage
 from unisono.checkpoint.verify import digest_file, explain_damage
 from unisono.errors import IntegrityError, Problem
+from unisono.files import open_plain, parse_json, read_bytes
 
 LISTING = "unisono_manifest.json"
 _ADAPTER_SETTINGS = "adapter_config.json"
@@ -116,7 +115,7 @@ def read_listing(directory: Path) -> Listing | None:
         ManifestError: if it is damaged.
     """
     try:
-        return Listing.from_bytes((directory / LISTING).read_bytes())
+        return Listing.from_bytes(read_bytes(directory / LISTING))
     except FileNotFoundError:
         return None
 
@@ -127,9 +126,7 @@ def read_digest(file: Path) -> tuple[int, str]:
     Raises:
         OSError: if it is missing, cannot be read, or is no plain file (a named pipe would wait for a writer).
     """
-    if not stat.S_ISREG(file.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is not a plain file")
-    with file.open("rb", buffering=0) as stream:
+    with open_plain(file) as stream:
         return digest_file(stream.fileno())
 
 
@@ -190,8 +187,8 @@ def _compare(directory: Path, name: str, listing: Listing, read: Read) -> Damage
 def _settings_digest(file: Path) -> str:
     """Of the values in adapter_config.json without the place of the model beneath; empty if it is no JSON object."""
     try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        value = parse_json(read_bytes(file))
+    except (OSError, ValueError):
         return ""
     if not isinstance(value, dict):
         return ""

@@ -14,6 +14,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from unisono.files import parse_json
+from unisono.text import validation_words
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
@@ -76,15 +77,13 @@ class Vouched(BaseModel):
         try:
             value = parse_json(data)
         except ValueError as error:
-            raise ManifestError(f"it is not JSON ({error})") from error
+            raise ManifestError("it is not JSON") from error
         if isinstance(value, dict) and isinstance(value.get("schema"), int) and value["schema"] > 1:
             raise ManifestError(f"its schema {value['schema']} is of a newer version of unisono")
         try:
             found = cls.model_validate(value)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"])) or "it"
-            raise ManifestError(f"{place}: {first['msg']}") from error
+            raise ManifestError(validation_words(error)) from error
         if found.checksum != found.true_checksum() or data != found.to_bytes():
             raise ManifestError("its checksum does not fit what stands in it")
         return found

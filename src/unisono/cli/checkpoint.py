@@ -70,11 +70,12 @@ def prune(
             f"the run is going on: {holder}", where=str(files.lock), why="it prunes its checkpoints itself",
             fix="wait until it has ended",
         )  # fmt: skip
+    _refuse_odd_plan(files)
     section, every = _keeping(files)
     best = _best_step(store, files) if section.get("best") else None
     swept = store.sweep()
     deleted = store.prune(
-        keep if keep is not None else int(section.get("keep", 3)),
+        keep if keep is not None else section.get("keep", 3),
         {best} if best is not None else (),
         every=every,
     )
@@ -106,6 +107,39 @@ def _keeping(files: "RunDir") -> tuple[dict[str, Any], int | None]:
     section = config.get("checkpoint") if isinstance(config, dict) else None
     every = plan.get("keep_every")
     return section if isinstance(section, dict) else {}, every if type(every) is int and every > 0 else None
+
+
+def _refuse_odd_plan(files: "RunDir") -> None:
+    """Nothing is deleted by a plan that cannot be read: it says what is kept for ever, and whether the best is."""
+    from unisono.errors import UsageError
+    from unisono.files import read_json
+    from unisono.text import why_unreadable
+
+    if not files.plan.exists():
+        return
+    try:
+        why = _oddity(read_json(files.plan))
+    except (OSError, ValueError) as error:
+        why = why_unreadable(error)
+    if why:
+        raise UsageError.of(
+            "the run's plan cannot be read, so no checkpoint is deleted", where=str(files.plan),
+            why=f"{why}; it says which checkpoints are kept", fix="restore plan.json from a copy",
+        )  # fmt: skip
+
+
+def _oddity(plan: Any) -> str:
+    """What is wrong with that part of a plan that says what is kept."""
+    config = plan.get("config") if isinstance(plan, dict) else None
+    section = config.get("checkpoint") if isinstance(config, dict) else None
+    if not isinstance(section, dict):
+        return "it has no object config.checkpoint"
+    keep, every = section.get("keep", 3), plan.get("keep_every")
+    if type(keep) is not int or keep < 1:
+        return f"config.checkpoint.keep is {keep!r} and should be a whole number from 1"
+    if every is not None and (type(every) is not int or every < 1):
+        return f"keep_every is {every!r} and should be a whole number from 1, or null"
+    return ""
 
 
 def _best_step(store: "CheckpointStore", files: "RunDir") -> int | None:

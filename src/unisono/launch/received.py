@@ -9,7 +9,7 @@ from unisono.config import RunConfig
 from unisono.config.digest import what_decides
 from unisono.errors import Disagreed
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, RunPlan
-from unisono.text import one_line
+from unisono.text import validation_words
 
 _PATHS = (
     ("model", "path"),
@@ -46,9 +46,7 @@ def accept_plan(
     try:
         plan = RunPlan.model_validate(value)
     except ValidationError as error:
-        raise _mismatch(
-            where, host, "the head's plan cannot be read", one_line(str(error), limit=300)
-        ) from error
+        raise _mismatch(where, host, "the head's plan cannot be read", validation_words(error)) from error
     for problem in _problems(plan, own=own, node_rank=node_rank, devices=devices, prepared=prepared):
         raise _mismatch(where, host, *problem)
     data = DataSummary.model_validate(prepared["data"])

@@ -36,7 +36,7 @@ from unisono.plan import ResumePoint, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
 from unisono.rundir.metrics import iterate_metrics
-from unisono.text import one_line
+from unisono.text import one_line, why_unreadable
 
 Show = Callable[[Message], None]
 Lines = Mapping[int, Mapping[str, Any]]
@@ -196,7 +196,7 @@ def _plan_of(run: RunDir) -> RunPlan:
     except (OSError, ValueError, ValidationError) as error:
         raise UsageError.of(
             "the plan of the run cannot be read, so its steps cannot be run again", where=str(run.plan),
-            why=one_line(str(error), limit=300), fix="leave out --replay: `checkpoint verify` needs no plan",
+            why=why_unreadable(error), fix="leave out --replay: `checkpoint verify` needs no plan",
         ) from error  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from unisono.launch.record import Table
 from unisono.launch.rescue import Found
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
-from unisono.text import one_line
+from unisono.text import validation_words
 
 if TYPE_CHECKING:
     from unisono.control.server import HeadServer
@@ -65,7 +65,8 @@ class Together:
             facts = {rank: PreparedFacts.model_validate(answer["facts"]) for rank, answer in answers.items()}
         except (KeyError, ValidationError) as error:
             raise Disagreed.of(
-                "a node's account of its data cannot be read", why=one_line(str(error), limit=300)
+                "a node's account of its data cannot be read",
+                why=validation_words(error) if isinstance(error, ValidationError) else f"{error} is missing",
             ) from error
         self.meeting.judge(compare_prepared({0: prepared_facts(prepared), **facts}, self.meeting.reports))
         self.table.of_nodes = self.meeting.agreement

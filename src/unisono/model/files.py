@@ -10,6 +10,7 @@ from typing import IO, Any
 import xxhash
 
 from unisono.errors import ModelError, Problem
+from unisono.files import open_plain, parse_json, read_bytes, read_text
 from unisono.text import one_line
 
 INDEX = "model.safetensors.index.json"
@@ -124,8 +125,8 @@ def read_json_object(file: Path, *, fix: str) -> dict[str, Any]:
     """
     data = b""
     try:
-        data = file.read_bytes()
-        value = json.loads(data)
+        data = read_bytes(file)
+        value = parse_json(data)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -135,7 +136,7 @@ def read_json_object(file: Path, *, fix: str) -> dict[str, Any]:
             why=error.strerror or type(error).__name__,
             fix=fix,
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ModelError.of(
             f"{file.name} cannot be read", where=str(file), why=_why_no_json(data, error), fix=fix
         ) from error
@@ -157,7 +158,7 @@ def check_tokenizer_files(directory: Path) -> None:
             )
     template = directory / "chat_template.jinja"
     try:
-        template.read_bytes().decode()
+        read_text(template)
     except FileNotFoundError:
         return
     except (OSError, UnicodeDecodeError) as error:
@@ -171,16 +172,14 @@ def check_tokenizer_files(directory: Path) -> None:
         ) from error  # fmt: skip
 
 
-def _why_no_json(data: bytes, error: Exception) -> str:
+def _why_no_json(data: bytes, error: ValueError) -> str:
     if not data.strip():
         return "it is empty"
     if data.startswith(b"version https://git-lfs"):
         return "it is a pointer of Git LFS, not the file itself (`git lfs pull` fetches it)"
-    if isinstance(error, RecursionError):
-        return "its JSON is nested too deeply"
     if isinstance(error, json.JSONDecodeError):
         return f"it is not JSON: line {error.lineno}, column {error.colno}"
-    return "it is not UTF-8 text"
+    return "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 def read_safetensors_header(file: Path) -> list[TensorHeader]:
@@ -190,7 +189,7 @@ def read_safetensors_header(file: Path) -> list[TensorHeader]:
         ModelError: if it is torn or no safetensors file.
     """
     size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_plain(file) as stream:
         start = stream.read(_LENGTH_BYTES)
         if start.startswith(b"version "):
             raise _damaged(
@@ -203,8 +202,8 @@ def read_safetensors_header(file: Path) -> list[TensorHeader]:
             raise _damaged(file, "it is no safetensors file, or its first bytes are damaged")
         text = stream.read(length)
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text)
+    except ValueError as error:
         raise _damaged(file, "its header is not JSON") from error
     tensors = _tensors(file, header, data=_LENGTH_BYTES + length)
     end = max((tensor.end for tensor in tensors), default=_LENGTH_BYTES + length)
@@ -271,7 +270,7 @@ def read_contents(file: Path, *, tensors: bool = False) -> WeightContents:
     header = read_safetensors_header(file)
     total = xxhash.xxh3_128()
     found = WeightContents(0, "")
-    with file.open("rb") as stream:
+    with open_plain(file) as stream:
         total.update(stream.read(header[0].begin if header else file.stat().st_size))
         for tensor in header:
             own = xxhash.xxh3_64() if tensors else None

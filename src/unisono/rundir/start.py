@@ -22,7 +22,7 @@ from unisono.files import fsync_dir, kind_of, read_object
 from unisono.rundir.changes import changes_between, judge_key, not_allowed, refusal
 from unisono.rundir.layout import RunDir
 from unisono.rundir.metrics import iterate_metrics
-from unisono.text import one_line
+from unisono.text import one_line, validation_words
 from unisono.units import Duration
 
 CONFIG_HEADER = "# Written by unisono"
@@ -313,10 +313,9 @@ def _config_of(run: RunDir, plan: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(plan["config"])
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
         raise UsageError.of(
             f"the run in {run.root} has a config that this version of unisono cannot read", where=str(run.plan),
-            why=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
+            why=validation_words(error),
             fix="go on with the version it was started with (environment.json), or set another output_dir, or pass --fresh",
         ) from error  # fmt: skip
 

@@ -1,6 +1,8 @@
 """Opens what RUN|MODEL names, ready to be talked to: model, tokenizer, chat template, stop tokens. One way for all tasks."""
 
 import contextlib
+import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from unisono.model.files import odd_weights, read_contents, read_safetensors_hea
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.load import (
     DTYPES,
+    LIBRARY_ERRORS,
     LoadedModel,
     load_base,
     load_for_training,
@@ -24,9 +27,13 @@ from unisono.model.load import (
     odd_parameters,
 )
 from unisono.task.target import Target, find_target, verify_target
-from unisono.text import one_line
+from unisono.text import library_words
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MISSING_KEYS = "Found missing adapter keys"  # peft's warning; the tensors would stay as they were drawn
+_SIZE_MISMATCH = re.compile(
+    r"size mismatch for (\S+): .*?torch\.Size\(\[([\d, ]*)\]\).*?torch\.Size\(\[([\d, ]*)\]\)"
+)
 _DEFAULT_CONTEXT = 4096  # tokens, of a model that does not say its own
 
 
@@ -157,17 +164,40 @@ def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
 
     tokenizer = adapter_tokenizer(target)
     base = load_base(target.base, dtype=DTYPES[dtype], trust_remote_code=trusts_code(target)).to(device)
+    read_safetensors_header(target.weights / "adapter_model.safetensors")  # refused in our words
     try:
-        model = PeftModel.from_pretrained(
-            base, str(target.weights), is_trainable=True, torch_device=str(device)
-        )
-    except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
-        raise ModelError.of(
-            "the adapter does not fit the model beneath it", where=str(target.weights), why=one_line(str(error), limit=300),
-            fix="set base_model_name_or_path in adapter_config.json to the model that it was trained on",
-        ) from error  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=f".*{_MISSING_KEYS}")
+            model = PeftModel.from_pretrained(
+                base, str(target.weights), is_trainable=True, torch_device=str(device)
+            )
+    except (*LIBRARY_ERRORS, UserWarning) as error:
+        raise _misfit(target, error) from error
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return _loaded(model, base, tokenizer, trainable)
+
+
+def _misfit(target: Target, error: Exception) -> ModelError:
+    """What peft said, which names the tensors somewhere in many lines: those that are missing, or the first of another shape."""
+    weights, settings = target.weights / "adapter_model.safetensors", target.weights / "adapter_config.json"
+    if isinstance(error, UserWarning):
+        names = re.findall(r"'([^']+)'", str(error).partition(_MISSING_KEYS)[2])
+        return ModelError.of(
+            f"{len(names)} tensors of the adapter are not in its file: {', '.join(names[:3])}{' …' * (len(names) > 3)}", where=str(weights),
+            why=f"{settings} and the model {target.base} have a place for them", fix="copy the whole directory of the adapter again",
+        )  # fmt: skip
+    shapes = _SIZE_MISMATCH.search(str(error))
+    if shapes:
+        name, found, wanted = shapes[1], *(f"({shape})" for shape in shapes.groups()[1:])
+        return ModelError.of(
+            f"{name} has the shape {found}, and adapter_config.json on the model beneath makes it {wanted}", where=str(weights),
+            why=f"{settings} is of another adapter, or {target.base} is not the model that it was trained on",
+            fix="copy the whole directory again, or set base_model_name_or_path in adapter_config.json to the model that it was trained on",
+        )  # fmt: skip
+    return ModelError.of(
+        "the adapter does not fit the model beneath it", where=str(target.weights), why=library_words(error, library="peft"),
+        fix="copy adapter_config.json again, or set its base_model_name_or_path to the model that it was trained on",
+    )  # fmt: skip
 
 
 def _loaded(model: Any, base: Any, tokenizer: Any, trainable: dict[str, torch.nn.Parameter]) -> LoadedModel:

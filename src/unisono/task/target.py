@@ -5,8 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from unisono.checkpoint.listing import LISTING, check_listing, listed_files, read_digest
 from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore, Found
@@ -14,10 +12,12 @@ from unisono.errors import IntegrityError, ModelError, Problem, UsageError
 from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import read_json
+from unisono.model.files import read_json_object
 from unisono.model.locate import locate_model
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.task.file_digests import Digested, DigestProgress, digest_files
+from unisono.text import why_unreadable
 
 Source = Literal["model", "adapter", "checkpoint"]
 
@@ -199,9 +199,9 @@ def _read_plan(asked: str, run: RunDir) -> RunPlan:
             f"{asked} has no weights yet", where=str(run.root), why="there is no plan.json: it ended before it was planned",
             fix=f"start it with `unisono train {run.config}`",
         ) from None  # fmt: skip
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError.of(
-            f"the plan of {asked} cannot be read", where=str(run.plan), why=str(error),
+            f"the plan of {asked} cannot be read", where=str(run.plan), why=why_unreadable(error),
             fix="restore the file, or name the adapter or model directory in the run instead",
         ) from error  # fmt: skip
 
@@ -284,13 +284,13 @@ def _refuse_incomplete_adapter(directory: Path) -> None:
 
 
 def _adapter_settings(directory: Path) -> dict[str, Any]:
+    """What adapter_config.json says; it says at least which kind of adapter it is."""
     file = directory / "adapter_config.json"
-    try:
-        value = read_json(file)
-    except (OSError, ValueError) as error:
+    settings = read_json_object(file, fix="copy it again")
+    kind = settings.get("peft_type")
+    if not isinstance(kind, str) or not kind:
         raise ModelError.of(
-            "adapter_config.json cannot be read", where=str(file), why=str(error), fix="copy it again"
-        ) from error  # fmt: skip
-    if not isinstance(value, dict):
-        raise ModelError.of("adapter_config.json is no JSON object", where=str(file), fix="copy it again")
-    return value
+            f"adapter_config.json does not say its peft_type{'' if kind is None else f', but {kind!r}'}", where=str(file),
+            why="it is the kind of the adapter, as LORA, and the file says how to put it on the model", fix="copy adapter_config.json of the adapter again",
+        )  # fmt: skip
+    return settings

@@ -11,7 +11,7 @@ from unisono.agree.report import NodeReport
 from unisono.causes import Verdict
 from unisono.control.events import Joined, Left, Rejected
 from unisono.launch.nodes import words
-from unisono.text import one_line
+from unisono.text import one_line, validation_words
 
 _KEPT = 20
 _LISTED = 6
@@ -86,7 +86,7 @@ class Roll:
         try:
             report = NodeReport.model_validate(value)
         except ValidationError as error:
-            return words.bad_report(node_rank, host, str(error))
+            return words.bad_report(node_rank, host, validation_words(error))
         if report.node_rank != node_rank:
             return words.bad_report(node_rank, host, f"it reports for node {report.node_rank}")
         self.reports[node_rank] = report
