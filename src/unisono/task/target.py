@@ -286,7 +286,12 @@ def _refuse_incomplete_adapter(directory: Path) -> None:
 def _adapter_settings(directory: Path) -> dict[str, Any]:
     """What adapter_config.json says; it says at least which kind of adapter it is."""
     file = directory / "adapter_config.json"
-    settings = read_json_object(file, fix="copy it again")
+    try:
+        settings = read_json_object(file, fix="copy it again")
+    except FileNotFoundError:
+        raise ModelError.of(
+            "the adapter lacks its settings", where=str(directory), why="there is no adapter_config.json in it", fix="copy the whole directory again"
+        ) from None  # fmt: skip
     kind = settings.get("peft_type")
     if not isinstance(kind, str) or not kind:
         raise ModelError.of(
