@@ -7,7 +7,11 @@ import pytest
 
 from unisono.facts.slurm import SlurmStep, hosts_of, read_slurm_step, seconds_of
 from unisono.facts.slurm_control import Answer, NodeState, fields_of
+from unisono.launch.slurm.ending import result_of_job
+from unisono.launch.slurm.following import Followed
+from unisono.launch.slurm.job import JobState
 from unisono.launch.slurm.lines import Lines
+from unisono.rundir import RunDir
 
 
 @pytest.mark.parametrize(
@@ -99,3 +103,20 @@ def test_messages_that_srun_breaks_into_pieces_are_whole_again(size: int, tmp_pa
         (0, None),
     ]
     assert heard[2].text == "srun: error: bob: task 1: Killed"
+
+
+def test_a_job_whose_head_said_nothing_is_told_with_step_and_checkpoint_of_the_runs_files(
+    tmp_path: Path,
+) -> None:
+    run = RunDir(tmp_path)
+    lines = [{"step": step, "loss": 2.0 / step, "tokens": 10 * step} for step in range(1, 8)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 8, "lo')
+    for step in (3, 6):
+        (run.checkpoints / f"step-{step:08d}").mkdir(parents=True)
+    (run.checkpoints / ".tmp-step-00000007").mkdir()
+    followed = Followed(JobState("7", "NODE_FAIL"), None, [], None, [])
+    result, verdict = result_of_job(followed, run=run, seconds=1.0)
+    assert verdict is not None
+    assert verdict.cause == "node_unreachable"
+    assert (result["step"], result["tokens"], result["loss"]) == (7, 70, 2.0 / 7)
+    assert result["checkpoint"] == str(run.checkpoints / "step-00000006")

@@ -187,13 +187,25 @@ def name_loss(loss: NodeLoss, *, head: str, after_s: float = 0.0) -> Verdict:
 def name_lost_node(loss: NodeLoss, *, after_s: float | None = None) -> Verdict:
     """The verdict on a node whose front is gone."""
     where = f"node {loss.node_rank} ({loss.host})"
-    known = find_cause("node_unreachable")
     return Verdict(
         cause="node_unreachable", when="during", hosts=(loss.host,), named_after_s=after_s,
         summary=f"{where} is not heard any more: {one_line(loss.why, limit=200)}",
         evidence=(Evidence(where="the control channel", text=f"{where}: {one_line(loss.why, limit=200)}"),),
-        fix=known.remedy if known else (),
+        fix=_remedy_of(loss, where),
     )  # fmt: skip
+
+
+def _remedy_of(loss: NodeLoss, where: str) -> tuple[str, ...]:
+    """What to do: the network is to be looked at only where nothing came through it."""
+    known = find_cause("node_unreachable")
+    remedy = known.remedy if known else ()
+    if loss.is_cut:
+        return remedy
+    if loss.silent_s:
+        first = f"on {where}: `ps -eo pid,stat,args | grep unisono` shows a stopped process as T, and `kill -CONT PID` continues it; `uptime` shows the load"
+    else:
+        first = f"look at the terminal or the log of unisono on {where}; `dmesg | grep -i -E 'oom|killed process'` there shows whether the kernel killed it"
+    return (first, *remedy[1:])
 
 
 def name_cut_off(own: NodeLoss, *, head: str, after_s: float | None = None) -> Verdict:

@@ -23,6 +23,7 @@ from unisono.launch.nodes.ssh import carried_variables
 from unisono.launch.nodes.words import say as say_verdict
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.ray.rays_head import RaysHead, name_rays_head
+from unisono.launch.record import read_progress
 from unisono.launch.tasks import TaskProcess, refusal
 from unisono.launch.topology import Accelerators, Topology, TopologyAsked, read_topology
 from unisono.rundir import RunDir
@@ -170,8 +171,8 @@ class _Session:
     def _lost(self, verdict: Verdict, step: int, restarts: list[dict[str, Any]]) -> dict[str, Any]:
         """The head's node is gone, and no other start is allowed. What it had saved is here."""
         known = find_cause(verdict.cause)
-        saved = sorted(path for path in self.run_dir.checkpoints.glob("step-*") if path.suffix == "")
-        fields = {**NOTHING_DONE, "step": step, "checkpoint": str(saved[-1]) if saved else None}
+        fields = read_progress(self.run_dir)
+        fields["step"] = max(step, fields["step"])
         ending = Ending(known.exit_code if known else 4, fields, verdict)
         if self.interrupts.first is not None:
             ending = replace(ending, exit_code=exit_code_of(self.interrupts.first))
