@@ -1,5 +1,9 @@
 """A node is lost while a program runs under `unisono run` on two. Run: pytest tests/run/test_lost_node.py"""
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.ground import Ground, Namespaces, why_no_namespaces
+from tests.ports import free_port
 from tests.run.guarded import LIMIT_S, Guarded
 from tests.run.lost import cut, kill, lose_power, training_on_two_nodes
 from tests.run.test_one_node import until
@@ -69,3 +74,31 @@ def test_a_node_that_loses_the_head_says_which_of_both_is_gone_and_ends_its_rank
     assert ended.exit_code == 4
     both[0].front.wait(limit_s=LIMIT_S)
     until(lambda: not any(apart.pids(node) for node in range(2)), "nothing is left on either node")
+
+
+def test_the_node_that_is_left_writes_down_how_the_run_of_a_dead_head_ended_where_they_share_a_folder(
+    tmp_path: Path,
+) -> None:
+    program = "import os, pathlib, time; pathlib.Path(f'here-{os.getpid()}').touch(); time.sleep(600)"
+    head = ["--nodes", "2", "--nproc", "1", "--head", f"127.0.0.1:{free_port()}", "--output-dir", "out"]
+    fronts = [
+        subprocess.Popen(
+            [sys.executable, "-m", "unisono", "run", *head, "--node-rank", str(node), "--", sys.executable, "-c", program],
+            cwd=tmp_path, env={**os.environ, "UNISONO_TOKEN": "0123456789abcdef0123456789abcdef"}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    try:
+        until(lambda: len(list(tmp_path.glob("here-*"))) == 2, "the program runs on both nodes")
+        fronts[0].kill()
+        told, _ = fronts[1].communicate(timeout=LIMIT_S)
+        assert fronts[1].returncode == 4, told
+        verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
+        assert verdict["summary"].startswith("node 0 ("), told
+        result = json.loads((tmp_path / "out" / "result.json").read_text())
+        assert (result["outcome"], result["exit_code"]) == ("stalled", 4)
+    finally:
+        for front in fronts:
+            front.kill()
+            front.communicate(timeout=LIMIT_S)

@@ -52,9 +52,10 @@ from unisono.launch.nodes.party import MakeReport, Party, Standing
 from unisono.launch.nodes.refusal import refusals_told
 from unisono.launch.nodes.ssh import SshFronts, start_others
 from unisono.launch.nodes.words import last_word
+from unisono.launch.record import writing_for_head
 from unisono.launch.topology import Accelerators
 from unisono.plan import NodePlace
-from unisono.rundir.lock import RunLock
+from unisono.rundir.lock import RunLock, named_in
 from unisono.rundir.result import RunResult, set_verdict, write_result
 
 Diagnose = Callable[[Path], Verdict | None]
@@ -213,6 +214,7 @@ class _Start:
             message = attendance.wait_for("start")
             self.whole.run_id = str(message["run_id"])
             shared = is_heads(self.run, self.whole.run_id)
+            heads = named_in(self.run.lock) if shared else None
             store = (str(message["store"][0]), int(message["store"][1]))
             with self._here(store) as here:
                 log = self.run.log(self.machine.host, 0)
@@ -226,13 +228,13 @@ class _Start:
                 attending.run()
                 own = here.program.returncode if here.program is not None else None
                 code = attending.exit_code(own)
-                # A dead head writes nothing; one that was only silent may live, and writes what is its own.
-                gone = attending.head_gone
-                orphaned = gone is not None and not gone.is_cut and not gone.gave_up and not gone.silent_s
-                return self.whole.finish(
-                    self.run, code, attending.verdict, stopped=attending.stopped,
-                    writes=not shared or (orphaned and not self.run.result.exists()),
-                )  # fmt: skip
+                with contextlib.ExitStack() as stack:
+                    writes = not shared
+                    if shared and attending.loss is not None:
+                        writes = stack.enter_context(writing_for_head(self.run.lock, heads, attending.loss))
+                    return self.whole.finish(
+                        self.run, code, attending.verdict, stopped=attending.stopped, writes=writes
+                    )
 
     def _maker(self) -> MakeReport:
         def make(standing: Standing, show: Show) -> NodeReport:

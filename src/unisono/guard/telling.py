@@ -32,7 +32,7 @@ class Attending:
         diagnose: names the cause from what the program has printed here.
         verdict: the one that all nodes tell; or this node's own, where the head is lost.
         stopped: the signal by which the job was asked to stop; empty: none.
-        head_gone: the end of the connection, if the head said no last word before it.
+        loss: the end of the connection, if the head said no last word before it.
     """
 
     attendance: Attendance
@@ -42,7 +42,7 @@ class Attending:
     diagnose: Callable[[], Verdict | None]
     verdict: Verdict | None = None
     stopped: str = ""
-    head_gone: Left | None = None
+    loss: NodeLoss | None = None
     _code: int | None = None
     _over: bool = False
     _shown: set[str] = field(default_factory=set)
@@ -128,9 +128,8 @@ class Attending:
     def _lost(self, event: Left) -> None:
         """The head is not heard any more: nothing here would be told of others, and they wait for us, if they are there."""
         self._over = True
-        self.head_gone = event
-        own = NodeLoss.at_node(event, node_rank=self.node_rank, host=self.attendance.party.host)
-        verdict = name_loss(own, head=str(self.attendance.welcome.get("head_host", "")))
+        self.loss = NodeLoss.at_node(event, node_rank=self.node_rank, host=self.attendance.party.host)
+        verdict = name_loss(self.loss, head=str(self.attendance.welcome.get("head_host", "")))
         known = find_cause(verdict.cause)
         self._code = known.exit_code if known is not None else 4
         self._tell(verdict)

@@ -33,17 +33,14 @@ from unisono.launch.postmortem import NodeLoss
 from unisono.launch.rank_environment import interface_name, rank_environments
 from unisono.launch.ranks import LocalRanks
 from unisono.launch.received import accept_plan
-from unisono.launch.record import read_progress
+from unisono.launch.record import read_progress, writing_for_head
 from unisono.launch.shards import clear_parts
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
-from unisono.rundir.lock import BEAT_S, Holder, RunLock, named_in, standing_in
+from unisono.rundir.lock import Holder, RunLock, named_in
 from unisono.rundir.result import RunResult, set_verdict, write_result
 from unisono.rundir.start import set_aside
 from unisono.text import plain
-
-_ENDS_S = 3.0  # for a process that has closed its connections to give back its lock
-_WATCH_S = 3 * BEAT_S  # for beats of a head that was only silent
 
 
 def take_part(
@@ -316,10 +313,7 @@ class _Orphan:
         if not self.shared:
             _write_end(self.run, verdicts, result)
             return
-        if self.heads is None or not self.last.loss.lost_head:
-            return
-        patience = {"limit_s": 0.0, "watch_s": _WATCH_S} if self.last.loss.is_cut else {"limit_s": _ENDS_S}
-        with standing_in(self.run.lock, self.heads, **patience) as is_ours:
+        with writing_for_head(self.run.lock, self.heads, self.last.loss) as is_ours:
             if is_ours:
                 _write_end(self.run, verdicts, result)
 

@@ -1,7 +1,9 @@
 """Writes what a start leaves in the run's directory beside the worker's own files."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from unisono.agree.agreement import Agreement
@@ -13,11 +15,16 @@ from unisono.facts import package_versions
 from unisono.facts.versions import versions_digest
 from unisono.files import make_private_dir, read_object, write_json, write_text
 from unisono.launch.outcome import outcome_of
+from unisono.launch.postmortem import NodeLoss
 from unisono.launch.resolved import config_yaml
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
+from unisono.rundir.lock import BEAT_S, Holder, standing_in
 from unisono.rundir.metrics import iterate_metrics
 from unisono.rundir.result import RunResult, read_result, set_verdict, write_result
+
+_ENDS_S = 3.0
+_WATCH_S = 3 * BEAT_S
 
 
 def write_decision(run: RunDir, plan: RunPlan) -> None:
@@ -52,6 +59,24 @@ def read_progress(run: RunDir) -> dict[str, Any]:
         known["checkpoint"] = str(saved[-1])
         known["step"] = max(known["step"], step_of(saved[-1].name))
     return known
+
+
+@contextlib.contextmanager
+def writing_for_head(lock: Path, head: Holder | None, loss: NodeLoss) -> Iterator[bool]:
+    """Whether a lost head's files are this node's to write: it has ended, and nobody has started there since. Nobody starts meanwhile.
+
+    Args:
+        lock: of the head's directory.
+        head: as the lock named it while it lived; None where it did not.
+        loss: the end of the connection to it.
+    """
+    if head is None or not loss.lost_head:  # a head that has given this node up lives
+        yield False
+        return
+    # Of a process that ends the kernel closes connections and locks one after the other; one that was only silent may beat.
+    limit_s, watch_s = (0.0, _WATCH_S) if loss.is_cut else (_ENDS_S, 0.0)
+    with standing_in(lock, head, limit_s=limit_s, watch_s=watch_s) as is_ours:
+        yield is_ours
 
 
 def note_in_plan(run: RunDir, **fields: Any) -> None:
