@@ -8,6 +8,8 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -119,14 +121,28 @@ def test_a_glob_says_what_it_did_match_where_that_is_no_file(tmp_path: Path) -> 
     assert "directory" in problem.why
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_folder_without_permission_is_said(tmp_path: Path) -> None:
-    write(tmp_path / "closed" / "rows.jsonl", "a")
-    (tmp_path / "closed").chmod(0)
+@pytest.fixture
+def as_user() -> Iterator[Path]:
+    """A folder that everybody may enter, while this process is a user who may not read everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        if os.geteuid() != 0:
+            yield Path(folder)
+            return
+        os.seteuid(65534)
+        try:
+            yield Path(folder)
+        finally:
+            os.seteuid(0)
+
+
+def test_a_folder_without_permission_is_said(as_user: Path) -> None:
+    write(as_user / "closed" / "rows.jsonl", "a")
+    (as_user / "closed").chmod(0)
     try:
-        assert "Permission denied" in refusal(tmp_path, tmp_path / "closed" / "rows.jsonl").why
+        assert "Permission denied" in refusal(as_user, as_user / "closed" / "rows.jsonl").why
     finally:
-        (tmp_path / "closed").chmod(0o700)
+        (as_user / "closed").chmod(0o700)
 
 
 # URLs.

@@ -21,7 +21,9 @@ def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
     found = probe_storage(tmp_path)
     assert (found.writable, found.trouble, found.shared) == (True, "", None)
     assert (found.free_bytes or 0) > 0
-    assert found.file_system
+    # After a chroot the table of mounts may have no entry for the root directory.
+    mount_points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    assert found.file_system or "/" not in mount_points
     assert list(tmp_path.iterdir()) == []
 
 

@@ -36,14 +36,17 @@ def said_by(process: "subprocess.Popen[str]") -> tuple[str, str]:
 def read_only(folder: Path) -> Iterator[None]:
     """Nobody can make or remove a name in it, root included; files that are open stay so."""
     if os.geteuid() != 0:
-        folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
+        folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+        for path in folders:
+            path.chmod(stat.S_IRUSR | stat.S_IXUSR)
         yield
-        folder.chmod(stat.S_IRWXU)
+        for path in folders:
+            path.chmod(stat.S_IRWXU)
         return
     for words in (("--bind", str(folder), str(folder)), ("-o", "remount,bind,ro", str(folder))):
         done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+            pytest.skip(f"needs mounts: {done.stderr.strip()}")
     try:
         yield
     finally:

@@ -80,7 +80,7 @@ def test_a_program_whose_front_is_gone_runs_as_without(tmp_path: Path) -> None:
         "-c",
         "import torch.distributed as d; print(d.all_reduce.__code__.co_filename)",
     )
-    assert "unisono" not in done.stdout, done.stderr
+    assert "/unisono/integrations/" not in done.stdout, done.stderr  # the clone may be called unisono, too
     assert done.returncode == 0
     assert not list(file.parent.glob("rank-*"))
 
