@@ -60,7 +60,8 @@ class Reporter:
     def send(self, kind: str, **fields: Any) -> None:
         """Sends one message. A front that is gone, or a full disk, is not the sender's death."""
         message = {"kind": kind, "time": time.time(), **fields}
-        data = (json.dumps(message, ensure_ascii=False) + "\n").encode()
+        # Half of a surrogate pair, which a row may hold, is no UTF-8.
+        data = (json.dumps(message, ensure_ascii=False) + "\n").encode(errors="replace")
         with self._lock:
             if self._fd is not None:
                 self._write(data)

@@ -17,8 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unisono.config.schema import RunConfig
+from unisono.data import encode
 from unisono.data.batch import collate
+from unisono.data.encode import Encoded, Encoder
 from unisono.data.prepare import load_tokenizer, prepare_data
+from unisono.data.rows import RowError, Text
 from unisono.data.table import TokenTable
 from unisono.errors import DataError, ModelError
 from unisono.events import Reporter
@@ -339,6 +342,50 @@ def test_what_is_wrong_with_every_row_is_said_once(tokenizer_dir: TokenizerDir, 
     assert f"{template}:1): Range too big" in problem.why
     (problem,) = refused(make_config(data | {"on_bad_row": "skip"}), tokenizer_dir(), tmp_path).problems
     assert f"the first is {path}:1: the chat template refuses it ({template}:1)" in problem.why
+
+
+@pytest.mark.parametrize(
+    "row", ['{"\\ud800": "a"}', '{"prompt": "a", "completion": "b", "\\udc00": "c"}', json.dumps({"x" * 100_000: "\x1b[31m"})]
+)  # fmt: skip
+def test_names_of_columns_that_nobody_can_read_do_no_harm(
+    tokenizer_dir: TokenizerDir, tmp_path: Path, row: str
+) -> None:
+    config = make_config({"train": write_rows(tmp_path / "rows.jsonl", [row])})
+    pipe, told = os.pipe()
+    try:
+        summary, _ = prepare(config, tokenizer_dir(), tmp_path)
+        message: dict[str, Any] = {"formats": summary.formats}
+    except DataError as error:  # what is no format is refused; the words are short, and can be sent
+        message = error.to_json()
+    Reporter(told).send("refused", row=str(json.loads(row))[:100], **message)
+    os.close(told)
+    with os.fdopen(pipe, "rb") as stream:
+        sent = json.loads(stream.read())
+    assert len(json.dumps(sent.get("problems", ""))) < 2000
+
+
+def test_a_row_of_enormous_length_is_refused_before_the_tokenizer_sees_it(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "word " * 3_400_000}, {"text": "short"}])
+    data = {"train": path, "max_length": 64}
+    (problem,) = refused(make_config(data), tokenizer_dir(), tmp_path).problems
+    assert (problem.where, "17,000,000 characters" in problem.why) == (f"{path}:1", True)
+    summary, _ = prepare(make_config(data | {"on_bad_row": "skip"}), tokenizer_dir(), tmp_path)
+    assert summary.train.rows == 1
+
+
+def test_long_rows_go_through_the_tokenizer_in_small_groups_with_the_same_outcome(
+    tokenizer_dir: TokenizerDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [Text("word " * i) for i in range(30)]
+    encoder = Encoder(load_tokenizer(tokenizer_dir(), trust_remote_code=False), directory=tokenizer_dir())
+    together = encoder.encode(texts)
+    monkeypatch.setattr(encode, "_TOGETHER", 100)
+    for one, other in zip(together, encoder.encode(texts), strict=True):
+        assert isinstance(one, RowError) is isinstance(other, RowError)
+        if isinstance(one, Encoded) and isinstance(other, Encoded):
+            assert one.ids.tolist() == other.ids.tolist()
 
 
 def test_a_template_that_is_no_regular_file_is_refused_before_it_is_opened(

@@ -293,6 +293,52 @@ def test_a_csv_with_another_separator_is_said_to_have_it(tmp_path: Path) -> None
     assert "tsv" in refused(tmp_path / "rows.csv").fix
 
 
+def test_empty_columns_and_blank_lines_of_a_spreadsheet_do_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("\n\ntext,,\na,,\n", encoding="utf-8")
+    (row,) = read(tmp_path / "rows.csv")
+    assert isinstance(row, RawRow)
+    assert (row.value["text"], row.place.number) == ("a", 4)
+
+
+def test_rows_under_a_key_of_a_json_object_are_refused_with_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('{"data": [{"text": "a"}]}', encoding="utf-8")
+    assert "under 'data'" in refused(path).what
+    path.write_text('{"messages": [{"role": "user", "content": "a"}]}', encoding="utf-8")
+    assert len(read(path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (pa.array([2**30], pa.date32()), "date32"), (pa.array([2**62], pa.duration("s")), "duration"),
+        (pa.array([b"\xff"]).view(pa.string()), "string"), (pa.array([5], pa.timestamp("ms", tz="No/Where")), "timestamp"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_column_that_python_cannot_read_is_named(
+    tmp_path: Path, values: Any, kind: str, suffix: str
+) -> None:
+    table, path = pa.table({"text": ["a"], "when": values}), tmp_path / f"rows.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as file:
+            file.write_table(table)
+    problem = refused(path)
+    assert "the column when" in problem.what
+    assert kind in problem.why
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1" + bytes(100) + b"PAR1", b'{"text": "a"}\n', b"x" * 1000])
+def test_a_broken_parquet_file_is_not_blamed_on_permissions(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "rows.parquet").write_bytes(content)
+    problem = refused(tmp_path / "rows.parquet")
+    assert "as parquet" in problem.what
+    assert "permissions" not in problem.fix
+    assert ("JSON" in problem.fix) == content.startswith(b"{")
+
+
 # Whatever a file holds, there is an answer with a place.
 
 _pieces = st.one_of(

@@ -17,6 +17,7 @@ from typing import Any
 from unisono.data.formats import all_text
 from unisono.data.rows import Conversation, Message, RowError
 from unisono.data.template import ChatTemplate, common_beginning
+from unisono.text import one_line
 
 Span = tuple[int, int]
 
@@ -62,6 +63,11 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
     spans_found = _by_prefixes(template, conversation, text, wanted)
     if spans_found is None:
         spans_found = _by_marks(template, conversation, text, wanted)
+    if spans_found is None and 0 in wanted:
+        raise RowError(
+            "it begins with an answer, and what it answers is missing",
+            "put a message of the user first, or leave the row out",
+        )
     if spans_found is None:
         raise RowError(
             "the chat template renders earlier turns differently, so the answers' places are not certain",
@@ -73,8 +79,13 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
 def _refuse_silent(messages: list[Message], wanted: list[int]) -> None:
     if not wanted:
         spoken = any(message["role"] == "assistant" for message in messages)
+        roles = ", ".join(
+            dict.fromkeys(one_line(str(message["role"]), limit=20) for message in messages[:20])
+        )
         raise RowError(
-            "all its answers have weight 0" if spoken else "it has no answer: no assistant speaks",
+            "all its answers have weight 0"
+            if spoken
+            else f"it has no answer: no assistant speaks, only {roles}",
             "add an answer, or remove the row",
         )
     for i in wanted:

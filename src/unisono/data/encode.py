@@ -1,6 +1,6 @@
 """From examples to tokens, with the tokens that count in the loss."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.data.answers import Span, render_answers
-from unisono.data.rendering import armed
+from unisono.data.rendering import CHARACTERS, armed
 from unisono.data.rows import Completion, Conversation, Example, RowError, Text
 from unisono.data.template import ChatTemplate, choose_template, known_stop_ids, stand_in
 from unisono.data.tokens import Tokens, encode_texts
@@ -18,6 +18,8 @@ from unisono.text import one_line
 
 ENCODER_VERSION = 1
 """Part of the cache's key: goes up whenever the same rows could give other tokens or another loss mask."""
+
+_TOGETHER = 1 << 22  # characters that go through the tokenizer at once; it takes about 180 bytes for each
 
 LossOn = Literal["answers", "last-answer", "all"]
 
@@ -91,13 +93,14 @@ class Encoder:
             self._probed = True
             self._probe(examples)
         with armed():
-            jobs = [self._job(example) for example in examples]
+            jobs = [_bounded(self._job(example)) for example in examples]
         encoded: dict[int, Encoded | RowError] = {}
         for whole in (False, True):
             chosen = [(i, job) for i, job in enumerate(jobs) if isinstance(job, _Job) and job.whole is whole]
-            texts = encode_texts(self.tokenizer, [job.text for _, job in chosen], special=whole)
-            for (i, job), tokens in zip(chosen, texts, strict=True):
-                encoded[i] = self._finish(job, tokens)
+            for group in _groups(chosen):
+                texts = encode_texts(self.tokenizer, [job.text for _, job in group], special=whole)
+                for (i, job), tokens in zip(group, texts, strict=True):
+                    encoded[i] = self._finish(job, tokens)
         return [job if isinstance(job, RowError) else encoded[i] for i, job in enumerate(jobs)]
 
     def _use(self, template: ChatTemplate | None) -> None:
@@ -213,6 +216,28 @@ class Encoder:
             if ids[place] in self.stop_ids:
                 return place + 1
         return None if self._check else end
+
+
+def _bounded(job: _Job | RowError) -> _Job | RowError:
+    if isinstance(job, RowError) or len(job.text) <= CHARACTERS:
+        return job
+    return RowError(
+        f"it has {len(job.text):,} characters, and a row may have {CHARACTERS:,}", "make several rows of it"
+    )
+
+
+def _groups(jobs: list[tuple[int, _Job]]) -> Iterator[list[tuple[int, _Job]]]:
+    """The jobs in order, in groups of up to _TOGETHER characters, at least one each."""
+    group: list[tuple[int, _Job]] = []
+    size = 0
+    for number, job in jobs:
+        if group and size + len(job.text) > _TOGETHER:
+            yield group
+            group, size = [], 0
+        group.append((number, job))
+        size += len(job.text)
+    if group:
+        yield group
 
 
 def _text_job(example: Text) -> _Job:

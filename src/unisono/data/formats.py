@@ -39,10 +39,15 @@ def detect(row: dict[str, Any], renamed: dict[str, str]) -> tuple[FormatName, st
         if not all(column in row for column in theirs):
             continue
         taken, because = _by_its_turns(name, row[theirs[0]])
-        others = [c for c in columns if c not in _theirs(taken, renamed)]
+        others = [shown(c) for c in columns if c not in _theirs(taken, renamed)]
         why = f"the first row has {' and '.join(theirs)}{because}"
         return taken, why + (f"; not read: {', '.join(others[:6])}" if others else "")
     return None
+
+
+def shown(column: Any) -> str:
+    """A column's name as people can read it."""
+    return one_line(str(column), limit=40)
 
 
 def _by_its_turns(name: FormatName, turns: Any) -> tuple[FormatName, str]:
@@ -94,11 +99,11 @@ class _Columns:
         theirs = self._renamed.get(ours, ours)
         if theirs not in self._row:
             near = nearest(theirs, [str(name) for name in self._row])
-            known = ", ".join(one_line(str(name), limit=40) for name in list(self._row)[:8]) or "none"
+            known = ", ".join(shown(name) for name in list(self._row)[:8]) or "none"
             fix = (
                 f"set columns: {{{ours}: {near}}}, or another data.format"
                 if near
-                else "set data.format, or name it with columns"
+                else "all rows of a source have the same columns: set data.format or columns, or give other rows a source of their own"
             )
             raise RowError(f"there is no column {theirs!r}; there are {known}", fix)
         return self._row[theirs]

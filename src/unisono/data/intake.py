@@ -9,7 +9,7 @@ from itertools import chain, islice
 from unisono.config.schema import DataSection
 from unisono.data.encode import Encoded, Encoder
 from unisono.data.fit import Fitted, explain, fit
-from unisono.data.formats import COLUMNS, FormatName, detect, to_example
+from unisono.data.formats import COLUMNS, FormatName, detect, shown, to_example
 from unisono.data.ledger import Ledger, SourceCounts
 from unisono.data.readers import Row, RowFile, read_rows
 from unisono.data.rows import BadRow, Example, Place, RawRow, RowError
@@ -164,7 +164,10 @@ class Intake:
         found = detect(first.value, source.section.columns)
         if found is None:
             known = "; ".join(f"{name}: {', '.join(needed)}" for name, (needed, _) in COLUMNS.items())
-            columns = ", ".join(map(str, list(first.value)[:12])) or "none"
+            columns = ", ".join(shown(name) for name in list(first.value)[:12]) or "none"
+            absent = [theirs for theirs in source.section.columns.values() if theirs not in first.value]
+            if absent:
+                columns += f", without {', '.join(absent)}, which `columns` names"
             raise DataError.of(
                 f"{path} has no format that is known by its columns", where=str(first.place),
                 why=f"its columns are {columns}; known are {known}",

@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from unisono.data.json_objects import Decoder
 from unisono.data.rows import BadRow, Place, RawRow
 from unisono.errors import DataError
 from unisono.inputs import HEAD_BYTES, SAMPLE_BYTES, decode_text, foreign_contents, guess_encoding, not_utf8
@@ -113,7 +115,7 @@ def _read_lines(file: RowFile) -> Iterator[tuple[Place, bytes]]:
 
 
 def _read_jsonl(file: RowFile) -> Iterator[Row]:
-    decoder, text = _Decoder(), _Utf8(file)
+    decoder, text = Decoder(), _Utf8(file)
     for place, line in _read_lines(file):
         try:
             value = decoder.decode(line.decode("utf-8"))
@@ -150,65 +152,7 @@ class _Utf8:
         return BadRow(place, f"not UTF-8: byte {line[position]:#04x}", "save the file as UTF-8", column)
 
 
-class _Decoder:
-    """Reads JSON, and notices objects in which a key stands twice with different values.
-
-    Python keeps the last one without a word. Equal values are harmless.
-    """
-
-    def __init__(self) -> None:
-        self._doubled = False
-        self._json = json.JSONDecoder(object_pairs_hook=self._object)
-        self.read_any = False  # whether any line was JSON
-
-    def decode(self, text: str) -> Any:
-        """The value of a JSON text.
-
-        Raises:
-            ValueError: if it is none.
-            RecursionError: if it is nested too deep.
-        """
-        value = self._json.decode(text)
-        self.read_any = True
-        return value
-
-    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) != len(pairs):
-            seen: dict[str, Any] = {}
-            for key, inner in pairs:
-                if seen.setdefault(key, inner) != inner:
-                    self._doubled = True
-                    return _Doubled(value, key)
-        return value
-
-    def take_doubled(self, place: Place, value: Any) -> BadRow | None:
-        """The bad row of a value that holds a key twice; None if it holds none."""
-        key = _doubled_key(value) if self._doubled else None
-        if key is None:
-            return None
-        shown = one_line(repr(key), limit=60)
-        return BadRow(
-            place, f"the key {shown} stands twice in an object, with different values", "remove one of them"
-        )
-
-
-class _Doubled(dict[str, Any]):
-    """An object in which a key stood twice."""
-
-    def __init__(self, value: dict[str, Any], key: str) -> None:
-        super().__init__(value)
-        self.key = key
-
-
-def _doubled_key(value: Any) -> str | None:
-    if isinstance(value, _Doubled):
-        return value.key
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next((key for key in map(_doubled_key, inner) if key is not None), None)
-
-
-def _refuse_spread(file: RowFile, place: Place, line: bytes, decoder: _Decoder) -> None:
+def _refuse_spread(file: RowFile, place: Place, line: bytes, decoder: Decoder) -> None:
     """Refuses one JSON document over many lines, once: its first line is no row, and neither are the others."""
     if decoder.read_any or line.strip()[:1] not in (b"[", b"{") or file.path.stat().st_size > _LINE_LIMIT:
         return
@@ -238,9 +182,10 @@ def _malformed(place: Place, error: Exception, line: bytes = b"") -> BadRow:
 def _mapping(place: Place, value: Any) -> Row:
     if isinstance(value, dict):
         return RawRow(place, value)
-    return BadRow(
-        place, f"the row is {_kind(value)}, not an object with named columns", 'write {"column": value, …}'
-    )
+    fix = 'write {"column": value, …}'
+    if place.by_line and isinstance(value, list) and value and isinstance(value[0], dict):
+        fix = "a file that is one list of rows is named .json; here each row stands on a line of its own"
+    return BadRow(place, f"the row is {_kind(value)}, not an object with named columns", fix)
 
 
 def _kind(value: Any) -> str:
@@ -262,7 +207,7 @@ def _read_json(file: RowFile) -> Iterator[Row]:
     if not isinstance(text, str):
         fault, where = text
         raise DataError.of(fault.what, where=where, why=fault.why, fix=fault.fix)
-    decoder = _Decoder()
+    decoder = Decoder()
     try:
         value = decoder.decode(text)
     except json.JSONDecodeError as error:
@@ -282,9 +227,28 @@ def _read_json(file: RowFile) -> Iterator[Row]:
         raise DataError.of(
             f"{file.name} holds {_kind(value)}", where=f"{file.name}:1", why="a list of rows is read", fix="write [{…}, {…}]"
         )  # fmt: skip
+    _refuse_wrapped(file, value)
     for number, row in enumerate(value if isinstance(value, list) else [value], 1):
         place = Place(file.name, number, by_line=False)
         yield decoder.take_doubled(place, row) or _mapping(place, row)
+
+
+def _refuse_wrapped(file: RowFile, value: Any) -> None:
+    """Refuses `{"data": [{…}, …]}`, as some tools write it; a list of messages would be a row."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return
+    key, rows = next(iter(value.items()))
+    if (
+        key not in ("messages", "conversations")
+        and isinstance(rows, list)
+        and rows
+        and isinstance(rows[0], dict)
+    ):
+        shown = one_line(key, limit=40)
+        raise DataError.of(
+            f"{file.name} is an object with its rows under {shown!r}", where=f"{file.name}:1", why="a list of rows is read",
+            fix=f"write the list alone: jq '.[\"{shown}\"]' {shlex.quote(file.name)} > NEW.json",
+        )  # fmt: skip
 
 
 def _read_csv(file: RowFile) -> Iterator[Row]:
@@ -294,6 +258,8 @@ def _read_csv(file: RowFile) -> Iterator[Row]:
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
         rows = csv.reader(stream, delimiter=_separator(file), strict=True)
         names = _next_csv(rows, file, 1)
+        while names == []:  # blank lines before the header
+            names = _next_csv(rows, file, rows.line_num + 1)
         if names is None:
             return
         if isinstance(names, BadRow):
@@ -328,7 +294,8 @@ def _check_header(file: RowFile, names: list[str], text: _Utf8) -> None:
     if any(_SURROGATE.search(name) for name in names):
         bad = _not_utf8(Place(file.name, 1), names, text)
         raise DataError.of(f"the header of {file.name} is not UTF-8", where=where, why=bad.why, fix=bad.fix)
-    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    # Spreadsheets write empty columns at the end, without a name.
+    twice = next((name for name, count in Counter(names).items() if count > 1 and name), None)
     if twice is not None:
         why = f"the column {one_line(repr(twice), limit=60)} stands in it {names.count(twice)} times"
         raise DataError.of(
@@ -389,7 +356,11 @@ def _read_parquet(file: RowFile) -> Iterator[Row]:
     try:
         opened = pq.ParquetFile(file.path)
         yield from _arrow_rows(file, opened.schema_arrow.names, opened.iter_batches(_ARROW_ROWS))
-    except (pa.ArrowException, ValueError) as error:
+    except (pa.ArrowException, ValueError, MemoryError) as error:
+        raise _not_what_it_says(file, error) from error
+    except OSError as error:
+        if error.errno is not None:  # of the disk
+            raise
         raise _not_what_it_says(file, error) from error
 
 
@@ -412,8 +383,10 @@ def _read_arrow(file: RowFile) -> Iterator[Row]:
 
 
 def _not_what_it_says(file: RowFile, error: Exception) -> DataError:
+    is_json = _head(file, 1) in (b"{", b"[")
+    fix = "it looks like JSON: name it .jsonl or .json" if is_json else "copy or write the file again"
     return DataError.of(
-        f"{file.name} cannot be read as {file.kind}", where=file.name, why=one_line(str(error)), fix="copy or write the file again"
+        f"{file.name} cannot be read as {file.kind}", where=file.name, why=one_line(str(error)) or type(error).__name__, fix=fix
     )  # fmt: skip
 
 
@@ -423,12 +396,27 @@ def _arrow_rows(file: RowFile, names: list[str], batches: Iterator[Any]) -> Iter
         raise DataError.of(
             f"{file.name} names a column twice", where=file.name, why=f"it is {one_line(repr(twice[0]), limit=60)}", fix="rename one of them"
         )  # fmt: skip
-    values = chain.from_iterable(batch.to_pylist() for batch in batches)
+    values = chain.from_iterable(_values(file, batch) for batch in batches)
     for number, value in enumerate(values, 1):
         yield RawRow(
             Place(file.name, number, by_line=False),
             {name: _without_nulls(cell) for name, cell in value.items()},
         )
+
+
+def _values(file: RowFile, batch: Any) -> list[dict[str, Any]]:
+    try:
+        return batch.to_pylist()
+    except (OverflowError, ValueError, KeyError, TypeError) as error:  # of Python's dates, time zones, text
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                column.to_pylist()
+            except (OverflowError, ValueError, KeyError, TypeError) as cause:
+                raise DataError.of(
+                    f"the column {one_line(name, limit=60)} of {file.name} has values that cannot be read", where=file.name,
+                    why=f"{one_line(str(column.type), limit=60)}: {one_line(str(cause), limit=200)}", fix="leave the column out, or convert it",
+                ) from error  # fmt: skip
+        raise
 
 
 def _without_nulls(value: Any) -> Any:
