@@ -1,6 +1,7 @@
 """Damages a checkpoint in each of the ways that disks, copies and people do. For tests/damage and bench/damage.py."""
 
 import json
+import os
 import random
 import shutil
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from unisono.checkpoint.trouble import Damage
 
 How = Literal[
     "flipped bit", "zeroed page", "truncation", "missing file", "file of another step", "file of another run",
-    "manifest without files", "half-deleted directory",
+    "manifest without files", "half-deleted directory", "named pipe", "deep JSON",
 ]  # fmt: skip
 OF_A_FILE: tuple[How, ...] = (
     "flipped bit",
@@ -27,6 +28,8 @@ OF_A_FILE: tuple[How, ...] = (
     "file of another run",
 )
 OF_A_DIRECTORY: tuple[How, ...] = ("manifest without files", "half-deleted directory")
+IN_PLACE: tuple[How, ...] = ("named pipe", "deep JSON")
+"""Something else in the place of a file: what waits for a writer, and what no recursion reads."""
 POINTERS = ("latest", "latest_checkpointed_iteration.txt", "checkpoint")
 _PAGE_BYTES = 4096
 
@@ -90,6 +93,10 @@ def damage(specimen: Specimen, path: Path, name: str, how: How, chance: random.R
         gone = [name, *(file for file in files if file != name and chance.random() < 0.5)]
     elif how == "missing file":
         gone = [name]
+    elif how in IN_PLACE:
+        (path / name).unlink()
+        os.mkfifo(path / name) if how == "named pipe" else (path / name).write_text("[" * 2000 + "]" * 2000)
+        return Injected(how, path, (name,))
     else:
         return _rewritten(specimen, path, name, how, chance)
     for file in gone:
@@ -183,7 +190,7 @@ def names_its_tensors(injected: Injected, found: Found) -> bool:
     if injected.how in OF_A_DIRECTORY:
         return True
     (finding,) = (one for one in found.findings[injected.path.name] if one.file == injected.files[0])
-    return finding.kind == "step" or set(finding.tensors) == injected.tensors
+    return finding.kind == "step" or injected.how in IN_PLACE or set(finding.tensors) == injected.tensors
 
 
 def another_run(specimen_root: Path, folder: Path, key: bytes, chance: random.Random) -> Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.damage.damages import (
+    IN_PLACE,
     OF_A_DIRECTORY,
     OF_A_FILE,
     POINTERS,
@@ -45,7 +46,7 @@ def _is_found(specimen: Specimen, root: Path, injected: Injected) -> None:
     assert found.is_as_written
 
 
-@pytest.mark.parametrize("how", [*OF_A_FILE, *OF_A_DIRECTORY])
+@pytest.mark.parametrize("how", [*OF_A_FILE, *OF_A_DIRECTORY, *IN_PLACE])
 def test_each_damage_to_each_kind_of_file_is_named_and_the_last_intact_checkpoint_is_taken(
     specimen: Specimen, how: How, tmp_path: Path
 ) -> None:

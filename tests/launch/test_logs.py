@@ -38,6 +38,34 @@ def test_printed_lines_take_the_time_at_which_the_log_was_seen_to_grow(tmp_path:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("time", ["1e400", "-1e400", "NaN", "1" + "0" * 400, "1e15", '"noon"', "true", "[]"])
+def test_a_line_whose_time_is_none_is_left_out_and_counted(time: str, tmp_path: Path) -> None:
+    bad = '{"kind": "phase", "phase": "x", "time": ' + time + "}\n"
+    write(
+        tmp_path / "events" / "rank-00000.jsonl",
+        event(15.0, "phase", phase="a") + bad + bad + event(16.0, "phase", phase="b"),
+    )
+    write(tmp_path / "logs" / "box-rank-00000.log", "first\n")
+    write(tmp_path / "logs" / "box-rank-00000.times", f"[{time}, 6]\n")
+    skipped: list[str] = []
+    assert [line.time for line in merged_logs(tmp_path, on_skip=skipped.append)] == [0.0, 15.0, 16.0]
+    assert skipped == ["events/rank-00000.jsonl: 2 lines were left out: their time cannot be read"]
+
+
+def test_a_log_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
+    write(tmp_path / "logs" / "box-rank-00000.log", "first\n")
+    os.mkfifo(tmp_path / "logs" / "box-rank-00001.log")
+    write(tmp_path / "logs" / "box-rank-00002.log", "\0" * 5_000_000)
+    (tmp_path / "events" / "rank-00000.jsonl").mkdir(parents=True)
+    skipped: list[str] = []
+    assert [line.text for line in merged_logs(tmp_path, on_skip=skipped.append)] == ["first"]
+    assert skipped == [
+        "logs/box-rank-00001.log cannot be read: it is a named pipe, not a plain file",
+        "logs/box-rank-00002.log: 5 lines were left out: they hold nothing but NUL bytes",
+        "events/rank-00000.jsonl cannot be read: Is a directory",
+    ]
+
+
 def two_nodes(root: Path, *, ahead_s: float) -> None:
     """A run of two nodes, the second of which has a clock that is ahead; rank 1 fails at 100 s, and rank 0 says so half a second later."""
     plan = {"ranks": [{"rank": 0, "node_rank": 0, "host": "a"}, {"rank": 1, "node_rank": 1, "host": "b"}]}

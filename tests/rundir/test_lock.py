@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,6 +60,17 @@ def test_a_second_start_is_refused_naming_the_holder(tmp_path: Path) -> None:
         found = read_holder(path)
         assert found is not None
         assert (found.host, found.pid) == ("host-a", holder.pid)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_something_else_in_the_locks_place_is_refused_and_held_by_nobody(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    make(tmp_path / "run.lock")
+    assert read_holder(tmp_path / "run.lock") is None
+    with pytest.raises(UsageError, match="cannot be used") as caught:
+        RunLock(tmp_path / "run.lock").acquire("here", os.getpid())
+    assert f"rm -r {tmp_path / 'run.lock'}" in caught.value.problems[0].fix
 
 
 def test_a_released_lock_is_free_and_leaves_no_file(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +326,40 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "gone")
     with pytest.raises(UsageError, match="leads nowhere"):
         decide_start(RunDir(tmp_path / "out"), _config(tmp_path / "out"), resume=False, fresh=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "metrics.jsonl",
+        "result.json",
+        "config.yaml",
+        "loss.svg",
+        "logs/box-rank-00000.log",
+        "events/rank-00000.jsonl",
+    ],
+)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_something_else_in_the_place_of_a_runs_own_file_is_refused(
+    make: Callable[[Path], None], name: str, tmp_path: Path
+) -> None:
+    run = _write_run(tmp_path / "out")
+    path = run.root / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    make(path)
+    with pytest.raises(UsageError, match=f"{path.name} is a (named pipe|directory)") as caught:
+        _decide(run.root)
+    assert str(path) in caught.value.problems[0].fix
+    assert _decide(run.root, fresh=True).kind == "fresh"
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "\0", "/".join(["d" * 200] * 25)])
+def test_a_name_that_no_directory_can_have_is_refused(name: str, tmp_path: Path) -> None:
+    root = tmp_path / name
+    with pytest.raises(UsageError, match="output_dir cannot be used") as caught:
+        decide_start(RunDir(root), _config(root), resume=False, fresh=False)
+    assert str(root) in caught.value.problems[0].where
 
 
 @pytest.fixture

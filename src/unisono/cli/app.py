@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     words, flags = split_globals(sys.argv[1:] if arguments is None else arguments)
     if "--version" in flags:
         sys.stdout.write(f"unisono {__version__}\n")
-        sys.exit(_with_lost_output(0, command=""))
+        sys.exit(_with_lost_output(0, words))
     set_output(Output(json="--json" in flags, quiet="--quiet" in flags, debug="--debug" in flags))
     command = words[0] if words else ""
     try:
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = _show(error, command=command)
     else:
         code = 0
-    sys.exit(_with_lost_output(code, command=command))
+    sys.exit(_with_lost_output(code, words))
 
 
 def _refuse_without_directory(words: list[str]) -> None:
@@ -122,12 +122,12 @@ def _refuse_without_directory(words: list[str]) -> None:
         ) from None  # fmt: skip
 
 
-def _with_lost_output(code: int, *, command: str) -> int:
+def _with_lost_output(code: int, words: list[str]) -> int:
     """The exit code, 6 where the results of a command could not be written. A run's own outcome stands: its directory has it."""
     lost = lost_output()
     if lost is None:
         return code
-    runs = command in ("train", "run")
+    runs = words[:1] in (["train"], ["run"]) and not {"--help", "--dry-run"} & set(words)
     what = "what was said there is in the run's directory" if runs else "the result is lost"
     output().warn(f"error: stdout cannot be written: {lost.strerror}; {what}")
     return code if code or runs else 6

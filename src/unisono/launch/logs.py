@@ -223,7 +223,9 @@ class _Told(_OfRank):
             message = read_message(line.decode("utf-8", "replace"))
             if message is None:  # torn by a kill
                 continue
-            when = message.get("time") or 0.0
+            when = message.get("time")
+            if when is None:  # not a wrong time, but none
+                when = 0.0
             if not is_time(when):
                 self.skipped[_NO_TIME] += 1
                 continue
