@@ -5,7 +5,7 @@ import secrets
 from pathlib import Path
 
 from unisono.errors import UnfitError
-from unisono.files import fsync_dir
+from unisono.files import fsync_dir, read_text
 
 KEY_FILE = "checkpoint.key"
 _KEY_BYTES = 32
@@ -33,6 +33,9 @@ def user_key(settings_dir: Path) -> bytes:
         raise _unfit(path, error) from error
 
 
+_MOST_BYTES = 4096
+
+
 def _read(path: Path) -> bytes:
     mode = path.stat().st_mode & 0o777
     if mode & 0o077:
@@ -41,7 +44,7 @@ def _read(path: Path) -> bytes:
             why="whoever has it can make checkpoints that pass for yours", fix=f"chmod 600 {path}",
         )  # fmt: skip
     try:
-        key = bytes.fromhex(path.read_text(encoding="ascii").strip())
+        key = bytes.fromhex(read_text(path, most_bytes=_MOST_BYTES).strip())
     except ValueError:
         key = b""
     if len(key) != _KEY_BYTES:

@@ -9,6 +9,7 @@ import xxhash
 
 from unisono.config.schema import RunConfig
 from unisono.errors import ModelError
+from unisono.files import read_bytes
 from unisono.model.files import (
     odd_weights,
     read_contents,
@@ -155,5 +156,5 @@ def _digest(digests: dict[str, tuple[int, str]]) -> str:
 
 
 def _digest_file(file: Path) -> tuple[int, str]:
-    data = file.read_bytes()
+    data = read_bytes(file)
     return len(data), xxhash.xxh3_128_hexdigest(data)

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from unisono.events import Reporter
-from unisono.files import read_object, write_json
+from unisono.files import open_plain, read_object, write_json
 
 _BLOCK = 1 << 23
 _KEPT_FROM_BYTES = 1 << 24  # smaller ones are read in a hundredth of a second
@@ -87,7 +87,7 @@ class _Run:
     def _read(self, file: Path) -> str:
         total = xxhash.xxh3_128()
         block = memoryview(bytearray(_BLOCK))
-        with file.open("rb", buffering=0) as stream:
+        with open_plain(file) as stream:
             while count := stream.readinto(block):
                 total.update(block[:count])
                 self._advance(count)
