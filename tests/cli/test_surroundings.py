@@ -167,6 +167,10 @@ def test_commands_of_the_front_bear_any_file_of_a_run_that_is_something_else(
     for name in files_of(run):
         with copy_with(run, name, kind, tmp_path) as copy:
             for words in reading(copy):
+                if words[0] == "train" and name.startswith(
+                    "adapter/"
+                ):  # the dearest of them does not look there
+                    continue
                 code = forks(words, tmp_path / "out")
                 if fault := faults_of(words, code, (tmp_path / "out").read_text(errors="replace")[-100_000:]):
                     wrong.append(f"{name}: {fault}")
