@@ -99,7 +99,7 @@ def test_a_directory_that_is_removed_or_renamed_is_made_again_and_the_same_comma
     lost = (
         f"what was saved before is in {elsewhere}"
         if how == "renamed"
-        else "the checkpoints of this start are gone (steps 3)"
+        else "its checkpoints are gone (steps 3)"
     )
     assert lost in said
     assert "checkpoint: out/checkpoints/step-00000005" in shown
@@ -138,7 +138,7 @@ def test_removed_checkpoints_are_said_and_not_promised(
     while "checkpoints was removed" not in (lines or [""])[-1]:
         lines.append(training.stderr.readline())
         assert lines[-1], "".join(lines)
-    assert "after step 4, while its run lives: the checkpoints of this start are gone (steps 3)" in lines[-1]
+    assert "after step 4, while its run lives: its checkpoints are gone (steps 3)" in lines[-1]
     training.send_signal(signal.SIGKILL)
     said_by(training)
     again = front.run("--json")  # killed, it has not saved; the next start begins anew, and says nothing else

@@ -96,11 +96,11 @@ def claim(
             try:
                 yield claimed
             finally:
-                is_ours = _is_in_place(
-                    lock
-                )  # what somebody else has put at the path is not ours to clear away
-                made = claimed.made and not claimed.worth_keeping and is_ours
-                if claimed.decision.kind != "fresh" and not claimed.trained and is_ours:
+                made = claimed.made and not claimed.worth_keeping
+                puts_back = claimed.decision.kind != "fresh" and not claimed.trained
+                if (made or puts_back) and not _is_in_place(lock):
+                    made = puts_back = False  # what somebody else has put at the path stays as it is
+                if puts_back:
                     claimed.earlier.put_back()
     finally:
         if made:

@@ -134,6 +134,7 @@ class OutputWatch:
         paths = (self._run.root, self._run.lock, self._run.checkpoints)
         self._root, self._own_lock, self._checkpoints = map(identity_of, paths)
         self._device = _device_of(self._run.root.parent)
+        self._saved = sorted(self._steps())
         if self._run.data.exists() and self._run.data.stat().st_size <= _MOST_LEDGER_BYTES:
             self._ledger = self._run.data.read_bytes()
         self._watch_anew()
@@ -172,6 +173,11 @@ class OutputWatch:
         if self._disk.write("run.lock", lambda: _device_of(self._run.root.parent)) != self._device:
             self._lose(f"{self._run.root} is gone, and the file system that it was on")
             return
+        lost = (
+            f"what was saved before is in {now_at}"
+            if now_at
+            else _lost(self._saved[-self._plan.config.checkpoint.keep :])
+        )
         try:
             done = self._disk.write("the run's directory", self._make_again)
         except Taken as taken:
@@ -180,8 +186,6 @@ class OutputWatch:
         if not done:
             self._lose(f"{what}, and it cannot be made again")
             return
-        lost = f"what was saved before is in {now_at}" if now_at else _lost(self._saved)
-        self._saved = []
         self._warn(
             f"{what}: it is made again, and training goes on; {lost}; logs and events of these ranks are not kept from here on, and the next"
             " checkpoint comes when it is due",
@@ -251,7 +255,11 @@ class OutputWatch:
         gone, self._checkpoints = self._checkpoints is not None, seen.identity
         if not gone:  # made again by the next save
             return
-        lost = f"they are in {seen.now_at}" if seen.now_at else _lost(self._saved)
+        lost = (
+            f"they are in {seen.now_at}"
+            if seen.now_at
+            else _lost(self._saved[-self._plan.config.checkpoint.keep :])
+        )
         self._saved = []
         self._warn(
             f"{self._run.checkpoints} was {f'renamed to {seen.now_at}' if seen.now_at else 'removed'} after step {self._step}, while its run lives:"
@@ -259,15 +267,16 @@ class OutputWatch:
             "end a run first (Ctrl-C), then remove its checkpoints: unisono checkpoint prune RUN",
         )  # fmt: skip
 
+    def _steps(self) -> dict[int, Path]:
+        """The checkpoints that are there, by step."""
+        found = self._run.checkpoints.iterdir() if self._run.checkpoints.is_dir() else ()
+        names = {path: path.name.removeprefix("step-") for path in found if path.name.startswith("step-")}
+        return {int(name): path for path, name in names.items() if name.isdigit()}
+
     def _name_newest(self, attempt: Attempt) -> None:
         if attempt.checkpoint is None or Path(attempt.checkpoint).exists():
             return
-        left = sorted(self._run.checkpoints.glob("step-*[0-9]")) if self._run.checkpoints.is_dir() else []
-        steps = {
-            int(path.name.removeprefix("step-")): path
-            for path in left
-            if path.name.removeprefix("step-").isdigit()
-        }
+        steps = self._steps()
         attempt.saved_step = max(steps, default=0)
         attempt.checkpoint = str(steps[attempt.saved_step]) if steps else None
 
@@ -300,8 +309,8 @@ class OutputWatch:
 
 def _lost(steps: list[int]) -> str:
     if not steps:
-        return "no checkpoint of this start was in it"
-    return f"the checkpoints of this start are gone (steps {', '.join(map(str, steps[-8:]))})"
+        return "no checkpoint was in it"
+    return f"its checkpoints are gone (steps {', '.join(map(str, steps))})"
 
 
 def _device_of(path: Path) -> int:
