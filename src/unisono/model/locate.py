@@ -9,7 +9,7 @@ from unisono.errors import ModelError
 from unisono.facts import read_environment
 from unisono.facts.hub import Hub, ask, read_hub
 from unisono.model.files import check_tokenizer_files
-from unisono.text import nearest
+from unisono.text import library_words, nearest
 
 _BUILTIN = "builtin:"
 _ANSWER_S = 5.0
@@ -146,7 +146,7 @@ def _from_hub(path: str, revision: str | None) -> Path:
         ) from error  # fmt: skip
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError.of(
-            f"{path} is neither a directory here nor to be had from the hub", where="model.path", why=str(error),
+            f"{path} is neither a directory here nor to be had from the hub", where="model.path", why=library_words(error, library="huggingface_hub"),
             fix="check the spelling and the network; for a directory write ./NAME",
         ) from error  # fmt: skip
 
