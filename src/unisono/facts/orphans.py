@@ -1,7 +1,6 @@
 """Processes of earlier runs whose front is gone: ranks, what they have forked, and programs under `unisono run` (Linux)."""
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.facts.process import read_stat
+from unisono.files import parse_json, read_text
 
 _STARTED = 19  # field of stat after the name and its bracket; the first of them is the state
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -146,9 +146,7 @@ def _front_of_guarded(folder: Path) -> tuple[int, Path] | None:
 def _content(file: Path) -> dict[str, Any]:
     """A JSON object in a file; empty where it cannot be had."""
     try:
-        if not file.is_file() or file.stat().st_size > _MOST_BYTES:
-            return {}
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = parse_json(read_text(file, most_bytes=_MOST_BYTES))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

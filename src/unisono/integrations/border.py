@@ -390,7 +390,7 @@ def read_whole(path: Path) -> dict[str, Any] | None:
 def _object(data: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 from unisono.causes import Evidence, Verdict
 from unisono.errors import UnisonoError
 from unisono.facts.secret import veil
-from unisono.files import make_private_dir, write_json, write_text
+from unisono.files import make_private_dir, open_plain, write_json, write_text
 from unisono.launch.command import Programs
 from unisono.launch.tasks import run_task
 from unisono.rundir import RunDir
@@ -69,7 +69,7 @@ class Raw:
 def end_of_log(path: Path) -> str:
     """The last lines of a rank's log; nothing where there is none."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _LOG_BYTES))
             text = file.read().decode("utf-8", "replace")

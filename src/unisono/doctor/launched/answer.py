@@ -1,12 +1,12 @@
 """What the look on node 0 says in JSON, read back. Pure."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from unisono.doctor.check import findings_of
 from unisono.doctor.examining import Examination
 from unisono.errors import UnfitError
+from unisono.files import parse_json
 from unisono.launch.tasks import refusal
 
 _DISAGREE = 3
@@ -15,7 +15,7 @@ _DISAGREE = 3
 def read_answer(line: str) -> dict[str, Any] | None:
     """The object of a line that is a doctor's answer: its checks, or its refusal; None for any other line."""
     try:
-        body = json.loads(line)
+        body = parse_json(line)
     except ValueError:
         return None
     if isinstance(body, dict) and (isinstance(body.get("checks"), list) or body.get("kind") == "refused"):

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 from unisono.control.echo import EchoListener, NotOurs, Session, call
+from unisono.files import parse_json
 from unisono.text import one_line
 
 STREAM_S = 0.3
@@ -70,7 +71,7 @@ async def _measure(address: str, port: int, key: bytes) -> Measured:
             rtt_s = min([await _ping(session) for _ in range(_PINGS)])
             await session.send(_UP)
             await _send_stream(writer)
-            up = float(json.loads(await _message(session))["bytes_per_second"])
+            up = float(parse_json(await _message(session))["bytes_per_second"])
             await session.send(_DOWN)
             down = await _count_stream(reader)
             return Measured(rtt_s, up, down)

@@ -1,12 +1,12 @@
 """What the fronts of a job say, read from the file into which srun writes it: JSON lines of node 0, other lines of all."""
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unisono.events import Message
+from unisono.files import parse_json
 from unisono.text import one_line
 
 _LABEL = re.compile(rb"^ *(\d{1,9}): ")
@@ -68,7 +68,7 @@ class Lines:
         if not said.startswith(b"{"):
             return Spoken(node, None, _shown(said))
         try:
-            value: Any = json.loads(said)
+            value: Any = parse_json(said)
         except ValueError:
             if len(piece) == _PIECE_BYTES and len(said) < _MOST_BYTES:
                 self._pieces[node] = said
