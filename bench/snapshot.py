@@ -31,6 +31,8 @@ from typing import Any
 import psutil
 from workload import make  # type: ignore[import-not-found]  # beside this script
 
+from unisono.events import read_message
+
 WAYS = {"one rank": ("auto", 1), "two replicas": ("ddp", 2), "two shards": ("fsdp", 2)}
 
 
@@ -98,14 +100,14 @@ def death(work: Path, number: int, *, rank: int = 16) -> dict[str, Any]:
     chance.choice(ranks).kill()
     _, said = front.communicate(timeout=300)
     found, promised = _LOST.search(said), _PROMISED.search(said)
+    messages = [
+        read_message(line)  # None for the last one of the killed rank, which may be torn
+        for file in (run / "events").glob("*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
     measured = max(
-        (
-            line
-            for file in (run / "events").glob("*.jsonl")
-            for line in map(json.loads, file.read_text().splitlines())
-            if line["kind"] == "kept"
-        ),
-        key=lambda line: line["cost_s"] / line["step_time_s"],  # that of the slowest rank decides
+        (message for message in messages if message is not None and message["kind"] == "kept"),
+        key=lambda message: message["cost_s"] / message["step_time_s"],  # that of the slowest rank decides
     )
     return {
         "adapter_rank": rank, "cost_s": round(measured["cost_s"], 6), "step_time_s": round(measured["step_time_s"], 6),

@@ -14,6 +14,7 @@ import pytest
 import tests.nodes.injected.sitecustomize as injected
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
+from unisono.events import read_message
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -177,8 +178,11 @@ def test_a_run_that_ends_with_an_exception_goes_on_from_its_last_step(solo: Job)
 def measured(job: Job) -> dict[str, Any]:
     """What the rank has measured of keeping a step, if it has by now."""
     events = job.out / "events" / "rank-00000.jsonl"
-    lines = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-    return next((line for line in lines if line["kind"] == "kept"), {})
+    lines = events.read_text().splitlines() if events.exists() else []
+    messages = [
+        message for line in lines if (message := read_message(line)) is not None
+    ]  # the last may be half written
+    return next((message for message in messages if message["kind"] == "kept"), {})
 
 
 def test_where_it_costs_too_much_fewer_steps_are_kept_and_a_death_costs_no_more_than_the_plan_says(
