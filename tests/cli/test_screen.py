@@ -212,6 +212,19 @@ def test_without_a_checkpoint_the_end_says_so(tmp_path: Path) -> None:
     assert lines[1:] == ["there is no checkpoint yet", "next:   the same command goes on from step 1"]
 
 
+def test_where_the_directory_was_taken_away_the_end_does_not_say_that_nothing_was_ever_saved(
+    tmp_path: Path,
+) -> None:
+    result = {
+        "outcome": "unfit",
+        "exit_code": 6,
+        "output_dir": "/x",
+        "checkpoint": None,
+        "verdict": {"cause": "output_removed"},
+    }
+    assert ending(result, tmp_path)[1:] == ["checkpoint: none of this run is at /x"]
+
+
 def test_on_a_terminal_one_line_is_redrawn_and_gone_at_the_end() -> None:
     script = (
         "from unisono.cli.live_line import LiveLine\n"

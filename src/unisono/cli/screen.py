@@ -262,7 +262,10 @@ def ending(result: Message, here: Path, *, alone: bool = False) -> list[str]:
         weights = _near(str(result.get("weights") or output_dir), here)
         return [*lines, f"result: {weights}", f"next:   unisono chat {_near(output_dir, here)}"]
     checkpoint = result.get("checkpoint")
-    lines.append(f"checkpoint: {_near(checkpoint, here)}" if checkpoint else "there is no checkpoint yet")
+    none = "there is no checkpoint yet"
+    if verdict.get("cause") == "output_removed":  # its checkpoints are wherever the directory went
+        none = f"checkpoint: none of this run is at {_near(output_dir, here)}"
+    lines.append(f"checkpoint: {_near(checkpoint, here)}" if checkpoint else none)
     if result.get("exit_code") in (75, 130):
         lines.append("next:   the same command goes on " + ("from there" if checkpoint else "from step 1"))
     return lines
