@@ -37,12 +37,11 @@ if [ ! -e "$policy" ]; then
   chmod 755 "$policy"
   trap 'rm -f "$policy"' EXIT
 fi
-enabled_before="$(systemctl list-unit-files --state=enabled --no-legend "${services[@]/%/.service}" 2>/dev/null || true)"
+units() { find /etc/systemd/system -type l 2>/dev/null | sort; }  # a link is what enables a service, also where systemd does not run
+before="$(units)"
 export DEBIAN_FRONTEND=noninteractive
 apt-get update --quiet=2
 apt-get install --yes --quiet=2 --no-install-recommends "${missing[@]}"
-for service in "${services[@]}"; do
-  case "$enabled_before" in *"$service.service"*) continue ;; esac
-  systemctl disable "$service.service" >/dev/null 2>&1 || true
-done
+added="$(comm -13 <(echo "$before") <(units) | grep -E "/($(IFS='|'; echo "${services[*]}"))\.(service|socket)$" || true)"
+xargs --no-run-if-empty rm -f <<<"$added"
 echo "make system: installed ${missing[*]}"
