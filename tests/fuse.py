@@ -16,14 +16,18 @@ def why_not() -> str:
     return "" if Path("/dev/fuse").exists() else "needs /dev/fuse"
 
 
-def mount(folder: Path) -> int:
+def mount(folder: Path, *, user: int = 0) -> int:
     """Mounts one; gives its device.
+
+    Args:
+        folder: where.
+        user: whose it is; others, root included, are denied whatever they ask.
 
     Raises:
         OSError: if the system does not want it.
     """
     device = os.open("/dev/fuse", os.O_RDWR)
-    options = f"fd={device},rootmode={stat.S_IFDIR:o},user_id=0,group_id=0".encode()
+    options = f"fd={device},rootmode={stat.S_IFDIR:o},user_id={user},group_id=0".encode()
     if _libc().mount(b"unserved", os.fsencode(folder), b"fuse.test", 0, options) != 0:
         number = ctypes.get_errno()
         os.close(device)

@@ -3,10 +3,12 @@
 It is used where such an error is foreseen, for its words, and at the edge of every process of ours for one that nobody foresaw.
 """
 
+import contextlib
 import errno
 import os
 import re
 import resource
+from collections.abc import Iterator
 
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.errors import Problem, UnfitError, UsageError
@@ -134,6 +136,22 @@ def storage_failure(error: BaseException) -> UnfitError | None:
     doing = "cannot be used" if path else "a file cannot be read or written"
     problem = Problem(f"{path} {doing}: {words(error)}".strip(), path, reason(error), remedy(error))
     return UnfitError(problem, verdict=storage_verdict(error, problem, phase=None))
+
+
+@contextlib.contextmanager
+def before_anything_began() -> Iterator[None]:
+    """Within it nothing of the work exists yet, so a path that cannot be used is one that a person gave.
+
+    Raises:
+        UsageError: in place of the system's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        refusal = unusable_path(error, has_begun=False)
+        if refusal is None:
+            raise
+        raise refusal from error
 
 
 def unusable_path(error: BaseException, *, has_begun: bool) -> UsageError | None:

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import fuse
+
 ROWS = Path(__file__).parents[2] / "examples" / "data" / "train.jsonl"
 UNISONO = [sys.executable, "-m", "unisono"]
 HANG_S = 20.0
@@ -309,6 +311,38 @@ def test_a_path_that_cannot_be_used_is_refused_with_2_wherever_it_is_given(
         assert not (fault := faults_of(words, code, text)), fault
         assert code == 2, (words, text)
         assert path[-60:] in text.replace("\n", ""), (words, text)
+
+
+@pytest.fixture
+def forbidden(tmp_path: Path) -> Iterator[Path]:
+    """A directory that this user may not enter, root included."""
+    folder = tmp_path / "forbidden"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        folder.chmod(0)
+        yield folder
+        folder.chmod(0o700)
+        return
+    if reason := fuse.why_not():
+        pytest.skip(reason)
+    device = fuse.mount(folder, user=65534)
+    yield folder
+    fuse.unmount(folder)
+    os.close(device)
+
+
+def test_a_path_that_this_user_may_not_use_is_refused_with_2(
+    forbidden: Path, run: Path, tmp_path: Path, forks: Callable[[list[str], Path], int]
+) -> None:
+    config, to = str(run.parent / "train.yaml"), f"output_dir={tmp_path / 'out'}"
+    for words in (
+        ["train", config, f"output_dir={forbidden / 'out'}"], ["train", config, f"output_dir={forbidden / 'out'}", "--dry-run"],
+        ["train", config, to, f"data.train={forbidden / 'rows.jsonl'}"], ["checkpoint", "ls", str(forbidden / "run")],
+        ["logs", str(forbidden / "run")], ["diagnose", str(forbidden / "log")], ["run", "--output-dir", str(forbidden / "out"), "--", "true"],
+    ):  # fmt: skip
+        code = forks(words, tmp_path / "said")
+        text = (tmp_path / "said").read_text(errors="replace")
+        assert (code, "Permission denied" in text, str(forbidden) in text) == (2, True, True), (words, text)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from unisono.launch.starting import Start, plan_start
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.start import decide_start
+from unisono.storage_errors import before_anything_began
 
 
 def train(request: TrainRequest, show: Show) -> dict[str, Any]:
@@ -62,9 +63,10 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
     """
     loaded, here = _look(request, read_environment())
     run = RunDir(Path(loaded.config.output_dir))
-    decision = decide_start(
-        run, loaded.config, resume=request.resume, fresh=request.fresh, allow=request.allowed
-    )
+    with before_anything_began():
+        decision = decide_start(
+            run, loaded.config, resume=request.resume, fresh=request.fresh, allow=request.allowed
+        )
     prepared = prepare(request, loaded, here.environment, ledger=False, show=show)
     layout = lay_out([here.offer_as(node_rank) for node_rank in range(here.topology.nodes)])
     return plan_start(
@@ -74,9 +76,10 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
 
 def _look(request: TrainRequest, environment: Environment) -> tuple[LoadedConfig, Here]:
     """The config, and what is here for it."""
-    loaded = load_asked(request)
-    refuse_live_launcher(environment, request)
-    return loaded, look_around(request, loaded, read_machine(request.probes.devices), environment)
+    with before_anything_began():
+        loaded = load_asked(request)
+        refuse_live_launcher(environment, request)
+        return loaded, look_around(request, loaded, read_machine(request.probes.devices), environment)
 
 
 def _start(

@@ -55,6 +55,7 @@ from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.result import RunResult, complete_verdict, set_verdict, write_result
 from unisono.rundir.start import StartDecision, refuse_if_shrunk
+from unisono.storage_errors import before_anything_began
 
 
 @dataclass
@@ -80,7 +81,8 @@ class Start:
     def run(self, loaded: LoadedConfig, here: Here) -> dict[str, Any]:
         """To its end; gives the object of result.json."""
         with self.stack as stack:
-            with refusals_told(self.party) if self.party is not None else contextlib.nullcontext():
+            telling = refusals_told(self.party) if self.party is not None else contextlib.nullcontext()
+            with telling, before_anything_began():
                 claimed = stack.enter_context(
                     claim(
                         loaded.config, host=here.machine.host, port=self.party.topology.head_port if self.party is not None else 0,
