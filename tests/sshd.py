@@ -14,6 +14,7 @@ from tests.needs import need, program
 from tests.ports import free_port
 
 SSHD = program("sshd")
+_SSH = program("ssh")  # before a test puts one of its own into PATH
 _STARTS_S = 60.0
 
 
@@ -59,6 +60,6 @@ def ssh_server(folder: Path) -> Iterator[tuple[str, ...]]:
 def as_program(options: tuple[str, ...], folder: Path) -> Path:
     """A folder for PATH in which `ssh` is that command line, as a user's ~/.ssh/config would have it."""
     ssh = folder / "ssh"
-    ssh.write_text(f'#!/bin/sh\nexec {program("ssh")} {shlex.join(options[1:])} "$@"\n')
+    ssh.write_text(f'#!/bin/sh\nexec {_SSH} {shlex.join(options[1:])} "$@"\n')
     ssh.chmod(0o755)
     return folder
