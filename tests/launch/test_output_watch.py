@@ -1,5 +1,6 @@
 """What becomes of a run when its directory is removed, renamed, replaced or made read-only in mid-run. Run: pytest tests/launch/test_output_watch.py"""
 
+import contextlib
 import json
 import os
 import shutil
@@ -72,7 +73,15 @@ def training(front: Any, started: Start, until: Until) -> "subprocess.Popen[str]
     """A front whose rank has made four steps, with a checkpoint after the third, and waits."""
     process = started(faults={"wait": 5})
     until(front.waits_before(5))
+    until(lambda: holds(process.pid, front.out / "metrics.jsonl"))  # the front opens it after the first step
     return process
+
+
+def holds(pid: int, file: Path) -> bool:
+    """Whether the process has the file open."""
+    with contextlib.suppress(OSError):  # one was closed meanwhile
+        return any(fd.readlink() == file for fd in Path(f"/proc/{pid}/fd").iterdir())
+    return False
 
 
 def is_whole(folder: Path) -> bool:
