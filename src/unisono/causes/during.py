@@ -21,7 +21,7 @@ CAUSES: tuple[Cause, ...] = (
         remedy=(
             "Look for who sent it: `dmesg -T | tail`, the scheduler's log, an administrator.",
             "For SIGSEGV, SIGBUS or SIGABRT: run with PYTHONFAULTHANDLER=1 and read the stack; SIGBUS often means a full /dev/shm.",
-            Ours("Start again: the run goes on from its last checkpoint."),
+            Ours("Start again: the run resumes from its last checkpoint."),
         ),
         exit_code=5,
         retry_helps=True,

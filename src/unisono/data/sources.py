@@ -112,7 +112,11 @@ def _find_glob(text: str, path: Path, key: str) -> list[RowFile]:
     pattern = str(path.relative_to(root)) if path.anchor else str(path)
     try:
         matches = sorted(root.glob(pattern))
-    except (ValueError, NotImplementedError, OSError) as error:
+    except (
+        ValueError,
+        NotImplementedError,
+        OSError,
+    ) as error:  # pathlib's for patterns that it does not know
         raise DataError.of(
             f"the pattern {text} cannot be used", where=key, why=str(error), fix="correct it"
         ) from error
