@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.checkpoint.state import load_optimizer, load_state, optimizer_tensors, save_state
-from unisono.checkpoint.store import StorageFull
+from unisono.checkpoint.trouble import StorageFull
 from unisono.checkpoint.values import decode_values, encode_values
 from unisono.errors import IntegrityError
 

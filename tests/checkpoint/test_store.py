@@ -4,15 +4,20 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import fuse, needs
 from unisono.checkpoint import verify
 from unisono.checkpoint.resume import require_intact, resume_point
-from unisono.checkpoint.store import CheckpointStore, Damage, StorageFailed, StorageFull
+from unisono.checkpoint.store import CheckpointStore
+from unisono.checkpoint.trouble import StorageFailed, StorageFull
 from unisono.errors import IntegrityError
 from unisono.rundir.start import StartDecision
+
+if TYPE_CHECKING:
+    from unisono.checkpoint.verify import Damage
 
 Save = Callable[..., Path]
 WRITING = {"run_id": "run-a", "config_digest": "c", "world_size": 1, "threads": 1, "holder": "host-a"}

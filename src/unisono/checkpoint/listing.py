@@ -13,8 +13,7 @@ import xxhash
 from pydantic import field_validator
 
 from unisono.checkpoint.manifest import FileEntry, ManifestError, Vouched, is_file_name
-from unisono.checkpoint.trouble import Damage
-from unisono.checkpoint.verify import digest_file, explain_damage
+from unisono.checkpoint.verify import Damage, digest_file, explain_damage
 from unisono.errors import IntegrityError, Problem
 from unisono.files import open_plain, parse_json, read_bytes
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from unisono.checkpoint.signing import KEY_FILE
 from unisono.checkpoint.store import CheckpointStore, Found, OnDamage
-from unisono.checkpoint.trouble import Damage
+from unisono.checkpoint.verify import Damage
 from unisono.errors import IntegrityError
 from unisono.plan import ResumePoint
 from unisono.rundir.start import StartDecision

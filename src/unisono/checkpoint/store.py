@@ -21,12 +21,10 @@ from pathlib import Path
 from unisono.checkpoint.keeping import Candidate, Rules, decide
 from unisono.checkpoint.known import Known
 from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, is_file_name
-from unisono.checkpoint.trouble import Damage, StorageFailed, StorageFull, storage_trouble
-from unisono.checkpoint.verify import digest_file, inspect
+from unisono.checkpoint.trouble import StorageFailed, storage_trouble
+from unisono.checkpoint.verify import Damage, digest_file, inspect
 from unisono.errors import IntegrityError, Problem
 from unisono.files import fsync_dir, read_bytes
-
-__all__ = ["CheckpointStore", "Damage", "Found", "StorageFailed", "StorageFull"]
 
 _PUBLISHED = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+|\.trash-\d{8,}-[0-9a-f]+")

@@ -2,41 +2,12 @@
 
 import contextlib
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.errors import Problem, UnfitError
 from unisono.storage_errors import error_number, is_full, reason, remedy, storage_verdict, words
 from unisono.units import show_bytes
-
-Kind = Literal["manifest", "missing", "size", "content", "step", "run", "foreign", "extra", "edited"]
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """One finding in a checkpoint.
-
-    Attributes:
-        file: its name in the checkpoint's directory.
-        what: what is off, in plain words.
-        kind: what sort of finding it is.
-        tensors: those of the file that are hit, where that can be said.
-    """
-
-    file: str
-    what: str
-    kind: Kind
-    tensors: tuple[str, ...] = ()
-
-    @property
-    def is_fatal(self) -> bool:
-        """Whether the checkpoint must not be read. A stranger's may be, if it is trusted; an extra file never is."""
-        return self.kind not in ("foreign", "extra", "edited")
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.what}"
 
 
 class StorageFailed(UnfitError):  # noqa: N818 - named for what happened, as RankDied is

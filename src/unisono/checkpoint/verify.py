@@ -7,18 +7,45 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import xxhash
 
 from unisono.checkpoint.hit import hit_tensors, show_hit
 from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, ManifestError
-from unisono.checkpoint.trouble import Damage
 from unisono.files import read_bytes
 
 _CHUNK = 1 << 22
 
 Pace = Callable[[int], None]
 """Is told the bytes that were read just now. It may take its time, and may raise to end the reading."""
+
+Kind = Literal["manifest", "missing", "size", "content", "step", "run", "foreign", "extra", "edited"]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One finding in a checkpoint.
+
+    Attributes:
+        file: its name in the checkpoint's directory.
+        what: what is off, in plain words.
+        kind: what sort of finding it is.
+        tensors: those of the file that are hit, where that can be said.
+    """
+
+    file: str
+    what: str
+    kind: Kind
+    tensors: tuple[str, ...] = ()
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether the checkpoint must not be read. A stranger's may be, if it is trusted; an extra file never is."""
+        return self.kind not in ("foreign", "extra", "edited")
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from unisono.cli.output import output
 
 if TYPE_CHECKING:
     from unisono.checkpoint.listing import Checked
-    from unisono.checkpoint.trouble import Damage
-    from unisono.checkpoint.verify import Reading
+    from unisono.checkpoint.verify import Damage, Reading
     from unisono.errors import Problem
     from unisono.launch.replayed import Replayed
 

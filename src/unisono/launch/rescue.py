@@ -8,8 +8,9 @@ from typing import Any
 
 from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.snapshot import Kept
-from unisono.checkpoint.store import CheckpointStore, StorageFailed
+from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.tensor_file import group_file
+from unisono.checkpoint.trouble import StorageFailed
 from unisono.checkpoint.values import STATE, state_text
 from unisono.checkpoint.writing import TensorFile, write_files
 from unisono.launch.attempt import Attempt, Show

@@ -8,7 +8,7 @@ from pathlib import Path
 from unisono.checkpoint.resume import resume_point
 from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.trouble import Damage
+from unisono.checkpoint.verify import Damage
 from unisono.facts import Environment
 from unisono.files import read_text, write_text
 from unisono.launch.asked import TrainRequest

@@ -5,7 +5,8 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.checkpoint.store import CheckpointStore, StorageFailed
+from unisono.checkpoint.store import CheckpointStore
+from unisono.checkpoint.trouble import StorageFailed
 from unisono.data.table import TokenTable
 from unisono.events import Reporter
 from unisono.model.forward import Forward

@@ -19,8 +19,8 @@ import torch
 from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.reader import CheckpointReader
 from unisono.checkpoint.state import load_optimizer
-from unisono.checkpoint.store import StorageFailed, step_of, temporary_name
-from unisono.checkpoint.trouble import storage_trouble
+from unisono.checkpoint.store import step_of, temporary_name
+from unisono.checkpoint.trouble import StorageFailed, storage_trouble
 from unisono.checkpoint.values import STATE, state_text
 from unisono.errors import IntegrityError, Problem
 from unisono.files import read_object

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from unisono.causes import Verdict
 from unisono.checkpoint.manifest import FileEntry
-from unisono.checkpoint.store import StorageFailed
 from unisono.checkpoint.tensor_file import group_file
-from unisono.checkpoint.trouble import storage_trouble
+from unisono.checkpoint.trouble import StorageFailed, storage_trouble
 from unisono.checkpoint.writing import TensorFile, write_files
 from unisono.errors import Problem
 from unisono.files import make_private_dir
