@@ -9,19 +9,25 @@ from unisono.agree.contents import judge_files
 from unisono.agree.counts import Members, judge_identity, judge_nodes, judge_nproc
 from unisono.agree.devices import judge_devices
 from unisono.agree.interfaces import judge_interfaces
+from unisono.agree.keys import Wording, judge_keys
 from unisono.agree.known_bad import judge_known_bad
 from unisono.agree.limits import judge_limits
 from unisono.agree.lint import judge_settings
 from unisono.agree.naming import Who
 from unisono.agree.report import NodeReport
-from unisono.agree.settings import (
-    judge_code,
-    judge_config,
-    judge_environment,
-    judge_packages,
-    judge_versions,
-)
+from unisono.agree.rules import NODE_RULES
+from unisono.agree.settings import judge_environment
+from unisono.agree.showing import freeze
 from unisono.agree.storage import judge_storage
+from unisono.agree.version_rules import judge_code, judge_packages, judge_versions
+
+
+def judge_config(members: Members) -> Agreement:
+    """All keys of the resolved config are equal."""
+    said = [(who, {key: freeze(value) for key, value in report.config.items()}) for who, report in members]
+    good = f"{len(members[0][1].config)} keys, the same everywhere"
+    return judge_keys(NODE_RULES["config"], said, Wording(good=good))
+
 
 IN_ORDER: tuple[Callable[[Members], Agreement], ...] = (
     judge_identity,

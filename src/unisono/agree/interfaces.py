@@ -9,9 +9,8 @@ from unisono.agree.counts import Members
 from unisono.agree.finding import finding
 from unisono.agree.groups import Group, partition
 from unisono.agree.naming import enumerate_words, name_all
-from unisono.agree.report import Interface, NodeReport
+from unisono.agree.report import Interface, NodeReport, settings_of
 from unisono.agree.rules import NODE_RULES
-from unisono.agree.settings import settings_of
 from unisono.causes import Evidence
 from unisono.text import nearest, one_line
 

@@ -8,9 +8,8 @@ from unisono.agree.counts import Members
 from unisono.agree.finding import finding
 from unisono.agree.groups import partition
 from unisono.agree.naming import count, name_all
-from unisono.agree.report import NodeReport
+from unisono.agree.report import NodeReport, settings_of
 from unisono.agree.rules import NODE_RULES
-from unisono.agree.settings import settings_of
 from unisono.agree.version_rules import release_of
 from unisono.causes import Evidence
 

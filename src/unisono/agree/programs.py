@@ -16,8 +16,9 @@ from unisono.agree.lint import judge_settings
 from unisono.agree.naming import Who
 from unisono.agree.report import NodeReport
 from unisono.agree.rule import Rule
-from unisono.agree.settings import judge_code, judge_environment, judge_packages, judge_versions
+from unisono.agree.settings import judge_environment
 from unisono.agree.showing import freeze
+from unisono.agree.version_rules import judge_code, judge_packages, judge_versions
 
 UNEVEN = "or add --uneven to the command on every node, if unequal numbers are meant"
 _COMMAND = Rule(

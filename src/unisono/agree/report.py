@@ -140,6 +140,11 @@ class NodeReport(Part):
     """What the plan leaves to the system on this node: memory_bytes, disk_bytes, shm_bytes, cores."""
 
 
+def settings_of(report: NodeReport) -> dict[str, str]:
+    """What NCCL, torch and the rest will read: the files of NCCL, and the environment, which beats them."""
+    return {**report.nccl_files, **report.variables}
+
+
 class Reached(Part):
     """What one node saw when it dialled another."""
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from unisono.agree.environment_rules import LAUNCH, need_of
 from unisono.agree.lint import judge_settings
 from unisono.agree.naming import Who, enumerate_words
+from unisono.agree.report import settings_of
 from unisono.agree.rule import NEED_MEANING
-from unisono.agree.settings import settings_of
 from unisono.agree.showing import show_setting
 from unisono.causes.variable_values import VALUES
 from unisono.causes.variables import VARIABLES, find_variable
