@@ -179,7 +179,7 @@ def test_quiet_keeps_warnings_and_verdicts_only() -> None:
     assert line.shown == []
     assert line.kept == ["warning: the disk is full (free some)", "not a number  [nan_loss]"]
     screen.show({"kind": "result", "outcome": "stalled", "exit_code": 4, "step": 1, "output_dir": "/out"})
-    assert line.kept[2:] == ["WHAT        not a number  [nan_loss]"]
+    assert line.kept[2:] == ["WHAT      not a number  [nan_loss]"]
 
 
 def test_samples_and_answers_lose_control_characters() -> None:

@@ -32,7 +32,7 @@ def test_the_right_cause_and_culprit_in_time_with_its_exit_code_is_right() -> No
         (replace(GOOD, told=[replace(NAMED, ranks=(0,))]), "named rank_stopped, rank 0"),
         (replace(GOOD, told=[replace(NAMED, ranks=(0, 1))]), "named rank_stopped, rank 0, rank 1"),
         (replace(GOOD, told=[replace(NAMED, ranks=(), hosts=())]), "named rank_stopped, nobody"),
-        (replace(GOOD, told=[replace(NAMED, at=112.0)]), "named after 12.0 s; 10 s are allowed"),
+        (replace(GOOD, told=[replace(NAMED, at=112.0)]), "detected after 12.0 s; 10 s are allowed"),
         (replace(GOOD, ends=[End(160.0, -9, by_drill=True)]), "the run did not end within 60 s"),
         (replace(GOOD, ends=[End(105.0, 0)]), "exit code 0 instead of 4"),
         (replace(GOOD, effect=None), "the run ended before the fault took effect, rank_stopped, rank 1"),

@@ -44,7 +44,7 @@ def test_an_exception_is_named_with_its_place_and_not_tried_again(front: Any) ->
     assert "worker.py:" in verdict["evidence"][0]["where"]
     assert verdict["summary"].startswith("rank 0, node 0 (")
     assert "WHAT" in done.stderr
-    assert "DO THIS" in done.stderr
+    assert "FIX  " in done.stderr
     assert list((front.out / "evidence").iterdir())
 
 

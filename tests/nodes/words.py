@@ -14,7 +14,7 @@ def same_words(fronts: Sequence[Front]) -> Verdict:
     )
     timeless = {verdict.model_copy(update={"named_after_s": None}).model_dump_json() for verdict in told}
     assert len(timeless) == 1, timeless
-    lines = [line for line in told[0].lines() if not line.startswith("SINCE WHEN")]
+    lines = [line for line in told[0].lines() if not line.startswith("DETECTED ")]
     for front in fronts:
         if front.json:
             assert len([verdict for verdict in front.verdicts if verdict.severity == "fatal"]) == 1, (

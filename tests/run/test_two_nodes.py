@@ -122,7 +122,7 @@ def last_words(front: Front) -> list[str]:
     lines = front.text("err").splitlines()
     begins = [number for number, line in enumerate(lines) if line.startswith("WHAT ")]
     assert begins, front.text()
-    return [line for line in lines[begins[-1] :] if line.startswith(("WHAT ", "EVIDENCE ", "DO THIS "))]
+    return [line for line in lines[begins[-1] :] if line.startswith(("WHAT ", "EVIDENCE ", "FIX "))]
 
 
 def test_unequal_numbers_inside_an_unchanged_launcher_are_refused_on_both_nodes(start: Start) -> None:

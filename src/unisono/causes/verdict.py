@@ -56,16 +56,23 @@ class Verdict(BaseModel):
         return cls.model_validate({k: v for k, v in value.items() if k != "schema"})
 
     def lines(self) -> list[str]:
-        """The verdict in plain lines: WHAT, WHO, SINCE WHEN, EVIDENCE, DO THIS. No colour, no wrapping."""
+        """The verdict in plain lines: WHAT, WHO, DETECTED, EVIDENCE, FIX. No colour, no wrapping."""
         who = [f"rank {rank}" for rank in self.ranks] + [f"host {plain(host)}" for host in self.hosts]
-        lines = [f"WHAT        {self.summary}  [{self.cause}]"]
+        lines = [f"WHAT      {self.summary}  [{self.cause}]"]
         if who:
-            lines.append(f"WHO         {', '.join(who)}")
-        since = [f"phase {self.phase}"] if self.phase else []
-        since += [f"step {self.step}"] if self.step is not None else []
-        since += [f"named after {self.named_after_s:.1f} s"] if self.named_after_s is not None else []
-        if since:
-            lines.append(f"SINCE WHEN  {', '.join(since)}")
-        lines += [f"EVIDENCE    {one_line(item.where)}: {one_line(item.text)}" for item in self.evidence]
-        lines += [f"DO THIS     {one_line(item)}" for item in self.fix]
+            lines.append(f"WHO       {', '.join(who)}")
+        if detected := self._detected():
+            lines.append(f"DETECTED  {detected}")
+        lines += [f"EVIDENCE  {one_line(item.where)}: {one_line(item.text)}" for item in self.evidence]
+        lines += [f"FIX       {one_line(item)}" for item in self.fix]
         return lines
+
+    def _detected(self) -> str:
+        """After how many seconds and where, e.g. `after 3.3 s (phase compute, step 48)`; empty if neither is known."""
+        parts = [f"phase {self.phase}"] if self.phase else []
+        parts += [f"step {self.step}"] if self.step is not None else []
+        place = ", ".join(parts)
+        if self.named_after_s is None:
+            return place and f"{'in' if self.phase else 'at'} {place}"
+        after = f"after {self.named_after_s:.1f} s"
+        return f"{after} ({place})" if place else after

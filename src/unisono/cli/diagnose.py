@@ -78,9 +78,9 @@ def _show(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
 def _lines(found: "Diagnosis", *, every: bool) -> Iterator[str]:
     yield from found.verdict.lines()
     for link in found.chain[1:]:
-        yield f"THEN        {link.where}: {link.text}"
+        yield f"THEN      {link.where}: {link.text}"
     if found.facts.earlier_runs:
-        yield f"BEFORE IT   earlier runs in the same logs: {', '.join(found.facts.earlier_runs)}"
+        yield f"EARLIER   runs in the same logs: {', '.join(found.facts.earlier_runs)}"
     for number, verdict in enumerate(found.alternatives if every else (), 2):
         yield ""
         yield f"{number}. {verdict.confidence:.0%}"

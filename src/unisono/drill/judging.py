@@ -229,7 +229,7 @@ def _what_is_wrong(
     if drill.want and after is None:
         return f"not named within {drill.limit_s:g} s" if not right else "not named on every node"
     if drill.want and after is not None and after > drill.limit_s:
-        return f"named after {after:.1f} s; {drill.limit_s:g} s are allowed"
+        return f"detected after {after:.1f} s; {drill.limit_s:g} s are allowed"
     if any(end.by_drill for end in history.ends):
         return f"the run did not end within {drill.end_s:g} s"
     expected = _exit_code(drill, right)
