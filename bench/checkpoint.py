@@ -26,9 +26,14 @@ from workload import MODELS  # type: ignore[import-not-found]  # beside this scr
 
 from unisono.checkpoint.state import optimizer_tensors
 from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.tensor_file import group_file, write_tensor_file
-from unisono.checkpoint.values import STATE, state_text
-from unisono.checkpoint.writing import TensorFile, write_files
+from unisono.checkpoint.writer import (
+    STATE,
+    TensorFile,
+    group_file,
+    state_text,
+    write_files,
+    write_tensor_file,
+)
 from unisono.train.part import Part
 from unisono.train.saver import Save, Saver
 from unisono.train.staging import Files, Staging, in_place

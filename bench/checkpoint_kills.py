@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from unisono.checkpoint.store import CheckpointStore, Found
+from unisono.checkpoint.store import CheckpointStore, IntactCheckpoint
 
 KEY = b"k" * 32
 KEEP = 3
@@ -40,7 +40,7 @@ def save(store: CheckpointStore, step: int) -> None:
     store.save(step, fill, run_id="run", config_digest="c", world_size=1, threads=1, holder="host")
 
 
-def holds_what_was_written(found: Found) -> bool:
+def holds_what_was_written(found: IntactCheckpoint) -> bool:
     return all(
         (found.path / f"part-{number}.safetensors").read_bytes() == content(found.step, number)
         for number in range(FILES)

@@ -41,7 +41,7 @@ from tests.damage.damages import (  # noqa: E402 - the tests are found through t
 )
 from tests.nodes.ground import Loopback  # noqa: E402
 from tests.nodes.harness import Job  # noqa: E402
-from unisono.checkpoint.signing import user_key  # noqa: E402
+from unisono.checkpoint.manifest import user_key  # noqa: E402
 
 STEPS = 4
 _RUNS: dict[int, dict[str, Any]] = {

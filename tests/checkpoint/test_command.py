@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import xxhash
 
-from unisono.checkpoint.listing import write_listing
-from unisono.checkpoint.manifest import FileEntry
-from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.manifest import FileEntry, user_key
+from unisono.checkpoint.model_manifest import write_model_manifest
 from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.tensor_file import TensorPart, write_tensor_file
+from unisono.checkpoint.writer import TensorPart, write_tensor_file
 from unisono.cli.checkpoint_rows import table
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
@@ -146,7 +145,7 @@ def test_verifying_covers_the_final_adapter(run: RunDir) -> None:
     part = TensorPart("a.lora_A.weight", "F32", (4,), lambda: memoryview(b"0123456789abcdef"))
     entry = write_tensor_file(file, [part])
     assert "adapter        not verified" in _unisono(run, "verify").stdout
-    write_listing(run.adapter, {file.name: entry})
+    write_model_manifest(run.adapter, {file.name: entry})
     done = _unisono(run, "verify")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "adapter        intact")
     file.write_bytes(file.read_bytes()[:-1] + b"x")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.checkpoint.keeping import Candidate, Decision, Rules, decide
-from unisono.checkpoint.record import note_verified, recorded_state
+from unisono.checkpoint.retention import Candidate, Decision, Rules, decide
 from unisono.checkpoint.store import CheckpointStore
+from unisono.checkpoint.verified import record_verified, recorded_state
 from unisono.checkpoint.verify import inspect, read_through
 
 Save = Callable[..., Path]
@@ -154,7 +154,7 @@ def test_what_a_reader_has_recorded_as_damaged_does_not_count_as_kept(
     for step in (1, 2, 3):
         save(step)
     _flip(store.path(3) / "weights.safetensors")
-    note_verified(store.root, [read_through(store.path(3), key=KEY)])
+    record_verified(store.root, [read_through(store.path(3), key=KEY)])
     assert [path.name for path in store.prune(1)] == ["step-00000001"]
     assert _steps(store) == [2, 3]
 
@@ -164,13 +164,13 @@ def test_the_last_one_that_was_read_back_stays_until_a_newer_one_was(
 ) -> None:
     """The store has written step 2 whole; whether the disk gives it back nobody knows before it was read."""
     save(1)
-    note_verified(store.root, [read_through(store.path(1), key=KEY)])
+    record_verified(store.root, [read_through(store.path(1), key=KEY)])
     save(2)
     assert store.prune(1) == []
     save(3)
     assert store.prune(1) == [store.path(2)]
     assert _steps(store) == [1, 3]
-    note_verified(store.root, [read_through(store.path(3), key=KEY)])
+    record_verified(store.root, [read_through(store.path(3), key=KEY)])
     assert store.prune(1) == [store.path(1)]
     assert _steps(store) == [3]
 
@@ -190,7 +190,7 @@ def test_who_has_to_read_the_newest_to_know_it_lets_the_older_one_go(
     """As `checkpoint prune` does, which has written nothing itself."""
     for step in (1, 2):
         save(step)
-    note_verified(store.root, [read_through(store.path(1), key=KEY)])
+    record_verified(store.root, [read_through(store.path(1), key=KEY)])
     assert CheckpointStore(store.root, key=KEY).prune(1) == [store.path(1)]
 
 
@@ -198,7 +198,7 @@ def test_one_that_was_read_back_and_has_changed_since_does_not_stay_for_that(
     store: CheckpointStore, save: Save
 ) -> None:
     save(1)
-    note_verified(store.root, [read_through(store.path(1), key=KEY)])
+    record_verified(store.root, [read_through(store.path(1), key=KEY)])
     os.utime(store.path(1) / "weights.safetensors")
     save(2)
     assert store.prune(1) == [store.path(1)]
@@ -209,7 +209,7 @@ def test_a_record_spares_reading_as_long_as_the_checkpoint_looks_the_same(
 ) -> None:
     for step in (1, 2):
         save(step)
-    note_verified(store.root, [read_through(store.path(2), key=KEY)])
+    record_verified(store.root, [read_through(store.path(2), key=KEY)])
     _flip(store.path(2) / "weights.safetensors")  # unseen: it would be found by reading
     other = CheckpointStore(store.root, key=KEY)
     assert [path.name for path in other.prune(1)] == ["step-00000001"]

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.checkpoint.keeping import Candidate, Rules, decide
-from unisono.checkpoint.room import measure_room, most_at_once
+from unisono.checkpoint.retention import Candidate, Rules, decide, max_on_disk, measure_disk_space
 from unisono.checkpoint.store import CheckpointStore
 
 KEY = b"k" * 32
@@ -30,8 +29,8 @@ def test_it_is_what_saving_and_pruning_one_after_the_other_comes_to(
 ) -> None:
     rules = Rules(keep, every)
     wanted = on_disk_at_once([1], due, rules, read_back={1})  # the rehearsal's, and nobody reads another one
-    assert most_at_once([1], due, rules, best=False) == wanted
-    assert most_at_once([1], due, rules, best=True) in (wanted, wanted + 1)
+    assert max_on_disk([1], due, rules, best=False) == wanted
+    assert max_on_disk([1], due, rules, best=True) in (wanted, wanted + 1)
     assert wanted - 1 <= on_disk_at_once([1], due, rules, read_back=set()) <= wanted
     assert on_disk_at_once([1], due, rules, read_back={1, *due}) <= wanted
 
@@ -50,7 +49,7 @@ def test_what_the_run_has_there_already_is_room_for_it_and_what_is_a_strangers_i
     (root / "step-00000009.tmp-0a" / "b").write_bytes(b"x" * 300)
     (root / "step-00000002.aside-0a").mkdir()
     (root / "step-00000002.aside-0a" / "b").write_bytes(b"x" * 70_000)
-    found = measure_room(root, key=KEY)
+    found = measure_disk_space(root, key=KEY)
     assert 5300 < found.own_bytes < 7000
     assert found.steps == (7,)
     assert found.bytes == found.free_bytes + found.own_bytes

@@ -6,8 +6,16 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.checkpoint.snapshot import Entry, Kept, Layout, Slots, needed_bytes, read_slots, text_of
-from unisono.checkpoint.tensor_file import ITEM_BYTES
+from unisono.checkpoint.snapshot import (
+    Entry,
+    Layout,
+    Slots,
+    StepSnapshot,
+    needed_bytes,
+    read_slots,
+    slot_text,
+)
+from unisono.checkpoint.writer import ITEM_BYTES
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -31,7 +39,7 @@ class Rank:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.memory = memoryview(
-            bytearray(needed_bytes(layout, text_bytes=len(text_of(self.values(0), self.lines(0)))))
+            bytearray(needed_bytes(layout, text_bytes=len(slot_text(self.values(0), self.lines(0)))))
         )
         self.slots = Slots(self.memory, layout)
 
@@ -55,9 +63,9 @@ class Rank:
             writing.tensors[:end] = content[:end]
         writing.note(len(content) // 2)
         writing.note(len(content))
-        self.slots.commit(writing, step=number, text=text_of(self.values(number), self.lines(number)))
+        self.slots.commit(writing, step=number, text=slot_text(self.values(number), self.lines(number)))
 
-    def check(self, kept: Kept) -> None:
+    def check(self, kept: StepSnapshot) -> None:
         """It is the state of its number, to the last bit."""
         assert kept.step == kept.sequence
         assert bytes(kept.tensors) == self.content(kept.step)
@@ -122,7 +130,7 @@ def test_a_flipped_bit_where_something_stands_is_refused(
     for number in range(count):
         rank.write(number)
     (newest, _), _ = read_slots(rank.memory)
-    used = 128 + len(layout.to_bytes()) + layout.tensor_bytes + len(text_of(newest.values, newest.lines))
+    used = 128 + len(layout.to_bytes()) + layout.tensor_bytes + len(slot_text(newest.values, newest.lines))
     place = data.draw(st.one_of(st.integers(0, 71), st.integers(128, used - 1)))
     rank.memory[(newest.sequence % 2) * (len(rank.memory) // 2) + place] ^= 1 << data.draw(st.integers(0, 7))
     found, damage = read_slots(rank.memory)

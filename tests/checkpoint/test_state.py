@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.checkpoint.state import load_optimizer, load_state, optimizer_tensors, save_state
-from unisono.checkpoint.trouble import StorageFull
-from unisono.checkpoint.values import decode_values, encode_values
+from unisono.checkpoint.writer import StorageFull, decode_values, encode_values
 from unisono.errors import IntegrityError
 
 VALUES = st.recursive(

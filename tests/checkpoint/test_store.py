@@ -12,7 +12,7 @@ from tests import fuse, needs
 from unisono.checkpoint import verify
 from unisono.checkpoint.resume import require_intact, resume_point
 from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.trouble import StorageFailed, StorageFull
+from unisono.checkpoint.writer import StorageFailed, StorageFull
 from unisono.errors import IntegrityError
 from unisono.rundir.start import StartDecision
 

@@ -10,10 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from unisono.checkpoint.reader import CheckpointReader
-from unisono.checkpoint.state import bytes_of, dtype_name, part_of
-from unisono.checkpoint.tensor_file import TensorPart, file_bytes, group_file, write_tensor_file
-from unisono.checkpoint.values import STATE, state_text
+from unisono.checkpoint.state import CheckpointReader, bytes_of, dtype_name, part_of
+from unisono.checkpoint.writer import STATE, TensorPart, file_bytes, group_file, state_text, write_tensor_file
 from unisono.errors import IntegrityError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)

@@ -11,7 +11,7 @@ from tests.conftest import training_in
 from tests.damage.damages import Specimen, another_run
 from tests.nodes.ground import Loopback
 from tests.nodes.harness import Job
-from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.manifest import user_key
 from unisono.facts import read_environment
 
 STEPS = 4

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from unisono.checkpoint.room import Room
-from unisono.checkpoint.trouble import StorageFull
+from unisono.checkpoint.retention import DiskSpace
+from unisono.checkpoint.writer import StorageFull
 from unisono.launch.command import Programs
 from unisono.launch.first_checkpoint import FirstCheckpoint, Saved, estimate, still_due, summary
 from unisono.plan import ResumePoint, RunPlan
@@ -37,7 +37,7 @@ def plan_of(
 
 def said(total: int, every: int, *, free: float, step: int = 1, **section: Any) -> str:
     saved = Saved(step, Path("checkpoints/step-00000001"), int(1.6 * GB), 3.2, 0.1)
-    room = Room(int(free * GB), saved.bytes, (step,))
+    room = DiskSpace(int(free * GB), saved.bytes, (step,))
     return summary(plan_of(total, every, **section), saved, room, read_s=1.1)
 
 
@@ -76,7 +76,7 @@ def test_a_start_after_a_death_rehearses_only_where_the_one_before_left_nothing(
 
 def test_programs_get_the_same_figures_in_the_first_checkpoints_object() -> None:
     saved = Saved(1, Path("checkpoints/step-00000001"), int(1.6 * GB), 3.2, 0.1)
-    room = Room(50 * GB, saved.bytes, (1,))
+    room = DiskSpace(50 * GB, saved.bytes, (1,))
     assert estimate(plan_of(2400, 200), saved, room, read_s=1.1) == {
         "more": 12, "at_once": 5, "bytes": 5 * saved.bytes, "free_bytes": room.bytes, "seconds": 12 * 3.2, "read_back_s": 1.1,
     }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unisono.checkpoint.snapshot import Entry, Kept, Layout, Slots, needed_bytes, text_of
+from unisono.checkpoint.snapshot import Entry, Layout, Slots, StepSnapshot, needed_bytes, slot_text
 from unisono.checkpoint.state import load_state
 from unisono.checkpoint.store import CheckpointStore
 from unisono.config import RunConfig
@@ -77,7 +77,7 @@ class Rank:
         if dies:
             return
         writing.note(self.layout.tensor_bytes)
-        text = text_of({"train": {"step": step}, "optimizer": {}}, lines or [line(step)])
+        text = slot_text({"train": {"step": step}, "optimizer": {}}, lines or [line(step)])
         self.slots.commit(writing, step=step, text=text)
 
 
@@ -262,9 +262,9 @@ def test_parts_of_one_step_make_a_checkpoint_of_parts(tmp_path: Path) -> None:
     assert ground.of_kind("note")[0].startswith("node 1 (b) is lost: step 2 was kept")
 
 
-def kept(*sequences: int) -> list[Kept]:
+def kept(*sequences: int) -> list[StepSnapshot]:
     layout = Layout((), ())
-    return [Kept(n, n, layout, memoryview(b""), {}, []) for n in sorted(sequences, reverse=True)]
+    return [StepSnapshot(n, n, layout, memoryview(b""), {}, []) for n in sorted(sequences, reverse=True)]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests import needs
-from unisono.checkpoint.manifest import MANIFEST, Manifest
-from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.manifest import MANIFEST, Manifest, user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.config import RunConfig
 from unisono.config.schema import CheckpointSection

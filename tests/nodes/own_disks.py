@@ -6,8 +6,7 @@ from typing import Any
 from tests.nodes.fronts import Front
 from tests.nodes.ground import Own
 from tests.nodes.harness import Job
-from unisono.checkpoint.manifest import MANIFEST, Manifest
-from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.manifest import MANIFEST, Manifest, user_key
 from unisono.checkpoint.store import CheckpointStore
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ranks.conftest import Resumed
-from unisono.checkpoint.reader import CheckpointReader
+from unisono.checkpoint.state import CheckpointReader
 
 pytestmark = pytest.mark.ranks
 

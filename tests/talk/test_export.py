@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from unisono.checkpoint.listing import LISTING, check_listing, read_listing
+from unisono.checkpoint.model_manifest import MODEL_MANIFEST, check_model, read_model_manifest
 from unisono.errors import IntegrityError, ModelError, UnisonoError
 from unisono.task import export
 
@@ -122,16 +122,16 @@ def test_an_export_has_a_list_of_its_files_and_is_verified_where_it_is_read(
     run = train_here(adapter=None if what == "model" else {"rank": 4})
     out = tmp_path / "out"
     exported(run.directory, out, listening, merge=what == "merged", step=2 if what == "checkpoint" else None)
-    checked = check_listing(out)
+    checked = check_model(out)
     assert (checked.listed, checked.findings) == (True, [])
-    listing = read_listing(out)
+    listing = read_model_manifest(out)
     assert listing is not None
-    assert set(listing.files) == {file.name for file in out.iterdir()} - {LISTING}
+    assert set(listing.files) == {file.name for file in out.iterdir()} - {MODEL_MANIFEST}
     (weights,) = out.glob("*.safetensors")
     assert listing.files[weights.name].tensors.keys() == load_file(weights).keys()
     again = tmp_path / "again"
     exported(out, again, listening)  # of what was exported
-    assert check_listing(again).intact
+    assert check_model(again).intact
     weights.write_bytes(weights.read_bytes()[:-500])
     with pytest.raises(IntegrityError, match="cut short"):
         exported(out, tmp_path / "third", listening)
@@ -238,7 +238,7 @@ def test_an_adapter_of_others_that_is_broken_is_refused_by_key_and_tensor(
     train_here: Train, tmp_path: Path, listening: Any, change: Callable[[Path], None], said: str
 ) -> None:
     adapter = train_here().directory / "adapter"
-    (adapter / LISTING).unlink()
+    (adapter / MODEL_MANIFEST).unlink()
     change(adapter)
     with pytest.raises(ModelError) as caught:
         exported(adapter, tmp_path / "out", listening, merge=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from unisono.checkpoint.listing import LISTING
+from unisono.checkpoint.model_manifest import MODEL_MANIFEST
 from unisono.errors import IntegrityError, ModelError, UnisonoError, UsageError
 from unisono.task.target import find_target, verify_target
 
@@ -103,7 +103,7 @@ def test_an_adapter_whose_weights_are_missing_is_refused(train_here: Train) -> N
     error = refusal(adapter)
     assert error.exit_code == 7
     assert error.problems[0].what == "adapter/adapter_model.safetensors: it is missing"
-    (adapter / LISTING).unlink()
+    (adapter / MODEL_MANIFEST).unlink()
     error = refusal(adapter)
     assert error.exit_code == 2
     assert "adapter_model.safetensors" in error.problems[0].why
@@ -130,7 +130,7 @@ def test_a_result_of_which_a_file_is_not_as_it_was_written_is_refused_naming_fil
     whole = run.directory.with_name("whole")
     shutil.copytree(final, whole)
     names = sorted(path.name for path in final.iterdir())
-    assert LISTING in names
+    assert MODEL_MANIFEST in names
     for name in names:
         change(final / name)
         for asked in (run.directory, final):
@@ -144,14 +144,14 @@ def test_a_result_of_which_a_file_is_not_as_it_was_written_is_refused_naming_fil
                     else [f"{final / name}: it was edited after it was written; it is used as it is now"]
                 )
                 continue
-            if (name, change) == (LISTING, Path.unlink):
+            if (name, change) == (MODEL_MANIFEST, Path.unlink):
                 continue
             with pytest.raises(IntegrityError) as caught:
                 verify_target(find_target(str(asked)), heard)
             problem = caught.value.problems[0]
             assert problem.what.startswith(f"{final.name}/{name}: it"), problem.what
             assert problem.where == str(final / name)
-            assert f"delete {final / LISTING}" in problem.fix
+            assert f"delete {final / MODEL_MANIFEST}" in problem.fix
             if name.endswith(".safetensors") and change is not Path.unlink:
                 last = list(load_file(whole / name))[-1]
                 assert last.split(".")[-2] in problem.what
@@ -166,7 +166,7 @@ def test_a_deliberate_change_is_accepted_without_the_list_and_an_old_run_opens_w
 ) -> None:
     run = train_here()
     flip(run.directory / "adapter" / "adapter_model.safetensors")
-    (run.directory / "adapter" / LISTING).unlink()
+    (run.directory / "adapter" / MODEL_MANIFEST).unlink()
     verify_target(find_target(str(run.directory)), listening)
     (warning,) = listening.of_kind("warning")
     assert "is not verified" in warning["text"]

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from unisono.checkpoint.signing import KEY_FILE
-from unisono.checkpoint.store import CheckpointStore, Found, OnDamage
+from unisono.checkpoint.manifest import KEY_FILE
+from unisono.checkpoint.store import CheckpointStore, IntactCheckpoint, OnDamage
 from unisono.checkpoint.verify import Damage
 from unisono.errors import IntegrityError
 from unisono.plan import ResumePoint
@@ -16,7 +16,7 @@ def require_intact(
     *,
     run_id: str | None = None,
     trust: bool = False,
-) -> Found | None:
+) -> IntactCheckpoint | None:
     """The newest intact checkpoint; None only where the run has not saved any.
 
     Args:
@@ -76,7 +76,7 @@ def resume_point(
 
 
 def _none_intact(root: Path, findings: dict[Path, list[Damage]]) -> IntegrityError:
-    why = "; ".join(_told(path, of_path) for path, of_path in findings.items())
+    why = "; ".join(_describe(path, of_path) for path, of_path in findings.items())
     foreign = [path for path, of_path in findings.items() if not any(f.is_fatal for f in of_path)]
     if foreign:
         which = (
@@ -97,5 +97,5 @@ def _none_intact(root: Path, findings: dict[Path, list[Damage]]) -> IntegrityErr
     )  # fmt: skip
 
 
-def _told(path: Path, findings: list[Damage]) -> str:
+def _describe(path: Path, findings: list[Damage]) -> str:
     return f"{path.name}: " + ", ".join(str(finding) for finding in findings if finding.kind != "extra")

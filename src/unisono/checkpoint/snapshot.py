@@ -21,8 +21,7 @@ from typing import Any
 
 import xxhash
 
-from unisono.checkpoint.tensor_file import ITEM_BYTES, TensorPart
-from unisono.checkpoint.values import decode_values, encode_values
+from unisono.checkpoint.writer import ITEM_BYTES, TensorPart, decode_values, encode_values
 
 SLOTS = 2
 ALIGNMENT = 64
@@ -111,7 +110,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Kept:
+class StepSnapshot:
     """A whole step, as a slot holds it.
 
     Attributes:
@@ -165,27 +164,27 @@ class Slots:
         self._layout_bytes = len(text)
         self.tensors: list[memoryview] = []
         for slot in self._slots:
-            _take_head(slot)
+            _clear_head(slot)
             slot[_HEAD_BYTES : _HEAD_BYTES + len(text)] = text
             self.tensors.append(slot[_HEAD_BYTES + len(text) : self._begin_of_text])
 
-    def begin(self, sequence: int) -> "Writing":
+    def begin(self, sequence: int) -> "SlotWrite":
         """Takes the head of the slot whose turn it is; the other one keeps the state before."""
         number = sequence % SLOTS
-        _take_head(self._slots[number])
-        return Writing(number, sequence, self.tensors[number], self._primed.copy())
+        _clear_head(self._slots[number])
+        return SlotWrite(number, sequence, self.tensors[number], self._primed.copy())
 
     def fits(self, text: bytes) -> bool:
         """Whether there is room for such a text."""
         return self._begin_of_text + len(text) <= len(self._slots[0])
 
-    def commit(self, writing: "Writing", *, step: int, text: bytes) -> None:
+    def commit(self, writing: "SlotWrite", *, step: int, text: bytes) -> None:
         """Puts the text and, last, the head. All tensors have been noted.
 
         Args:
             writing: what `begin` gave.
             step: optimizer steps done.
-            text: what `text_of` gave; it must fit.
+            text: what `slot_text` gave; it must fit.
         """
         assert writing.noted_bytes == self.layout.tensor_bytes, "a slot is whole or not at all"
         slot = self._slots[writing.number]
@@ -197,7 +196,7 @@ class Slots:
 
 
 @dataclass
-class Writing:
+class SlotWrite:
     """A slot that is being written.
 
     Attributes:
@@ -226,7 +225,7 @@ def needed_bytes(layout: Layout, *, text_bytes: int) -> int:
     return SLOTS * (slot + -slot % _PAGE_BYTES)
 
 
-def text_of(values: dict[str, Any], lines: Sequence[dict[str, Any]]) -> bytes:
+def slot_text(values: dict[str, Any], lines: Sequence[dict[str, Any]]) -> bytes:
     """The text of a slot.
 
     Args:
@@ -240,13 +239,13 @@ def text_of(values: dict[str, Any], lines: Sequence[dict[str, Any]]) -> bytes:
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
 
 
-def read_slots(memory: memoryview) -> tuple[list[Kept], list[str]]:
+def read_slots(memory: memoryview) -> tuple[list[StepSnapshot], list[str]]:
     """The whole steps in a rank's memory, newest first; and what is wrong with slots that were written to their end.
 
     Memory that was never written to, and a slot that was being written, are no findings.
     """
     half = len(memory) // SLOTS
-    found: list[Kept] = []
+    found: list[StepSnapshot] = []
     damage: list[str] = []
     for number in range(SLOTS):
         slot = memory[number * half : (number + 1) * half]
@@ -259,7 +258,7 @@ def read_slots(memory: memoryview) -> tuple[list[Kept], list[str]]:
     return sorted(found, key=lambda kept: -kept.sequence), damage
 
 
-def _read_slot(slot: memoryview) -> Kept | None:
+def _read_slot(slot: memoryview) -> StepSnapshot | None:
     if len(slot) < _HEAD_BYTES or not any(slot[:_HEAD_BYTES]):
         return None
     head = bytes(slot[: _HEAD.size])
@@ -274,12 +273,12 @@ def _read_slot(slot: memoryview) -> Kept | None:
         raise ValueError(f"what was kept of step {step} does not fit its digest")
     layout = Layout.from_bytes(bytes(body[: sizes[0]]))
     text = json.loads(bytes(body[sizes[0] + sizes[1] :]))
-    return Kept(
+    return StepSnapshot(
         sequence, step, layout, body[sizes[0] : sizes[0] + sizes[1]], decode_values(text["values"]), text["lines"]
     )  # fmt: skip
 
 
-def _take_head(slot: memoryview) -> None:
+def _clear_head(slot: memoryview) -> None:
     slot[:_HEAD_BYTES] = bytes(_HEAD_BYTES)
 
 

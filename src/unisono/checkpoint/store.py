@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from unisono.checkpoint.keeping import Candidate, Rules, decide
-from unisono.checkpoint.known import Known
 from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, is_file_name
-from unisono.checkpoint.trouble import StorageFailed, storage_trouble
+from unisono.checkpoint.retention import Candidate, Rules, decide
+from unisono.checkpoint.verified import KnownStates
 from unisono.checkpoint.verify import Damage, digest_file, inspect
+from unisono.checkpoint.writer import StorageFailed, storage_failure
 from unisono.errors import IntegrityError, Problem
 from unisono.files import fsync_dir, read_bytes
 
@@ -36,7 +36,7 @@ Findings = list[Damage]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class IntactCheckpoint:
     """A published checkpoint that was read through and found intact.
 
     Attributes:
@@ -59,7 +59,7 @@ class CheckpointStore:
     def __init__(self, root: Path, *, key: bytes) -> None:
         self.root = root
         self._key = key
-        self._known = Known()
+        self._known = KnownStates()
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
@@ -97,7 +97,7 @@ class CheckpointStore:
         try:
             is_saved = self.is_saved(step, run_id)
         except OSError as error:  # a server that has forgotten the directory, or is gone
-            raise _unreadable(error, self.path(step)) from error
+            raise _not_accessible(error, self.path(step)) from error
         if not is_saved:
             known: dict[str, FileEntry] = {}
             with self.writing(
@@ -153,7 +153,7 @@ class CheckpointStore:
             )  # fmt: skip
             self._publish(directory, target, manifest.signed(self._key))
         except BaseException as error:  # also Ctrl-C leaves no half directory; raised again
-            trouble = storage_trouble(error, target, directory)
+            trouble = storage_failure(error, target, directory)
             shutil.rmtree(directory, ignore_errors=True)
             if trouble is not None:
                 raise trouble from error
@@ -188,7 +188,7 @@ class CheckpointStore:
 
     def newest_intact(
         self, on_damage: OnDamage | None = None, *, run_id: str | None = None, trust: bool = False
-    ) -> Found | None:
+    ) -> IntactCheckpoint | None:
         """The newest checkpoint that is intact, after reading it through; None where there is none.
 
         Args:
@@ -202,7 +202,7 @@ class CheckpointStore:
                 return found
         return None
 
-    def require(self, path: Path, *, run_id: str | None = None, trust: bool = False) -> Found:
+    def require(self, path: Path, *, run_id: str | None = None, trust: bool = False) -> IntactCheckpoint:
         """The checkpoint at `path`, read through.
 
         Raises:
@@ -266,7 +266,7 @@ class CheckpointStore:
 
     def _found(
         self, path: Path, on_damage: OnDamage | None, *, run_id: str | None, trust: bool
-    ) -> Found | None:
+    ) -> IntactCheckpoint | None:
         manifest, findings = inspect(path, key=self._key, run_id=run_id)
         foreign = any(finding.kind == "foreign" for finding in findings)
         fatal = any(finding.is_fatal for finding in findings)
@@ -278,7 +278,7 @@ class CheckpointStore:
         if manifest is None or fatal or (foreign and not trust):
             return None
         self._known.note_read(path, manifest)
-        return Found(path, manifest, is_foreign=foreign)
+        return IntactCheckpoint(path, manifest, is_foreign=foreign)
 
     def _publish(self, temporary: Path, target: Path, manifest: Manifest) -> None:
         with open(temporary / MANIFEST, "xb") as file:  # noqa: PTH123 - exclusive
@@ -340,7 +340,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _unreadable(error: OSError, path: Path) -> StorageFailed:
+def _not_accessible(error: OSError, path: Path) -> StorageFailed:
     problem = Problem(
         f"checkpoint {path.name} cannot be written: {error.strerror or error}", str(error.filename or path),
         "the storage could not even be asked whether it is there", "mend it; the older checkpoints are as they were",

@@ -1,18 +1,20 @@
-"""Reads a checkpoint's directory through and says what is wrong with it."""
+"""Reads a checkpoint's directory through and lists what is damaged, down to the tensor. Torch-free."""
 
 import contextlib
 import errno
+import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import xxhash
 
-from unisono.checkpoint.hit import hit_tensors, show_hit
 from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, ManifestError
+from unisono.checkpoint.writer import ITEM_BYTES
 from unisono.files import read_bytes
 
 _CHUNK = 1 << 22
@@ -234,8 +236,8 @@ def _explain(path: Path, name: str, wanted: FileEntry, found: FileEntry) -> Dama
 
 def explain_damage(path: Path, name: str, wanted: FileEntry, found: FileEntry) -> Damage:
     """How a file in the directory `path` differs from what was written, and in which of its tensors."""
-    hit = tuple(_hit_tensors(path / name, wanted))
-    where = f" in {show_hit(hit)}" if hit else ""
+    hit = tuple(_tensors_of_damaged_file(path / name, wanted))
+    where = f" in {show_tensors(hit)}" if hit else ""
     if found.bytes < wanted.bytes:
         return Damage(name, f"it is cut short{where}: {found.bytes} bytes of {wanted.bytes}", "size", hit)
     if found.bytes > wanted.bytes:
@@ -246,13 +248,13 @@ def explain_damage(path: Path, name: str, wanted: FileEntry, found: FileEntry) -
     return Damage(name, what, "content", hit)
 
 
-def _hit_tensors(path: Path, entry: FileEntry) -> list[str]:
+def _tensors_of_damaged_file(path: Path, entry: FileEntry) -> list[str]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return []
     try:
-        return hit_tensors(fd, entry)
+        return damaged_tensors(fd, entry)
     except OSError:
         return []  # it was read a moment ago; that it is damaged is known all the same
     finally:
@@ -265,3 +267,81 @@ def _other_manifests(path: Path) -> Iterator[Manifest]:
         if file.parent != path:
             with contextlib.suppress(OSError, ManifestError):
                 yield Manifest.from_bytes(read_bytes(file))
+
+
+HEADER = "the header"
+_LENGTH_BYTES = 8
+_HEADER_LIMIT_BYTES = 100 << 20  # safetensors' own
+_CHUNK_BYTES = 4 << 20
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor's bytes are in the file."""
+
+    name: str
+    begin: int
+    end: int
+
+
+def damaged_tensors(fd: int, entry: FileEntry) -> list[str]:
+    """The tensors whose bytes are not those that were written, in the order of the file; [HEADER] where that is hit.
+
+    Args:
+        fd: of the damaged file, open for reading.
+        entry: what the manifest says of it. Without digests of its tensors nothing can be said, and nothing is.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    if not entry.tensors:
+        return []
+    places = _places(fd, entry)
+    if places is None:
+        return [HEADER]
+    hit = [place.name for place in places if _digest(fd, place) != entry.tensors[place.name]]
+    return hit or [HEADER]
+
+
+def show_tensors(tensors: Sequence[str]) -> str:
+    """Some of them by name, for people; nothing for none."""
+    more = f" and {len(tensors) - _SHOWN} tensors more" if len(tensors) > _SHOWN else ""
+    return ", ".join(tensors[:_SHOWN]) + more
+
+
+def _places(fd: int, entry: FileEntry) -> list[_Place] | None:
+    """Where each tensor is, as the header says; None if the header cannot be the one that was written."""
+    length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
+    if length > min(_HEADER_LIMIT_BYTES, entry.bytes):
+        return None
+    try:
+        header = json.loads(os.pread(fd, length, _LENGTH_BYTES))
+        return _checked(header, _LENGTH_BYTES + length, entry)
+    except (ValueError, TypeError, KeyError, AttributeError):  # whatever a turned bit makes of a text
+        return None
+
+
+def _checked(header: dict[str, Any], data: int, entry: FileEntry) -> list[_Place] | None:
+    header.pop("__metadata__", None)
+    if header.keys() != entry.tensors.keys():
+        return None
+    places = []
+    for name, value in header.items():
+        begin, end = value["data_offsets"]
+        if end - begin != prod(value["shape"]) * ITEM_BYTES[value["dtype"]]:
+            return None
+        places.append(_Place(name, data + begin, data + end))
+    places.sort(key=lambda place: (place.begin, place.end))
+    ends = [data, *(place.end for place in places)]
+    is_whole = all(place.begin == end for place, end in zip(places, ends, strict=False))
+    return places if is_whole and ends[-1] == entry.bytes else None
+
+
+def _digest(fd: int, place: _Place) -> str:
+    digest = xxhash.xxh3_64()
+    at = place.begin
+    while at < place.end and (piece := os.pread(fd, min(_CHUNK_BYTES, place.end - at), at)):
+        digest.update(piece)
+        at += len(piece)
+    return digest.hexdigest() if at == place.end else "cut short"

@@ -23,7 +23,7 @@ Run = Annotated[Path, typer.Argument(help="a run's directory", show_default=Fals
 @app.command("ls", epilog="For example: unisono checkpoint ls runs/demo")
 def list_(run: Run) -> None:
     """Lists the checkpoints of a run, oldest first; reads manifests and sizes, not the tensors."""
-    from unisono.checkpoint.keeping import Rules
+    from unisono.checkpoint.retention import Rules
     from unisono.cli.checkpoint_rows import open_run, row_of, table
     from unisono.rundir import RunDir
 

@@ -15,7 +15,7 @@ def open_run(run: Path) -> "tuple[CheckpointStore, bytes]":
     Raises:
         UsageError: if it is no run.
     """
-    from unisono.checkpoint.signing import user_key
+    from unisono.checkpoint.manifest import user_key
     from unisono.checkpoint.store import CheckpointStore
     from unisono.errors import UsageError
     from unisono.facts import read_environment
@@ -34,7 +34,7 @@ def open_run(run: Path) -> "tuple[CheckpointStore, bytes]":
 def row_of(path: Path, *, key: bytes) -> dict[str, Any]:
     """A checkpoint as DESIGN A1 lists it, and more: writers (hosts whose ranks wrote files of it), foreign, read_again (since it was written)."""
     from unisono.checkpoint.manifest import MANIFEST
-    from unisono.checkpoint.record import last_verified
+    from unisono.checkpoint.verified import last_verified
     from unisono.checkpoint.verify import inspect
 
     manifest, findings = inspect(path, key=key, contents=False)

@@ -8,7 +8,7 @@ import typer
 from unisono.cli.output import output
 
 if TYPE_CHECKING:
-    from unisono.checkpoint.listing import Checked
+    from unisono.checkpoint.model_manifest import ModelCheck
     from unisono.checkpoint.verify import Damage, Reading
     from unisono.errors import Problem
     from unisono.launch.replayed import Replayed
@@ -52,18 +52,18 @@ def verify(
         raise IntegrityError(*problems)
 
 
-def _check_final(run: Path) -> "Checked | None":
+def _check_final(run: Path) -> "ModelCheck | None":
     """Reads adapter/ or model/ of the run through; None where there is neither."""
-    from unisono.checkpoint.listing import check_listing
+    from unisono.checkpoint.model_manifest import check_model
     from unisono.rundir import RunDir
 
     there = [place for place in (RunDir(run).adapter, RunDir(run).model) if place.is_dir()]
-    return check_listing(there[0]) if there else None
+    return check_model(there[0]) if there else None
 
 
 def _read(run: Path, step: int | None, *, may_be_none: bool) -> "list[Reading]":
     """Reads the checkpoint of a step, or all, and writes it down."""
-    from unisono.checkpoint.record import note_verified
+    from unisono.checkpoint.verified import record_verified
     from unisono.checkpoint.verify import read_through
     from unisono.cli.checkpoint_rows import open_run
     from unisono.errors import UsageError
@@ -79,7 +79,7 @@ def _read(run: Path, step: int | None, *, may_be_none: bool) -> "list[Reading]":
     there = [
         reading for reading in readings if reading.path.exists()
     ]  # its run may have pruned one meanwhile
-    note_verified(store.root, there)
+    record_verified(store.root, there)
     return there
 
 
@@ -101,7 +101,7 @@ def _tell(readings: "list[Reading]") -> None:
                 speak.result(f"               {finding}")
 
 
-def _tell_final(final: "Checked | None") -> None:
+def _tell_final(final: "ModelCheck | None") -> None:
     if final is None:
         return
     speak = output()
@@ -116,7 +116,7 @@ def _tell_final(final: "Checked | None") -> None:
             speak.result(f"               {finding}")
 
 
-def _final_row(final: "Checked | None") -> dict[str, Any] | None:
+def _final_row(final: "ModelCheck | None") -> dict[str, Any] | None:
     if final is None:
         return None
     return {

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.causes import Evidence, Verdict
-from unisono.checkpoint.keeping import Rules
-from unisono.checkpoint.room import Room, most_at_once
+from unisono.checkpoint.retention import DiskSpace, Rules, max_on_disk
 from unisono.errors import IntegrityError, Problem, RankDied, UnfitError, UnisonoError
 from unisono.events import Message
 from unisono.files import read_object
@@ -83,7 +82,7 @@ class FirstCheckpoint:
         self._error: UnisonoError | None = None
         self._task: TaskProcess | None = None
         self._held: Message | None = None
-        self._room: Room | None = None
+        self._room: DiskSpace | None = None
         self._began = 0.0
         self._is_over = not plan.rehearse
 
@@ -159,7 +158,7 @@ class FirstCheckpoint:
 
     def _take(self, message: Message, saved: Saved) -> None:
         if message["kind"] == "room":
-            self._room = Room(message["free_bytes"], message["own_bytes"], tuple(message["steps"]))
+            self._room = DiskSpace(message["free_bytes"], message["own_bytes"], tuple(message["steps"]))
             self._error = _refusal(self._plan, saved, self._room)
             if self._error is not None:
                 self._release(estimate(self._plan, saved, self._room, read_s=None))
@@ -186,7 +185,7 @@ class FirstCheckpoint:
         self._show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": fix})
 
 
-def summary(plan: RunPlan, saved: Saved, room: Room, *, read_s: float) -> str:
+def summary(plan: RunPlan, saved: Saved, room: DiskSpace, *, read_s: float) -> str:
     """What is known now about all checkpoints of the run, in a line."""
     due = steps_due(plan, saved.step)
     line = (
@@ -202,7 +201,7 @@ def summary(plan: RunPlan, saved: Saved, room: Room, *, read_s: float) -> str:
     )
 
 
-def estimate(plan: RunPlan, saved: Saved, room: Room, *, read_s: float | None) -> dict[str, Any]:
+def estimate(plan: RunPlan, saved: Saved, room: DiskSpace, *, read_s: float | None) -> dict[str, Any]:
     """The same for programs. `read_back_s` is null where it was not read to its end, since they do not fit."""
     due = steps_due(plan, saved.step)
     at_once = at_most(plan, room.steps, due) if due else len(room.steps)
@@ -235,10 +234,10 @@ def at_most(plan: RunPlan, there: Sequence[int], due: Sequence[int], *, keep: in
     """How many checkpoints there are at the same time at the most, with what is there and with those that are due."""
     section = plan.config.checkpoint
     rules = Rules(keep or section.keep, plan.keep_every)
-    return most_at_once(there, due, rules, best=section.best is not None)
+    return max_on_disk(there, due, rules, best=section.best is not None)
 
 
-def _refusal(plan: RunPlan, saved: Saved, room: Room) -> UnfitError | None:
+def _refusal(plan: RunPlan, saved: Saved, room: DiskSpace) -> UnfitError | None:
     """Why the checkpoints of the whole run do not fit; None if they do."""
     due = steps_due(plan, saved.step)
     at_once = at_most(plan, room.steps, due)

@@ -12,7 +12,7 @@ from unisono.agree.naming import name_node
 from unisono.agree.report import Device, Interface, Limits, NodeReport, OutputFacts
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.checkpoint.manifest import MANIFEST
-from unisono.checkpoint.room import most_in_turn
+from unisono.checkpoint.retention import max_without_permanent
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed
 from unisono.facts import read_machine
@@ -68,7 +68,9 @@ def look_again(
         _see_checkpoint(RunDir(Path(loaded.config.output_dir)), question, who=who, host=first.host)
     machine = read_machine(request.probes.devices)
     chosen = {device.uuid for device in first.chosen}
-    copies = most_in_turn(loaded.config.checkpoint.keep, best=loaded.config.checkpoint.best is not None)
+    copies = max_without_permanent(
+        loaded.config.checkpoint.keep, best=loaded.config.checkpoint.best is not None
+    )
     reserved = dict(first.reserved)
     if "disk_bytes" in reserved:  # most of them are there already
         reserved["disk_bytes"] //= copies

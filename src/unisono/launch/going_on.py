@@ -11,7 +11,7 @@ from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_again
 from unisono.agree.naming import name_node
 from unisono.causes import Verdict
-from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.config import LoadedConfig
 from unisono.config.schema import ParallelSection

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Self
 
-from unisono.checkpoint.snapshot import Kept, read_slots
+from unisono.checkpoint.snapshot import StepSnapshot, read_slots
 from unisono.plan import RunPlan
 
 _REPLICAS = 2  # a copy of rank 0 for the case that its memory is damaged; more would only cost memory
@@ -41,7 +41,7 @@ class KeptMemory:
         """For the rank's process; None if it keeps nothing."""
         return self._fds.get(rank)
 
-    def read(self, rank: int) -> tuple[list[Kept], list[str]]:
+    def read(self, rank: int) -> tuple[list[StepSnapshot], list[str]]:
         """What the rank, which has ended, has kept, newest first; and what is wrong with the rest."""
         content = self.content(rank)
         return read_slots(content) if content is not None else ([], [])

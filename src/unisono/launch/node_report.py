@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.agree.report import Device, FileDigest, Interface, Limits, NodeReport, OutputFacts
-from unisono.checkpoint.room import most_in_turn
+from unisono.checkpoint.retention import max_without_permanent
 from unisono.config import LoadedConfig, RunConfig
 from unisono.config.schema import SourceSection
 from unisono.errors import UnisonoError
@@ -165,7 +165,7 @@ def reserve(limits: SystemLimits, *, nproc: int, disk_bytes: int | None) -> dict
 
 
 def checkpoints_bytes(config: RunConfig, files: Contents) -> int | None:
-    """What the checkpoints take that are there at the same time at the most, see `most_in_turn`; None where the model's size is not known yet.
+    """What the checkpoints take that are there at the same time at the most, see `max_without_permanent`; None where the model's size is not known yet.
 
     A checkpoint holds the trained parameters and AdamW's two moments in float32: 12 bytes each.
     """
@@ -173,7 +173,7 @@ def checkpoints_bytes(config: RunConfig, files: Contents) -> int | None:
     if not isinstance(parameters, int) or not isinstance(in_and_out, int):
         return None
     trained = parameters if config.adapter is None else config.adapter.rank * in_and_out
-    copies = most_in_turn(config.checkpoint.keep, best=config.checkpoint.best is not None)
+    copies = max_without_permanent(config.checkpoint.keep, best=config.checkpoint.best is not None)
     return trained * _CHECKPOINT_BYTES * copies
 
 

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.report import RankReport
-from unisono.checkpoint.signing import user_key
-from unisono.checkpoint.store import CheckpointStore, Found
+from unisono.checkpoint.manifest import user_key
+from unisono.checkpoint.store import CheckpointStore, IntactCheckpoint
 from unisono.errors import IntegrityError, UnfitError, UsageError
 from unisono.events import Message
 from unisono.facts import Probes, read_environment, read_machine
@@ -95,7 +95,7 @@ class Replay:
             found.step, found.step + 1, last, compare(logged, lines), tuple(excuses), attempt.seconds
         )
 
-    def _choose(self, plan: RunPlan, logged: Lines) -> Found:
+    def _choose(self, plan: RunPlan, logged: Lines) -> IntactCheckpoint:
         store = CheckpointStore(self.run.checkpoints, key=user_key(read_environment().settings_dir))
         wanted = store.list() if self.step is None else [store.path(self.step)]
         able = [path for path in wanted if _has_steps_after(_step_of(path), self.steps, logged)]
@@ -109,7 +109,7 @@ class Replay:
                     raise
         raise AssertionError
 
-    def _plan_again(self, plan: RunPlan, found: Found, scratch: RunDir) -> RunPlan:
+    def _plan_again(self, plan: RunPlan, found: IntactCheckpoint, scratch: RunDir) -> RunPlan:
         """The run's plan on this machine alone, in another directory, and up to the last step that is wanted."""
         _refuse_other_ranks(plan, found)
         environment = read_environment()
@@ -232,7 +232,7 @@ def _nothing_to_compare(store: CheckpointStore, step: int | None, steps: int, lo
     )
 
 
-def _refuse_other_ranks(plan: RunPlan, found: Found) -> None:
+def _refuse_other_ranks(plan: RunPlan, found: IntactCheckpoint) -> None:
     """The plans of earlier starts are not kept; steps that were made with other ranks cannot be made again."""
     manifest, begun = found.manifest, plan.resume.step if plan.resume else 0
     if found.step >= begun or (manifest.world_size, manifest.threads) == (plan.world_size, plan.threads):
@@ -259,7 +259,7 @@ def _refuse_changed(plan: RunPlan, prepared: Mapping[str, Any]) -> None:
             )  # fmt: skip
 
 
-def _excuses_of_the_run(plan: RunPlan, found: Found, *, last: int) -> list[str]:
+def _excuses_of_the_run(plan: RunPlan, found: IntactCheckpoint, *, last: int) -> list[str]:
     """Why steps of this run may come out otherwise, whatever machine they are run on."""
     lines = []
     if plan.device.kind == "cuda" and not plan.config.deterministic:

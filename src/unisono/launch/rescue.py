@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.manifest import FileEntry
-from unisono.checkpoint.snapshot import Kept
+from unisono.checkpoint.snapshot import StepSnapshot
 from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.tensor_file import group_file
-from unisono.checkpoint.trouble import StorageFailed
-from unisono.checkpoint.values import STATE, state_text
-from unisono.checkpoint.writing import TensorFile, write_files
+from unisono.checkpoint.writer import STATE, StorageFailed, TensorFile, group_file, state_text, write_files
 from unisono.launch.attempt import Attempt, Show
 from unisono.launch.kept import KeptMemory, keeping_ranks
 from unisono.plan import RunPlan
@@ -30,7 +27,7 @@ class Found:
         damage: of each rank, what is wrong with the rest.
     """
 
-    steps: dict[int, list[Kept]] = field(default_factory=dict)
+    steps: dict[int, list[StepSnapshot]] = field(default_factory=dict)
     damage: dict[int, list[str]] = field(default_factory=dict)
 
     @classmethod
@@ -42,7 +39,7 @@ class Found:
         return found
 
 
-def choose(steps: Mapping[int, Sequence[Kept]], *, holders: Sequence[int]) -> list[Kept]:
+def choose(steps: Mapping[int, Sequence[StepSnapshot]], *, holders: Sequence[int]) -> list[StepSnapshot]:
     """The newest state that is whole: one piece for each holder. Empty where there is none.
 
     Args:
@@ -116,7 +113,7 @@ def _why(error: StorageFailed | OSError | ValueError) -> str:
     return str(error)
 
 
-def _complete_metrics(run: RunDir, kept: Kept, show: Show) -> None:
+def _complete_metrics(run: RunDir, kept: StepSnapshot, show: Show) -> None:
     """Puts the lines of the step in place of those that are there: some, one that is torn, or none."""
     warning = cut_after(run.metrics, kept.step - 1).warning()
     if warning is not None:
@@ -130,7 +127,7 @@ def _complete_metrics(run: RunDir, kept: Kept, show: Show) -> None:
         writer.close()
 
 
-def _save(plan: RunPlan, pieces: Sequence[Kept], *, store: CheckpointStore) -> Path:
+def _save(plan: RunPlan, pieces: Sequence[StepSnapshot], *, store: CheckpointStore) -> Path:
     groups, shards = list(pieces[0].layout.groups), len(pieces)
     files = [
         TensorFile(group_file(group, number, shards), piece.parts(group))
@@ -149,7 +146,9 @@ def _save(plan: RunPlan, pieces: Sequence[Kept], *, store: CheckpointStore) -> P
     )  # fmt: skip
 
 
-def _tell(plan: RunPlan, attempt: Attempt, kept: Kept, path: Path, *, seconds: float, show: Show) -> None:
+def _tell(
+    plan: RunPlan, attempt: Attempt, kept: StepSnapshot, path: Path, *, seconds: float, show: Show
+) -> None:
     """Says what came of it, to people and to those who count steps and checkpoints."""
     lost = attempt.step - kept.step
     messages: list[dict[str, Any]] = []

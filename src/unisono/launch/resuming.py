@@ -5,8 +5,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.resume import resume_point
-from unisono.checkpoint.signing import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.verify import Damage
 from unisono.facts import Environment

@@ -5,7 +5,7 @@ import hmac
 from dataclasses import replace
 
 from unisono.causes import Evidence
-from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.manifest import user_key
 from unisono.errors import UnfitError
 from unisono.facts import Environment
 from unisono.facts.network import NetworkProbe, is_loopback

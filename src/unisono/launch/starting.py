@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from unisono.agree.agreement import Agreement
 from unisono.agree.report import RankReport
 from unisono.causes import Verdict
-from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnfitError, UnisonoError

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.manifest import Manifest
-from unisono.checkpoint.signing import KEY_FILE, user_key
+from unisono.checkpoint.manifest import KEY_FILE, Manifest, user_key
 from unisono.checkpoint.store import CheckpointStore, temporary_name
 from unisono.config import RunConfig
 from unisono.errors import IntegrityError, UnfitError

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from unisono.checkpoint.record import last_verified, note_verified
 from unisono.checkpoint.store import CheckpointStore
+from unisono.checkpoint.verified import last_verified, record_verified
 from unisono.checkpoint.verify import Reading, read_manifest, read_through
 from unisono.errors import UnisonoError
 from unisono.events import Message
@@ -174,7 +174,7 @@ class Verifier:
         if _mark_of(path) != mark:  # pruned meanwhile
             return
         if answers(self.root):  # a thread that hangs in the kernel would keep this whole process
-            note_verified(self.root, [reading])
+            record_verified(self.root, [reading])
         if not reading.intact:
             self._tell_damage(reading)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.listing import read_listing, write_listing
+from unisono.checkpoint.model_manifest import read_model_manifest, write_model_manifest
 from unisono.config.schema import CheckpointSection
 from unisono.errors import ModelError, UnfitError, UsageError
 from unisono.events import Reporter
@@ -64,7 +64,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         else:
             extra, entries = {}, write_as_it_is(target, directory)
         _write_rest(target, directory)
-        write_listing(directory, entries)
+        write_model_manifest(directory, entries)
     what = "merged model" if merge else "adapter" if _has_adapter(target) else "model"
     files = sorted(file for file in out.rglob("*") if file.is_file())
     return {
@@ -87,7 +87,7 @@ def write_as_it_is(target: Target, directory: Path) -> Entries:
     if target.source == "adapter":
         _name_base(target, directory / "adapter_config.json")
     # Found right by now; what is damaged while it is copied is found by who reads the copy.
-    listing = read_listing(target.weights)
+    listing = read_model_manifest(target.weights)
     if listing is None:
         return entries_of(target.weights)
     return {name: entry for name, entry in listing.files.items() if name.endswith(".safetensors")}

@@ -206,7 +206,7 @@ def _loaded(model: Any, base: Any, tokenizer: Any, trainable: dict[str, torch.nn
 
 def _load_checkpoint(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
     """As training loads it, and then what was trained is put in its place."""
-    from unisono.checkpoint.reader import CheckpointReader
+    from unisono.checkpoint.state import CheckpointReader
     from unisono.model.locate import locate_tokenizer
 
     plan = target.plan

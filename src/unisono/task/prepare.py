@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.listing import check_listing, read_digest
+from unisono.checkpoint.model_manifest import check_model, read_digest
 from unisono.config.schema import RunConfig
 from unisono.data.prepare import prepare_data
 from unisono.errors import ModelError
@@ -65,8 +65,6 @@ def _refuse_damage(
     Raises:
         IntegrityError: naming each file that is damaged, and its tensors.
     """
-    checked = check_listing(
-        directory, read=lambda file: digests.get(file.name) or read_digest(file), only=only
-    )
+    checked = check_model(directory, read=lambda file: digests.get(file.name) or read_digest(file), only=only)
     if not checked.intact:
         raise checked.refusal(restore="copy the directory again, or export it again")

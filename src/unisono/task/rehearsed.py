@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.checkpoint.record import note_verified
-from unisono.checkpoint.room import measure_room
-from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.manifest import user_key
+from unisono.checkpoint.retention import measure_disk_space
+from unisono.checkpoint.verified import record_verified
 from unisono.checkpoint.verify import read_through
 from unisono.errors import IntegrityError, Problem
 from unisono.events import Reporter
@@ -18,7 +18,7 @@ from unisono.facts import read_environment
 from unisono.task.file_cache import forget_cached
 
 if TYPE_CHECKING:
-    from unisono.checkpoint.reader import CheckpointReader
+    from unisono.checkpoint.state import CheckpointReader
 
 
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         IntegrityError: with all that is wrong with the checkpoint.
     """
     path, key = Path(request["path"]), user_key(read_environment().settings_dir)
-    report.send("room", **asdict(measure_room(path.parent, key=key)))
+    report.send("room", **asdict(measure_disk_space(path.parent, key=key)))
     began = time.monotonic()
     for file in path.iterdir():
         forget_cached(file)
@@ -37,7 +37,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         findings = [finding for finding in reading.findings if finding.kind != "extra"]
         raise IntegrityError(*(Problem(str(finding), str(path / finding.file)) for finding in findings))
     tensors = _read_tensors(path)
-    note_verified(path.parent, [reading])
+    record_verified(path.parent, [reading])
     return {"seconds": time.monotonic() - began, "bytes": reading.manifest.total_bytes, "tensors": tensors}
 
 
@@ -47,7 +47,7 @@ def _read_tensors(path: Path) -> int:
     Raises:
         IntegrityError: if they are not those of which state.json tells.
     """
-    from unisono.checkpoint.reader import CheckpointReader  # brings torch, which the digests did not need
+    from unisono.checkpoint.state import CheckpointReader  # brings torch, which the digests did not need
 
     reader = CheckpointReader(path)
     problems = _misfits(reader)

@@ -21,8 +21,8 @@ from typing import IO, Any, BinaryIO
 
 import xxhash
 
-from unisono.checkpoint.keeping import Rules
 from unisono.checkpoint.manifest import MANIFEST, Manifest, ManifestError
+from unisono.checkpoint.retention import Rules
 from unisono.data.remote import open_storage
 from unisono.errors import DataError, IntegrityError, UnfitError, UnisonoError
 from unisono.events import Reporter

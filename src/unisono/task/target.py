@@ -5,9 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from unisono.checkpoint.listing import LISTING, check_listing, listed_files, read_digest
-from unisono.checkpoint.signing import user_key
-from unisono.checkpoint.store import CheckpointStore, Found
+from unisono.checkpoint.manifest import user_key
+from unisono.checkpoint.model_manifest import MODEL_MANIFEST, check_model, listed_files, read_digest
+from unisono.checkpoint.store import CheckpointStore, IntactCheckpoint
 from unisono.errors import IntegrityError, ModelError, Problem, UsageError
 from unisono.events import Reporter
 from unisono.facts import read_environment
@@ -68,7 +68,7 @@ def find_target(asked: str, *, step: int | None = None) -> Target:
         return _find(asked, directory, step)
     except UsageError:  # a file that cannot be read may be one that was damaged since it was written
         for place in (directory, RunDir(directory).adapter, RunDir(directory).model):
-            checked = check_listing(place)
+            checked = check_model(place)
             if not checked.intact:
                 raise checked.refusal(restore="copy the directory again, or export it again") from None
         raise
@@ -108,14 +108,15 @@ def verify_target(target: Target, report: Reporter) -> None:
         cache=read_environment().cache_dir / "digests.json", told=DigestProgress(report, "verify").told,
     )  # fmt: skip
     for place in places:
-        checked = check_listing(place, read=partial(_digest_of, found))
+        checked = check_model(place, read=partial(_digest_of, found))
         if not checked.intact:
             raise checked.refusal(restore=_restore(target, place))
         for finding in checked.findings:
             report.warning("target", f"{place / finding.file}: {finding.what}")
         if not checked.listed and place == target.weights and target.plan is not None:
             report.warning(
-                "target", f"{place} is not verified: an older version of unisono wrote no {LISTING} there"
+                "target",
+                f"{place} is not verified: an older version of unisono wrote no {MODEL_MANIFEST} there",
             )
 
 
@@ -215,7 +216,7 @@ def _outcome(run: RunDir) -> str | None:
     return str(outcome) if outcome else None
 
 
-def _at_step(store: CheckpointStore, plan: RunPlan, step: int) -> Found:
+def _at_step(store: CheckpointStore, plan: RunPlan, step: int) -> IntactCheckpoint:
     path = store.path(step)
     if not path.is_dir():
         steps = ", ".join(entry.name.removeprefix("step-").lstrip("0") or "0" for entry in store.list())
@@ -247,7 +248,9 @@ def _at_result(asked: str, plan: RunPlan, base: Path, final: Path) -> Target:
     )
 
 
-def _at_checkpoint(asked: str, plan: RunPlan, base: Path, found: Found, notes: tuple[str, ...]) -> Target:
+def _at_checkpoint(
+    asked: str, plan: RunPlan, base: Path, found: IntactCheckpoint, notes: tuple[str, ...]
+) -> Target:
     foreign = ("the checkpoint was not signed by you; only its weights are read",) if found.is_foreign else ()
     what = "adapter" if plan.config.adapter is not None else "all weights"
     text = f"the run {asked} at step {found.step}: {what} of {plan.config.model.path}"

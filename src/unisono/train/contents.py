@@ -9,8 +9,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from unisono.checkpoint.reader import Tensors
-from unisono.checkpoint.state import optimizer_tensors
+from unisono.checkpoint.state import Tensors, optimizer_tensors
 from unisono.train.part import Part
 from unisono.train.run import Run
 

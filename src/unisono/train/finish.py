@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from unisono.checkpoint.listing import write_listing
-from unisono.checkpoint.trouble import free_bytes
+from unisono.checkpoint.model_manifest import write_model_manifest
+from unisono.checkpoint.writer import free_bytes
 from unisono.errors import Problem, UnfitError
 from unisono.files import fsync_dir
 from unisono.storage_errors import error_number, is_full, reason, remedy, storage_verdict, words
@@ -34,7 +34,7 @@ def write_result(run: Run) -> Path | None:
     with _storage_trouble_told(run, temporary, target):
         require_directory(run)
         shutil.rmtree(temporary, ignore_errors=True)
-        write_listing(temporary, write_weights(run.forward.loaded, run.plan, temporary))
+        write_model_manifest(temporary, write_weights(run.forward.loaded, run.plan, temporary))
         _sync(temporary)
         _put_in_place(temporary, target)
     return target

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.trouble import StorageFailed
+from unisono.checkpoint.writer import StorageFailed
 from unisono.data.table import TokenTable
 from unisono.events import Reporter
 from unisono.model.forward import Forward

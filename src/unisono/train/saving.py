@@ -17,11 +17,9 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.manifest import FileEntry
-from unisono.checkpoint.reader import CheckpointReader
-from unisono.checkpoint.state import load_optimizer
+from unisono.checkpoint.state import CheckpointReader, load_optimizer
 from unisono.checkpoint.store import step_of, temporary_name
-from unisono.checkpoint.trouble import StorageFailed, storage_trouble
-from unisono.checkpoint.values import STATE, state_text
+from unisono.checkpoint.writer import STATE, StorageFailed, state_text, storage_failure
 from unisono.errors import IntegrityError, Problem
 from unisono.files import read_object
 from unisono.model.shard import like
@@ -240,7 +238,7 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
         )  # fmt: skip
     except (StorageFailed, OSError) as error:
         target = run.files.checkpoint(job.step)
-        failure = error if isinstance(error, StorageFailed) else storage_trouble(error, target, target)
+        failure = error if isinstance(error, StorageFailed) else storage_failure(error, target, target)
         assert failure is not None
         run.trouble = failure
         dismiss_parts(run, job)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.table import TokenTable
 from unisono.events import Reporter

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.reader import CheckpointReader, Outline
-from unisono.checkpoint.values import decode_values, encode_values
+from unisono.checkpoint.state import CheckpointReader, Outline
+from unisono.checkpoint.writer import decode_values, encode_values
 from unisono.train.group import Group
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.reader import DTYPES
-from unisono.checkpoint.snapshot import SLOTS, Entry, Layout, Slots, needed_bytes, text_of
-from unisono.checkpoint.state import dtype_name
+from unisono.checkpoint.snapshot import SLOTS, Entry, Layout, Slots, needed_bytes, slot_text
+from unisono.checkpoint.state import DTYPES, dtype_name
 from unisono.errors import Problem, UnfitError
 from unisono.facts.limits import available_memory
 from unisono.rundir.metrics import without_nan
@@ -154,7 +153,7 @@ class Snapshots:
 
     def _text(self, run: Run, contents: Contents) -> bytes:
         values = {"train": run.state.to_json(), "optimizer": _optimizer_values(run, contents)}
-        return text_of(values, self._lines)
+        return slot_text(values, self._lines)
 
     def _judge(self, run: Run) -> None:
         """Once, after the same step on all ranks: decides again, by what was measured on the slowest rank. All ranks must call it."""

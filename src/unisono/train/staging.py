@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from unisono.checkpoint.state import bytes_of, dtype_name
-from unisono.checkpoint.tensor_file import TensorPart
+from unisono.checkpoint.writer import TensorPart
 from unisono.facts.limits import available_memory
 from unisono.train.part import Part
 

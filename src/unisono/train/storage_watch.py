@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from unisono.checkpoint.trouble import StorageFailed
+from unisono.checkpoint.writer import StorageFailed
 from unisono.errors import Problem
 from unisono.events import Reporter
 from unisono.facts.threads import Moves, ThreadLook, look_at_thread

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from unisono.checkpoint.trouble import StorageFailed
+from unisono.checkpoint.writer import StorageFailed
 from unisono.errors import Problem
 from unisono.facts.threads import Moves, look_at_thread
 from unisono.train.run import Run

@@ -13,7 +13,7 @@ import torch
 
 from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.state import bytes_of, dtype_name
-from unisono.checkpoint.tensor_file import TensorPart, file_order, write_tensor_file
+from unisono.checkpoint.writer import TensorPart, file_order, write_tensor_file
 from unisono.files import read_json, write_json
 from unisono.model.files import read_contents, read_safetensors_header, weight_files
 from unisono.model.layout import MODEL_INDEX, Layout, Stored, Tensors, adapter_layout, model_layout, untied

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.causes import Verdict
-from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.child import parse_child_arguments, run_child
 from unisono.errors import ModelError, RankDied

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from unisono.causes import Verdict
-from unisono.checkpoint.signing import user_key
+from unisono.checkpoint.manifest import user_key
 from unisono.control.tokens import new_token
 from unisono.errors import UnfitError
 from unisono.events import Message, Reporter, read_message

@@ -17,7 +17,7 @@ from unisono.checkpoint.verify import Damage, digest_file, explain_damage
 from unisono.errors import IntegrityError, Problem
 from unisono.files import open_plain, parse_json, read_bytes
 
-LISTING = "unisono_manifest.json"
+MODEL_MANIFEST = "unisono_manifest.json"
 _ADAPTER_SETTINGS = "adapter_config.json"
 _BASE = "base_model_name_or_path"
 # What people set by hand in a finished model; a change in any other file changes what was trained, or how text becomes tokens.
@@ -27,7 +27,7 @@ Read = Callable[[Path], tuple[int, str]]
 """Gives the size of a file and the XXH3-128 of its bytes; raises OSError."""
 
 
-class Listing(Vouched):
+class ModelManifest(Vouched):
     """All files of a final directory, by their paths in it."""
 
     adapter_settings: str = ""
@@ -37,13 +37,13 @@ class Listing(Vouched):
     @classmethod
     def _names_stay_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
         for name in files:
-            if not all(is_file_name(part) for part in name.split("/")) or name == LISTING:
+            if not all(is_file_name(part) for part in name.split("/")) or name == MODEL_MANIFEST:
                 raise ValueError(f"{name!r} cannot be a file of a model")
         return files
 
 
 @dataclass(frozen=True)
-class Checked:
+class ModelCheck:
     """What came of comparing a directory with its list.
 
     Attributes:
@@ -71,8 +71,8 @@ class Checked:
             *(
                 Problem(
                     f"{self.path.name}/{finding}", str(self.path / finding.file),
-                    f"{LISTING} in this directory has the digest of every file as it was written",
-                    f"{restore}; if the change is meant, delete {self.path / LISTING}: the files are then read unverified",
+                    f"{MODEL_MANIFEST} in this directory has the digest of every file as it was written",
+                    f"{restore}; if the change is meant, delete {self.path / MODEL_MANIFEST}: the files are then read unverified",
                 )
                 for finding in self.findings
                 if finding.is_fatal
@@ -80,7 +80,7 @@ class Checked:
         )  # fmt: skip
 
 
-def write_listing(directory: Path, known: Mapping[str, FileEntry]) -> None:
+def write_model_manifest(directory: Path, known: Mapping[str, FileEntry]) -> None:
     """Writes the list of all files that are in a directory now. The caller syncs it.
 
     Args:
@@ -93,11 +93,11 @@ def write_listing(directory: Path, known: Mapping[str, FileEntry]) -> None:
     files = {}
     for file in sorted(directory.rglob("*")):
         name = file.relative_to(directory).as_posix()
-        if file.is_file() and name != LISTING:
+        if file.is_file() and name != MODEL_MANIFEST:
             files[name] = known.get(name) or _entry(file)
     settings = _settings_digest(directory / _ADAPTER_SETTINGS) if _ADAPTER_SETTINGS in files else ""
-    (directory / LISTING).write_bytes(
-        Listing(files=files, adapter_settings=settings).with_checksum().to_bytes()
+    (directory / MODEL_MANIFEST).write_bytes(
+        ModelManifest(files=files, adapter_settings=settings).with_checksum().to_bytes()
     )
 
 
@@ -106,7 +106,7 @@ def _entry(file: Path) -> FileEntry:
     return FileEntry(bytes=size, xxh3_128=digest)
 
 
-def read_listing(directory: Path) -> Listing | None:
+def read_model_manifest(directory: Path) -> ModelManifest | None:
     """The list of a directory; None if it has none.
 
     Raises:
@@ -114,7 +114,7 @@ def read_listing(directory: Path) -> Listing | None:
         ManifestError: if it is damaged.
     """
     try:
-        return Listing.from_bytes(read_bytes(directory / LISTING))
+        return ModelManifest.from_bytes(read_bytes(directory / MODEL_MANIFEST))
     except FileNotFoundError:
         return None
 
@@ -130,17 +130,17 @@ def read_digest(file: Path) -> tuple[int, str]:
 
 
 def listed_files(directory: Path) -> list[Path]:
-    """The files that are to be read for `check_listing`: those in the list that are there; none where there is no list that can be read."""
+    """The files that are to be read for `check_model`: those in the list that are there; none where there is no list that can be read."""
     try:
-        listing = read_listing(directory)
+        listing = read_model_manifest(directory)
     except (OSError, ManifestError):
         return []
     return [directory / name for name in listing.files if (directory / name).is_file()] if listing else []
 
 
-def check_listing(
+def check_model(
     directory: Path, *, read: Read = read_digest, only: Callable[[str], bool] = lambda _name: True
-) -> Checked:
+) -> ModelCheck:
     """Compares the files of a directory with its list.
 
     Args:
@@ -149,24 +149,24 @@ def check_listing(
         only: whether a file of this name matters.
     """
     try:
-        listing = read_listing(directory)
+        listing = read_model_manifest(directory)
     except OSError as error:
-        return Checked(
+        return ModelCheck(
             directory,
             listed=True,
-            findings=[Damage(LISTING, f"it cannot be read: {error.strerror}", "manifest")],
+            findings=[Damage(MODEL_MANIFEST, f"it cannot be read: {error.strerror}", "manifest")],
         )
     except ManifestError as error:
-        return Checked(
-            directory, listed=True, findings=[Damage(LISTING, f"it is damaged: {error}", "manifest")]
+        return ModelCheck(
+            directory, listed=True, findings=[Damage(MODEL_MANIFEST, f"it is damaged: {error}", "manifest")]
         )
     if listing is None:
-        return Checked(directory, listed=False)
+        return ModelCheck(directory, listed=False)
     found = [_compare(directory, name, listing, read) for name in listing.files if only(name)]
-    return Checked(directory, listed=True, findings=[damage for damage in found if damage is not None])
+    return ModelCheck(directory, listed=True, findings=[damage for damage in found if damage is not None])
 
 
-def _compare(directory: Path, name: str, listing: Listing, read: Read) -> Damage | None:
+def _compare(directory: Path, name: str, listing: ModelManifest, read: Read) -> Damage | None:
     wanted, may_change = listing.files[name], name in _FREE_TO_EDIT
     try:
         size, digest = read(directory / name)

@@ -1,7 +1,7 @@
-"""verified.json: when each checkpoint was last read through, and what came of it.
+"""What is known of checkpoints without reading them again: verified.json, and what this process has read or written.
 
-For `checkpoint ls`, for who looks for the one that nobody has read for longest, and for deciding what may go: there a record counts only
-as long as the checkpoint looks as it did when it was read. Nobody loads a checkpoint on the strength of a record.
+The record serves `checkpoint ls`, the verifier (which checkpoint has not been read for longest) and retention: there an entry counts only
+as long as the checkpoint looks as it did when it was read. No checkpoint is loaded on the strength of a record.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.manifest import Manifest
-from unisono.checkpoint.verify import Reading, stamp_of
+from unisono.checkpoint.retention import Candidate
+from unisono.checkpoint.verify import Reading, Stamp, read_manifest, stamp_of
 from unisono.files import read_json, write_json
 
 VERIFIED = "verified.json"
@@ -33,7 +34,7 @@ class Verified:
     read_again: bool = True
 
 
-def note_verified(root: Path, readings: Iterable[Reading]) -> None:
+def record_verified(root: Path, readings: Iterable[Reading]) -> None:
     """Writes down that checkpoints were read through now. What cannot be written down was not asked for by anybody.
 
     Args:
@@ -50,7 +51,7 @@ def note_verified(root: Path, readings: Iterable[Reading]) -> None:
     }  # fmt: skip
     with (
         contextlib.suppress(OSError),
-        _alone(root),
+        _locked(root),
     ):  # somebody else's run, or a full disk: the finding itself was told
         entries = _entries(root) | new
         there = {name: entry for name, entry in entries.items() if (root / name).is_dir()}
@@ -59,7 +60,7 @@ def note_verified(root: Path, readings: Iterable[Reading]) -> None:
 
 def last_verified(root: Path, name: str, manifest: Manifest | None) -> Verified | None:
     """When the checkpoint was last read through, after it was written if never since; None if nobody knows."""
-    entry = _entry(root, name, manifest)
+    entry = _entry_of(root, name, manifest)
     if entry is not None:
         return Verified(str(entry.get("at")), entry.get("intact") is True)
     return Verified(manifest.created, intact=True, read_again=False) if manifest else None
@@ -67,7 +68,7 @@ def last_verified(root: Path, name: str, manifest: Manifest | None) -> Verified 
 
 def recorded_state(path: Path, manifest: Manifest) -> bool | None:
     """Whether the checkpoint was intact when it was last read; None if nobody has read it as it looks now."""
-    entry = _entry(path.parent, path.name, manifest)
+    entry = _entry_of(path.parent, path.name, manifest)
     if entry is None or not isinstance(entry.get("intact"), bool):
         return None
     stamp = stamp_of(path, manifest)
@@ -76,7 +77,7 @@ def recorded_state(path: Path, manifest: Manifest) -> bool | None:
     return bool(entry["intact"])
 
 
-def _entry(root: Path, name: str, manifest: Manifest | None) -> dict[str, Any] | None:
+def _entry_of(root: Path, name: str, manifest: Manifest | None) -> dict[str, Any] | None:
     """What is written down about a checkpoint with this manifest."""
     entry = _entries(root).get(name)
     of_this = isinstance(entry, dict) and entry.get("checksum") == (manifest.checksum if manifest else None)
@@ -93,7 +94,7 @@ def _entries(root: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _alone(root: Path) -> Iterator[None]:
+def _locked(root: Path) -> Iterator[None]:
     """Keeps others from writing the file between our reading and our writing it: a verifier beside a command."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -102,3 +103,51 @@ def _alone(root: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A checkpoint as this process has left it: how it looked, and whether it was read through or only written."""
+
+    stamp: Stamp | None
+    was_read: bool
+
+
+class KnownStates:
+    """What one process knows. What looks otherwise than it did then is not known any more."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+
+    def note_written(self, path: Path, manifest: Manifest) -> None:
+        """It was written just now, whole."""
+        self._seen[path.name] = _Seen(stamp_of(path, manifest), was_read=False)
+
+    def note_read(self, path: Path, manifest: Manifest) -> None:
+        """It was read through just now, and is intact."""
+        self._seen[path.name] = _Seen(stamp_of(path, manifest), was_read=True)
+
+    def forget(self, path: Path) -> None:
+        """It is gone, or damaged."""
+        self._seen.pop(path.name, None)
+
+    def of(self, path: Path, *, step: int, key: bytes) -> Candidate:
+        """What is known of a checkpoint; `intact` is None where nobody can say without reading it.
+
+        Args:
+            path: the checkpoint.
+            step: its own.
+            key: the user's key.
+        """
+        manifest = read_manifest(path)
+        if manifest is None:
+            return Candidate(step, intact=False, read_back=False)
+        if not manifest.is_signed_by(key):
+            return Candidate(step, foreign=True, read_back=False)
+        recorded = recorded_state(path, manifest)  # first: a disk that rots changes neither time nor size
+        if recorded is not None:
+            return Candidate(step, intact=recorded, read_back=recorded)
+        seen = self._seen.get(path.name)
+        if seen is None or seen.stamp is None or seen.stamp != stamp_of(path, seen.stamp.manifest):
+            return Candidate(step, read_back=False)
+        return Candidate(step, intact=True, read_back=seen.was_read)
