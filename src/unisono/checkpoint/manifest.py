@@ -21,6 +21,9 @@ from unisono.files import fsync_dir, parse_json, read_text
 from unisono.text import validation_words
 
 MANIFEST = "manifest.json"
+KEY_FILE = "checkpoint.key"
+_KEY_BYTES = 32
+_MOST_KEY_FILE_BYTES = 4096
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
@@ -137,8 +140,7 @@ def is_file_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-KEY_FILE = "checkpoint.key"
-_KEY_BYTES = 32
+# ---- the user's key
 
 
 def user_key(settings_dir: Path) -> bytes:
@@ -151,42 +153,42 @@ def user_key(settings_dir: Path) -> bytes:
     """
     path = settings_dir / KEY_FILE
     try:
-        return _read(path)
+        return _read_key(path)
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise _unfit(path, error) from error
+        raise _key_failure(path, error) from error
     try:
-        _make(path)
-        return _read(path)
+        _make_key(path)
+        return _read_key(path)
     except OSError as error:
-        raise _unfit(path, error) from error
+        raise _key_failure(path, error) from error
 
 
-_MOST_BYTES = 4096
-
-
-def _read(path: Path) -> bytes:
+def _read_key(path: Path) -> bytes:
     mode = path.stat().st_mode & 0o777
     if mode & 0o077:
         raise UnfitError.of(
-            f"the key that signs checkpoints can be read by others (mode {mode:04o})", where=str(path),
-            why="whoever has it can make checkpoints that pass for yours", fix=f"chmod 600 {path}",
-        )  # fmt: skip
+            f"the key that signs checkpoints can be read by others (mode {mode:04o})",
+            where=str(path),
+            why="whoever has it can make checkpoints that pass for yours",
+            fix=f"chmod 600 {path}",
+        )
     try:
-        key = bytes.fromhex(read_text(path, most_bytes=_MOST_BYTES).strip())
+        key = bytes.fromhex(read_text(path, most_bytes=_MOST_KEY_FILE_BYTES).strip())
     except ValueError:
         key = b""
     if len(key) != _KEY_BYTES:
         raise UnfitError.of(
-            "the key that signs checkpoints is damaged", where=str(path),
+            "the key that signs checkpoints is damaged",
+            where=str(path),
             why=f"it should be {2 * _KEY_BYTES} hexadecimal digits",
             fix="restore the file, or delete it: a new key is made, and older checkpoints then count as foreign",
-        )  # fmt: skip
+        )
     return key
 
 
-def _make(path: Path) -> None:
+def _make_key(path: Path) -> None:
     """Writes a new key beside its place and links it in; the first of several processes wins."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
@@ -205,9 +207,10 @@ def _make(path: Path) -> None:
         temporary.unlink()
 
 
-def _unfit(path: Path, error: OSError) -> UnfitError:
+def _key_failure(path: Path, error: OSError) -> UnfitError:
     return UnfitError.of(
-        f"the key that signs checkpoints cannot be kept: {error.strerror}", where=str(path),
+        f"the key that signs checkpoints cannot be kept: {error.strerror}",
+        where=str(path),
         why="each user has one, in the folder of settings",
         fix="make the folder writable, or point XDG_CONFIG_HOME at one that is",
-    )  # fmt: skip
+    )

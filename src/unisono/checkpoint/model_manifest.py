@@ -70,14 +70,15 @@ class ModelCheck:
         return IntegrityError(
             *(
                 Problem(
-                    f"{self.path.name}/{finding}", str(self.path / finding.file),
+                    f"{self.path.name}/{finding}",
+                    str(self.path / finding.file),
                     f"{MODEL_MANIFEST} in this directory has the digest of every file as it was written",
                     f"{restore}; if the change is meant, delete {self.path / MODEL_MANIFEST}: the files are then read unverified",
                 )
                 for finding in self.findings
                 if finding.is_fatal
             )
-        )  # fmt: skip
+        )
 
 
 def write_model_manifest(directory: Path, known: Mapping[str, FileEntry]) -> None:

@@ -69,9 +69,11 @@ def resume_point(
         return ResumePoint(step=found.step, path=str(found.path), trust=found.is_foreign), reason
     if decision.kind == "extend":
         raise IntegrityError.of(
-            "the finished run has no checkpoint that it could be extended from", where=str(store.root),
-            why="they were deleted", fix="set another output_dir, or start anew with --fresh, which keeps this run under another name",
-        )  # fmt: skip
+            "the finished run has no checkpoint that it could be extended from",
+            where=str(store.root),
+            why="they were deleted",
+            fix="set another output_dir, or start anew with --fresh, which keeps this run under another name",
+        )
     return None, f"{decision.reason}; it ended before its first checkpoint, so it begins at step 1"
 
 
@@ -85,16 +87,22 @@ def _none_intact(root: Path, findings: dict[Path, list[Damage]]) -> IntegrityErr
             else f"{foreign[0].name} is intact, and is"
         )
         return IntegrityError.of(
-            f"{which} not signed with your key", where=str(root), why=why,
+            f"{which} not signed with your key",
+            where=str(root),
+            why=why,
             fix="if you trust who made them: pass --trust to go on all the same (nothing of them is run as code), or copy "
             f"{KEY_FILE} of that user into your folder of settings (~/.config/unisono); else start anew with --fresh, which keeps "
             "this run under another name",
-        )  # fmt: skip
+        )
     many = len(findings) > 1
     return IntegrityError.of(
-        f"none of the run's {len(findings)} checkpoints is intact" if many else "the run's only checkpoint is not intact",
-        where=str(root), why=why, fix="restore one from a copy, or start anew with --fresh, which keeps this run under another name",
-    )  # fmt: skip
+        f"none of the run's {len(findings)} checkpoints is intact"
+        if many
+        else "the run's only checkpoint is not intact",
+        where=str(root),
+        why=why,
+        fix="restore one from a copy, or start anew with --fresh, which keeps this run under another name",
+    )
 
 
 def _describe(path: Path, findings: list[Damage]) -> str:

@@ -15,6 +15,8 @@ from pathlib import Path
 from unisono.checkpoint.verify import read_manifest
 from unisono.checkpoint.writer import free_bytes
 
+_OWN_NAME = re.compile(r"(step-(?P<step>\d{8,})|step-\d{8,}\.tmp-[0-9a-f]+|\.trash-\d{8,}-[0-9a-f]+)")
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -111,7 +113,7 @@ def _last_read_back(newest_first: Iterable[Candidate], *, since: int) -> Candida
     return next((one for one in newest_first if one.step >= since and one.read_back is not False), None)
 
 
-_OWN = re.compile(r"(step-(?P<step>\d{8,})|step-\d{8,}\.tmp-[0-9a-f]+|\.trash-\d{8,}-[0-9a-f]+)")
+# ---- disk space
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def measure_disk_space(root: Path, *, key: bytes) -> DiskSpace:
     after = _own_bytes(root, key)
     # A checkpoint that is deleted meanwhile is in the first sum and free already: the smaller one is right.
     own = min(sum(before.values()), sum(after.values()))
-    steps = [int(found["step"]) for name in after if (found := _OWN.fullmatch(name)) and found["step"]]
+    steps = [int(found["step"]) for name in after if (found := _OWN_NAME.fullmatch(name)) and found["step"]]
     return DiskSpace(free, own, tuple(sorted(steps)))
 
 
@@ -157,7 +159,7 @@ def _own_bytes(root: Path, key: bytes) -> dict[str, int]:
     """Bytes by directory."""
     found = {}
     for path in root.iterdir():
-        named = _OWN.fullmatch(path.name)
+        named = _OWN_NAME.fullmatch(path.name)
         if named is None:
             continue
         manifest = read_manifest(path) if named["step"] else None

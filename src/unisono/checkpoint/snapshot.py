@@ -274,8 +274,13 @@ def _read_slot(slot: memoryview) -> StepSnapshot | None:
     layout = Layout.from_bytes(bytes(body[: sizes[0]]))
     text = json.loads(bytes(body[sizes[0] + sizes[1] :]))
     return StepSnapshot(
-        sequence, step, layout, body[sizes[0] : sizes[0] + sizes[1]], decode_values(text["values"]), text["lines"]
-    )  # fmt: skip
+        sequence,
+        step,
+        layout,
+        body[sizes[0] : sizes[0] + sizes[1]],
+        decode_values(text["values"]),
+        text["lines"],
+    )
 
 
 def _clear_head(slot: memoryview) -> None:

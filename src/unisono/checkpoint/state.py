@@ -31,10 +31,23 @@ from unisono.files import parse_json, read_text
 Tensors = dict[str, torch.Tensor]
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16, "U32": torch.uint32,
-    "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -142,12 +155,14 @@ class CheckpointReader:
 
 def _unreadable(directory: Path, why: str) -> IntegrityError:
     return IntegrityError.of(
-        f"checkpoint {directory.name} cannot be read: {why}", where=str(directory),
-        why="its files do not hold what unisono writes", fix="`unisono checkpoint verify RUN` says what is damaged",
-    )  # fmt: skip
+        f"checkpoint {directory.name} cannot be read: {why}",
+        where=str(directory),
+        why="its files do not hold what unisono writes",
+        fix="`unisono checkpoint verify RUN` says what is damaged",
+    )
 
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# ---- writing, and optimizers
 
 
 def save_state(
@@ -273,9 +288,10 @@ def _check_groups(optimizer: torch.optim.Optimizer, names: list[str], state: dic
 
 def _misfit(why: str) -> IntegrityError:
     return IntegrityError.of(
-        "the optimizer state of the checkpoint does not fit this run", why=why,
+        "the optimizer state of the checkpoint does not fit this run",
+        why=why,
         fix="resume with the config and the model that it was written with, or start anew with --fresh",
-    )  # fmt: skip
+    )
 
 
 def _device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> torch.device:

@@ -101,9 +101,15 @@ class CheckpointStore:
         if not is_saved:
             known: dict[str, FileEntry] = {}
             with self.writing(
-                step, run_id=run_id, config_digest=config_digest, world_size=world_size, threads=threads, holder=holder,
-                temporary=temporary, known=known,
-            ) as directory:  # fmt: skip
+                step,
+                run_id=run_id,
+                config_digest=config_digest,
+                world_size=world_size,
+                threads=threads,
+                holder=holder,
+                temporary=temporary,
+                known=known,
+            ) as directory:
                 known.update(write(directory) or {})
         return self.path(step)
 
@@ -148,9 +154,15 @@ class CheckpointStore:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield directory
             manifest = Manifest(
-                run_id=run_id, step=step, created=_now(), config_digest=config_digest, world_size=world_size,
-                threads=threads, holder=holder, files=_digest_and_sync(directory, known or {}),
-            )  # fmt: skip
+                run_id=run_id,
+                step=step,
+                created=_now(),
+                config_digest=config_digest,
+                world_size=world_size,
+                threads=threads,
+                holder=holder,
+                files=_digest_and_sync(directory, known or {}),
+            )
             self._publish(directory, target, manifest.signed(self._key))
         except BaseException as error:  # also Ctrl-C leaves no half directory; raised again
             trouble = storage_failure(error, target, directory)
@@ -342,9 +354,11 @@ def _now() -> str:
 
 def _not_accessible(error: OSError, path: Path) -> StorageFailed:
     problem = Problem(
-        f"checkpoint {path.name} cannot be written: {error.strerror or error}", str(error.filename or path),
-        "the storage could not even be asked whether it is there", "mend it; the older checkpoints are as they were",
-    )  # fmt: skip
+        f"checkpoint {path.name} cannot be written: {error.strerror or error}",
+        str(error.filename or path),
+        "the storage could not even be asked whether it is there",
+        "mend it; the older checkpoints are as they were",
+    )
     return StorageFailed(problem, path=path)
 
 

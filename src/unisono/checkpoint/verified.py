@@ -44,11 +44,13 @@ def record_verified(root: Path, readings: Iterable[Reading]) -> None:
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     new = {
         reading.path.name: {
-            "checksum": reading.manifest.checksum if reading.manifest else None, "at": now, "intact": reading.intact,
+            "checksum": reading.manifest.checksum if reading.manifest else None,
+            "at": now,
+            "intact": reading.intact,
             "looks": reading.stamp.digest if reading.stamp else None,
         }
         for reading in readings
-    }  # fmt: skip
+    }
     with (
         contextlib.suppress(OSError),
         _locked(root),
@@ -103,6 +105,9 @@ def _locked(root: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+# ---- what this process knows
 
 
 @dataclass(frozen=True, slots=True)

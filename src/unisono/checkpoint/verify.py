@@ -17,7 +17,11 @@ from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, ManifestE
 from unisono.checkpoint.writer import ITEM_BYTES
 from unisono.files import read_bytes
 
-_CHUNK = 1 << 22
+HEADER = "the header"
+_LENGTH_BYTES = 8
+_HEADER_LIMIT_BYTES = 100 << 20  # safetensors' own
+_CHUNK_BYTES = 4 << 20
+_TENSORS_SHOWN = 3
 
 Pace = Callable[[int], None]
 """Is told the bytes that were read just now. It may take its time, and may raise to end the reading."""
@@ -102,7 +106,7 @@ def stamp_of(path: Path, manifest: Manifest) -> Stamp | None:
 def digest_file(fd: int, pace: Pace | None = None) -> tuple[int, str]:
     """The size of an open file in bytes, and the XXH3-128 digest of what it holds."""
     digest, size = xxhash.xxh3_128(), 0
-    while chunk := os.read(fd, _CHUNK):
+    while chunk := os.read(fd, _CHUNK_BYTES):
         digest.update(chunk)
         size += len(chunk)
         if pace is not None:
@@ -269,11 +273,7 @@ def _other_manifests(path: Path) -> Iterator[Manifest]:
                 yield Manifest.from_bytes(read_bytes(file))
 
 
-HEADER = "the header"
-_LENGTH_BYTES = 8
-_HEADER_LIMIT_BYTES = 100 << 20  # safetensors' own
-_CHUNK_BYTES = 4 << 20
-_SHOWN = 3
+# ---- which tensors of a damaged file are damaged
 
 
 @dataclass(frozen=True)
@@ -306,8 +306,8 @@ def damaged_tensors(fd: int, entry: FileEntry) -> list[str]:
 
 def show_tensors(tensors: Sequence[str]) -> str:
     """Some of them by name, for people; nothing for none."""
-    more = f" and {len(tensors) - _SHOWN} tensors more" if len(tensors) > _SHOWN else ""
-    return ", ".join(tensors[:_SHOWN]) + more
+    more = f" and {len(tensors) - _TENSORS_SHOWN} tensors more" if len(tensors) > _TENSORS_SHOWN else ""
+    return ", ".join(tensors[:_TENSORS_SHOWN]) + more
 
 
 def _places(fd: int, entry: FileEntry) -> list[_Place] | None:

@@ -27,12 +27,27 @@ PARTS = "unisono.parts"
 """In the header's metadata: for each part its tensor's whole shape and the part's offsets, as JSON."""
 ALIASES = "unisono.aliases"
 """In the header's metadata: second names of tensors that were one in memory, as JSON."""
+STATE = "state.json"
 ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-    "F8_E4M3": 1, "F8_E5M2": 1,
-}  # fmt: skip
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
 _CHUNK_BYTES = 8 << 20  # stays in the cache between digest and write
 _ALIGNMENT = 8
+_SLACK_BYTES = 1 << 16  # headers, the manifest, and what a file system rounds up
 
 Read = Callable[[], memoryview]
 OnBytes = Callable[[int], None]
@@ -157,7 +172,7 @@ def group_files(group: str, shards: int) -> list[str]:
     return [group_file(group, shard, shards) for shard in range(shards)]
 
 
-STATE = "state.json"
+# ---- plain values
 
 
 def state_text(groups: list[str], state: dict[str, Any], *, shards: int = 1) -> bytes:
@@ -210,7 +225,7 @@ def decode_values(value: Any) -> Any:
     return value
 
 
-_SLACK_BYTES = 1 << 16  # headers, the manifest, and what a file system rounds up
+# ---- whole files
 
 
 @dataclass(frozen=True)
@@ -272,6 +287,9 @@ def _write_text(path: Path, text: bytes) -> FileEntry:
     return FileEntry(bytes=len(text), xxh3_128=xxhash.xxh3_128_hexdigest(text))
 
 
+# ---- what a failed write means
+
+
 class StorageFailed(UnfitError):  # noqa: N818 - named for what happened, as RankDied is
     """A checkpoint could not be written; what was there before is untouched.
 
@@ -297,10 +315,11 @@ class StorageFull(StorageFailed):
         self.free_bytes = free_bytes
         missing = show_bytes(self.missing_bytes)
         problem = Problem(
-            f"no room for checkpoint {path.name}: {missing} ({self.missing_bytes} bytes) are missing", str(path),
+            f"no room for checkpoint {path.name}: {missing} ({self.missing_bytes} bytes) are missing",
+            str(path),
             f"it needs {show_bytes(needed_bytes)} in {path.parent}, and {show_bytes(free_bytes)} are free",
             f"free {missing} there, or lower checkpoint.keep; the older checkpoints are as they were",
-        )  # fmt: skip
+        )
         super().__init__(problem, path=path, verdict=disk_full(problem, phase="save"))
 
     @property
@@ -313,9 +332,13 @@ def disk_full(problem: Problem, *, phase: str) -> Verdict:
     """The verdict on a disk that has no room for what a problem tells of; which node's disk it is who knows the rank adds."""
     known = find_cause("disk_full")
     return Verdict(
-        cause="disk_full", when="during", summary=problem.what, phase=phase, evidence=(Evidence(where=problem.where, text=problem.why),),
+        cause="disk_full",
+        when="during",
+        summary=problem.what,
+        phase=phase,
+        evidence=(Evidence(where=problem.where, text=problem.why),),
         fix=(problem.fix, *(known.remedy if known else ())),
-    )  # fmt: skip
+    )
 
 
 def free_bytes(directory: Path) -> int:
@@ -337,9 +360,14 @@ def storage_failure(error: BaseException, target: Path, temporary: Path) -> Stor
             free = free_bytes(_existing(target.parent))
             return StorageFull(target, needed_bytes=max(written, free) + 1, free_bytes=free)
     problem = Problem(
-        f"checkpoint {target.name} cannot be written: {words(error)}", str(getattr(error, "filename", None) or target), reason(error),
-        remedy(error, else_="fix it, or set output_dir to a different one; the older checkpoints are as they were"),
-    )  # fmt: skip
+        f"checkpoint {target.name} cannot be written: {words(error)}",
+        str(getattr(error, "filename", None) or target),
+        reason(error),
+        remedy(
+            error,
+            else_="fix it, or set output_dir to a different one; the older checkpoints are as they were",
+        ),
+    )
     return StorageFailed(problem, path=target, verdict=storage_verdict(error, problem, phase="save"))
 
 

@@ -1,4 +1,4 @@
-"""How much disk the checkpoints of a run take. Run: pytest tests/checkpoint/test_room.py"""
+"""How much disk the checkpoints of a run take. Run: pytest tests/checkpoint/test_disk_space.py"""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, over all states that they can be in. Run: pytest tests/checkpoint/test_keeping.py"""
+"""Which checkpoints stay, over all states that they can be in. Run: pytest tests/checkpoint/test_retention.py"""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The user's key. Run: pytest tests/checkpoint/test_signing.py"""
+"""The user's key. Run: pytest tests/checkpoint/test_key.py"""
 
 import subprocess
 import sys
