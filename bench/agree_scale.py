@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.agree.compare import compare_nodes
-from unisono.agree.joining import missing_nodes
-from unisono.agree.report import Device, FileDigest, Interface, Limits, NodeReport, OutputFacts
+from unisono.agree.membership import missing_nodes
+from unisono.agree.reports import Device, FileDigest, Interface, Limits, NodeReport, OutputFacts
 from unisono.control.events import Joined, Said
 from unisono.control.link import NodeLink
 from unisono.control.server import HeadServer

@@ -13,12 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unisono.agree.environment_rules import LAUNCH, ONLY_WARN
-from unisono.agree.known_bad import KNOWN_BAD
-from unisono.agree.lint import LINTS
-from unisono.agree.rule import NEED_MEANING, Rule
-from unisono.agree.rules import NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES
-from unisono.agree.version_rules import VERSION_RULES
+from unisono.agree.environment_rules import LAUNCH, LINTS, ONLY_WARN
+from unisono.agree.rules import NEED_MEANING, NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES, Rule
+from unisono.agree.version_rules import KNOWN_BAD, VERSION_RULES
 from unisono.causes.catalogue import ALL_CAUSES
 from unisono.causes.cause import Cause
 from unisono.causes.exit_codes import EXIT_CODES

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from unisono.agree.report import (
+from unisono.agree.reports import (
     Device,
+    DialReport,
     FileDigest,
     Interface,
     Limits,
     NodeReport,
     OutputFacts,
     RankReport,
-    Reached,
 )
 
 GIB = 2**30
@@ -156,7 +156,9 @@ def ranks(number: int = 4, *, per_node: int = 2) -> list[RankReport]:
     return [rank(index, per_node=per_node, world=number) for index in range(number)]
 
 
-def reached(source: int, target: int, outcome: str = "ok", *, port: int = 40001, **changes: Any) -> Reached:
+def reached(
+    source: int, target: int, outcome: str = "ok", *, port: int = 40001, **changes: Any
+) -> DialReport:
     """One dial."""
     values: dict[str, Any] = {
         "source": source,
@@ -168,4 +170,4 @@ def reached(source: int, target: int, outcome: str = "ok", *, port: int = 40001,
         "tried_bytes": [1, 1400, 9000, 2**20],
         "rtt_s": 0.0004 if outcome == "ok" else None,
     }
-    return Reached(**{**values, **changes})
+    return DialReport(**{**values, **changes})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.agree.making import changed, device, gpu_node, interfaces, node, nodes
 from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_nodes
-from unisono.agree.report import FileDigest, Limits, NodeReport, OutputFacts
+from unisono.agree.reports import FileDigest, Limits, NodeReport, OutputFacts
 from unisono.agree.rules import NODE_RULES
 from unisono.causes import CATALOGUE, Verdict
 

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.agree.groups import differing, odd_out, partition
-from unisono.agree.naming import Who, name_all, number_list
-from unisono.agree.showing import freeze, show, show_bytes, show_setting
+from unisono.agree.agreement import differing, odd_out, partition
+from unisono.agree.display import Member, freeze, name_all, number_list, show, show_bytes, show_setting
 
 
-def node(rank: int) -> Who:
-    return Who(rank, -1, chr(ord("a") + rank) if rank < 26 else f"n{rank}")
+def node(rank: int) -> Member:
+    return Member(rank, -1, chr(ord("a") + rank) if rank < 26 else f"n{rank}")
 
 
 def groups_of(values: Sequence[int]) -> list[int]:
@@ -89,13 +88,16 @@ def test_nodes_are_named_with_their_host_and_shortened_where_there_are_many(
 
 
 def test_ranks_are_named_with_node_and_host() -> None:
-    assert name_all([Who(1, 3, "b")]) == "rank 3, node 1 (b)"
-    assert name_all([Who(1, 3, "b"), Who(1, 2, "b")]) == "ranks 2 and 3, node 1 (b)"
-    assert name_all([Who(1, 2, "b"), Who(0, 0, "a"), Who(0, 1, "a")]) == "ranks 0–2, nodes 0 (a) and 1 (b)"
+    assert name_all([Member(1, 3, "b")]) == "rank 3, node 1 (b)"
+    assert name_all([Member(1, 3, "b"), Member(1, 2, "b")]) == "ranks 2 and 3, node 1 (b)"
+    assert (
+        name_all([Member(1, 2, "b"), Member(0, 0, "a"), Member(0, 1, "a")])
+        == "ranks 0–2, nodes 0 (a) and 1 (b)"
+    )
 
 
 def test_a_host_name_cannot_steer_a_terminal() -> None:
-    assert name_all([Who(0, -1, "\x1b[31mevil\nhost")]) == "node 0 (evil host)"
+    assert name_all([Member(0, -1, "\x1b[31mevil\nhost")]) == "node 0 (evil host)"
 
 
 @given(st.sets(st.integers(0, 300), min_size=1))

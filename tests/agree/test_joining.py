@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.agree.making import nodes
-from unisono.agree import joining
-from unisono.agree.prepared import PreparedFacts, compare_prepared
+from unisono.agree import membership
+from unisono.agree.training import PreparedFacts, compare_prepared
 from unisono.causes import CATALOGUE, Evidence, Verdict
 from unisono.control.events import Rejected
 
@@ -18,17 +18,17 @@ NOISE = Rejected("10.0.0.7:5", "not our protocol", "malformed")
 
 
 def test_a_node_that_never_called_is_named_with_those_that_are_here() -> None:
-    verdict = joining.missing_nodes(3, {0: "a", 1: "b"}, [], 60.2)
+    verdict = membership.missing_nodes(3, {0: "a", 1: "b"}, [], 60.2)
     assert verdict.cause == "node_missing"
     assert verdict.summary == "node 2 has never called; nodes 0 (a) and 1 (b) are here (2 of 3, waited 60 s)"
     assert verdict.hosts == ()
-    known = joining.missing_nodes(3, {0: "a", 1: "b"}, [], 60.2, hosts={0: "a", 1: "b", 2: "c"})
+    known = membership.missing_nodes(3, {0: "a", 1: "b"}, [], 60.2, hosts={0: "a", 1: "b", 2: "c"})
     assert known.summary.startswith("node 2 (c) has never called")
     assert known.hosts == ("c",)
 
 
 def test_many_missing_nodes_are_ranges() -> None:
-    verdict = joining.missing_nodes(1024, {rank: f"n{rank}" for rank in range(512)}, [], 300)
+    verdict = membership.missing_nodes(1024, {rank: f"n{rank}" for rank in range(512)}, [], 300)
     assert (
         verdict.summary
         == "nodes 512–1023 have never called; nodes 0–511 are here (512 of 1,024, waited 300 s)"
@@ -36,28 +36,28 @@ def test_many_missing_nodes_are_ranges() -> None:
 
 
 def test_callers_that_were_not_let_in_are_evidence_and_the_likely_one_leads_the_remedy() -> None:
-    verdict = joining.missing_nodes(3, {0: "a", 1: "b"}, [NOISE, TOKEN], 60)
+    verdict = membership.missing_nodes(3, {0: "a", 1: "b"}, [NOISE, TOKEN], 60)
     assert verdict.evidence[0] == Evidence(
         where="call from 10.0.0.9:41000", text="its proof does not fit (says it is node 2)"
     )
     assert verdict.evidence[1].where == "call from 10.0.0.7:5"
     assert "token" in verdict.fix[0]
-    assert "never started" in joining.missing_nodes(3, {0: "a", 1: "b"}, [NOISE], 60).fix[0]
+    assert "never started" in membership.missing_nodes(3, {0: "a", 1: "b"}, [NOISE], 60).fix[0]
 
 
 def test_a_wrong_token_names_the_address_and_blames_no_host() -> None:
     """What a caller without the secret says of itself is not proven."""
-    verdict = joining.wrong_token(TOKEN)
+    verdict = membership.wrong_token(TOKEN)
     assert (verdict.cause, verdict.hosts) == ("token_rejected", ())
     assert "10.0.0.9:41000" in verdict.summary
     assert "node 2" in verdict.summary
 
 
 def test_a_node_that_left_and_one_that_fell_silent_have_their_causes() -> None:
-    gone = joining.lost_node(2, "c", "connection closed", silent=False)
+    gone = membership.lost_node(2, "c", "connection closed", silent=False)
     assert (gone.cause, gone.hosts) == ("node_missing", ("c",))
     assert gone.summary == "node 2 (c) was here, and left before the start: connection closed"
-    assert joining.lost_node(2, "c", "10 s of silence", silent=True).cause == "node_unreachable"
+    assert membership.lost_node(2, "c", "10 s of silence", silent=True).cause == "node_unreachable"
 
 
 def test_a_node_that_refuses_gives_its_reason_or_its_verdict() -> None:
@@ -65,13 +65,13 @@ def test_a_node_that_refuses_gives_its_reason_or_its_verdict() -> None:
         {"what": "unknown key `data.max_lenght`", "where": "bad.yaml:4", "fix": "did you mean `max_length`?"},
         {"what": "more"},
     ]
-    verdict = joining.refused_node(2, "c", problems)
+    verdict = membership.refused_node(2, "c", problems)
     assert (verdict.cause, verdict.hosts) == ("node_refused", ("c",))
     assert verdict.summary == "node 2 (c) refused: unknown key `data.max_lenght`; and 1 more problem"
     assert verdict.evidence[0] == Evidence(where="bad.yaml:4", text="unknown key `data.max_lenght`")
     assert verdict.fix == ("did you mean `max_length`?",)
     own = Verdict(cause="storage_unfit", when="before", summary="output_dir is read-only", fix=("mount it",))
-    told = joining.refused_node(2, "c", [], verdict=own)
+    told = membership.refused_node(2, "c", [], verdict=own)
     assert (told.cause, told.summary, told.fix) == (
         "storage_unfit",
         "node 2 (c) refused: output_dir is read-only",
@@ -82,8 +82,8 @@ def test_a_node_that_refuses_gives_its_reason_or_its_verdict() -> None:
 def test_every_verdict_is_one_line_with_a_remedy_and_a_cause_that_fits_the_moment() -> None:
     nasty = Rejected("1.2.3.4:5\x1b[2J", "line\nbreak", "token", 1, "x\ny")
     for verdict in (
-        joining.missing_nodes(2, {}, [nasty], 1), joining.wrong_token(nasty),
-        joining.lost_node(1, "h\n", "w\n", silent=True), joining.refused_node(1, "h", []),
+        membership.missing_nodes(2, {}, [nasty], 1), membership.wrong_token(nasty),
+        membership.lost_node(1, "h\n", "w\n", silent=True), membership.refused_node(1, "h", []),
     ):  # fmt: skip
         assert "\n" not in verdict.summary
         assert "\x1b" not in str(verdict.to_json())

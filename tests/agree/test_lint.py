@@ -7,13 +7,10 @@ import pytest
 
 from tests.agree.making import changed, device, gpu_node, node, nodes
 from unisono.agree.compare import compare_nodes
-from unisono.agree.environment_rules import compared, need_of, unknown_names
-from unisono.agree.known_bad import KNOWN_BAD
-from unisono.agree.lint import LINTS
-from unisono.agree.report import Interface
-from unisono.agree.rule import NEED_MEANING
-from unisono.agree.rules import NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES
-from unisono.agree.version_rules import VERSION_RULES, essential, release_of
+from unisono.agree.environment_rules import LINTS, compared, need_of, unknown_names
+from unisono.agree.reports import Interface
+from unisono.agree.rules import NEED_MEANING, NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES
+from unisono.agree.version_rules import KNOWN_BAD, VERSION_RULES, essential, release_of
 from unisono.causes import CATALOGUE
 from unisono.causes.variables import VARIABLES, find_variable
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tests.agree.making import interfaces, node, nodes, reached
 from unisono.agree.agreement import Agreement
-from unisono.agree.network import compare_network
-from unisono.agree.report import Reached
+from unisono.agree.dial_matrix import compare_network
+from unisono.agree.reports import DialReport
 from unisono.causes import CATALOGUE, Verdict
 
 
 def matrix(
     bad: dict[tuple[int, int], str] | None = None, *, number: int = 3, ports: tuple[int, ...] = (40001,)
-) -> list[Reached]:
+) -> list[DialReport]:
     """Every node dials every other; `bad` says what became of some ways."""
     return [
         reached(source, target, (bad or {}).get((source, target), "ok"), port=port)
@@ -29,11 +29,11 @@ def matrix(
     ]
 
 
-def judge(dials: list[Reached], number: int = 3) -> Agreement:
+def judge(dials: list[DialReport], number: int = 3) -> Agreement:
     return compare_network(dials, nodes(number))
 
 
-def only(dials: list[Reached], number: int = 3) -> Verdict:
+def only(dials: list[DialReport], number: int = 3) -> Verdict:
     [verdict] = judge(dials, number).fatal
     return verdict
 
@@ -158,7 +158,7 @@ any_dial = st.builds(
 @given(st.lists(any_dial, max_size=25), st.integers(1, 5), st.randoms())
 @settings(max_examples=150, deadline=None)
 def test_any_matrix_is_judged_the_same_in_any_order(
-    dials: list[Reached], number: int, rng: random.Random
+    dials: list[DialReport], number: int, rng: random.Random
 ) -> None:
     agreement = judge(dials, number)
     shuffled = list(dials)

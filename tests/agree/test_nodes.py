@@ -10,7 +10,7 @@ import pytest
 from tests.agree.making import GIB, changed, device, gpu_node, interfaces, node, nodes
 from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_nodes
-from unisono.agree.report import Check, FileDigest, Interface, Limits, NodeReport, OutputFacts
+from unisono.agree.reports import Check, FileDigest, Interface, Limits, NodeReport, OutputFacts
 from unisono.causes import Verdict
 
 

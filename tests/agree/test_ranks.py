@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.agree.making import rank, ranks
-from unisono.agree.ranks import COMPARED, compare_ranks
-from unisono.agree.report import RankReport
+from unisono.agree.reports import RankReport
 from unisono.agree.rules import RANK_RULES
+from unisono.agree.training import COMPARED, compare_ranks
 from unisono.causes import CATALOGUE, Verdict
 
 CHANGES: dict[str, Any] = {

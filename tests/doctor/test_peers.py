@@ -7,7 +7,7 @@ import pytest
 
 from tests.nodes.fronts import Front, together
 from tests.nodes.harness import Job
-from unisono.agree.naming import Who
+from unisono.agree.display import Member
 from unisono.config.load import build_config
 from unisono.doctor.looking import Asked
 from unisono.doctor.peers import _marked
@@ -47,7 +47,7 @@ def test_nodes_that_agree_show_the_same_table_on_each_and_nothing_was_started(pa
 
 def test_nodes_that_are_wrong_in_the_same_way_share_a_line_whenever_each_has_looked() -> None:
     looks = {
-        Who(node, -1, host): [judge_clock(1.7e9 + node, installed_s=1.6e9, synchronised=False)]
+        Member(node, -1, host): [judge_clock(1.7e9 + node, installed_s=1.6e9, synchronised=False)]
         for node, host in enumerate("abc")
     }
     [found] = together_of(looks)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.agree.report import NodeReport
+from unisono.agree.reports import NodeReport
 from unisono.config import LoadedConfig, RunConfig, load_config
 from unisono.facts import Probes, read_environment, read_machine
 from unisono.facts.limits import SystemLimits

@@ -1,19 +1,28 @@
-"""The addresses of the nodes: reachable ones, one machine each, names that do not lead back to the asker."""
+"""Addresses, host names, MTU and network interfaces of the nodes."""
 
 import ipaddress
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from unisono.agree.agreement import Agreement
-from unisono.agree.counts import Members
-from unisono.agree.finding import NODES, evidence_of, finding, remedy_for
-from unisono.agree.groups import odd_out, partition, told
-from unisono.agree.keys import Wording, judge_keys
-from unisono.agree.naming import Who, count, enumerate_words, name_all
-from unisono.agree.report import Interface, NodeReport
+from unisono.agree.agreement import (
+    NODES,
+    Agreement,
+    Group,
+    Wording,
+    evidence_of,
+    judge_keys,
+    odd_first,
+    odd_out,
+    partition,
+    remedy_for,
+    violation,
+)
+from unisono.agree.display import Member, count, enumerate_words, name_all
+from unisono.agree.membership import Members
+from unisono.agree.reports import Interface, NodeReport, settings_of
 from unisono.agree.rules import NODE_RULES
 from unisono.causes import Evidence
-from unisono.text import one_line
+from unisono.text import nearest, one_line
 
 _BRIDGES = ("docker", "virbr", "br-", "podman", "cni", "lxcbr", "lxdbr", "veth", "flannel")
 
@@ -56,7 +65,7 @@ def judge_addresses(members: Members) -> Agreement:
     if not bridged:
         # One machine under two names is possible, and works: whether each reaches the other is tried next.
         fix = [f"on {name_all(people)}: `ip -br addr`; two machines need two addresses"]
-        return finding(
+        return violation(
             replace(rule, violated="warn"),
             f"{summary}, which two machines cannot have",
             people=people,
@@ -69,7 +78,7 @@ def judge_addresses(members: Members) -> Agreement:
     fix = [
         f"on {name_all(people)}: name the interface of the common network: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; and give --head its address"
     ]
-    return finding(rule, summary, people=people, evidence=evidence, fix=fix)
+    return violation(rule, summary, people=people, evidence=evidence, fix=fix)
 
 
 def _interfaces_text(report: NodeReport) -> str:
@@ -109,9 +118,9 @@ def _only_loopback(addresses: Sequence[str]) -> bool:
     return bool(addresses) and all(map(is_loopback, addresses))
 
 
-def _loopback_address(members: Members, odd: Sequence[Who]) -> Agreement:
+def _loopback_address(members: Members, odd: Sequence[Member]) -> Agreement:
     rule = NODE_RULES["names"]
-    groups = told(partition((who, one_line(report.address)) for who, report in members), odd)
+    groups = odd_first(partition((who, one_line(report.address)) for who, report in members), odd)
     inside = [who for who, report in members if is_loopback(report.address)]
     outside = [who for who, report in members if not is_loopback(report.address)]
     at = _listed(sorted({report.address for who, report in members if who in inside}))
@@ -119,14 +128,14 @@ def _loopback_address(members: Members, odd: Sequence[Who]) -> Agreement:
         f"{name_all(inside)} {'is' if len(inside) == 1 else 'are'} at a loopback address ({at}), which no other machine reaches;"
         f" {name_all(outside)} {'is' if len(outside) == 1 else 'are'} not"
     )
-    return finding(
+    return violation(
         rule, summary, people=odd,
         evidence=[*evidence_of(groups, NODES, lambda value: f"address {value}"), *_names_evidence(members, inside)],
         fix=remedy_for(rule, inside), where=inside,
     )  # fmt: skip
 
 
-def _names_evidence(members: Members, people: Sequence[Who]) -> list[Evidence]:
+def _names_evidence(members: Members, people: Sequence[Member]) -> list[Evidence]:
     chosen = set(people)
     return [
         Evidence(
@@ -142,11 +151,11 @@ def _listed(addresses: Sequence[str]) -> str:
     return enumerate_words([one_line(address) for address in addresses], at_most=4) or "nothing"
 
 
-def _head_astray(members: Members, astray: Sequence[Who]) -> Agreement:
+def _head_astray(members: Members, astray: Sequence[Member]) -> Agreement:
     rule = NODE_RULES["names"]
     reports = dict(members)
     summary = f"on {name_all(astray)} the head's name leads to {_listed(reports[astray[0]].head_addresses)}: to itself"
-    return finding(
+    return violation(
         rule, summary, people=astray, evidence=_names_evidence(members, [who for who, _ in members][:6]),
         fix=remedy_for(rule, astray),
     )  # fmt: skip
@@ -167,7 +176,7 @@ def _own_names(members: Members) -> Agreement:
         fix = [
             f"on {name_all(inside)}: mend the line of /etc/hosts; `getent hosts $(hostname)` must give a real address"
         ]
-        found = finding(replace(rule, violated="warn"), summary, people=inside, fix=fix)
+        found = violation(replace(rule, violated="warn"), summary, people=inside, fix=fix)
     if nameless:
         text = f"the own name of {name_all(nameless)} leads nowhere"
         found = found.merged(Agreement.noted(rule.id, "unknown", text, where=name_all(nameless)))
@@ -189,3 +198,167 @@ def judge_mtu(members: Members) -> Agreement:
     if len(found) < 2:
         return missing
     return judge_keys(rule, outside, Wording(good="one size")).merged(missing)
+
+
+LITERAL = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+PATTERNS = ("NCCL_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME")
+
+
+@dataclass(frozen=True)
+class InterfaceProblem:
+    """What is wrong with one variable on one node; the order of the fields groups equal ones."""
+
+    variable: str
+    value: str
+    text: str
+    fatal: bool
+    fix: str
+
+
+def judge_interfaces(members: Members) -> Agreement:
+    """Each interface that a variable names is there, up, and leads to the other nodes."""
+    rule = NODE_RULES["interfaces"]
+    if sum(report.nproc for _, report in members) < 2:
+        return Agreement()
+    together = all(is_loopback(report.address) for _, report in members)  # several "nodes" on one machine
+    named = [
+        (who, r) for who, r in members if any(settings_of(r).get(name) for name in (*LITERAL, *PATTERNS))
+    ]
+    blind = [who for who, report in named if not report.interfaces]
+    troubles = [
+        (who, trouble)
+        for who, report in named
+        if report.interfaces
+        for trouble in _interface_problems(report, several=len(members) > 1 and not together)
+    ]
+    found = Agreement()
+    for group in sorted(partition(troubles), key=lambda group: (not group.value.fatal, group.members)):
+        found = found.merged(_found_problem(group, members))
+    if blind:
+        text = f"the interfaces of {name_all(blind)} could not be listed"
+        found = found.merged(Agreement.noted(rule.id, "unknown", text, where=name_all(blind)))
+    if not troubles and not blind:
+        names = (
+            f"those named on {name_all(who for who, _ in named)} are there"
+            if named
+            else "no variable names one"
+        )
+        return Agreement.noted(rule.id, "pass", names)
+    return found
+
+
+def _found_problem(group: Group[InterfaceProblem], members: Members) -> Agreement:
+    trouble = group.value
+    cause = "nccl_socket_iface" if trouble.variable in PATTERNS else "address_unreachable"
+    rule = replace(NODE_RULES["interfaces"], cause=cause, violated="fail" if trouble.fatal else "warn")
+    reports = dict(members)
+    there = partition((who, _listed_interfaces(reports[who].interfaces)) for who in group.members)
+    return violation(
+        rule, f"{trouble.variable}={trouble.value} on {name_all(group.members)}: {trouble.text}", people=group.members,
+        evidence=[Evidence(where=name_all(one.members), text=f"its interfaces: {one.value}") for one in there[:6]],
+        fix=[trouble.fix.replace("{who}", name_all(group.members))],
+    )  # fmt: skip
+
+
+def _listed_interfaces(interfaces: Sequence[Interface]) -> str:
+    words = [
+        f"{one_line(one.name)} {'up' if one.up else 'down'} {', '.join(map(one_line, one.addresses[:3])) or 'without address'}"
+        for one in interfaces
+    ]
+    return enumerate_words(words, at_most=8)
+
+
+def _interface_problems(report: NodeReport, *, several: bool) -> list[InterfaceProblem]:
+    settings = settings_of(report)
+    found = [
+        _literal(name, settings[name], report, several=several) for name in LITERAL if settings.get(name)
+    ]
+    found += [
+        _pattern(name, settings[name], report, several=several) for name in PATTERNS if settings.get(name)
+    ]
+    return [trouble for trouble in found if trouble is not None]
+
+
+def _literal(variable: str, value: str, report: NodeReport, *, several: bool) -> InterfaceProblem | None:
+    """What gloo would say to a comma list of exact names."""
+    setting = one_line(value, limit=60)
+    if any(sign in value for sign in "^="):
+        text = "^ and = are NCCL's signs, gloo takes exact names and fails at once"
+        return InterfaceProblem(
+            variable, setting, text, variable == "GLOO_SOCKET_IFNAME", _set_to(variable, report)
+        )
+    known = {one.name: one for one in report.interfaces}
+    words = [word.strip() for word in value.split(",") if word.strip()]
+    absent = [word for word in words if word not in known]
+    if absent:
+        close = nearest(absent[0], list(known))
+        text = f"there is no interface {one_line(absent[0])}" + (f"; did you mean {close}?" if close else "")
+        return InterfaceProblem(
+            variable, setting, text, variable == "GLOO_SOCKET_IFNAME", _set_to(variable, report)
+        )
+    chosen = [known[word] for word in words]
+    return _unfit(variable, setting, chosen, report, fatal=variable == "GLOO_SOCKET_IFNAME", several=several)
+
+
+def _pattern(variable: str, value: str, report: NodeReport, *, several: bool) -> InterfaceProblem | None:
+    """What NCCL would find: `eth` and `eth0,ib` are prefixes, `=eth0` is exact, `^docker,lo` excludes."""
+    setting = one_line(value, limit=60)
+    chosen = matching(value, report.interfaces)
+    fatal = report.device_kind == "cuda"  # with gloo on CPU the variable has no effect
+    if not chosen:
+        text = "no interface has such a name"
+        return InterfaceProblem(variable, setting, text, fatal, _set_to(variable, report))
+    return _unfit(variable, setting, chosen, report, fatal=fatal, several=several)
+
+
+def matching(value: str, interfaces: Sequence[Interface]) -> list[Interface]:
+    """The interfaces that NCCL takes for this value."""
+    text = value.strip()
+    excluding = text.startswith("^")
+    exact = text.lstrip("^").startswith("=")
+    words = [word.strip() for word in text.lstrip("^=").split(",") if word.strip()]
+
+    def named(one: Interface) -> bool:
+        # A port may follow the name: eth0:1234.
+        return any(
+            one.name == w.partition(":")[0] if exact else one.name.startswith(w.partition(":")[0])
+            for w in words
+        )
+
+    return [one for one in interfaces if named(one) != excluding]
+
+
+def _unfit(
+    variable: str,
+    setting: str,
+    chosen: Sequence[Interface],
+    report: NodeReport,
+    *,
+    fatal: bool,
+    several: bool,
+) -> InterfaceProblem | None:
+    """What is wrong with the interfaces that would be used, or None."""
+    names = enumerate_words([one_line(one.name) for one in chosen], at_most=4)
+    up = [one for one in chosen if one.up]
+    if not up:
+        return InterfaceProblem(variable, setting, f"{names} is down", fatal, _set_to(variable, report))
+    if not several:
+        return None
+    if all(one.loopback for one in up):
+        text = f"{names} leads to no other node"
+        return InterfaceProblem(variable, setting, text, fatal, _set_to(variable, report))
+    addresses = [address for one in up if not one.loopback for address in one.addresses]
+    if report.address in addresses:
+        return None
+    if all(is_bridge(one) or one.loopback for one in up):
+        text = f"{names} is the bridge of this machine's own containers, and leads to no other node"
+        return InterfaceProblem(variable, setting, text, fatal, _set_to(variable, report))
+    text = f"{names} has {enumerate_words([one_line(a) for a in addresses], at_most=3) or 'no address'}, and the nodes reach each other on {one_line(report.address)}"
+    return InterfaceProblem(variable, setting, text, fatal=False, fix=_set_to(variable, report))
+
+
+def _set_to(variable: str, report: NodeReport) -> str:
+    good = next((one.name for one in report.interfaces if report.address in one.addresses), None)
+    if good is None:
+        return f"on {{who}}: `unset {variable}`"
+    return f"on {{who}}: `export {variable}={one_line(good)}`, or `unset {variable}`"

@@ -1,10 +1,95 @@
-"""What came of looking at all reports: every check with its status, and a verdict for each thing that is wrong."""
+"""Agreement: checks with their status and verdicts, and how they are made from groups of equal values."""
 
+import shlex
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
-from unisono.agree.report import Check, Status
-from unisono.causes import Verdict
+from unisono.agree.display import Member, count, culprit_hosts, culprit_ranks, enumerate_words, name_all, show
+from unisono.agree.reports import Check, Status
+from unisono.agree.rules import Rule
+from unisono.causes import Evidence, Verdict
+from unisono.text import one_line
+
+Value = TypeVar("Value", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Group(Generic[Value]):
+    """Everybody who gave the same value, in order."""
+
+    value: Value
+    members: tuple[Member, ...]
+
+
+def partition(said: Iterable[tuple[Member, Value]]) -> list[Group[Value]]:
+    """Groups of equal values, the largest first; among equally large ones, the one with the first member."""
+    by_value: dict[Value, list[Member]] = {}
+    for who, value in said:
+        by_value.setdefault(value, []).append(who)
+    groups = [Group(value, tuple(sorted(members))) for value, members in by_value.items()]
+    return sorted(groups, key=lambda group: (-len(group.members), group.members))
+
+
+def odd_out(
+    groups: Sequence[Group[Value]], *, suspect: Callable[[Member], bool] | None = None
+) -> tuple[Member, ...]:
+    """Who is to blame for the difference between `groups` (from `partition`); nobody, if that cannot be told.
+
+    Against a strict majority all others are odd; without one the smallest group is, if it is the only smallest. On a tie
+    nobody is blamed, unless `suspect` tells some of them apart: a value that was inferred, say.
+    """
+    if len(groups) < 2:
+        return ()
+    total = sum(len(group.members) for group in groups)
+    if majority(groups):
+        return tuple(sorted(who for group in groups[1:] for who in group.members))
+    smallest = len(groups[-1].members)
+    tied = [group for group in groups if len(group.members) == smallest]
+    if len(tied) == 1:
+        return tied[0].members
+    if suspect is None:
+        return ()
+    suspects = tuple(sorted(who for group in tied for who in group.members if suspect(who)))
+    return suspects if len(suspects) < total else ()
+
+
+def majority(groups: Sequence[Group[Value]]) -> Group[Value] | None:
+    """The group of more than half of all, or None."""
+    total = sum(len(group.members) for group in groups)
+    return groups[0] if groups and 2 * len(groups[0].members) > total else None
+
+
+def odd_first(groups: Sequence[Group[Value]], odd: Iterable[Member]) -> list[Group[Value]]:
+    """The order in which a person is told: the odd ones first; where nobody is odd, by node."""
+    blamed = set(odd)
+    return sorted(
+        groups,
+        key=lambda group: (not blamed.intersection(group.members), -len(group.members) if blamed else 0, group.members),
+    )  # fmt: skip
+
+
+def differing(said: Sequence[tuple[Member, Mapping[str, Hashable]]]) -> dict[str, list[Group[Hashable]]]:
+    """For each key that is not the same everywhere, its groups; a missing key has the value None.
+
+    Whole mappings are grouped first, so that a thousand equal ones cost little more than one.
+    """
+    members: dict[frozenset[tuple[str, Hashable]], list[Member]] = {}
+    examples: dict[frozenset[tuple[str, Hashable]], Mapping[str, Hashable]] = {}
+    for who, mapping in said:
+        content = frozenset(mapping.items())
+        members.setdefault(content, []).append(who)
+        examples.setdefault(content, mapping)
+    if len(members) < 2:
+        return {}
+    found: dict[str, list[Group[Hashable]]] = {}
+    for key in sorted({key for mapping in examples.values() for key in mapping}):
+        values = {content: mapping.get(key) for content, mapping in examples.items()}
+        if len(set(values.values())) > 1:
+            found[key] = partition(
+                (who, values[content]) for content, group in members.items() for who in group
+            )
+    return found
 
 
 @dataclass(frozen=True)
@@ -65,3 +150,222 @@ class Agreement:
             "checks": [check.to_json() for check in self.checks],
             "verdicts": [verdict.to_json() for verdict in self.verdicts],
         }
+
+
+_GROUPS_IN_SUMMARY = 3
+_GROUPS_IN_EVIDENCE = 6
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where something is judged, and how those who are compared are written."""
+
+    phase: str
+    """`agree.nodes`, `agree.training`, …"""
+    name: Callable[[Iterable[Member]], str] = name_all
+
+
+NODES = Stage("agree.nodes")
+
+
+def verdict_of(
+    rule: Rule,
+    summary: str,
+    *,
+    scene: Stage,
+    culprits: Iterable[Member] = (),
+    evidence: Sequence[Evidence] = (),
+    fix: Sequence[str] = (),
+    confidence: float = 1.0,
+) -> Verdict:
+    """A verdict before the start, with the rule's cause and severity."""
+    culprits = tuple(culprits)
+    return Verdict(
+        cause=rule.cause,
+        when="before",
+        severity="fatal" if rule.violated == "fail" else "warning",
+        summary=summary,
+        ranks=culprit_ranks(culprits),
+        hosts=culprit_hosts(culprits),
+        phase=scene.phase,
+        evidence=tuple(evidence),
+        fix=tuple(fix),
+        confidence=confidence,
+    )
+
+
+def violation(
+    rule: Rule,
+    summary: str,
+    *,
+    scene: Stage = NODES,
+    people: Iterable[Member] = (),
+    where: Iterable[Member] | None = None,
+    evidence: Sequence[Evidence] = (),
+    fix: Sequence[str] = (),
+    confidence: float = 1.0,
+) -> Agreement:
+    """A check that failed or warns, with its verdict.
+
+    Args:
+        rule: whose check it is; its `violated` decides whether the run may start.
+        summary: one line with both values.
+        scene: where this is judged.
+        people: the culprits.
+        where: whom it is about, if that is not the culprits.
+        evidence: what shows it.
+        fix: what to type.
+        confidence: of the blame.
+    """
+    people = tuple(people)
+    about = tuple(where) if where is not None else people
+    verdict = verdict_of(
+        rule, summary, scene=scene, culprits=people, evidence=evidence, fix=fix, confidence=confidence
+    )  # fmt: skip
+    return Agreement.found(rule.id, verdict, where=scene.name(about) if about else "")
+
+
+def describe_groups(groups: Sequence[Group[Value]], scene: Stage, shown: Callable[[Value], str]) -> str:
+    """`1e-4 on node 0 (a), 1e-5 on node 1 (b)`."""
+    parts = [f"{shown(group.value)} on {scene.name(group.members)}" for group in groups[:_GROUPS_IN_SUMMARY]]
+    left = sum(len(group.members) for group in groups[_GROUPS_IN_SUMMARY:])
+    if left:
+        parts.append(f"{count(len(groups) - _GROUPS_IN_SUMMARY, 'other value')} on {left} more")
+    return ("; " if any(", " in part for part in parts) else ", ").join(parts)
+
+
+def evidence_of(groups: Sequence[Group[Value]], scene: Stage, text: Callable[[Value], str]) -> list[Evidence]:
+    """One observation for each group, up to a bound."""
+    found = [
+        Evidence(where=scene.name(group.members), text=text(group.value)) for group in groups[:_GROUPS_IN_EVIDENCE]
+    ]  # fmt: skip
+    rest = groups[_GROUPS_IN_EVIDENCE:]
+    if rest:
+        where = scene.name(who for group in rest for who in group.members)
+        found.append(Evidence(where=where, text=f"{count(len(rest), 'other value')}"))
+    return found
+
+
+def remedy_for(rule: Rule, people: Sequence[Member], *, scene: Stage = NODES) -> list[str]:
+    """The rule's remedy with names in it."""
+    name = scene.name(people) if people else "every node"
+    return [line.replace("{who}", name) for line in rule.remedy]
+
+
+def unknown_for(
+    rule: Rule, people: Sequence[Member], reason: str, *, scene: Stage = NODES, fix: str = ""
+) -> Agreement:
+    """Says that something could not be looked at somewhere; an empty agreement where it could everywhere."""
+    if not people:
+        return Agreement()
+    where = scene.name(people)
+    return Agreement.noted(
+        rule.id, "unknown", f"{rule.subject}: not known on {where}: {reason}", where=where, fix=fix
+    )
+
+
+_KEYS_IN_EVIDENCE = 12
+_KEYS_NAMED = 20
+
+Keyed = Sequence[tuple[Member, Mapping[str, Hashable]]]
+
+
+def _show(_: str, value: Hashable) -> str:
+    return show(value)
+
+
+def _quoted(_: str, value: Hashable) -> str:
+    return shlex.quote(show(value))
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How keys and values are written.
+
+    Attributes:
+        shown: a value for people.
+        typed: a value in a command.
+        label: a key in the summary.
+        order: sorts the keys that differ, the most telling first; else they are in the order of the alphabet.
+        remedies: in place of the rule's, for some keys.
+        good: the text of the check where nothing differs.
+    """
+
+    shown: Callable[[str, Hashable], str] = _show
+    typed: Callable[[str, Hashable], str] = _quoted
+    label: Callable[[str], str] = one_line
+    order: Callable[[str], int] | None = None
+    remedies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    good: str = "the same everywhere"
+
+
+def judge_keys(rule: Rule, said: Keyed, wording: Wording, *, scene: Stage = NODES) -> Agreement:
+    """The verdict on all keys that differ; the first of them is in the summary, the others in the evidence."""
+    found = differing(said)
+    if not found:
+        return Agreement.noted(rule.id, "pass", wording.good)
+    keys = sorted(found, key=wording.order) if wording.order else list(found)
+    odd = {key: odd_out(found[key]) for key in keys}
+    culprits = sorted({who for people in odd.values() for who in people})
+    first = keys[0]
+    groups = odd_first(found[first], odd[first])
+    summary = (
+        f"{wording.label(first)}: {describe_groups(groups, scene, lambda value: wording.shown(first, value))}"
+    )
+    if len(keys) > 1:
+        summary += f"; and {count(len(keys) - 1, 'more difference')} ({rule.subject})"
+    fix = _remedy(rule, wording, first, found[first], odd[first], scene)
+    return violation(
+        rule, summary, scene=scene, people=culprits, evidence=_evidence(found, keys, odd, wording, scene, rule), fix=fix
+    )  # fmt: skip
+
+
+def _evidence(
+    found: Mapping[str, Sequence[Group[Hashable]]],
+    keys: Sequence[str],
+    odd: Mapping[str, Sequence[Member]],
+    wording: Wording,
+    scene: Stage,
+    rule: Rule,
+) -> list[Evidence]:
+    evidence = []
+    for key in keys[:_KEYS_IN_EVIDENCE]:
+        texts = {group.value: f"{one_line(key)}: {wording.shown(key, group.value)}" for group in found[key]}
+        evidence += evidence_of(odd_first(found[key], odd[key]), scene, texts.__getitem__)
+    if len(keys) > _KEYS_IN_EVIDENCE:
+        names = enumerate_words([one_line(key) for key in keys[_KEYS_IN_EVIDENCE:]], at_most=_KEYS_NAMED)
+        evidence.append(Evidence(where=rule.subject, text=f"these differ too: {names}"))
+    return evidence
+
+
+def _remedy(
+    rule: Rule,
+    wording: Wording,
+    key: str,
+    groups: Sequence[Group[Hashable]],
+    odd: Sequence[Member],
+    scene: Stage,
+) -> list[str]:
+    """The remedy with names and values in it.
+
+    Lines with `{value}` are for where most have the same, those with `{choices}` for where nobody knows which is right.
+    """
+    most = majority(groups)
+    lines = wording.remedies.get(key, rule.remedy)
+    if most is not None and most.value is None and rule.absent and key not in wording.remedies:
+        lines = rule.absent
+    value = "" if most is None or most.value is None else wording.typed(key, most.value)
+    choices = "" if most else _choices(wording, key, groups)
+    filled = [
+        line.replace("{who}", scene.name(odd) if odd else "every node").replace("{key}", one_line(key))
+        .replace("{value}", value).replace("{choices}", choices)
+        for line in lines
+        if (value or "{value}" not in line) and (choices or "{choices}" not in line)
+    ]  # fmt: skip
+    return [line.removeprefix("or ") if place == 0 else line for place, line in enumerate(filled)]
+
+
+def _choices(wording: Wording, key: str, groups: Sequence[Group[Hashable]]) -> str:
+    """`lr=1e-4` or `lr=1e-5`: what one may decide for, if it is not too much."""
+    values = sorted({wording.typed(key, group.value) for group in groups if group.value is not None})
+    return " or ".join(f"`{one_line(key)}={value}`" for value in values) if 0 < len(values) < 4 else ""

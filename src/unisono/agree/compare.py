@@ -1,25 +1,18 @@
-"""Whether all nodes mean the same run: the head's judgement of their reports. Pure, and the same for any order of reports."""
+"""Compares the nodes of one run: those that train a config, and those that start a foreign program. Pure, and the same for any order of reports."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from unisono.agree.addresses import judge_addresses, judge_mtu, judge_names
-from unisono.agree.agreement import Agreement
-from unisono.agree.clock import judge_clocks
-from unisono.agree.contents import judge_files
-from unisono.agree.counts import Members, judge_identity, judge_nodes, judge_nproc
-from unisono.agree.devices import judge_devices
-from unisono.agree.interfaces import judge_interfaces
-from unisono.agree.keys import Wording, judge_keys
-from unisono.agree.known_bad import judge_known_bad
-from unisono.agree.limits import judge_limits
-from unisono.agree.lint import judge_settings
-from unisono.agree.naming import Who
-from unisono.agree.report import NodeReport
-from unisono.agree.rules import NODE_RULES
-from unisono.agree.settings import judge_environment
-from unisono.agree.showing import freeze
-from unisono.agree.storage import judge_storage
-from unisono.agree.version_rules import judge_code, judge_packages, judge_versions
+from unisono.agree.addresses import judge_addresses, judge_interfaces, judge_mtu, judge_names
+from unisono.agree.agreement import Agreement, Stage, Wording, judge_keys
+from unisono.agree.display import Member, freeze
+from unisono.agree.environment_rules import judge_environment, judge_settings
+from unisono.agree.machines import judge_clocks, judge_devices, judge_limits
+from unisono.agree.membership import Members, judge_identity, judge_nodes, judge_nproc
+from unisono.agree.node_files import judge_files, judge_storage
+from unisono.agree.reports import NodeReport
+from unisono.agree.rules import NODE_RULES, Rule
+from unisono.agree.version_rules import judge_code, judge_known_bad, judge_packages, judge_versions
 
 
 def judge_config(members: Members) -> Agreement:
@@ -79,4 +72,135 @@ def _in_order(reports: Sequence[NodeReport]) -> Members:
     ordered = sorted(
         reports, key=lambda report: (report.node_rank, "" if unique else report.model_dump_json())
     )
-    return [(Who(report.node_rank, -1, report.host), report) for report in ordered]
+    return [(Member(report.node_rank, -1, report.host), report) for report in ordered]
+
+
+UNEVEN = "or add --uneven to the command on every node, if unequal numbers are meant"
+_COMMAND = Rule(
+    "command", "the program's command line", "equal", "fail", "config_mismatch",
+    ("give every node the same words after --; only those that say which node it is may differ",),
+)  # fmt: skip
+_RANK_STAGE = Stage("agree.ranks")
+_RANK_FACTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "rows": ("split_mismatch", "rows, their order, and steps", ("give every split and shuffle the same fixed seed",
+             "or split once, and write the rows to files that all ranks read")),
+    "data": ("data_mismatch", "data", ("let all ranks read the same files",)),
+    "seed": ("split_mismatch", "seeds", ("give all ranks the same seed where they split or shuffle data",)),
+}  # fmt: skip
+
+
+def compare_programs(reports: Sequence[NodeReport], *, uneven: bool) -> Agreement:
+    """The checks of nodes that are about to start somebody else's program, the decisive one first.
+
+    Args:
+        reports: of all nodes.
+        uneven: whether they may have unequal numbers of ranks.
+    """
+    members: Members = [
+        (Member(report.node_rank, -1, report.host), report)
+        for report in sorted(reports, key=lambda report: (report.node_rank, report.pid))
+    ]
+    if not members:
+        return Agreement.noted("nodes", "unknown", "no node has reported")
+    found = [judge_identity(members), judge_nodes(members)]
+    if not uneven:
+        found.append(_with_uneven(judge_nproc(members, may_differ=False)))
+    found += [judge_devices(members), _judge_command(members)]
+    found += [
+        judge(members)
+        for judge in (
+            judge_environment, judge_versions, judge_code, judge_names, judge_addresses, judge_interfaces, judge_mtu,
+            judge_packages, judge_known_bad, judge_settings, judge_clocks,
+        )
+    ]  # fmt: skip
+    return Agreement().merged(*found)
+
+
+def keyed_arguments(words: Sequence[str]) -> dict[str, str]:
+    """A command line as keys and values, so that a difference has a name: `--lr` → 1e-4, `word 2` → train.py."""
+    found: dict[str, str] = {}
+    option = ""
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if word.startswith("-") and len(word) > 1:
+            option = "" if equals else word
+            found[_free_key(found, name)] = value if equals else "given"
+        elif option:
+            found[option] = word
+            option = ""
+        else:
+            found[f"word {number + 1}"] = word
+    return found
+
+
+def _free_key(found: Mapping[str, str], name: str) -> str:
+    """An option that is given again is another one."""
+    number = 2
+    free = name
+    while free in found:
+        free, number = f"{name} ({number})", number + 1
+    return free
+
+
+def _judge_command(members: Members) -> Agreement:
+    said = [(who, {key: freeze(value) for key, value in report.config.items()}) for who, report in members]
+    return judge_keys(_COMMAND, said, Wording(good="the same command on every node"))
+
+
+def _with_uneven(agreement: Agreement) -> Agreement:
+    verdicts = [
+        verdict.model_copy(update={"fix": (*verdict.fix, UNEVEN)}) if verdict.cause == "nproc_mismatch" else verdict
+        for verdict in agreement.verdicts
+    ]  # fmt: skip
+    return Agreement(agreement.checks, verdicts)
+
+
+def compare_launchers(
+    reports: Sequence[NodeReport], started: Mapping[int, int], *, uneven: bool
+) -> Agreement:
+    """What the launchers inside the program are about to start in fact: LLaMA-Factory's counts devices by itself.
+
+    Args:
+        reports: of all nodes.
+        started: ranks, by node rank.
+        uneven: whether the numbers may be unequal.
+    """
+    if uneven:
+        return Agreement.noted("nproc", "pass", "unequal numbers are meant: --uneven")
+    members: Members = [
+        (Member(report.node_rank, -1, report.host), _as_started(report, started.get(report.node_rank)))
+        for report in sorted(reports, key=lambda report: report.node_rank)
+    ]
+    return _with_uneven(judge_nproc(members, may_differ=False))
+
+
+def _as_started(report: NodeReport, nproc: int | None) -> NodeReport:
+    if nproc is None or nproc == report.nproc:
+        return report
+    origin = "the launcher inside the program"
+    return report.model_copy(update={"nproc": nproc, "nproc_declared": False, "nproc_origin": origin})
+
+
+def compare_rank_facts(name: str, brought: Mapping[int, tuple[int, str, Mapping[str, Any]]]) -> Agreement:
+    """What ranks have brought to an agreement of their own.
+
+    Args:
+        name: of the agreement.
+        brought: by rank: its node's number and host, and the facts.
+    """
+    first = sorted({key for _, _, facts in brought.values() for key in facts})
+    cause, subject, remedy = next(
+        (value for key, value in _RANK_FACTS.items() if key in name), _RANK_FACTS["rows"]
+    )
+    rule = Rule(f"program.{name}", subject, "equal", "fail", cause, remedy)
+    said = [
+        (Member(node_rank, rank, host), {key: freeze(value) for key, value in facts.items()})
+        for rank, (node_rank, host, facts) in sorted(brought.items())
+    ]
+    order = {key: number for number, key in enumerate(first)}
+    return judge_keys(
+        rule,
+        said,
+        Wording(order=lambda key: order.get(key, 0), good=f"{name}: the same on all ranks"),
+        scene=_RANK_STAGE,
+    )

@@ -1,9 +1,18 @@
-"""Which environment variables must be equal on all nodes, and what comes of it if they are not (from `causes.variables`)."""
+"""Environment variables: which must be equal on all nodes, and which settings are wrong or suspicious on any node."""
 
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from unisono.agree.rule import Need
+from unisono.agree.addresses import is_loopback
+from unisono.agree.agreement import Agreement, Keyed, Wording, judge_keys, partition, violation
+from unisono.agree.display import Member, count, name_all, show, show_setting, show_value
+from unisono.agree.membership import Members
+from unisono.agree.reports import NodeReport, settings_of
+from unisono.agree.rules import NODE_RULES, Need
+from unisono.agree.version_rules import release_of
+from unisono.causes import Evidence
 from unisono.causes.variable import Group
 from unisono.causes.variables import VARIABLES, find_variable
 from unisono.causes.variables_libraries import KNOWN_TO_LIBRARIES
@@ -91,3 +100,301 @@ def unknown_names(names: Iterable[str]) -> dict[str, str | None]:
         for name in sorted(set(names) - KNOWN_TO_LIBRARIES)
         if _OURS_TO_KNOW.match(name) and find_variable(name) is None
     }
+
+
+NodeSettings = Sequence[tuple[Member, NodeReport, Mapping[str, str]]]
+
+
+def judge_environment(members: Members) -> Agreement:
+    """Variables that are part of the protocol between ranks have the same effect on all nodes."""
+    rule = NODE_RULES["env"]
+    settings = [(who, report, settings_of(report)) for who, report in members]
+    names = {name for _, _, values in settings for name in values if compared(name)}
+    fatal = sorted(name for name in names if not only_warns(name))
+    mild = sorted(names.difference(fatal))
+    good = f"{len(fatal)} that must be equal are" if fatal else "none is set that must be equal"
+    wording = Wording(shown=_shown(settings), typed=_typed(settings), remedies=_filed(members), good=good)
+    found = judge_keys(rule, _effects(settings, fatal), wording)
+    if not mild:
+        return found
+    rule = replace(rule, violated="warn", subject="environment variables that had better be equal")
+    wording = replace(wording, label=_with_reason, good=f"{len(mild)} that had better be equal are")
+    return found.merged(judge_keys(rule, _effects(settings, mild), wording))
+
+
+def _effects(settings: NodeSettings, names: Sequence[str]) -> Keyed:
+    return [
+        (who, {name: meant(name, values[name]) for name in names if name in values})
+        for who, _, values in settings
+    ]
+
+
+def _spelt(settings: NodeSettings, name: str, value: Hashable) -> list[tuple[NodeReport, str]]:
+    """Who has it with this effect, and as what it is set there."""
+    return [
+        (report, values[name])
+        for _, report, values in settings
+        if name in values and meant(name, values[name]) == value
+    ]
+
+
+def _shown(settings: NodeSettings) -> Callable[[str, Hashable], str]:
+    """Values as they are set, and where, if that is a file; the default and nothing are one thing, called so where both occur."""
+
+    def shown(name: str, value: Hashable) -> str:
+        holders = _spelt(settings, name, value)
+        if value is None:
+            return " or ".join(["not set", *sorted({show(spelt) for _, spelt in holders})])
+        filed = bool(holders) and all(name not in report.variables for report, _ in holders)
+        return show_value(name, min(spelt for _, spelt in holders)) + (" (in nccl.conf)" if filed else "")
+
+    return shown
+
+
+def _typed(settings: NodeSettings) -> Callable[[str, Hashable], str]:
+    """Values as a shell wants them."""
+
+    def typed(name: str, value: Hashable) -> str:
+        return shlex.quote(min((spelt for _, spelt in _spelt(settings, name, value)), default=str(value)))
+
+    return typed
+
+
+def _filed(members: Members) -> dict[str, tuple[str, ...]]:
+    """What to do about variables that a file sets: nobody can unset them in a shell."""
+    names = {name for _, report in members for name in report.nccl_files if name not in report.variables}
+    line = "on {who}: look into /etc/nccl.conf and ~/.nccl.conf: {key} must be the same on all nodes, or be in none"
+    return dict.fromkeys(names, (line,))
+
+
+def _with_reason(name: str) -> str:
+    return f"{name} ({ONLY_WARN.get(name, 'differs')})"
+
+
+Settings = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Lint:
+    """One suspicious setting: the variable, when it is so, why, and what to do instead."""
+
+    name: str
+    when: Callable[[str, Settings, NodeReport], bool]
+    why: str
+    fix: str
+    fatal_cause: str = ""
+    """Cause of the catalogue, where the run cannot start like this."""
+
+
+def _on(value: str, _settings: Settings, _report: NodeReport) -> bool:
+    return value.strip() not in ("", "0")
+
+
+def _off(value: str, _settings: Settings, _report: NodeReport) -> bool:
+    return value.strip() == "0"
+
+
+def _always(_value: str, _settings: Settings, _report: NodeReport) -> bool:
+    return True
+
+
+def _on_cuda(value: str, settings: Settings, report: NodeReport) -> bool:
+    return report.device_kind == "cuda" and _on(value, settings, report)
+
+
+def _number(value: str) -> int | None:
+    text = value.strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else None
+
+
+def _infiniband_off(value: str, settings: Settings, report: NodeReport) -> bool:
+    return _on(value, settings, report) and any(
+        one.kind == "infiniband" and one.up for one in report.interfaces
+    )
+
+
+def _peer_to_peer_off(value: str, settings: Settings, report: NodeReport) -> bool:
+    return _on_cuda(value, settings, report) and report.nproc > 1
+
+
+def _two_ways_to_wait(value: str, settings: Settings, report: NodeReport) -> bool:
+    return (
+        _on(value, settings, report) and settings.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3").strip() != "0"
+    )
+
+
+def _empty_dump(value: str, settings: Settings, report: NodeReport) -> bool:
+    sizes = [settings.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
+    return _on(value, settings, report) and any(size is not None and size.strip() == "0" for size in sizes)
+
+
+def _short_heartbeat(value: str, _settings: Settings, _report: NodeReport) -> bool:
+    return (_number(value) or 480) < 120
+
+
+def _talkative(value: str, settings: Settings, _report: NodeReport) -> bool:
+    return value.strip().upper() in ("INFO", "TRACE") and not settings.get("NCCL_DEBUG_FILE")
+
+
+def _detail(value: str, _settings: Settings, _report: NodeReport) -> bool:
+    return value.strip().upper() == "DETAIL"
+
+
+def _no_ring(value: str, _settings: Settings, report: NodeReport) -> bool:
+    nccl = release_of(report.versions.get("nccl", ""))
+    text = value.lower()
+    excludes_others = text.strip().startswith("^") and "ring" not in text
+    return nccl >= (2, 24) and bool(text.strip()) and "ring" not in text and not excludes_others
+
+
+def _two_allocators(value: str, settings: Settings, _report: NodeReport) -> bool:
+    return settings.get("PYTORCH_ALLOC_CONF", value) != value
+
+
+def _foreign_nccl(value: str, _settings: Settings, _report: NodeReport) -> bool:
+    return "nccl" in value.lower()
+
+
+def _lonely_address(value: str, _settings: Settings, report: NodeReport) -> bool:
+    return report.nodes > 1 and is_loopback(value) and not is_loopback(report.address)
+
+
+def _odd_port(value: str, _settings: Settings, report: NodeReport) -> bool:
+    port = _number(value)
+    return report.nodes > 1 and (port is None or port < 1024 or port > 65535)
+
+
+def _random_port(value: str, _settings: Settings, report: NodeReport) -> bool:
+    return report.nodes > 1 and 32768 <= (_number(value) or 0) <= 60999
+
+
+def _hides_all(value: str, _settings: Settings, report: NodeReport) -> bool:
+    return value.strip() in ("", "-1") and bool(report.physical)
+
+
+def _words(value: str) -> list[str]:
+    return [word.strip() for word in value.split(",") if word.strip()]
+
+
+def _twice(value: str, _settings: Settings, _report: NodeReport) -> bool:
+    words = _words(value)
+    return len(set(words)) < len(words)
+
+
+def _mixed(value: str, _settings: Settings, _report: NodeReport) -> bool:
+    return len({_number(word) is None for word in _words(value) if word != "-1"}) > 1
+
+
+def _beyond(value: str, _settings: Settings, report: NodeReport) -> bool:
+    numbers = [number for word in _words(value) if (number := _number(word)) is not None]
+    return bool(report.physical) and any(number >= len(report.physical) for number in numbers)
+
+
+_DEBUGGING = "for debugging: it makes a long run slow"
+_OLD = "superseded: newer NCCL may read it no more"
+
+LINTS: tuple[Lint, ...] = (
+    Lint("CUDA_VISIBLE_DEVICES", _beyond, "there is no device of that number, and those after it are not seen either",
+         "`nvidia-smi -L` lists the devices; they count from 0", "invalid_device_ordinal"),
+    Lint("CUDA_VISIBLE_DEVICES", _twice, "a device stands there twice, and CUDA then shows fewer devices, or none", "name each device once",
+         "duplicate_gpu"),
+    Lint("CUDA_VISIBLE_DEVICES", _mixed, "numbers and UUIDs are mixed, which CUDA does not read", "use numbers, or use UUIDs"),
+    Lint("CUDA_VISIBLE_DEVICES", _hides_all, "hides all devices", "unset it, or write `device: cpu` into the config"),
+    Lint("MASTER_ADDR", _lonely_address, "a loopback address in a job of several nodes", "give the head's address, or --head HOST:PORT"),
+    Lint("MASTER_PORT", _odd_port, "no port that a user's program can have", "choose one from 1024 to 32767, for example 29500"),
+    Lint("MASTER_PORT", _random_port, "in the range from which the system hands out ports at random: one day it is taken",
+         "choose one from 1024 to 32767, for example 29500"),
+    Lint("TORCH_NCCL_ASYNC_ERROR_HANDLING", _off, "a failed collective then hangs for ever", "unset it: the default, 3, ends the process"),
+    Lint("TORCH_NCCL_ENABLE_MONITORING", _off, "the last safety net against a stuck watchdog is gone", "unset it"),
+    Lint("TORCH_NCCL_BLOCKING_WAIT", _two_ways_to_wait, "contradicts asynchronous error handling, and is slow", "unset it"),
+    Lint("NCCL_ASYNC_ERROR_HANDLING", _always, "the old name", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    Lint("NCCL_BLOCKING_WAIT", _always, "the old name", "TORCH_NCCL_BLOCKING_WAIT"),
+    Lint("NCCL_TIMEOUT", _always, "no variable of NCCL: it has no effect", "unset it; a stall is named by its phase, without a time-out"),
+    Lint("TORCH_NCCL_DUMP_ON_TIMEOUT", _empty_dump, "the recorder's buffer has size 0: the dump is empty", "TORCH_FR_BUFFER_SIZE=2000"),
+    Lint("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", _short_heartbeat,
+         "shorter than a slow first step, a compilation or a save: healthy ranks are ended", "unset it, or 480 and more"),
+    Lint("NCCL_IB_DISABLE", _infiniband_off, "InfiniBand is there and up: a left-over work-around that costs most of the speed",
+         "unset it on all nodes"),
+    Lint("NCCL_P2P_DISABLE", _peer_to_peer_off, "devices of one machine then exchange through its memory: slow where NVLink is there",
+         "unset it on all nodes, unless it cures a hang"),
+    Lint("NCCL_SHM_DISABLE", _peer_to_peer_off, "traffic inside the machine then goes through the network: slow",
+         "unset it on all nodes; give a container --shm-size=8g"),
+    Lint("NCCL_ALGO", _no_ring, "without ring: since NCCL 2.24 there is no fallback for collectives that have nothing else",
+         "add ring, or unset it on all nodes"),
+    Lint("NCCL_DEBUG", _talkative, "a flood of lines in a long run", "NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE=/tmp/nccl.%h.%p"),
+    Lint("TORCH_DISTRIBUTED_DEBUG", _detail, "small collectives take about twice as long", "unset it on all nodes once the fault is found"),
+    Lint("CUDA_LAUNCH_BLOCKING", _on_cuda, _DEBUGGING, "unset it on all nodes"),
+    Lint("NCCL_CHECK_POINTERS", _on_cuda, _DEBUGGING, "unset it on all nodes"),
+    Lint("TORCH_NCCL_NAN_CHECK", _on_cuda, _DEBUGGING, "unset it on all nodes; the loss is looked at in every step anyway"),
+    Lint("PYTORCH_CUDA_ALLOC_CONF", _two_allocators, "PYTORCH_ALLOC_CONF, its newer name, says something else", "keep PYTORCH_ALLOC_CONF"),
+    Lint("LD_PRELOAD", _foreign_nccl, "another NCCL than the one that torch brought", "unset it on all nodes"),
+    *(
+        Lint(name, _always, _OLD, f"unset {name} on all nodes")
+        for name in ("NCCL_LAUNCH_MODE", "NCCL_NTHREADS", "NCCL_LL_THRESHOLD", "NCCL_TREE_THRESHOLD", "NCCL_SINGLE_RING_THRESHOLD",
+                     "NCCL_IB_CUDA_SUPPORT", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS")
+    ),
+)  # fmt: skip
+
+
+def judge_settings(members: Members) -> Agreement:
+    """Every suspicious setting once, with the nodes that have it."""
+    rule = NODE_RULES["settings"]
+    found = Agreement()
+    for lint in LINTS:
+        hits = partition(
+            (who, settings[lint.name])
+            for who, report in members
+            if lint.name in (settings := settings_of(report))
+            and lint.when(settings[lint.name], settings, report)
+        )
+        for group in hits[:4]:
+            found = found.merged(_suspicious(lint, group.value, members, set(group.members)))
+    found = found.merged(_unknown(members), _same_machine_names(members))
+    if not found.checks:
+        number = len({name for _, report in members for name in settings_of(report)})
+        return Agreement.noted(rule.id, "pass", f"{count(number, 'variable')} looked at, none is suspicious")
+    return found
+
+
+def _suspicious(lint: Lint, value: str, members: Members, people: set[Member]) -> Agreement:
+    rule = NODE_RULES["settings"]
+    there = [who for who, _ in members if who in people]
+    where = name_all(there)
+    setting = show_setting(lint.name, value)
+    if lint.fatal_cause and any(report.device_kind == "cuda" for who, report in members if who in people):
+        rule = replace(rule, cause=lint.fatal_cause, violated="fail")
+    return violation(
+        rule, f"{setting} on {where}: {lint.why}", people=there, evidence=[Evidence(where=where, text=setting)],
+        fix=[f"on {where}: {lint.fix}"],
+    )  # fmt: skip
+
+
+def _unknown(members: Members) -> Agreement:
+    """Names that look like NCCL's, gloo's or torch's and are none."""
+    found = Agreement()
+    names = unknown_names(name for _, report in members for name in settings_of(report))
+    for name, close in names.items():
+        people = [who for who, report in members if name in settings_of(report)]
+        meant = f"did you mean {close}?" if close else "it may have no effect"
+        fix = [f"`unisono explain {close}`"] if close else []
+        fix.append(f"`unset {show(name)}` on {name_all(people)}, if nobody knows why it is set")
+        summary = f"{show(name)} on {name_all(people)}: no variable of this name is known; {meant}"
+        found = found.merged(violation(NODE_RULES["settings"], summary, people=people, fix=fix))
+    return found
+
+
+def _same_machine_names(members: Members) -> Agreement:
+    """NCCL_HOSTID tells NCCL which ranks share a machine: two machines with one name would try to share memory."""
+    named = [(who, report) for who, report in members if settings_of(report).get("NCCL_HOSTID")]
+    for group in partition((who, settings_of(report)["NCCL_HOSTID"]) for who, report in named):
+        hosts = {who.host for who in group.members}
+        if len(hosts) > 1:
+            where = name_all(group.members)
+            setting = show_setting("NCCL_HOSTID", group.value)
+            fatal = all(report.device_kind == "cuda" for who, report in named if who in group.members)
+            rule = replace(NODE_RULES["settings"], cause="p2p_blocked", violated="fail" if fatal else "warn")
+            return violation(
+                rule, f"{setting} on {where}: NCCL takes these machines for one", people=group.members,
+                evidence=[Evidence(where=where, text=setting)], fix=[f"on {where}: `unset NCCL_HOSTID`"],
+            )  # fmt: skip
+    return Agreement()

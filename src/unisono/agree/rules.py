@@ -1,10 +1,45 @@
-"""The table of agreement: what must be equal, what must be unique, what may differ but must be right, what is free.
+"""The table of agreement: what must be equal, what must be unique, what may differ but must be valid, what is free.
 
 Nodes are judged in the order of `NODE_RULES`, ranks in that of `RANK_RULES`: cheap and decisive first, so that the first
-verdict is the reason and those after it may be its consequences.
+verdict is the cause and those after it may be its consequences.
 """
 
-from unisono.agree.rule import Rule
+from dataclasses import dataclass
+from typing import Literal
+
+Need = Literal["equal", "unique", "valid", "free"]
+
+NEED_MEANING: dict[Need, str] = {
+    "equal": "must be equal everywhere",
+    "unique": "must be unique",
+    "valid": "may differ, and must be right on each node",
+    "free": "may differ freely",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing that nodes or ranks bring to the table, and what is asked of it.
+
+    Attributes:
+        id: of the check in agreement.json.
+        subject: what is looked at, for people.
+        need: equal, unique, valid or free.
+        violated: what comes of it where it does not hold; `warn` is said and the run starts.
+        cause: id of the catalogue.
+        remedy: what to do; `{who}` is the odd one, `{key}` what differs, `{value}` what most have,
+            `{choices}` what one may decide for where there is no majority.
+        absent: what to do where most have none of it.
+    """
+
+    id: str
+    subject: str
+    need: Need
+    violated: Literal["fail", "warn"]
+    cause: str
+    remedy: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+
 
 _COPY = "copy the right file to {who}; `sha256sum FILE` on each node compares"
 _DELETE = "remove it on {who}, or copy it to all"

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.naming import name_node
-from unisono.agree.report import Check as Judged
-from unisono.agree.report import NodeReport
+from unisono.agree.display import name_node
+from unisono.agree.reports import Check as Judged
+from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
 from unisono.doctor.check import Check, Finding
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unisono.agree.report import NodeReport, settings_of
+from unisono.agree.reports import NodeReport, settings_of
 from unisono.control.tokens import derive
 from unisono.doctor.check import Check, Finding
 from unisono.doctor.ladder.attempt import ENDING_S, STARTING_S, Child, Children, outcome_of

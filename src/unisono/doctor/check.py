@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from unisono.agree.report import NodeReport
+from unisono.agree.reports import NodeReport
 from unisono.config import LoadedConfig
 from unisono.doctor.asked import DoctorRequest
 from unisono.facts import Environment, Machine, Probes

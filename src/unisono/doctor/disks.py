@@ -3,10 +3,9 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from unisono.agree.naming import Who
-from unisono.agree.report import OutputFacts
-from unisono.agree.showing import show_bytes
-from unisono.agree.storage import judge_storage
+from unisono.agree.display import Member, show_bytes
+from unisono.agree.node_files import judge_storage
+from unisono.agree.reports import OutputFacts
 from unisono.doctor.agreed import as_findings
 from unisono.doctor.check import Check, Finding, Surroundings, found
 from unisono.doctor.looking import STORAGE_S
@@ -35,7 +34,7 @@ def output(facts: Surroundings) -> list[Finding]:
     """Where the run will write, by agreement's own rules."""
     report = facts.report
     judged = as_findings(
-        judge_storage([(Who(report.node_rank, -1, report.host), report)]),
+        judge_storage([(Member(report.node_rank, -1, report.host), report)]),
         report,
         {"storage.write": OUTPUT},
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.naming import Who, name_all
-from unisono.agree.report import NodeReport
+from unisono.agree.display import Member, name_all
+from unisono.agree.reports import NodeReport
 from unisono.doctor.asked import DoctorRequest
 from unisono.doctor.check import Check, Finding, findings_of
 from unisono.doctor.looking import NO_FILES, Asked
@@ -84,9 +84,9 @@ def _as_head(
     ):  # fmt: skip
         said = meeting.gather("findings", timeout_s=_FINDINGS_S, what="what the node has found of itself")
         hosts = meeting.roll.hosts
-        by_node = {Who(0, -1, party.host): own}
+        by_node = {Member(0, -1, party.host): own}
         by_node |= {
-            Who(rank, -1, hosts.get(rank, "?")): findings_of(message)
+            Member(rank, -1, hosts.get(rank, "?")): findings_of(message)
             for rank, message in sorted(said.items())
         }
         findings = [
@@ -109,7 +109,7 @@ def _as_node(request: DoctorRequest, party: Party, make: MakeReport, own: list[F
         return findings_of(attendance.wait_for("ended").get("result"))
 
 
-def together(by_node: Mapping[Who, list[Finding]]) -> list[Finding]:
+def together(by_node: Mapping[Member, list[Finding]]) -> list[Finding]:
     """What all nodes have found: what passes everywhere in one line, all else with the nodes that it is about."""
     ids = dict.fromkeys(finding.id for findings in by_node.values() for finding in findings)
     merged = []
@@ -123,7 +123,7 @@ def together(by_node: Mapping[Who, list[Finding]]) -> list[Finding]:
     return merged
 
 
-def _passes(finding: Finding, here: list[tuple[Who, Finding]]) -> Finding:
+def _passes(finding: Finding, here: list[tuple[Member, Finding]]) -> Finding:
     nodes = name_all(who for who, _ in here)
     same = all(one.evidence == finding.evidence for _, one in here if one.id == finding.id)
     evidence = (
@@ -132,8 +132,8 @@ def _passes(finding: Finding, here: list[tuple[Who, Finding]]) -> Finding:
     return Finding(finding.id, "pass", evidence, finding.fix, nodes)
 
 
-def _grouped(here: list[tuple[Who, Finding]]) -> list[Finding]:
-    groups: dict[Finding, list[Who]] = {}
+def _grouped(here: list[tuple[Member, Finding]]) -> list[Finding]:
+    groups: dict[Finding, list[Member]] = {}
     for who, finding in here:
         groups.setdefault(finding, []).append(who)
     return [

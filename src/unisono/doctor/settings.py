@@ -5,12 +5,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from unisono.agree.environment_rules import LAUNCH, need_of
-from unisono.agree.lint import judge_settings
-from unisono.agree.naming import Who, enumerate_words
-from unisono.agree.report import settings_of
-from unisono.agree.rule import NEED_MEANING
-from unisono.agree.showing import show_setting
+from unisono.agree.display import Member, enumerate_words, show_setting
+from unisono.agree.environment_rules import LAUNCH, judge_settings, need_of
+from unisono.agree.reports import settings_of
+from unisono.agree.rules import NEED_MEANING
 from unisono.causes.variable_values import VALUES
 from unisono.causes.variables import VARIABLES, find_variable
 from unisono.causes.variables_libraries import KNOWN_TO_LIBRARIES
@@ -99,7 +97,7 @@ def _unknown(name: str) -> str:
 def suspicious(facts: Surroundings) -> list[Finding]:
     """By agreement's own table."""
     report = facts.report
-    members = [(Who(report.node_rank, -1, report.host), report)]
+    members = [(Member(report.node_rank, -1, report.host), report)]
     reasons = {} if facts.loaded is None else facts.loaded.config.reasons
     return [
         _with_reason(finding, reasons)

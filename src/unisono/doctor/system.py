@@ -4,10 +4,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import unisono
-from unisono.agree.known_bad import judge_known_bad
-from unisono.agree.limits import judge_limits
-from unisono.agree.naming import Who
-from unisono.agree.showing import show_bytes
+from unisono.agree.display import Member, show_bytes
+from unisono.agree.machines import judge_limits
+from unisono.agree.version_rules import judge_known_bad
 from unisono.doctor.agreed import as_findings
 from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
 from unisono.doctor.disks import CATALOGUE as DISKS
@@ -69,13 +68,13 @@ _DAY_S = 86_400.0
 def limits(facts: Surroundings) -> list[Finding]:
     """Limits, shared memory, cores and memory, by agreement's own rules."""
     report = facts.report
-    return as_findings(judge_limits([(Who(report.node_rank, -1, report.host), report)]), report, _RULES)
+    return as_findings(judge_limits([(Member(report.node_rank, -1, report.host), report)]), report, _RULES)
 
 
 def versions(facts: Surroundings) -> list[Finding]:
     """Known faults, by agreement's own table."""
     report = facts.report
-    return as_findings(judge_known_bad([(Who(report.node_rank, -1, report.host), report)]), report, _RULES)
+    return as_findings(judge_known_bad([(Member(report.node_rank, -1, report.host), report)]), report, _RULES)
 
 
 def core_dumps(facts: Surroundings) -> list[Finding]:

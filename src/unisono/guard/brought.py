@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.naming import name_node
-from unisono.agree.programs import compare_brought, compare_launchers
-from unisono.agree.report import NodeReport
+from unisono.agree.compare import compare_launchers, compare_rank_facts
+from unisono.agree.display import name_node
+from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict, find_cause
 from unisono.events import Message
 from unisono.integrations.border import LAUNCHER, Answer
@@ -139,7 +139,7 @@ class Brought:
         facts = {
             rank: (node, hosts[node], dict(message["facts"])) for rank, (node, message, _) in group.items()
         }
-        return compare_brought(name, facts)
+        return compare_rank_facts(name, facts)
 
     def _answers(self, name: str, group: _Group, found: Agreement) -> Iterator[tuple[int, Message]]:
         text = found.fatal[0].summary if found.fatal else ""

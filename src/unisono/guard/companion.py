@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.agree.programs import compare_programs
-from unisono.agree.report import NodeReport
+from unisono.agree.compare import compare_programs
+from unisono.agree.reports import NodeReport
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message
 from unisono.facts import Probes, read_environment, read_machine, take_token

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unisono.agree.naming import name_node
+from unisono.agree.display import name_node
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.causes.catalogue import for_others
 from unisono.causes.signatures import match_line

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.report import NodeReport
+from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
 from unisono.control.events import Event, Left, Said
 from unisono.control.server import HeadServer

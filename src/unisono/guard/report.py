@@ -7,8 +7,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from unisono.agree.programs import keyed_words
-from unisono.agree.report import Device, Interface, Limits, NodeReport, OutputFacts
+from unisono.agree.compare import keyed_arguments
+from unisono.agree.reports import Device, Interface, Limits, NodeReport, OutputFacts
 from unisono.facts import Environment, Machine, Probes
 from unisono.facts.clock import SystemClock
 from unisono.facts.code import code_digests
@@ -84,7 +84,7 @@ def runs_in_our_environment(words: tuple[str, ...]) -> bool:
 
 def _words(asked: RunAsked, shape: RunShape) -> dict[str, str]:
     """The command without what says which node it is, without secrets and without the way to files that every node may keep elsewhere."""
-    words = keyed_words(comparable(shape.command))
+    words = keyed_arguments(comparable(shape.command))
     found = {
         key: veil(f"{key}={value}").removeprefix(f"{key}=") for key, value in words.items()
     }  # some secrets only their name gives away

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.programs import compare_programs
-from unisono.agree.report import NodeReport
+from unisono.agree.compare import compare_programs
+from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
 from unisono.control.events import Left, Said
 from unisono.errors import Disagreed

@@ -11,11 +11,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from unisono.agree.agreement import Agreement
-from unisono.agree.finding import Scene
-from unisono.agree.keys import Wording, judge_keys
-from unisono.agree.naming import Who, name_all, name_ranks
-from unisono.agree.rule import Rule
+from unisono.agree.agreement import Agreement, Stage, Wording, judge_keys
+from unisono.agree.display import Member, name_all, name_ranks
+from unisono.agree.rules import Rule
 from unisono.causes import Verdict
 from unisono.text import one_line
 
@@ -128,8 +126,8 @@ def compare(reports: Sequence[TrainerFacts]) -> Verdict | None:
     hosts = sorted(
         {one.host for one in reports}, key=lambda host: min(r.rank for r in reports if r.host == host)
     )
-    members = sorted((Who(hosts.index(one.host), one.rank, one.host), one) for one in reports)
-    scene = Scene("agree.ranks", name_ranks if len(hosts) == 1 else name_all)
+    members = sorted((Member(hosts.index(one.host), one.rank, one.host), one) for one in reports)
+    scene = Stage("agree.ranks", name_ranks if len(hosts) == 1 else name_all)
     values = [(who, one.comparable()) for who, one in members]
     common = set.intersection(*(set(said) for _, said in values)) if values else set()
     of_rows = _judge(_blamed(members), values, [key for key in _ROWS_KEYS if key in common], scene)
@@ -138,7 +136,7 @@ def compare(reports: Sequence[TrainerFacts]) -> Verdict | None:
 
 
 def _judge(
-    rule: Rule, values: Sequence[tuple[Who, Mapping[str, Hashable]]], keys: Sequence[str], scene: Scene
+    rule: Rule, values: Sequence[tuple[Member, Mapping[str, Hashable]]], keys: Sequence[str], scene: Stage
 ) -> Agreement:
     said = [(who, {key: given[key] for key in keys}) for who, given in values]
     wording = Wording(shown=_shown, label=lambda key: _LABELS.get(key, key), order=keys.index)
@@ -151,7 +149,7 @@ def _shown(key: str, value: Hashable) -> str:
     return f"digest {one_line(str(value), limit=12)}"
 
 
-def _blamed(members: Sequence[tuple[Who, TrainerFacts]]) -> Rule:
+def _blamed(members: Sequence[tuple[Member, TrainerFacts]]) -> Rule:
     """Whether the files differ or what was chosen from them: by the digest of the source, else by where the border runs."""
     sources = {one.data.source_digest for _, one in members}
     if "" not in sources:

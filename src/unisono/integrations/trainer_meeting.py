@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from unisono.agree.naming import number_list
+from unisono.agree.display import number_list
 from unisono.causes import Verdict, find_cause
 from unisono.errors import Disagreed, Problem
 from unisono.integrations.trainer_facts import TrainerFacts, compare

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.report import RankReport
+from unisono.agree.reports import RankReport
 from unisono.causes import Verdict
 from unisono.control.events import Arrived, Event, Left, Said
 from unisono.events import Message

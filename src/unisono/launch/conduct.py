@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.ranks import compare_ranks
-from unisono.agree.report import RankReport
+from unisono.agree.reports import RankReport
+from unisono.agree.training import compare_ranks
 from unisono.causes import Verdict
 from unisono.errors import UnisonoError
 from unisono.launch.postmortem import NodeLoss, first_cause, is_victim

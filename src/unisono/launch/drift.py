@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unisono.agree.groups import majority, partition, told
-from unisono.agree.naming import Who, culprit_hosts, culprit_ranks, name_all
+from unisono.agree.agreement import majority, odd_first, partition
+from unisono.agree.display import Member, culprit_hosts, culprit_ranks, name_all
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.events import Message
 from unisono.launch.attempt import Show
@@ -82,7 +82,7 @@ def name_drift(
         step: after which they told it.
         equal_at: the last step after which all were equal, if there was one in this start.
     """
-    who = [Who(place.node_rank, rank, place.host) for rank, place in enumerate(places)]
+    who = [Member(place.node_rank, rank, place.host) for rank, place in enumerate(places)]
     groups = partition((who[rank], said.digest) for rank, said in sorted(found.items()))
     most = majority(groups)
     odd = [one for group in groups if most is not None and group is not most for one in group.members]
@@ -96,7 +96,7 @@ def name_drift(
         )
     evidence = [
         Evidence(where=name_all(group.members), text=f"digest of the trained weights: {group.value}")
-        for group in told(groups, odd)[:_SHOWN_GROUPS]
+        for group in odd_first(groups, odd)[:_SHOWN_GROUPS]
     ]
     return Verdict(
         cause="replicas_diverged", when="during", summary=summary, ranks=culprit_ranks(odd), hosts=culprit_hosts(odd), phase="update",

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unisono.agree.naming import name_node
-from unisono.agree.report import Device, Interface, Limits, NodeReport, OutputFacts
+from unisono.agree.display import name_node
+from unisono.agree.reports import Device, Interface, Limits, NodeReport, OutputFacts
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.checkpoint.manifest import MANIFEST
 from unisono.checkpoint.retention import max_without_permanent

@@ -5,8 +5,8 @@ from typing import Any
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_nodes
-from unisono.agree.prepared import PreparedFacts
-from unisono.agree.report import NodeReport
+from unisono.agree.reports import NodeReport
+from unisono.agree.training import PreparedFacts
 from unisono.causes import Verdict, find_cause
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnfitError, UnisonoError, UsageError

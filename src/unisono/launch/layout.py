@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from unisono.agree.report import NodeReport
+from unisono.agree.reports import NodeReport
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unisono.agree.report import NodeReport
+from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict, find_cause
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnfitError, UsageError

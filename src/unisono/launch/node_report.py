@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unisono.agree.report import Device, FileDigest, Interface, Limits, NodeReport, OutputFacts
+from unisono.agree.reports import Device, FileDigest, Interface, Limits, NodeReport, OutputFacts
 from unisono.checkpoint.retention import max_without_permanent
 from unisono.config import LoadedConfig, RunConfig
 from unisono.config.schema import SourceSection

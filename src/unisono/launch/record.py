@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.report import NodeReport, RankReport
+from unisono.agree.reports import NodeReport, RankReport
 from unisono.checkpoint.store import CheckpointStore, step_of
 from unisono.config import RunConfig
 from unisono.errors import UnisonoError

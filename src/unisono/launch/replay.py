@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.report import RankReport
+from unisono.agree.reports import RankReport
 from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore, IntactCheckpoint
 from unisono.errors import IntegrityError, UnfitError, UsageError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.report import RankReport
+from unisono.agree.reports import RankReport
 from unisono.causes import Verdict
 from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore

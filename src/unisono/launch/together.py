@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.prepared import PreparedFacts, compare_prepared
-from unisono.agree.report import NodeReport
+from unisono.agree.reports import NodeReport
+from unisono.agree.training import PreparedFacts, compare_prepared
 from unisono.causes import Verdict
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from unisono.agree.report import RankReport
+from unisono.agree.reports import RankReport
 from unisono.model.load import LoadedModel
 from unisono.plan import RankPlace, RunPlan
 from unisono.train.batches import TrainingData

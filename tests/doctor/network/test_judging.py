@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.agree.report import Interface
+from unisono.agree.reports import Interface
 from unisono.doctor.network.choice import gloo_choice, nccl_choice
 from unisono.doctor.network.judging import (
     judge_choice,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.agree.making import node
-from unisono.agree.report import Interface, NodeReport
+from unisono.agree.reports import Interface, NodeReport
 from unisono.causes import Evidence, Verdict
 from unisono.errors import DataError, Disagreed, UnisonoError
 from unisono.launch.interrupts import Interrupts, Stopped

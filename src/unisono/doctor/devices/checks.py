@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from unisono.agree.report import settings_of
+from unisono.agree.reports import settings_of
 from unisono.doctor.check import Finding, Status, Surroundings, found
 from unisono.doctor.devices.catalogue import (
     BFLOAT16,

@@ -5,7 +5,7 @@ import socket
 import time
 from pathlib import Path
 
-from unisono.agree.report import settings_of
+from unisono.agree.reports import settings_of
 from unisono.doctor.check import Finding, Surroundings, found
 from unisono.doctor.network.catalogue import PORT
 from unisono.doctor.network.judging import (

@@ -7,8 +7,8 @@ gloo (torch, ProcessGroupGloo): GLOO_SOCKET_IFNAME, exact names; else the interf
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unisono.agree.interfaces import matching
-from unisono.agree.report import Interface
+from unisono.agree.addresses import matching
+from unisono.agree.reports import Interface
 
 _ORDER = (
     ("ib", "names that begin with ib come first"),

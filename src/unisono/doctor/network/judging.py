@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from unisono.agree.report import Interface
+from unisono.agree.reports import Interface
 from unisono.doctor.check import Finding, Status, found
 from unisono.doctor.network.catalogue import CHOICE, FIREWALL, INFINIBAND, INTERFACES, NAMES
 from unisono.doctor.network.choice import Choice, gloo_choice, leads_out, nccl_choice, usable

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from unisono.agree.naming import name_node
-from unisono.agree.report import NodeReport
+from unisono.agree.display import name_node
+from unisono.agree.reports import NodeReport
 from unisono.doctor.check import Check, Finding, found
 from unisono.doctor.network.pairs import Pair, Slow, tell_apart
 from unisono.doctor.network.stream import Measured

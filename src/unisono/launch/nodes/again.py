@@ -15,7 +15,7 @@ from typing import Any
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_again
-from unisono.agree.report import NodeReport
+from unisono.agree.reports import NodeReport
 from unisono.events import Message
 from unisono.launch.nodes.agent import Attendance
 from unisono.launch.nodes.meeting import Meeting

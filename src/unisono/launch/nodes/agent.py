@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from unisono.agree.report import NodeReport
+from unisono.agree.reports import NodeReport
 from unisono.control.events import Left, Said
 from unisono.control.link import NodeLink
 from unisono.errors import Disagreed, UnisonoError

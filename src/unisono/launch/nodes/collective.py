@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.naming import name_node
-from unisono.agree.report import NodeReport
+from unisono.agree.display import name_node
+from unisono.agree.reports import NodeReport
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.errors import UnisonoError
 from unisono.events import Message

@@ -6,7 +6,7 @@ from typing import Any
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_nodes
-from unisono.agree.report import NodeReport
+from unisono.agree.reports import NodeReport
 from unisono.errors import Disagreed
 from unisono.launch.nodes.aside import Aside
 from unisono.launch.nodes.collective import collective_task, head_collective

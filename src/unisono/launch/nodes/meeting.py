@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.joining import wrong_token
-from unisono.agree.naming import name_node, plain_host
-from unisono.agree.report import NodeReport
+from unisono.agree.display import name_node, plain_host
+from unisono.agree.membership import wrong_token
+from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
 from unisono.control.events import Arrived, Event, Joined, Left, Rejected, Said
 from unisono.control.server import HeadServer

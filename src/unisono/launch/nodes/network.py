@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.network import compare_network
-from unisono.agree.report import Reached
+from unisono.agree.dial_matrix import compare_network
+from unisono.agree.reports import DialReport
 from unisono.control.echo import EchoListener, reach_key
 from unisono.control.reach import Peer, choose_peers, dial_all
 from unisono.errors import Disagreed
@@ -45,7 +45,7 @@ def head_dials(meeting: HeadSide) -> Agreement:
     key = reach_key(meeting.party.token, meeting.run_nonce)
     own = meeting.aside(lambda _show: dial_all(choose_peers(peers, 0), key, source=0))
     said = meeting.gather("reached", timeout_s=_DIALLING_S, what="its dialling of the other nodes")
-    found = [Reached.model_validate(asdict(one)) for one in own]
+    found = [DialReport.model_validate(asdict(one)) for one in own]
     for node_rank, message in sorted(said.items()):
         found += _reached(node_rank, message)
     return compare_network(found, meeting.reports)
@@ -89,12 +89,12 @@ def _peers(message: Message) -> list[Peer]:
     return found
 
 
-def _reached(node_rank: int, message: Mapping[str, Any]) -> list[Reached]:
+def _reached(node_rank: int, message: Mapping[str, Any]) -> list[DialReport]:
     """What a node says it saw; nobody speaks for another node."""
     found = []
     for value in message.get("reached") or []:
         try:
-            one = Reached.model_validate(value)
+            one = DialReport.model_validate(value)
         except ValidationError:  # what cannot be read is as if it had not been tried: the pair is unknown
             continue
         found += [one] if one.source == node_rank else []

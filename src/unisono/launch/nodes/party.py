@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.agree.report import NodeReport
+from unisono.agree.reports import NodeReport
 from unisono.events import Message
 from unisono.facts.network import NetworkProbe, SystemNetwork
 from unisono.launch.command import Programs

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from unisono.agree.joining import missing_nodes
-from unisono.agree.naming import count, name_node, number_list
-from unisono.agree.report import NodeReport
+from unisono.agree.display import count, name_node, number_list
+from unisono.agree.membership import missing_nodes
+from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
 from unisono.control.events import Joined, Left, Rejected
 from unisono.launch.nodes import words

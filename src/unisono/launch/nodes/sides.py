@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from unisono.agree.report import NodeReport
+from unisono.agree.reports import NodeReport
 from unisono.control.server import HeadServer
 from unisono.events import Message
 from unisono.launch.nodes.party import Party, Show

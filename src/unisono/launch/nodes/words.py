@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unisono.agree.joining import lost_node, refused_node
-from unisono.agree.naming import name_node
+from unisono.agree.display import name_node
+from unisono.agree.membership import lost_node, refused_node
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.errors import Disagreed, Problem, UnisonoError
 from unisono.events import Message

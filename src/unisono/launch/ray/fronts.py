@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.agree.naming import name_node, plain_host
+from unisono.agree.display import name_node, plain_host
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.events import read_message
 from unisono.text import one_line

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from unisono.agree.naming import plain_host
+from unisono.agree.display import plain_host
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.text import one_line, plain
 

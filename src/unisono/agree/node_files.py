@@ -1,16 +1,69 @@
-"""Where the run will write: whether each node can, whether it is one place, and whether there is room."""
+"""Files of the nodes: data, tokenizer and model files that are equal, and an output_dir that can be written."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 
-from unisono.agree.agreement import Agreement
-from unisono.agree.counts import Members
-from unisono.agree.finding import NODES, evidence_of, finding, remedy_for, unknown_for
-from unisono.agree.groups import odd_out, partition, told
-from unisono.agree.naming import Who, count, name_all
-from unisono.agree.report import NodeReport
+from unisono.agree.agreement import (
+    NODES,
+    Agreement,
+    Wording,
+    evidence_of,
+    judge_keys,
+    odd_first,
+    odd_out,
+    partition,
+    remedy_for,
+    unknown_for,
+    violation,
+)
+from unisono.agree.display import Member, count, name_all, show_bytes, show_digest
+from unisono.agree.membership import Members
+from unisono.agree.reports import FileDigest, NodeReport
 from unisono.agree.rules import NODE_RULES
-from unisono.agree.showing import show_bytes
 from unisono.text import one_line
+
+_READERS: dict[str, Callable[[NodeReport], list[FileDigest]]] = {
+    "files.data": lambda report: report.data_files,
+    "files.tokenizer": lambda report: report.tokenizer_files,
+    "files.model": lambda report: report.model_files,
+}
+
+
+def judge_files(members: Members, rule_id: str) -> Agreement:
+    """Files of one kind have the same content on all nodes: each by its label, size and digest."""
+    rule = NODE_RULES[rule_id]
+    read = _READERS[rule_id]
+    listed = [(who, report, read(report)) for who, report in members]
+    known = [(who, _by_label(files)) for who, report, files in listed if _known(report, files)]
+    unknown = [(who, report.files_note) for who, report, files in listed if not _known(report, files)]
+    missing = unknown_for(
+        rule, [who for who, _ in unknown], one_line(next((note for _, note in unknown if note), "not digested"))
+    )  # fmt: skip
+    if not known:
+        return missing
+    number = len(known[0][1])
+    good = f"{count(number, 'file')}, the same everywhere" if number else "there are none to compare"
+    if len(known) == 1 and len(members) > 1:
+        return missing  # one list alone agrees with nobody
+    return judge_keys(rule, known, Wording(shown=_shown_content, good=good)).merged(missing)
+
+
+def _known(report: NodeReport, files: list[FileDigest]) -> bool:
+    """Whether what a node says of these files can be compared: none with a note means that they could not be read."""
+    return all(file.digest for file in files) and bool(files or not report.files_note)
+
+
+def _by_label(files: Iterable[FileDigest]) -> dict[str, Hashable]:
+    found: dict[str, list[tuple[int, str]]] = {}
+    for file in files:
+        found.setdefault(file.label, []).append((file.bytes, file.digest))
+    return {label: tuple(contents) for label, contents in found.items()}
+
+
+def _shown_content(_: str, value: Hashable) -> str:
+    if not isinstance(value, tuple):
+        return "missing"
+    return " + ".join(f"{count(size, 'byte')}, digest {show_digest(digest)}" for size, digest in value[:4])
+
 
 _LEAST_FREE = 64 * 2**20
 
@@ -33,13 +86,13 @@ def _judge_writing(members: Members) -> Agreement:
     if not bad:
         return missing if len(unknown) == len(members) else _room(members).merged(missing)
     people = sorted(who for group in bad for who in group.members)
-    return finding(
+    return violation(
         rule, "; ".join(f"{name_all(group.members)}: {group.value}" for group in bad[:3]), people=people,
         evidence=evidence_of(bad, NODES, str), fix=_with_path(rule.remedy, people, reports[people[0]]),
     ).merged(missing)  # fmt: skip
 
 
-def _with_path(remedy: tuple[str, ...], people: list[Who], report: NodeReport) -> list[str]:
+def _with_path(remedy: tuple[str, ...], people: list[Member], report: NodeReport) -> list[str]:
     path = one_line(report.output.path)
     return [line.replace("{who}", name_all(people)).replace("OUTPUT_DIR", path) for line in remedy]
 
@@ -67,7 +120,7 @@ def _room(members: Members) -> Agreement:
     free = tightest.output.free_bytes or 0
     text = f"written, read back and renamed; {show_bytes(free)} free"
     if len(measured) > 1:
-        text += f" on {name_all([Who(tightest.node_rank, -1, tightest.host)])}, the least"
+        text += f" on {name_all([Member(tightest.node_rank, -1, tightest.host)])}, the least"
     reserved = max((report.reserved.get("disk_bytes", 0) for report in measured), default=0)
     if reserved:
         text += f"; {show_bytes(reserved)} are left to the system"
@@ -98,8 +151,8 @@ def _judge_sharing(members: Members) -> Agreement:
         summary += f", as it is on {name_all(together)}"
     summary += f": {holds} holds the run, the others keep copies of result.json and verdict.json"
     paths = partition((who, _place(report)) for who, report in members)
-    return finding(
-        rule, summary, people=odd, evidence=evidence_of(told(paths, apart), NODES, str),
+    return violation(
+        rule, summary, people=odd, evidence=evidence_of(odd_first(paths, apart), NODES, str),
         fix=remedy_for(rule, apart), where=apart,
     ).merged(missing)  # fmt: skip
 

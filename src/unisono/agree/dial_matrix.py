@@ -3,16 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from unisono.agree.agreement import Agreement
-from unisono.agree.finding import Scene, finding
-from unisono.agree.naming import Who, count, enumerate_words, name_all, name_node
-from unisono.agree.report import NodeReport, Reached
+from unisono.agree.agreement import Agreement, Stage, violation
+from unisono.agree.display import Member, count, enumerate_words, name_all, name_node, show_bytes
+from unisono.agree.reports import DialReport, NodeReport
 from unisono.agree.rules import NETWORK_RULES
-from unisono.agree.showing import show_bytes
 from unisono.causes import Evidence
 from unisono.text import one_line
 
-_SCENE = Scene("agree.network")
+_SCENE = Stage("agree.network")
 _SHOWN_WAYS = 10
 _UNSURE = 0.8  # one node alone says that it does not reach another: the fault may be on either side
 
@@ -26,25 +24,25 @@ _OUTCOMES: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Way:
+class Link:
     """What became of all dials from one node to another."""
 
     source: int
     target: int
-    dials: tuple[Reached, ...]
+    dials: tuple[DialReport, ...]
 
     @property
-    def bad(self) -> list[Reached]:
+    def bad(self) -> list[DialReport]:
         """The dials that got no connection to the other node."""
         return [dial for dial in self.dials if dial.outcome not in ("ok", "stalled")]
 
     @property
-    def stalled(self) -> list[Reached]:
+    def stalled(self) -> list[DialReport]:
         """The dials on which large messages were lost."""
         return [dial for dial in self.dials if dial.outcome == "stalled"]
 
 
-def compare_network(reached: Sequence[Reached], reports: Sequence[NodeReport]) -> Agreement:
+def compare_network(reached: Sequence[DialReport], reports: Sequence[NodeReport]) -> Agreement:
     """Which nodes, or which ways between two, are cut; and where only small messages pass.
 
     Args:
@@ -61,18 +59,18 @@ def compare_network(reached: Sequence[Reached], reports: Sequence[NodeReport]) -
     return _judge_dials(ways, nodes).merged(_judge_sizes(ways, nodes), _judge_silence(ways, nodes))
 
 
-def _ways(reached: Iterable[Reached]) -> list[Way]:
-    dials: dict[tuple[int, int], list[Reached]] = {}
+def _ways(reached: Iterable[DialReport]) -> list[Link]:
+    dials: dict[tuple[int, int], list[DialReport]] = {}
     for dial in reached:
         if dial.source != dial.target:
             dials.setdefault((dial.source, dial.target), []).append(dial)
     return [
-        Way(source, target, tuple(sorted(found, key=lambda dial: (dial.port, dial.outcome, dial.largest_bytes, dial.note))))
+        Link(source, target, tuple(sorted(found, key=lambda dial: (dial.port, dial.outcome, dial.largest_bytes, dial.note))))
         for (source, target), found in sorted(dials.items())
     ]  # fmt: skip
 
 
-def _judge_silence(ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> Agreement:
+def _judge_silence(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agreement:
     """A node that dialled nobody, or that nobody dialled, is unknown: not reached is another thing."""
     dialled = {way.source for way in ways} & {way.target for way in ways}
     silent = _people([rank for rank in nodes if rank not in dialled], nodes)
@@ -82,20 +80,20 @@ def _judge_silence(ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> Agre
     return Agreement.noted("network.dial", "unknown", f"ways to or from {where} were not tried", where=where)
 
 
-def _judge_dials(ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> Agreement:
+def _judge_dials(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agreement:
     rule = NETWORK_RULES["network.dial"]
     cut = [way for way in ways if way.bad]
     if not cut:
         return Agreement.noted(rule.id, "pass", _good(ways)) if ways else Agreement()
     culprits, sure = _to_blame(cut, ways)
     people = _people(culprits, nodes)
-    return finding(
+    return violation(
         rule, _summary(cut, ways, people, nodes), scene=_SCENE, people=people,
         evidence=_evidence(cut, ways, nodes), fix=_fixes(cut, nodes), confidence=1.0 if sure else _UNSURE,
     )  # fmt: skip
 
 
-def _good(ways: Sequence[Way]) -> str:
+def _good(ways: Sequence[Link]) -> str:
     dials = [dial for way in ways for dial in way.dials]
     ports = count(len({(dial.target, dial.port) for dial in dials}), "port")
     times = [dial.rtt_s for dial in dials if dial.rtt_s is not None]
@@ -103,7 +101,7 @@ def _good(ways: Sequence[Way]) -> str:
     return f"{count(len(ways), 'way')} tried on {ports}, all open{slowest}"
 
 
-def _to_blame(cut: Sequence[Way], ways: Sequence[Way]) -> tuple[list[int], bool]:
+def _to_blame(cut: Sequence[Link], ways: Sequence[Link]) -> tuple[list[int], bool]:
     """The nodes that nobody reaches, else those that reach nobody, else nobody: then it is the way between two. And whether that is sure."""
     broken = {(way.source, way.target) for way in cut}
     sources: dict[int, list[bool]] = {}
@@ -122,8 +120,8 @@ def _to_blame(cut: Sequence[Way], ways: Sequence[Way]) -> tuple[list[int], bool]
     return [], True
 
 
-def _people(ranks: Iterable[int], nodes: Mapping[int, NodeReport]) -> list[Who]:
-    return [Who(rank, -1, nodes[rank].host) for rank in sorted(set(ranks))]
+def _people(ranks: Iterable[int], nodes: Mapping[int, NodeReport]) -> list[Member]:
+    return [Member(rank, -1, nodes[rank].host) for rank in sorted(set(ranks))]
 
 
 def _name(rank: int, nodes: Mapping[int, NodeReport]) -> str:
@@ -131,7 +129,7 @@ def _name(rank: int, nodes: Mapping[int, NodeReport]) -> str:
 
 
 def _summary(
-    cut: Sequence[Way], ways: Sequence[Way], people: Sequence[Who], nodes: Mapping[int, NodeReport]
+    cut: Sequence[Link], ways: Sequence[Link], people: Sequence[Member], nodes: Mapping[int, NodeReport]
 ) -> str:
     """Who cannot reach whom, and how that looks from outside."""
     first = cut[0].bad[0]
@@ -157,25 +155,25 @@ def _summary(
     return f"{text}; the other direction works" if back else text
 
 
-def _unreached(cut: Sequence[Way], ways: Sequence[Way]) -> set[int]:
+def _unreached(cut: Sequence[Link], ways: Sequence[Link]) -> set[int]:
     open_ways = {way.target for way in ways if not way.bad}
     return {way.target for way in cut} - open_ways
 
 
-def _reaching_nobody(ways: Sequence[Way]) -> set[int]:
+def _reaching_nobody(ways: Sequence[Link]) -> set[int]:
     return {way.source for way in ways} - {way.source for way in ways if not way.bad}
 
 
-def _address(cut: Sequence[Way], targets: set[int]) -> str:
+def _address(cut: Sequence[Link], targets: set[int]) -> str:
     found = dict.fromkeys(one_line(dial.address) for way in cut for dial in way.bad if way.target in targets)
     return enumerate_words(list(found), at_most=3)
 
 
-def _endpoint(dial: Reached) -> str:
+def _endpoint(dial: DialReport) -> str:
     return f"{one_line(dial.address)} port {dial.port}"
 
 
-def _ports(way: Way) -> str:
+def _ports(way: Link) -> str:
     """Which ports are open and which are not, where that differs: a firewall with a range."""
     bad = sorted({dial.port for dial in way.bad})
     good = sorted({dial.port for dial in way.dials}.difference(bad))
@@ -184,7 +182,7 @@ def _ports(way: Way) -> str:
     return f" (port {enumerate_words([str(p) for p in bad], at_most=3)}; open: {enumerate_words([str(p) for p in good], at_most=3)})"
 
 
-def _evidence(cut: Sequence[Way], ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> list[Evidence]:
+def _evidence(cut: Sequence[Link], ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> list[Evidence]:
     found = [
         Evidence(
             where=f"{_name(way.source, nodes)} → {_name(way.target, nodes)}",
@@ -200,11 +198,11 @@ def _evidence(cut: Sequence[Way], ways: Sequence[Way], nodes: Mapping[int, NodeR
     return found
 
 
-def _note(dial: Reached) -> str:
+def _note(dial: DialReport) -> str:
     return f" ({one_line(dial.note, limit=120)})" if dial.note else ""
 
 
-def _fixes(cut: Sequence[Way], nodes: Mapping[int, NodeReport]) -> list[str]:
+def _fixes(cut: Sequence[Link], nodes: Mapping[int, NodeReport]) -> list[str]:
     """What to type, by what was seen; ports are chosen at run time, so that single ones do not help."""
     outcomes = {dial.outcome for way in cut for dial in way.bad}
     first = cut[0]
@@ -245,7 +243,7 @@ def _passes(n_bytes: int) -> str:
     return "1 byte passes" if n_bytes == 1 else f"{n_bytes:,} bytes pass"
 
 
-def _judge_sizes(ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> Agreement:
+def _judge_sizes(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agreement:
     rule = NETWORK_RULES["network.size"]
     stalled = [way for way in ways if way.stalled]
     if not stalled:
@@ -278,10 +276,10 @@ def _judge_sizes(ways: Sequence[Way], nodes: Mapping[int, NodeReport]) -> Agreem
         f"as a first aid on {name_all(ends)}: `sudo ip link set dev {device} mtu 1400`; then find the switch or tunnel with the smaller size",
         f"to see it: `ping -M do -s 1472 {one_line(first.address)}` fails where `ping {one_line(first.address)}` answers",
     ]  # fmt: skip
-    return finding(rule, summary, scene=_SCENE, people=people, evidence=evidence, fix=fix, where=ends)
+    return violation(rule, summary, scene=_SCENE, people=people, evidence=evidence, fix=fix, where=ends)
 
 
-def _always_there(stalled: Sequence[Way], ways: Sequence[Way]) -> list[int]:
+def _always_there(stalled: Sequence[Link], ways: Sequence[Link]) -> list[int]:
     """The node that is in every stalled way, where several partners say so; the way between two blames nobody."""
     partners: dict[int, set[int]] = {}
     for way in stalled:

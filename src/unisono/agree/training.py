@@ -1,22 +1,129 @@
-"""Whether all ranks would train the same thing: judged when data and model are ready, before the first collective."""
+"""Whether the nodes prepared the same data and model, and whether all ranks would train the same thing."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
-from unisono.agree.agreement import Agreement
-from unisono.agree.finding import Scene, evidence_of, finding
-from unisono.agree.groups import odd_out, partition, told
-from unisono.agree.keys import Wording, judge_keys
-from unisono.agree.naming import Who, count, name_all, name_ranks, number_list
-from unisono.agree.report import RankReport
-from unisono.agree.rules import RANK_RULES
-from unisono.agree.showing import show, show_digest
+from unisono.agree.agreement import (
+    Agreement,
+    Stage,
+    Wording,
+    evidence_of,
+    judge_keys,
+    odd_first,
+    odd_out,
+    partition,
+    violation,
+)
+from unisono.agree.display import Member, count, name_all, name_ranks, number_list, show, show_digest
+from unisono.agree.reports import NodeReport, RankReport, ReportPart
+from unisono.agree.rules import PREPARED_RULES, RANK_RULES, Rule
 from unisono.causes import Evidence
+from unisono.plan import DataSummary, ModelFacts
 from unisono.text import one_line
+
+Prepared = Sequence[tuple[Member, "PreparedFacts"]]
+
+_STAGE = Stage("agree.prepared")
+
+
+class PreparedFacts(ReportPart):
+    """What preparing gave on one node. Paths stay at home: they may differ."""
+
+    data_digest: str
+    """Of the rows as the model sees them, their order, and the tokenizer."""
+    rows: int
+    sequences: int
+    """Of one epoch."""
+    tokens: int
+    loss_tokens: int
+    eval_rows: int = 0
+    total_steps: int
+    formats: tuple[str, ...] = ()
+    template: str = ""
+    ledger: dict[str, int]
+    """Totals of the ledger: used, cut, split, dropped, bad, …"""
+    model_type: str
+    parameters: int
+    model_digest: str
+    """Of config.json and of the weights' names, shapes, sizes and contents."""
+
+    @classmethod
+    def of(cls, data: DataSummary, model: ModelFacts) -> Self:
+        """From what the task `prepare` gives."""
+        return cls(
+            data_digest=data.digest, rows=data.train.rows, sequences=data.train.sequences, tokens=data.train.tokens,
+            loss_tokens=data.train.loss_tokens, eval_rows=data.eval.rows if data.eval else 0, total_steps=data.total_steps,
+            formats=tuple(data.formats), template=data.template, ledger=data.ledger, model_type=model.model_type,
+            parameters=model.parameters, model_digest=model.digest,
+        )  # fmt: skip
+
+
+def compare_prepared(prepared: Mapping[int, PreparedFacts], reports: Sequence[NodeReport]) -> Agreement:
+    """Compares what the nodes prepared, by node rank; `reports` say which host each is.
+
+    The model comes first: another vocabulary gives other tokens.
+    """
+    hosts = {report.node_rank: report.host for report in reports}
+    said = [(Member(rank, -1, hosts.get(rank, "?")), prepared[rank]) for rank in sorted(prepared)]
+    absent = [Member(rank, -1, host) for rank, host in sorted(hosts.items()) if rank not in prepared]
+    found = Agreement()
+    if said:
+        found = _judge_prepared(PREPARED_RULES["prepared.model"], said, _model).merged(_judge_rows(said))
+    if absent:
+        where = name_all(absent)
+        text = f"{where} has prepared nothing"
+        found = found.merged(Agreement.noted("prepared.rows", "unknown", text, where=where))
+    return found
+
+
+def _judge_prepared(
+    rule: Rule, said: Prepared, read: Callable[[PreparedFacts], dict[str, Hashable]]
+) -> Agreement:
+    order = list(read(said[0][1]))
+    values = [(who, read(facts)) for who, facts in said]
+    return judge_keys(rule, values, Wording(shown=_shown_prepared, order=order.index), scene=_STAGE)
+
+
+def _judge_rows(said: Prepared) -> Agreement:
+    """The content is what counts; where it differs, formats and templates may say why, though their words may hold paths."""
+    same_rows = len({(facts.rows, tuple(sorted(facts.ledger.items()))) for _, facts in said}) == 1
+    rule = PREPARED_RULES["prepared.tokens" if same_rows else "prepared.rows"]
+    found = _judge_prepared(rule, said, _rows)
+    if not found.fatal:
+        return found
+    verdict = found.fatal[0]
+    reasons = partition((who, (*facts.formats, facts.template)) for who, facts in said)
+    if len(reasons) > 1:
+        more = evidence_of(reasons, _STAGE, lambda words: one_line("; ".join(words), limit=200))
+        verdict = verdict.model_copy(update={"evidence": (*verdict.evidence, *more)})
+    return Agreement.found(rule.id, verdict, where=found.checks[0].where)
+
+
+def _model(facts: PreparedFacts) -> dict[str, Hashable]:
+    return {"model": facts.model_type, "parameters": facts.parameters, "weights": facts.model_digest}
+
+
+def _rows(facts: PreparedFacts) -> dict[str, Hashable]:
+    return {
+        "rows": facts.rows, "rows for evaluation": facts.eval_rows, "sequences": facts.sequences, "steps": facts.total_steps,
+        "tokens": facts.tokens, "loss tokens": facts.loss_tokens, "content of the rows": facts.data_digest,
+    }  # fmt: skip
+
+
+def _shown_prepared(label: str, value: Hashable) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return (
+        f"digest {show_digest(value)}"
+        if label in ("weights", "content of the rows") and isinstance(value, str)
+        else show(value)
+    )
+
 
 _SHOWN_ROWS = 4
 
-Members = Sequence[tuple[Who, RankReport]]
+RankMembers = Sequence[tuple[Member, RankReport]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +178,7 @@ def compare_ranks(reports: Sequence[RankReport], *, world_size: int) -> Agreemen
         return Agreement.noted(
             "ranks.complete", "unknown", f"none of {count(world_size, 'rank')} has reported"
         )
-    scene = Scene(
+    scene = Stage(
         "agree.ranks", name_all if len({who.node_rank for who, _ in members}) > 1 else _one_node(members)
     )
     found = Agreement().merged(
@@ -81,18 +188,18 @@ def compare_ranks(reports: Sequence[RankReport], *, world_size: int) -> Agreemen
     return found.merged(*(_judge(compared, members, scene) for compared in COMPARED))
 
 
-def _in_order(reports: Sequence[RankReport]) -> Members:
+def _in_order(reports: Sequence[RankReport]) -> RankMembers:
     unique = len({report.rank for report in reports}) == len(reports)
     ordered = sorted(reports, key=lambda report: (report.rank, "" if unique else report.model_dump_json()))
-    return [(Who(report.node_rank, max(0, report.rank), report.host), report) for report in ordered]
+    return [(Member(report.node_rank, max(0, report.rank), report.host), report) for report in ordered]
 
 
-def _one_node(members: Members) -> Callable[[Iterable[Who]], str]:
+def _one_node(members: RankMembers) -> Callable[[Iterable[Member]], str]:
     """On one node the numbers of the ranks say all, unless they have no host in common."""
     return name_ranks if len({who.host for who, _ in members}) == 1 else name_all
 
 
-def _judge_complete(members: Members, world_size: int, scene: Scene) -> Agreement:
+def _judge_complete(members: RankMembers, world_size: int, scene: Stage) -> Agreement:
     rule = RANK_RULES["ranks.complete"]
     ranks = [report.rank for _, report in members]
     missing = [rank for rank in range(min(world_size, max(ranks) + 2 + len(ranks))) if rank not in set(ranks)]
@@ -114,10 +221,10 @@ def _judge_complete(members: Members, world_size: int, scene: Scene) -> Agreemen
         text = f"{number_list('rank', missing)} of {world_size:,} {'has' if len(missing) == 1 else 'have'} not reported"
     else:
         return Agreement.noted(rule.id, "pass", f"all {world_size:,}, each once")
-    return finding(rule, text, scene=scene, people=people, fix=rule.remedy)
+    return violation(rule, text, scene=scene, people=people, fix=rule.remedy)
 
 
-def _judge_world(members: Members, world_size: int, scene: Scene) -> Agreement:
+def _judge_world(members: RankMembers, world_size: int, scene: Stage) -> Agreement:
     """Every rank believes in the world that the plan made."""
     rule = RANK_RULES["ranks.world"]
     groups = partition((who, report.world_size) for who, report in members)
@@ -127,13 +234,13 @@ def _judge_world(members: Members, world_size: int, scene: Scene) -> Agreement:
     believed = next(group.value for group in groups if group.value != world_size)
     culprits = wrong if 2 * len(wrong) <= len(members) else []
     fix = [line.replace("{who}", scene.name(wrong)) for line in rule.remedy]
-    return finding(
+    return violation(
         rule, f"world size: {believed:,} on {scene.name(wrong)}, and {world_size:,} in the plan", scene=scene, people=culprits,
         evidence=[Evidence(where=scene.name(group.members), text=f"WORLD_SIZE {group.value}") for group in groups[:6]], fix=fix, where=wrong,
     )  # fmt: skip
 
 
-def _judge_places(members: Members, scene: Scene) -> Agreement:
+def _judge_places(members: RankMembers, scene: Stage) -> Agreement:
     """On a node every rank has its own local rank."""
     rule = RANK_RULES["ranks.place"]
     taken = partition((who, (report.node_rank, report.local_rank)) for who, report in members)
@@ -142,10 +249,10 @@ def _judge_places(members: Members, scene: Scene) -> Agreement:
         return Agreement.noted(rule.id, "pass", "each has a local rank of its own")
     people = twice[0].members
     text = f"{scene.name(people)} have the same local rank {twice[0].value[1]}"
-    return finding(rule, text, scene=scene, people=people, fix=rule.remedy)
+    return violation(rule, text, scene=scene, people=people, fix=rule.remedy)
 
 
-def _judge_devices(members: Members, scene: Scene) -> Agreement:
+def _judge_devices(members: RankMembers, scene: Stage) -> Agreement:
     """No device is bound by two ranks."""
     rule = RANK_RULES["ranks.device"]
     bound = [(who, report.device_uuid) for who, report in members if report.device_kind == "cuda"]
@@ -163,7 +270,7 @@ def _judge_devices(members: Members, scene: Scene) -> Agreement:
             Evidence(where=scene.name([who]), text=f"local rank {places[who].local_rank}, pid {places[who].pid}, device {one_line(places[who].device_uuid or '')}")
             for who in people[:8]
         ]  # fmt: skip
-        return finding(rule, text, scene=scene, people=people, evidence=evidence, fix=rule.remedy)
+        return violation(rule, text, scene=scene, people=people, evidence=evidence, fix=rule.remedy)
     if nameless:
         return Agreement.noted(
             rule.id, "unknown", f"no UUID of the device of {scene.name(nameless)}", where=scene.name(nameless)
@@ -171,7 +278,7 @@ def _judge_devices(members: Members, scene: Scene) -> Agreement:
     return Agreement.noted(rule.id, "pass", f"{count(len(bound), 'rank')}, each on a device of its own")
 
 
-def _judge(compared: Compared, members: Members, scene: Scene) -> Agreement:
+def _judge(compared: Compared, members: RankMembers, scene: Stage) -> Agreement:
     rule = RANK_RULES[compared.rule]
     values = [(who, compared.read(report)) for who, report in members]
     unmade = sorted({label for _, said in values for label, value in said.items() if value == ""})
@@ -199,7 +306,7 @@ def _shown(label: str, value: Hashable) -> str:
     return str(value) if label == "seed" else f"{value:,}"
 
 
-def _with_details(found: Agreement, members: Members, scene: Scene) -> Agreement:
+def _with_details(found: Agreement, members: RankMembers, scene: Stage) -> Agreement:
     """Adds what digests alone do not say: the first rows that differ, the tensors that differ."""
     verdict = next(iter(found.fatal), None)
     if verdict is None:
@@ -216,7 +323,7 @@ def _with_details(found: Agreement, members: Members, scene: Scene) -> Agreement
     return Agreement.found(found.checks[0].id, verdict, where=found.checks[0].where)
 
 
-def _first_rows(members: Members, scene: Scene) -> list[Evidence]:
+def _first_rows(members: RankMembers, scene: Stage) -> list[Evidence]:
     """Around the first place where two ranks would take different rows."""
     groups = partition(
         (who, tuple(report.first_difference)) for who, report in members if report.first_difference
@@ -236,7 +343,7 @@ def _first_rows(members: Members, scene: Scene) -> list[Evidence]:
     ]  # fmt: skip
 
 
-def _odd_tensor(members: Members, scene: Scene) -> tuple[str, list[Evidence]] | None:
+def _odd_tensor(members: RankMembers, scene: Stage) -> tuple[str, list[Evidence]] | None:
     """The first tensor whose digest is not the same everywhere, among those that all ranks digested."""
     tables = [report.odd_tensors for _, report in members]
     common = set(tables[0]).intersection(*tables[1:])
@@ -245,5 +352,5 @@ def _odd_tensor(members: Members, scene: Scene) -> tuple[str, list[Evidence]] | 
         if len(groups) > 1:
             shown = one_line(name, limit=120)
             texts = {group.value: f"{shown}: digest {show_digest(group.value)}" for group in groups}
-            return shown, evidence_of(told(groups, odd_out(groups)), scene, texts.__getitem__)
+            return shown, evidence_of(odd_first(groups, odd_out(groups)), scene, texts.__getitem__)
     return None

@@ -1,4 +1,4 @@
-"""What each node and each rank brings to the table. Plain values; secrets never enter a report."""
+"""What each node and each rank reports for the comparison. Plain values; secrets never enter a report."""
 
 from typing import Any, Literal
 
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from unisono.plan import DeviceChoice
 
 
-class Part(BaseModel):
+class ReportPart(BaseModel):
     """A frozen value. Reports cross machines, so an unknown field is refused like any other disagreement."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -17,7 +17,7 @@ class Part(BaseModel):
         return self.model_dump(mode="json")
 
 
-class Interface(Part):
+class Interface(ReportPart):
     """A network interface."""
 
     name: str
@@ -29,7 +29,7 @@ class Interface(Part):
     kind: Literal["ethernet", "infiniband", "loopback", "virtual", "unknown"] = "unknown"
 
 
-class Device(Part):
+class Device(ReportPart):
     """An accelerator as the driver sees it; `index` is the physical one."""
 
     index: int
@@ -41,7 +41,7 @@ class Device(Part):
     numa_node: int | None = None
 
 
-class FileDigest(Part):
+class FileDigest(ReportPart):
     """A file that the run reads. `label` names it without its path: `train[0]: rows.jsonl`."""
 
     label: str
@@ -49,7 +49,7 @@ class FileDigest(Part):
     digest: str
 
 
-class OutputFacts(Part):
+class OutputFacts(ReportPart):
     """The output_dir as a node finds it."""
 
     path: str
@@ -63,7 +63,7 @@ class OutputFacts(Part):
     file_system: str = ""
 
 
-class Limits(Part):
+class Limits(ReportPart):
     """What the system lets a process have. None: could not be read, or (for limits) unlimited."""
 
     cores: int
@@ -76,7 +76,7 @@ class Limits(Part):
     processes: int | None
 
 
-class NodeReport(Part):
+class NodeReport(ReportPart):
     """What one node's front knows before anything imports torch."""
 
     node_rank: int
@@ -145,7 +145,7 @@ def settings_of(report: NodeReport) -> dict[str, str]:
     return {**report.nccl_files, **report.variables}
 
 
-class Reached(Part):
+class DialReport(ReportPart):
     """What one node saw when it dialled another."""
 
     source: int
@@ -162,7 +162,7 @@ class Reached(Part):
     note: str = ""
 
 
-class RankReport(Part):
+class RankReport(ReportPart):
     """What one rank knows when data and model are ready, before its first collective."""
 
     rank: int
@@ -213,7 +213,7 @@ class RankReport(Part):
 Status = Literal["pass", "warn", "fail", "unknown"]
 
 
-class Check(Part):
+class Check(ReportPart):
     """One thing that was looked at, for agreement.json and the screen."""
 
     id: str

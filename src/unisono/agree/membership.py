@@ -1,0 +1,331 @@
+"""Which nodes take part: their node ranks, their number, the ranks of each; and the verdicts on nodes that are missing, lost or rejected."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from unisono.agree.agreement import (
+    NODES,
+    Agreement,
+    Group,
+    Wording,
+    describe_groups,
+    evidence_of,
+    judge_keys,
+    majority,
+    odd_first,
+    odd_out,
+    partition,
+    violation,
+)
+from unisono.agree.display import (
+    Member,
+    count,
+    enumerate_words,
+    name_all,
+    name_node,
+    number_list,
+    plain_host,
+    show,
+)
+from unisono.agree.reports import NodeReport
+from unisono.agree.rules import NODE_RULES
+from unisono.causes import Evidence, Verdict, find_cause
+from unisono.text import one_line
+
+Members = Sequence[tuple[Member, NodeReport]]
+
+
+def judge_identity(members: Members) -> Agreement:
+    """Every node has a number of its own, and no process reports twice."""
+    rule = NODE_RULES["identity"]
+    for text, same in (
+        ("call themselves node {0}", partition((who, who.node_rank) for who, _ in members)),
+        ("are the same process {1}", partition((who, (r.host, r.pid, r.address)) for who, r in members)),
+    ):
+        twice = [group for group in same if len(group.members) > 1]
+        if twice:
+            return _twice(text, twice[0].members, members)
+    return Agreement.noted(rule.id, "pass", f"{count(len(members), 'node')}, each with a number of its own")
+
+
+def _twice(text: str, same: Sequence[Member], members: Members) -> Agreement:
+    rule = NODE_RULES["identity"]
+    reports = [report for who, report in members if who in same]
+    pids = ", ".join(f"pid {report.pid} on {report.host} ({report.address})" for report in reports[:6])
+    named = text.format(same[0].node_rank, f"(pid {reports[0].pid})")
+    return violation(
+        rule, f"{count(len(reports), 'report')} {named}: {pids}", people=same, fix=rule.remedy,
+        evidence=[
+            Evidence(where=name_node(r.node_rank, r.host), text=f"address {r.address}, pid {r.pid}") for r in reports[:6]
+        ],
+    )  # fmt: skip
+
+
+def judge_nodes(members: Members) -> Agreement:
+    """All nodes mean the same number of nodes, and every number from 0 on is there."""
+    rule = NODE_RULES["nodes"]
+    found = judge_keys(rule, [(who, {"--nodes": report.nodes}) for who, report in members], Wording())
+    if not found.agreed:
+        return found
+    wanted = members[0][1].nodes
+    present = {who.node_rank for who, _ in members}
+    outside = [who for who, _ in members if not 0 <= who.node_rank < wanted]
+    if outside:
+        free = [str(number) for number in range(min(wanted, 8)) if number not in present]
+        summary = f"{name_all(outside)} in a job of {count(wanted, 'node')}: numbers begin at 0"
+        fix = [
+            f"on {name_all(outside)}: pass --node-rank {' or '.join(free) or 'N'}; or on every node --nodes {max(present) + 1}"
+        ]
+        return violation(rule, summary, people=outside, fix=fix)
+    if len(present) < wanted:
+        missing = (number for number in range(min(wanted, max(present) + 1000)) if number not in present)
+        text = (
+            f"{len(present):,} of {count(wanted, 'node')} compared; {number_list('node', missing)} not here"
+        )
+        return Agreement.noted(rule.id, "unknown", text)
+    return Agreement.noted(rule.id, "pass", f"all {wanted:,} here" if wanted > 1 else "one node")
+
+
+def judge_nproc(members: Members, *, may_differ: bool = True) -> Agreement:
+    """The ranks of each node: equal, or unequal and declared on every node.
+
+    Args:
+        members: the nodes.
+        may_differ: whether it is enough that all are declared; other people's programs take the world for nodes × ranks.
+    """
+    rule = NODE_RULES["nproc"]
+    groups = partition((who, report.nproc) for who, report in members)
+    if len(groups) == 1:
+        where = f"each of {count(len(members), 'node')}" if len(members) > 1 else "one node"
+        return Agreement.noted(rule.id, "pass", f"{count(groups[0].value, 'rank')} on {where}")
+    inferring = {who for who, report in members if not report.nproc_declared}
+    if not inferring and may_differ:
+        told_groups = describe_groups(odd_first(groups, ()), NODES, lambda value: count(value, "rank"))
+        return Agreement.noted(rule.id, "pass", f"unequal as declared on every node: {told_groups}")
+    odd = _blamed(groups, inferring, everybody=len(members))
+    return violation(
+        rule, _would_start(odd_first(groups, odd)), people=odd,
+        evidence=_sources(members, odd), fix=_remedies(members, groups, odd, inferring),
+    )  # fmt: skip
+
+
+def _blamed(groups: Sequence[Group[int]], inferring: set[Member], *, everybody: int) -> tuple[Member, ...]:
+    """Explicit beats inferred: where both are there, those who inferred another number than most are odd, and nobody else."""
+    if len(inferring) in (0, everybody):
+        return odd_out(groups)
+    most = majority(groups)
+    return tuple(
+        sorted(who for group in groups if group is not most for who in group.members if who in inferring)
+    )
+
+
+def _would_start(groups: Sequence[Group[int]]) -> str:
+    """`node 1 (b) would start 1 rank, nodes 0 (a) and 2 (c) would start 2`."""
+    parts = [
+        f"{name_all(group.members)} would start {count(group.value, 'rank') if first else group.value}"
+        for first, group in zip((True, *(False,) * len(groups)), groups[:4], strict=False)
+    ]
+    if len(groups) > 4:
+        parts.append(f"{count(sum(len(group.members) for group in groups[4:]), 'node')} other numbers")
+    return ", ".join(parts)
+
+
+def _sources(members: Members, odd: Sequence[Member]) -> list[Evidence]:
+    reasons = partition((who, _source(report)) for who, report in members)
+    blamed = set(odd)
+    reasons.sort(key=lambda group: (not blamed.intersection(group.members), group.members))
+    return evidence_of(reasons, NODES, str)
+
+
+def _source(report: NodeReport) -> str:
+    """`CUDA_VISIBLE_DEVICES=0 (set), nproc_per_node 1 inferred, 1 of 2 devices visible`."""
+    shown = report.visible_variable
+    parts = [
+        "CUDA_VISIBLE_DEVICES not set" if shown is None else f"CUDA_VISIBLE_DEVICES={show(shown)} (set)",
+        f"nproc_per_node {report.nproc} " + (f"declared by {report.nproc_origin}" if report.nproc_declared else "inferred"),
+    ]  # fmt: skip
+    if report.physical:
+        parts.append(f"{len(report.visible)} of {count(len(report.physical), 'device')} visible")
+    elif report.device_note:
+        parts.append(report.device_note)
+    return ", ".join(parts)
+
+
+def _remedies(
+    members: Members, groups: Sequence[Group[int]], odd: Sequence[Member], inferring: set[Member]
+) -> list[str]:
+    most = majority(groups)
+    wanted = most.value if most else None
+    if wanted is None and odd:
+        rest = [group for group in groups if not set(group.members) <= set(odd)]
+        wanted = rest[0].value if len(rest) == 1 else None
+    numbers = enumerate_words([f"--nproc {group.value}" for group in groups if wanted in (None, group.value)])
+    declare = f"pass {numbers.replace(' and ', ' or ')} on every node"
+    if not odd and 0 < len(inferring) < len(members):
+        return [f"{declare}; or pass --nproc on {name_all(inferring)} too, if unequal numbers are meant"]
+    reports = dict(members)
+    masked = [who for who in odd if reports[who].visible_variable is not None]
+    others_masked = any(report.visible_variable is not None for who, report in members if who not in odd)
+    if masked and not others_masked:
+        return [f"unset CUDA_VISIBLE_DEVICES on {_hosts(masked)}, or {declare}"]
+    if odd and not masked and others_masked:
+        return [f"set CUDA_VISIBLE_DEVICES on {_hosts(odd)} as on the other nodes, or {declare}"]
+    return [declare]
+
+
+def _hosts(people: Sequence[Member]) -> str:
+    return enumerate_words(list(dict.fromkeys(who.host for who in people)), at_most=6)
+
+
+_PHASE = "agree.join"
+_SHOWN_CALLS = 8
+
+
+class RejectedCall(Protocol):
+    """Somebody who called and was not let in: `control.events.Rejected`."""
+
+    @property
+    def address(self) -> str:
+        """From where, `IP:port`."""
+        ...
+
+    @property
+    def why(self) -> str:
+        """One line for people."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """`token`, `duplicate`, `stale`, `malformed`, `late`."""
+        ...
+
+    @property
+    def claims(self) -> int | None:
+        """The node rank that it says it has."""
+        ...
+
+
+def missing_nodes(
+    nodes: int,
+    present: Mapping[int, str],
+    rejected: Sequence[RejectedCall],
+    waited_s: float,
+    *,
+    hosts: Mapping[int, str] | None = None,
+) -> Verdict:
+    """Some nodes never called.
+
+    Args:
+        nodes: how many there should be.
+        present: the host of each that is here.
+        rejected: those who called and were not let in.
+        waited_s: for how long.
+        hosts: the host of each node, where it is known, as by --hosts.
+    """
+    names = hosts or {}
+    absent = [rank for rank in range(nodes) if rank not in present]
+    named = [Member(rank, -1, names[rank]) for rank in absent if rank in names]
+    missing = name_all(named) if named and len(named) == len(absent) else number_list("node", absent)
+    here = name_all(Member(rank, -1, host) for rank, host in present.items()) if present else "nobody"
+    summary = (
+        f"{missing} {'has' if len(absent) == 1 else 'have'} never called; {here} {'is' if len(present) < 2 else 'are'} here"
+        f" ({len(present):,} of {nodes:,}, waited {waited_s:.0f} s)"
+    )
+    calls = sorted(rejected, key=lambda call: (call.claims not in absent, call.address))
+    told_away = [call for call in calls if call.claims in absent]
+    return Verdict(
+        cause="node_missing", when="before", summary=summary, hosts=tuple(plain_host(who.host) for who in named), phase=_PHASE,
+        evidence=tuple(_call_evidence(calls)), fix=tuple(_missing_fix(missing, told_away)),
+    )  # fmt: skip
+
+
+def _missing_fix(missing: str, told_away: Sequence[RejectedCall]) -> list[str]:
+    if any(call.kind == "token" for call in told_away):
+        first = f"give {missing} the token of this job: --token-file, or UNISONO_TOKEN"
+    elif told_away:
+        first = f"see why {missing} was not let in: {one_line(told_away[0].why, limit=120)}"
+    else:
+        first = f"look at the terminal of {missing}: its own error is there, or it was never started"
+    return [
+        first,
+        "start the same command on every node, with --node-rank from 0 without a gap; raise --join-timeout if it is slow",
+    ]
+
+
+def _call_evidence(calls: Iterable[RejectedCall]) -> list[Evidence]:
+    return [
+        Evidence(
+            where=f"call from {one_line(call.address, limit=60)}",
+            text=f"{one_line(call.why, limit=200)}"
+            + ("" if call.claims is None else f" (says it is node {call.claims})"),
+        )
+        for call in list(calls)[:_SHOWN_CALLS]
+    ]
+
+
+def wrong_token(call: RejectedCall) -> Verdict:
+    """Somebody called who has another secret. What it says of itself is unproven, so that nobody is named by host."""
+    says = "" if call.claims is None else f" (says it is node {call.claims})"
+    return Verdict(
+        cause="token_rejected", when="before", phase=_PHASE,
+        summary=f"a caller from {one_line(call.address, limit=60)}{says} does not have the token of this job",
+        evidence=tuple(_call_evidence([call])),
+        fix=("copy one token to all nodes: --token-file FILE, or UNISONO_TOKEN in the environment",
+             "end processes of earlier starts on that machine"),
+    )  # fmt: skip
+
+
+def lost_node(node_rank: int, host: str, why: str, *, silent: bool, moment: str = "the start") -> Verdict:
+    """A node was here and is gone before anything was started.
+
+    Args:
+        node_rank: which.
+        host: its name.
+        why: one line.
+        silent: whether it fell silent; otherwise its connection was closed, so that its own terminal says why.
+        moment: before what.
+    """
+    who = name_node(node_rank, host)
+    cause = "node_unreachable" if silent else "node_missing"
+    return Verdict(
+        cause=cause, when="before", phase=_PHASE, hosts=(plain_host(host),),
+        summary=f"{who} was here, and {'has fallen silent' if silent else 'left'} before {moment}: {one_line(why, limit=160)}",
+        fix=(f"look at the terminal of {who}",) if not silent else _remedy(cause),
+    )  # fmt: skip
+
+
+def refused_node(
+    node_rank: int, host: str, problems: Sequence[Mapping[str, object]], *, verdict: Verdict | None = None
+) -> Verdict:
+    """A node refused to go on by its own checks.
+
+    Args:
+        node_rank: which.
+        host: its name.
+        problems: what it found: what, where, why, fix.
+        verdict: its own, if it has one; its cause is kept.
+    """
+    who = name_node(node_rank, host)
+    texts = [one_line(str(problem.get("what") or "no reason given"), limit=200) for problem in problems]
+    first = verdict.summary if verdict else (texts[0] if texts else "no reason was given")
+    more = f"; and {count(len(texts) - 1, 'more problem')}" if not verdict and len(texts) > 1 else ""
+    fixes = [one_line(str(problem["fix"]), limit=200) for problem in problems if problem.get("fix")]
+    whys = [one_line(str(problem.get("why") or ""), limit=300) for problem in problems]
+    evidence = [
+        Evidence(
+            where=one_line(str(problem.get("where") or who), limit=120),
+            text=f"{text}: {why}" if why else text,
+        )
+        for problem, text, why in zip(problems[:_SHOWN_CALLS], texts, whys, strict=False)
+    ]
+    return Verdict(
+        cause=verdict.cause if verdict and find_cause(verdict.cause) else "node_refused", when="before", phase=_PHASE,
+        hosts=(plain_host(host),), summary=first if who in first else f"{who} refused: {first}{more}",
+        evidence=(*(verdict.evidence if verdict else ()), *evidence),
+        fix=verdict.fix if verdict and verdict.fix else tuple(dict.fromkeys(fixes)) or _remedy("node_refused"),
+    )  # fmt: skip
+
+
+def _remedy(cause: str) -> tuple[str, ...]:
+    known = find_cause(cause)
+    return known.remedy if known else ()
