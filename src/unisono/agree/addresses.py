@@ -54,7 +54,11 @@ def judge_addresses(members: Members) -> Agreement:
     at_one = partition((who, report.address) for who, report in real)
     shared = [group for group in at_one if len({who.host for who in group.members}) > 1]
     if not shared:
-        return Agreement.noted(rule.id, "pass", f"{count(len({r.address for _, r in members}), 'address', 'addresses')}, none on two machines")  # fmt: skip
+        return Agreement.noted(
+            rule.id,
+            "pass",
+            f"{count(len({r.address for _, r in members}), 'address', 'addresses')}, none on two machines",
+        )
     reports = dict(members)
     group = shared[0]
     bridged = sorted(
@@ -129,10 +133,16 @@ def _loopback_address(members: Members, odd: Sequence[Member]) -> Agreement:
         f" {name_all(outside)} {'is' if len(outside) == 1 else 'are'} not"
     )
     return violation(
-        rule, summary, people=odd,
-        evidence=[*evidence_of(groups, NODES, lambda value: f"address {value}"), *_names_evidence(members, inside)],
-        fix=remedy_for(rule, inside), where=inside,
-    )  # fmt: skip
+        rule,
+        summary,
+        people=odd,
+        evidence=[
+            *evidence_of(groups, NODES, lambda value: f"address {value}"),
+            *_names_evidence(members, inside),
+        ],
+        fix=remedy_for(rule, inside),
+        where=inside,
+    )
 
 
 def _names_evidence(members: Members, people: Sequence[Member]) -> list[Evidence]:
@@ -156,9 +166,12 @@ def _head_astray(members: Members, astray: Sequence[Member]) -> Agreement:
     reports = dict(members)
     summary = f"on {name_all(astray)} the head's name leads to {_listed(reports[astray[0]].head_addresses)}: to itself"
     return violation(
-        rule, summary, people=astray, evidence=_names_evidence(members, [who for who, _ in members][:6]),
+        rule,
+        summary,
+        people=astray,
+        evidence=_names_evidence(members, [who for who, _ in members][:6]),
         fix=remedy_for(rule, astray),
-    )  # fmt: skip
+    )
 
 
 def _own_names(members: Members) -> Agreement:
@@ -254,10 +267,14 @@ def _found_problem(group: Group[InterfaceProblem], members: Members) -> Agreemen
     reports = dict(members)
     there = partition((who, _listed_interfaces(reports[who].interfaces)) for who in group.members)
     return violation(
-        rule, f"{trouble.variable}={trouble.value} on {name_all(group.members)}: {trouble.text}", people=group.members,
-        evidence=[Evidence(where=name_all(one.members), text=f"its interfaces: {one.value}") for one in there[:6]],
+        rule,
+        f"{trouble.variable}={trouble.value} on {name_all(group.members)}: {trouble.text}",
+        people=group.members,
+        evidence=[
+            Evidence(where=name_all(one.members), text=f"its interfaces: {one.value}") for one in there[:6]
+        ],
         fix=[trouble.fix.replace("{who}", name_all(group.members))],
-    )  # fmt: skip
+    )
 
 
 def _listed_interfaces(interfaces: Sequence[Interface]) -> str:

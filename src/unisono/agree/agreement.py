@@ -65,8 +65,12 @@ def odd_first(groups: Sequence[Group[Value]], odd: Iterable[Member]) -> list[Gro
     blamed = set(odd)
     return sorted(
         groups,
-        key=lambda group: (not blamed.intersection(group.members), -len(group.members) if blamed else 0, group.members),
-    )  # fmt: skip
+        key=lambda group: (
+            not blamed.intersection(group.members),
+            -len(group.members) if blamed else 0,
+            group.members,
+        ),
+    )
 
 
 def differing(said: Sequence[tuple[Member, Mapping[str, Hashable]]]) -> dict[str, list[Group[Hashable]]]:
@@ -221,7 +225,7 @@ def violation(
     about = tuple(where) if where is not None else people
     verdict = verdict_of(
         rule, summary, scene=scene, culprits=people, evidence=evidence, fix=fix, confidence=confidence
-    )  # fmt: skip
+    )
     return Agreement.found(rule.id, verdict, where=scene.name(about) if about else "")
 
 
@@ -237,8 +241,9 @@ def describe_groups(groups: Sequence[Group[Value]], scene: Stage, shown: Callabl
 def evidence_of(groups: Sequence[Group[Value]], scene: Stage, text: Callable[[Value], str]) -> list[Evidence]:
     """One observation for each group, up to a bound."""
     found = [
-        Evidence(where=scene.name(group.members), text=text(group.value)) for group in groups[:_GROUPS_IN_EVIDENCE]
-    ]  # fmt: skip
+        Evidence(where=scene.name(group.members), text=text(group.value))
+        for group in groups[:_GROUPS_IN_EVIDENCE]
+    ]
     rest = groups[_GROUPS_IN_EVIDENCE:]
     if rest:
         where = scene.name(who for group in rest for who in group.members)
@@ -316,8 +321,13 @@ def judge_keys(rule: Rule, said: Keyed, wording: Wording, *, scene: Stage = NODE
         summary += f"; and {count(len(keys) - 1, 'more difference')} ({rule.subject})"
     fix = _remedy(rule, wording, first, found[first], odd[first], scene)
     return violation(
-        rule, summary, scene=scene, people=culprits, evidence=_evidence(found, keys, odd, wording, scene, rule), fix=fix
-    )  # fmt: skip
+        rule,
+        summary,
+        scene=scene,
+        people=culprits,
+        evidence=_evidence(found, keys, odd, wording, scene, rule),
+        fix=fix,
+    )
 
 
 def _evidence(
@@ -357,11 +367,13 @@ def _remedy(
     value = "" if most is None or most.value is None else wording.typed(key, most.value)
     choices = "" if most else _choices(wording, key, groups)
     filled = [
-        line.replace("{who}", scene.name(odd) if odd else "every node").replace("{key}", one_line(key))
-        .replace("{value}", value).replace("{choices}", choices)
+        line.replace("{who}", scene.name(odd) if odd else "every node")
+        .replace("{key}", one_line(key))
+        .replace("{value}", value)
+        .replace("{choices}", choices)
         for line in lines
         if (value or "{value}" not in line) and (choices or "{choices}" not in line)
-    ]  # fmt: skip
+    ]
     return [line.removeprefix("or ") if place == 0 else line for place, line in enumerate(filled)]
 
 

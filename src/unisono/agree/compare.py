@@ -77,16 +77,26 @@ def _in_order(reports: Sequence[NodeReport]) -> Members:
 
 UNEVEN = "or add --uneven to the command on every node, if unequal numbers are meant"
 _COMMAND = Rule(
-    "command", "the program's command line", "equal", "fail", "config_mismatch",
+    "command",
+    "the program's command line",
+    "equal",
+    "fail",
+    "config_mismatch",
     ("give every node the same words after --; only those that say which node it is may differ",),
-)  # fmt: skip
+)
 _RANK_STAGE = Stage("agree.ranks")
 _RANK_FACTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "rows": ("split_mismatch", "rows, their order, and steps", ("give every split and shuffle the same fixed seed",
-             "or split once, and write the rows to files that all ranks read")),
+    "rows": (
+        "split_mismatch",
+        "rows, their order, and steps",
+        (
+            "give every split and shuffle the same fixed seed",
+            "or split once, and write the rows to files that all ranks read",
+        ),
+    ),
     "data": ("data_mismatch", "data", ("let all ranks read the same files",)),
     "seed": ("split_mismatch", "seeds", ("give all ranks the same seed where they split or shuffle data",)),
-}  # fmt: skip
+}
 
 
 def compare_programs(reports: Sequence[NodeReport], *, uneven: bool) -> Agreement:
@@ -109,10 +119,19 @@ def compare_programs(reports: Sequence[NodeReport], *, uneven: bool) -> Agreemen
     found += [
         judge(members)
         for judge in (
-            judge_environment, judge_versions, judge_code, judge_names, judge_addresses, judge_interfaces, judge_mtu,
-            judge_packages, judge_known_bad, judge_settings, judge_clocks,
+            judge_environment,
+            judge_versions,
+            judge_code,
+            judge_names,
+            judge_addresses,
+            judge_interfaces,
+            judge_mtu,
+            judge_packages,
+            judge_known_bad,
+            judge_settings,
+            judge_clocks,
         )
-    ]  # fmt: skip
+    ]
     return Agreement().merged(*found)
 
 
@@ -149,9 +168,11 @@ def _judge_command(members: Members) -> Agreement:
 
 def _with_uneven(agreement: Agreement) -> Agreement:
     verdicts = [
-        verdict.model_copy(update={"fix": (*verdict.fix, UNEVEN)}) if verdict.cause == "nproc_mismatch" else verdict
+        verdict.model_copy(update={"fix": (*verdict.fix, UNEVEN)})
+        if verdict.cause == "nproc_mismatch"
+        else verdict
         for verdict in agreement.verdicts
-    ]  # fmt: skip
+    ]
     return Agreement(agreement.checks, verdicts)
 
 

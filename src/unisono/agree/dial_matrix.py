@@ -65,9 +65,13 @@ def _ways(reached: Iterable[DialReport]) -> list[Link]:
         if dial.source != dial.target:
             dials.setdefault((dial.source, dial.target), []).append(dial)
     return [
-        Link(source, target, tuple(sorted(found, key=lambda dial: (dial.port, dial.outcome, dial.largest_bytes, dial.note))))
+        Link(
+            source,
+            target,
+            tuple(sorted(found, key=lambda dial: (dial.port, dial.outcome, dial.largest_bytes, dial.note))),
+        )
         for (source, target), found in sorted(dials.items())
-    ]  # fmt: skip
+    ]
 
 
 def _judge_silence(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agreement:
@@ -88,9 +92,14 @@ def _judge_dials(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agree
     culprits, sure = _to_blame(cut, ways)
     people = _people(culprits, nodes)
     return violation(
-        rule, _summary(cut, ways, people, nodes), scene=_SCENE, people=people,
-        evidence=_evidence(cut, ways, nodes), fix=_fixes(cut, nodes), confidence=1.0 if sure else _UNSURE,
-    )  # fmt: skip
+        rule,
+        _summary(cut, ways, people, nodes),
+        scene=_SCENE,
+        people=people,
+        evidence=_evidence(cut, ways, nodes),
+        fix=_fixes(cut, nodes),
+        confidence=1.0 if sure else _UNSURE,
+    )
 
 
 def _good(ways: Sequence[Link]) -> str:
@@ -275,7 +284,7 @@ def _judge_sizes(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agree
     fix = [
         f"as a first aid on {name_all(ends)}: `sudo ip link set dev {device} mtu 1400`; then find the switch or tunnel with the smaller size",
         f"to see it: `ping -M do -s 1472 {one_line(first.address)}` fails where `ping {one_line(first.address)}` answers",
-    ]  # fmt: skip
+    ]
     return violation(rule, summary, scene=_SCENE, people=people, evidence=evidence, fix=fix, where=ends)
 
 

@@ -22,10 +22,22 @@ _NEED: dict[Group, Need] = {"equal": "equal", "unique": "unique", "per-node": "v
 
 LAUNCH: frozenset[str] = frozenset(
     {
-        "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "NNODES", "NPROC_PER_NODE",
-        "MASTER_ADDR", "MASTER_PORT", "RDZV_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+        "WORLD_SIZE",
+        "RANK",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "GROUP_RANK",
+        "NNODES",
+        "NPROC_PER_NODE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RDZV_ID",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS",
     }
-)  # fmt: skip
+)
 """Read by the command line or set anew for each rank: their effect is compared (nodes, nproc, address), not their spelling."""
 
 ONLY_WARN: dict[str, str] = {
@@ -293,6 +305,7 @@ def _beyond(value: str, _settings: Settings, report: NodeReport) -> bool:
 _DEBUGGING = "for debugging: it makes a long run slow"
 _OLD = "superseded: newer NCCL may read it no more"
 
+# fmt: off
 LINTS: tuple[Lint, ...] = (
     Lint("CUDA_VISIBLE_DEVICES", _beyond, "there is no device of that number, and those after it are not seen either",
          "`nvidia-smi -L` lists the devices; they count from 0", "invalid_device_ordinal"),
@@ -333,7 +346,8 @@ LINTS: tuple[Lint, ...] = (
         for name in ("NCCL_LAUNCH_MODE", "NCCL_NTHREADS", "NCCL_LL_THRESHOLD", "NCCL_TREE_THRESHOLD", "NCCL_SINGLE_RING_THRESHOLD",
                      "NCCL_IB_CUDA_SUPPORT", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS")
     ),
-)  # fmt: skip
+)
+# fmt: on
 
 
 def judge_settings(members: Members) -> Agreement:
@@ -364,9 +378,12 @@ def _suspicious(lint: Lint, value: str, members: Members, people: set[Member]) -
     if lint.fatal_cause and any(report.device_kind == "cuda" for who, report in members if who in people):
         rule = replace(rule, cause=lint.fatal_cause, violated="fail")
     return violation(
-        rule, f"{setting} on {where}: {lint.why}", people=there, evidence=[Evidence(where=where, text=setting)],
+        rule,
+        f"{setting} on {where}: {lint.why}",
+        people=there,
+        evidence=[Evidence(where=where, text=setting)],
         fix=[f"on {where}: {lint.fix}"],
-    )  # fmt: skip
+    )
 
 
 def _unknown(members: Members) -> Agreement:
@@ -394,7 +411,10 @@ def _same_machine_names(members: Members) -> Agreement:
             fatal = all(report.device_kind == "cuda" for who, report in named if who in group.members)
             rule = replace(NODE_RULES["settings"], cause="p2p_blocked", violated="fail" if fatal else "warn")
             return violation(
-                rule, f"{setting} on {where}: NCCL takes these machines for one", people=group.members,
-                evidence=[Evidence(where=where, text=setting)], fix=[f"on {where}: `unset NCCL_HOSTID`"],
-            )  # fmt: skip
+                rule,
+                f"{setting} on {where}: NCCL takes these machines for one",
+                people=group.members,
+                evidence=[Evidence(where=where, text=setting)],
+                fix=[f"on {where}: `unset NCCL_HOSTID`"],
+            )
     return Agreement()

@@ -53,10 +53,12 @@ def _judge_kind(members: Members) -> Agreement:
         (who, one_line(reports[who].device_note) or _kind_text(reports[who])) for who, _ in members
     )
     return violation(
-        rule, f"device: {describe_groups(ordered, NODES, str)}", people=odd,
+        rule,
+        f"device: {describe_groups(ordered, NODES, str)}",
+        people=odd,
         evidence=evidence_of(odd_first(notes, odd), NODES, str),
         fix=remedy_for(rule, odd),
-    )  # fmt: skip
+    )
 
 
 def _kind_text(report: NodeReport) -> str:
@@ -78,10 +80,12 @@ def _judge_choice(cuda: Members) -> Agreement:
         return Agreement.noted(rule.id, "pass", "every rank has a visible device")
     people = sorted(who for group in bad for who in group.members)
     return violation(
-        rule, "; ".join(f"{name_all(group.members)}: {group.value}" for group in bad[:3]), people=people,
+        rule,
+        "; ".join(f"{name_all(group.members)}: {group.value}" for group in bad[:3]),
+        people=people,
         evidence=evidence_of(bad, NODES, str),
         fix=remedy_for(rule, people),
-    )  # fmt: skip
+    )
 
 
 def _choice_trouble(report: NodeReport) -> str:
@@ -136,9 +140,12 @@ def _sharing(taken: Sequence[tuple[Member, Device]], twice: Sequence[str]) -> tu
     if len(twice) > 1:
         summary += f"; and {count(len(twice) - 1, 'more device')}"
     evidence = [
-        Evidence(where=name_all(holders[uuid]), text=f"{names[uuid]}, {one_line(uuid)}, chosen {len(holders[uuid])} times")
+        Evidence(
+            where=name_all(holders[uuid]),
+            text=f"{names[uuid]}, {one_line(uuid)}, chosen {len(holders[uuid])} times",
+        )
         for uuid in twice[:8]
-    ]  # fmt: skip
+    ]
     return summary, evidence
 
 
@@ -154,9 +161,12 @@ def _judge_alike(cuda: Members) -> Agreement:
     if mixed:
         texts = partition((who, _kind_text(report)) for who, report in cuda if who in set(mixed))
         return violation(
-            rule, f"devices of several types on {name_all(mixed)}: {texts[0].value}", people=mixed,
-            evidence=evidence_of(texts, NODES, str), fix=rule.remedy,
-        )  # fmt: skip
+            rule,
+            f"devices of several types on {name_all(mixed)}: {texts[0].value}",
+            people=mixed,
+            evidence=evidence_of(texts, NODES, str),
+            fix=rule.remedy,
+        )
     said = [(who, {"devices": kinds(report)}) for who, report in cuda]
     return judge_keys(
         rule, said, Wording(shown=lambda _, value: _type_text(value), good="one type, one memory size")
@@ -186,9 +196,12 @@ def _judge_free(cuda: Members) -> Agreement:
     if len(held) > 1:
         summary += f"; and {count(len(held) - 1, 'more device')}"
     evidence = [
-        Evidence(where=name_all([who]), text=f"{_named(d)}: {show_bytes(d.memory_free_bytes)} of {show_bytes(d.memory_bytes)} free")
+        Evidence(
+            where=name_all([who]),
+            text=f"{_named(d)}: {show_bytes(d.memory_free_bytes)} of {show_bytes(d.memory_bytes)} free",
+        )
         for who, d in held[:8]
-    ]  # fmt: skip
+    ]
     fix = remedy_for(rule, people)
     return violation(rule, summary, people=people, evidence=evidence, fix=fix)
 
@@ -238,9 +251,11 @@ def _judge(
     people = sorted(who for group in shown for who in group.members)
     return violation(
         replace(rule, violated="fail" if worst else "warn"),
-        "; ".join(f"{name_all(group.members)}: {_plain(group.value)}" for group in shown[:3]), people=people,
-        evidence=evidence_of(bad, NODES, _plain), fix=remedy_for(rule, people),
-    )  # fmt: skip
+        "; ".join(f"{name_all(group.members)}: {_plain(group.value)}" for group in shown[:3]),
+        people=people,
+        evidence=evidence_of(bad, NODES, _plain),
+        fix=remedy_for(rule, people),
+    )
 
 
 def _plain(value: str) -> str:

@@ -54,11 +54,15 @@ def _twice(text: str, same: Sequence[Member], members: Members) -> Agreement:
     pids = ", ".join(f"pid {report.pid} on {report.host} ({report.address})" for report in reports[:6])
     named = text.format(same[0].node_rank, f"(pid {reports[0].pid})")
     return violation(
-        rule, f"{count(len(reports), 'report')} {named}: {pids}", people=same, fix=rule.remedy,
+        rule,
+        f"{count(len(reports), 'report')} {named}: {pids}",
+        people=same,
+        fix=rule.remedy,
         evidence=[
-            Evidence(where=name_node(r.node_rank, r.host), text=f"address {r.address}, pid {r.pid}") for r in reports[:6]
+            Evidence(where=name_node(r.node_rank, r.host), text=f"address {r.address}, pid {r.pid}")
+            for r in reports[:6]
         ],
-    )  # fmt: skip
+    )
 
 
 def judge_nodes(members: Members) -> Agreement:
@@ -104,9 +108,12 @@ def judge_nproc(members: Members, *, may_differ: bool = True) -> Agreement:
         return Agreement.noted(rule.id, "pass", f"unequal as declared on every node: {told_groups}")
     odd = _blamed(groups, inferring, everybody=len(members))
     return violation(
-        rule, _would_start(odd_first(groups, odd)), people=odd,
-        evidence=_sources(members, odd), fix=_remedies(members, groups, odd, inferring),
-    )  # fmt: skip
+        rule,
+        _would_start(odd_first(groups, odd)),
+        people=odd,
+        evidence=_sources(members, odd),
+        fix=_remedies(members, groups, odd, inferring),
+    )
 
 
 def _blamed(groups: Sequence[Group[int]], inferring: set[Member], *, everybody: int) -> tuple[Member, ...]:
@@ -142,8 +149,9 @@ def _source(report: NodeReport) -> str:
     shown = report.visible_variable
     parts = [
         "CUDA_VISIBLE_DEVICES not set" if shown is None else f"CUDA_VISIBLE_DEVICES={show(shown)} (set)",
-        f"nproc_per_node {report.nproc} " + (f"declared by {report.nproc_origin}" if report.nproc_declared else "inferred"),
-    ]  # fmt: skip
+        f"nproc_per_node {report.nproc} "
+        + (f"declared by {report.nproc_origin}" if report.nproc_declared else "inferred"),
+    ]
     if report.physical:
         parts.append(f"{len(report.visible)} of {count(len(report.physical), 'device')} visible")
     elif report.device_note:
@@ -234,9 +242,14 @@ def missing_nodes(
     calls = sorted(rejected, key=lambda call: (call.claims not in absent, call.address))
     told_away = [call for call in calls if call.claims in absent]
     return Verdict(
-        cause="node_missing", when="before", summary=summary, hosts=tuple(plain_host(who.host) for who in named), phase=_PHASE,
-        evidence=tuple(_call_evidence(calls)), fix=tuple(_missing_fix(missing, told_away)),
-    )  # fmt: skip
+        cause="node_missing",
+        when="before",
+        summary=summary,
+        hosts=tuple(plain_host(who.host) for who in named),
+        phase=_PHASE,
+        evidence=tuple(_call_evidence(calls)),
+        fix=tuple(_missing_fix(missing, told_away)),
+    )
 
 
 def _missing_fix(missing: str, told_away: Sequence[RejectedCall]) -> list[str]:
@@ -267,12 +280,16 @@ def wrong_token(call: RejectedCall) -> Verdict:
     """Somebody called who has another secret. What it says of itself is unproven, so that nobody is named by host."""
     says = "" if call.claims is None else f" (says it is node {call.claims})"
     return Verdict(
-        cause="token_rejected", when="before", phase=_PHASE,
+        cause="token_rejected",
+        when="before",
+        phase=_PHASE,
         summary=f"a caller from {one_line(call.address, limit=60)}{says} does not have the token of this job",
         evidence=tuple(_call_evidence([call])),
-        fix=("copy one token to all nodes: --token-file FILE, or UNISONO_TOKEN in the environment",
-             "end processes of earlier starts on that machine"),
-    )  # fmt: skip
+        fix=(
+            "copy one token to all nodes: --token-file FILE, or UNISONO_TOKEN in the environment",
+            "end processes of earlier starts on that machine",
+        ),
+    )
 
 
 def lost_node(node_rank: int, host: str, why: str, *, silent: bool, moment: str = "the start") -> Verdict:
@@ -288,10 +305,13 @@ def lost_node(node_rank: int, host: str, why: str, *, silent: bool, moment: str 
     who = name_node(node_rank, host)
     cause = "node_unreachable" if silent else "node_missing"
     return Verdict(
-        cause=cause, when="before", phase=_PHASE, hosts=(plain_host(host),),
+        cause=cause,
+        when="before",
+        phase=_PHASE,
+        hosts=(plain_host(host),),
         summary=f"{who} was here, and {'has fallen silent' if silent else 'left'} before {moment}: {one_line(why, limit=160)}",
         fix=(f"look at the terminal of {who}",) if not silent else _remedy(cause),
-    )  # fmt: skip
+    )
 
 
 def refused_node(
@@ -319,11 +339,16 @@ def refused_node(
         for problem, text, why in zip(problems[:_SHOWN_CALLS], texts, whys, strict=False)
     ]
     return Verdict(
-        cause=verdict.cause if verdict and find_cause(verdict.cause) else "node_refused", when="before", phase=_PHASE,
-        hosts=(plain_host(host),), summary=first if who in first else f"{who} refused: {first}{more}",
+        cause=verdict.cause if verdict and find_cause(verdict.cause) else "node_refused",
+        when="before",
+        phase=_PHASE,
+        hosts=(plain_host(host),),
+        summary=first if who in first else f"{who} refused: {first}{more}",
         evidence=(*(verdict.evidence if verdict else ()), *evidence),
-        fix=verdict.fix if verdict and verdict.fix else tuple(dict.fromkeys(fixes)) or _remedy("node_refused"),
-    )  # fmt: skip
+        fix=verdict.fix
+        if verdict and verdict.fix
+        else tuple(dict.fromkeys(fixes)) or _remedy("node_refused"),
+    )
 
 
 def _remedy(cause: str) -> tuple[str, ...]:

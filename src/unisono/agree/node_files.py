@@ -36,8 +36,10 @@ def judge_files(members: Members, rule_id: str) -> Agreement:
     known = [(who, _by_label(files)) for who, report, files in listed if _known(report, files)]
     unknown = [(who, report.files_note) for who, report, files in listed if not _known(report, files)]
     missing = unknown_for(
-        rule, [who for who, _ in unknown], one_line(next((note for _, note in unknown if note), "not digested"))
-    )  # fmt: skip
+        rule,
+        [who for who, _ in unknown],
+        one_line(next((note for _, note in unknown if note), "not digested")),
+    )
     if not known:
         return missing
     number = len(known[0][1])
@@ -87,9 +89,12 @@ def _judge_writing(members: Members) -> Agreement:
         return missing if len(unknown) == len(members) else _room(members).merged(missing)
     people = sorted(who for group in bad for who in group.members)
     return violation(
-        rule, "; ".join(f"{name_all(group.members)}: {group.value}" for group in bad[:3]), people=people,
-        evidence=evidence_of(bad, NODES, str), fix=_with_path(rule.remedy, people, reports[people[0]]),
-    ).merged(missing)  # fmt: skip
+        rule,
+        "; ".join(f"{name_all(group.members)}: {group.value}" for group in bad[:3]),
+        people=people,
+        evidence=evidence_of(bad, NODES, str),
+        fix=_with_path(rule.remedy, people, reports[people[0]]),
+    ).merged(missing)
 
 
 def _with_path(remedy: tuple[str, ...], people: list[Member], report: NodeReport) -> list[str]:
@@ -152,9 +157,13 @@ def _judge_sharing(members: Members) -> Agreement:
     summary += f": {holds} holds the run, the others keep copies of result.json and verdict.json"
     paths = partition((who, _place(report)) for who, report in members)
     return violation(
-        rule, summary, people=odd, evidence=evidence_of(odd_first(paths, apart), NODES, str),
-        fix=remedy_for(rule, apart), where=apart,
-    ).merged(missing)  # fmt: skip
+        rule,
+        summary,
+        people=odd,
+        evidence=evidence_of(odd_first(paths, apart), NODES, str),
+        fix=remedy_for(rule, apart),
+        where=apart,
+    ).merged(missing)
 
 
 def _place(report: NodeReport) -> Hashable:

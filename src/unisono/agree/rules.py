@@ -44,6 +44,7 @@ class Rule:
 _COPY = "copy the right file to {who}; `sha256sum FILE` on each node compares"
 _DELETE = "remove it on {who}, or copy it to all"
 
+# fmt: off
 NODE_RULES: dict[str, Rule] = {
     rule.id: rule
     for rule in (
@@ -106,7 +107,8 @@ NODE_RULES: dict[str, Rule] = {
         Rule("clock", "clocks", "equal", "warn", "clock_skew",
              ("on {who}: `timedatectl set-ntp true`, then `chronyc tracking`; unisono itself compares no clocks",)),
     )
-}  # fmt: skip
+}
+# fmt: on
 """What nodes bring, in the order of judgement."""
 
 NETWORK_RULES: dict[str, Rule] = {
@@ -115,20 +117,39 @@ NETWORK_RULES: dict[str, Rule] = {
         Rule("network.dial", "ways between nodes", "valid", "fail", "address_unreachable"),
         Rule("network.size", "large messages between nodes", "valid", "fail", "mtu_blackhole"),
     )
-}  # fmt: skip
+}
 
 PREPARED_RULES: dict[str, Rule] = {
     rule.id: rule
     for rule in (
-        Rule("prepared.model", "model as it was read", "equal", "fail", "weights_mismatch",
-             ("on {who}: copy the model directory from a node that is right, or pin model.revision",)),
-        Rule("prepared.tokens", "tokens of the rows", "equal", "fail", "tokenizer_files_mismatch",
-             ("on {who}: use the same tokenizer files, chat template and data.format as on the others",)),
-        Rule("prepared.rows", "rows as the model sees them", "equal", "fail", "data_mismatch",
-             ("on {who}: compare data, tokenizer and code with a node that is right; then prepare again",)),
+        Rule(
+            "prepared.model",
+            "model as it was read",
+            "equal",
+            "fail",
+            "weights_mismatch",
+            ("on {who}: copy the model directory from a node that is right, or pin model.revision",),
+        ),
+        Rule(
+            "prepared.tokens",
+            "tokens of the rows",
+            "equal",
+            "fail",
+            "tokenizer_files_mismatch",
+            ("on {who}: use the same tokenizer files, chat template and data.format as on the others",),
+        ),
+        Rule(
+            "prepared.rows",
+            "rows as the model sees them",
+            "equal",
+            "fail",
+            "data_mismatch",
+            ("on {who}: compare data, tokenizer and code with a node that is right; then prepare again",),
+        ),
     )
-}  # fmt: skip
+}
 
+# fmt: off
 RANK_RULES: dict[str, Rule] = {
     rule.id: rule
     for rule in (
@@ -161,5 +182,6 @@ RANK_RULES: dict[str, Rule] = {
         Rule("ranks.threads", "threads of each rank", "equal", "warn", "plan_mismatch",
              ("set the same OMP_NUM_THREADS on all nodes, if the numbers shall be equal to the last bit",)),
     )
-}  # fmt: skip
+}
+# fmt: on
 """What ranks bring, in the order of judgement."""

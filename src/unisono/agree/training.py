@@ -52,11 +52,20 @@ class PreparedFacts(ReportPart):
     def of(cls, data: DataSummary, model: ModelFacts) -> Self:
         """From what the task `prepare` gives."""
         return cls(
-            data_digest=data.digest, rows=data.train.rows, sequences=data.train.sequences, tokens=data.train.tokens,
-            loss_tokens=data.train.loss_tokens, eval_rows=data.eval.rows if data.eval else 0, total_steps=data.total_steps,
-            formats=tuple(data.formats), template=data.template, ledger=data.ledger, model_type=model.model_type,
-            parameters=model.parameters, model_digest=model.digest,
-        )  # fmt: skip
+            data_digest=data.digest,
+            rows=data.train.rows,
+            sequences=data.train.sequences,
+            tokens=data.train.tokens,
+            loss_tokens=data.train.loss_tokens,
+            eval_rows=data.eval.rows if data.eval else 0,
+            total_steps=data.total_steps,
+            formats=tuple(data.formats),
+            template=data.template,
+            ledger=data.ledger,
+            model_type=model.model_type,
+            parameters=model.parameters,
+            model_digest=model.digest,
+        )
 
 
 def compare_prepared(prepared: Mapping[int, PreparedFacts], reports: Sequence[NodeReport]) -> Agreement:
@@ -106,9 +115,14 @@ def _model(facts: PreparedFacts) -> dict[str, Hashable]:
 
 def _rows(facts: PreparedFacts) -> dict[str, Hashable]:
     return {
-        "rows": facts.rows, "rows for evaluation": facts.eval_rows, "sequences": facts.sequences, "steps": facts.total_steps,
-        "tokens": facts.tokens, "loss tokens": facts.loss_tokens, "content of the rows": facts.data_digest,
-    }  # fmt: skip
+        "rows": facts.rows,
+        "rows for evaluation": facts.eval_rows,
+        "sequences": facts.sequences,
+        "steps": facts.total_steps,
+        "tokens": facts.tokens,
+        "loss tokens": facts.loss_tokens,
+        "content of the rows": facts.data_digest,
+    }
 
 
 def _shown_prepared(label: str, value: Hashable) -> str:
@@ -138,11 +152,17 @@ class Compared:
 def _split(report: RankReport) -> dict[str, Hashable]:
     rows = {} if report.rows is None else {"rows": report.rows}
     return {
-        **rows, "sequences": report.sequences, "steps": report.total_steps, "tokens": report.tokens,
-        "loss tokens": report.loss_tokens, "row ids": report.rows_digest, "order of rows": report.order_digest,
-    }  # fmt: skip
+        **rows,
+        "sequences": report.sequences,
+        "steps": report.total_steps,
+        "tokens": report.tokens,
+        "loss tokens": report.loss_tokens,
+        "row ids": report.rows_digest,
+        "order of rows": report.order_digest,
+    }
 
 
+# fmt: off
 COMPARED: tuple[Compared, ...] = (
     Compared("ranks.device_kind", lambda r: {"device": r.device_kind}, "one kind"),
     Compared("ranks.torch", lambda r: {"torch": r.torch_version.partition("+")[0]}, "one version"),
@@ -162,7 +182,8 @@ COMPARED: tuple[Compared, ...] = (
     Compared("ranks.frozen", lambda r: {"frozen weights": r.frozen_values_digest}, "the same values"),
     Compared("ranks.initial", lambda r: {"initial values": r.trained_values_digest}, "the same values"),
     Compared("ranks.threads", lambda r: {"threads": r.threads}, "the same number"),
-)  # fmt: skip
+)
+# fmt: on
 """In the order of judgement: another tokenizer gives other rows, another plan another order."""
 
 
@@ -182,9 +203,11 @@ def compare_ranks(reports: Sequence[RankReport], *, world_size: int) -> Agreemen
         "agree.ranks", name_all if len({who.node_rank for who, _ in members}) > 1 else _one_node(members)
     )
     found = Agreement().merged(
-        _judge_complete(members, world_size, scene), _judge_world(members, world_size, scene),
-        _judge_places(members, scene), _judge_devices(members, scene),
-    )  # fmt: skip
+        _judge_complete(members, world_size, scene),
+        _judge_world(members, world_size, scene),
+        _judge_places(members, scene),
+        _judge_devices(members, scene),
+    )
     return found.merged(*(_judge(compared, members, scene) for compared in COMPARED))
 
 
@@ -235,9 +258,17 @@ def _judge_world(members: RankMembers, world_size: int, scene: Stage) -> Agreeme
     culprits = wrong if 2 * len(wrong) <= len(members) else []
     fix = [line.replace("{who}", scene.name(wrong)) for line in rule.remedy]
     return violation(
-        rule, f"world size: {believed:,} on {scene.name(wrong)}, and {world_size:,} in the plan", scene=scene, people=culprits,
-        evidence=[Evidence(where=scene.name(group.members), text=f"WORLD_SIZE {group.value}") for group in groups[:6]], fix=fix, where=wrong,
-    )  # fmt: skip
+        rule,
+        f"world size: {believed:,} on {scene.name(wrong)}, and {world_size:,} in the plan",
+        scene=scene,
+        people=culprits,
+        evidence=[
+            Evidence(where=scene.name(group.members), text=f"WORLD_SIZE {group.value}")
+            for group in groups[:6]
+        ],
+        fix=fix,
+        where=wrong,
+    )
 
 
 def _judge_places(members: RankMembers, scene: Stage) -> Agreement:
@@ -267,9 +298,12 @@ def _judge_devices(members: RankMembers, scene: Stage) -> Agreement:
         text = f"{scene.name(twice[0].members)} are bound to the same device {one_line(twice[0].value or '')}"
         places = dict(members)
         evidence = [
-            Evidence(where=scene.name([who]), text=f"local rank {places[who].local_rank}, pid {places[who].pid}, device {one_line(places[who].device_uuid or '')}")
+            Evidence(
+                where=scene.name([who]),
+                text=f"local rank {places[who].local_rank}, pid {places[who].pid}, device {one_line(places[who].device_uuid or '')}",
+            )
             for who in people[:8]
-        ]  # fmt: skip
+        ]
         return violation(rule, text, scene=scene, people=people, evidence=evidence, fix=rule.remedy)
     if nameless:
         return Agreement.noted(
@@ -337,10 +371,10 @@ def _first_rows(members: RankMembers, scene: Stage) -> list[Evidence]:
     return [
         Evidence(
             where=scene.name(group.members),
-            text=f"from place {place} on: {', '.join(one_line(row, limit=40) for row in group.value[place:place + _SHOWN_ROWS]) or 'no more rows'}",
+            text=f"from place {place} on: {', '.join(one_line(row, limit=40) for row in group.value[place : place + _SHOWN_ROWS]) or 'no more rows'}",
         )
         for group in groups[:4]
-    ]  # fmt: skip
+    ]
 
 
 def _odd_tensor(members: RankMembers, scene: Stage) -> tuple[str, list[Evidence]] | None:

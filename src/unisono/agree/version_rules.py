@@ -218,6 +218,7 @@ def _infiniband(report: NodeReport) -> bool:
     )
 
 
+# fmt: off
 KNOWN_BAD: tuple[KnownBad, ...] = (
     KnownBad(
         "torch", (2, 7, 0), (2, 7, 1),
@@ -279,7 +280,8 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         )
         for name in ("pytorch-lightning", "lightning")
     ),
-)  # fmt: skip
+)
+# fmt: on
 """Only what has a source. torchrun's trouble with clocks that differ, in every version so far, is the cause clock_skew."""
 
 
@@ -296,10 +298,13 @@ def judge_known_bad(members: Members) -> Agreement:
                 fix.insert(1, f"the least good version is {entry.least_good}")
             found = found.merged(
                 violation(
-                    rule, f"{entry.package} {group.value} on {where}: {entry.what}", people=group.members, fix=fix,
+                    rule,
+                    f"{entry.package} {group.value} on {where}: {entry.what}",
+                    people=group.members,
+                    fix=fix,
                     evidence=[Evidence(where=where, text=f"{entry.package} {group.value}")],
                 )
-            )  # fmt: skip
+            )
     if found.checks:
         return found
     return Agreement.noted(
