@@ -1,4 +1,4 @@
-"""Answers for pynvml from a file: what `facts.nvml` asks, a machine that is not here answers; and the way to record a machine that is.
+"""Answers for pynvml from a file: what `facts.nvidia` asks, a machine that is not here answers; and the way to record a machine that is.
 
 `python -m tests.doctor.replay > tests/doctor/recorded/NAME.json` on a machine with GPUs records it.
 """
@@ -12,12 +12,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from unisono.facts.holders import holder_of
-from unisono.facts.kernel_log import KernelLine, read_kernel_log
+from unisono.facts.accelerators import DevicesDetails, Holder
 from unisono.facts.machine import numa_node_of, pci_address
-from unisono.facts.nvml import Beside, read_nvml
-from unisono.facts.pci import nvidia_devices, redirecting_bridges
-from unisono.facts.topology_of_devices import DevicesDetails, Holder
+from unisono.facts.nvidia import (
+    KernelLine,
+    OtherSources,
+    nvidia_devices,
+    read_kernel_log,
+    read_nvml,
+    redirecting_bridges,
+)
+from unisono.facts.processes import holder_of
 
 FOLDER = Path(__file__).parent / "recorded"
 _NOT_SUPPORTED, _UNINITIALIZED = 3, 1
@@ -135,7 +140,7 @@ def recorded(name: str) -> dict[str, Any]:
 
 
 def details_from(body: dict[str, Any]) -> DevicesDetails:
-    """What `facts.nvml` reads from a machine with these answers."""
+    """What `facts.nvidia` reads from a machine with these answers."""
     return read_nvml(Replayed(body), beside_of(body))
 
 
@@ -144,12 +149,12 @@ def details_of(name: str) -> DevicesDetails:
     return details_from(recorded(name))
 
 
-def beside_of(body: dict[str, Any]) -> Beside:
+def beside_of(body: dict[str, Any]) -> OtherSources:
     """What NVML does not tell."""
     beside = body["beside"]
     processes = beside.get("processes", {})
     log = beside.get("kernel_log")
-    return Beside(
+    return OtherSources(
         numa_node=beside["numa_node"].get,
         on_bus=lambda: tuple(beside["on_bus"]),
         kernel_log=lambda: None if log is None else [KernelLine(text, age) for text, age in log],

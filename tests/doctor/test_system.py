@@ -11,8 +11,8 @@ import pytest
 
 from tests.doctor.bedside import doctor
 from unisono.doctor.system import judge_clock, judge_core_dumps
-from unisono.facts.clock import is_synchronised
-from unisono.facts.core_dumps import CoreDumps, read_core_dumps
+from unisono.facts.limits import CoreDumps, read_core_dumps
+from unisono.facts.probes import is_synchronised
 
 _NOW = 1_800_000_000.0
 TWO_DEVICES = [

@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from unisono.facts.holders import holder_of
-from unisono.facts.kernel_log import KernelLine, read_kernel_log
-from unisono.facts.nvml import probe_details, xids_in
-from unisono.facts.pci import nvidia_devices, redirecting_bridges
-from unisono.facts.topology_of_devices import Holder, Xid
+from unisono.facts.accelerators import Holder, Xid
+from unisono.facts.nvidia import (
+    KernelLine,
+    nvidia_devices,
+    probe_details,
+    read_kernel_log,
+    redirecting_bridges,
+    xids_in,
+)
+from unisono.facts.processes import holder_of
 
 
 def test_a_process_is_named_by_its_user_and_program_and_no_argument_that_may_be_a_secret() -> None:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.facts import read_environment, take_token
-from unisono.facts.environment import _telling
-from unisono.facts.nccl_files import read_nccl_files
+from unisono.facts.environment import _job_variables, read_nccl_files
 
 
 def test_variables_of_the_catalogue_and_misspelt_ones_are_told() -> None:
@@ -18,7 +17,7 @@ def test_variables_of_the_catalogue_and_misspelt_ones_are_told() -> None:
         "NCCL_ALGO": "Ring", "NCCL_ALGOO": "Ring", "TORCH_NCCL_FOO": "1", "GLOO_BAR": "2", "CUDA_VISIBLE_DEVICES": "", "PATH": "/bin",
         "HOME": "/root", "OMP_NUM_THREADS": "1", "nccl_algo": "tree", "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
     }  # fmt: skip
-    assert set(_telling(env)) == set(env) - {"PATH", "HOME", "nccl_algo"}
+    assert set(_job_variables(env)) == set(env) - {"PATH", "HOME", "nccl_algo"}
 
 
 @pytest.mark.parametrize(
@@ -30,13 +29,14 @@ def test_variables_of_the_catalogue_and_misspelt_ones_are_told() -> None:
     ],
 )  # fmt: skip
 def test_secrets_are_not_told(name: str, value: str) -> None:
-    assert _telling({name: value}) == {}
+    assert _job_variables({name: value}) == {}
 
 
 @given(st.text(string.ascii_letters, min_size=3), st.text(string.ascii_letters, min_size=3))
 def test_no_password_in_a_url_is_ever_told(user: str, password: str) -> None:
     assert (
-        _telling({"HTTPS_PROXY": f"http://{user}:{password}@proxy", "NCCL_X": f"{user}:{password}@h"}) == {}
+        _job_variables({"HTTPS_PROXY": f"http://{user}:{password}@proxy", "NCCL_X": f"{user}:{password}@h"})
+        == {}
     )
 
 

@@ -3,13 +3,13 @@
 import socket
 import threading
 
-from unisono.facts.hub import ask
+from unisono.facts.hub import probe_url
 
 _LIMIT_S = 60.0  # nobody waits for it: each of these answers at once
 
 
 def answer_with(words: bytes) -> str:
-    """What `ask` says of a server that answers every call with the same bytes."""
+    """What `probe_url` says of a server that answers every call with the same bytes."""
 
     def serve(listener: socket.socket) -> None:
         caller, _ = listener.accept()
@@ -21,7 +21,7 @@ def answer_with(words: bytes) -> str:
         listener.settimeout(_LIMIT_S)
         thread = threading.Thread(target=serve, args=(listener,), daemon=True)
         thread.start()
-        said = ask(f"http://127.0.0.1:{listener.getsockname()[1]}", limit_s=_LIMIT_S)
+        said = probe_url(f"http://127.0.0.1:{listener.getsockname()[1]}", limit_s=_LIMIT_S)
         thread.join(_LIMIT_S)
     return said
 
@@ -38,4 +38,4 @@ def test_a_server_of_another_kind_is_told_and_not_taken_for_a_silent_one() -> No
 
 
 def test_what_is_no_http_address_is_not_opened() -> None:
-    assert ask("file:///etc/passwd", limit_s=1.0) == "it is no http address"
+    assert probe_url("file:///etc/passwd", limit_s=1.0) == "it is no http address"

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.facts.cgroup import cgroup_folders
-from unisono.facts.limits import available_memory, read_limits, usable_cores
+from unisono.facts.limits import available_memory, cgroup_folders, read_limits, usable_cores
 
 
 def test_this_machine_has_cores_memory_and_limits() -> None:

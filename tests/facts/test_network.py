@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.needs import need_namespaces
-from unisono.facts.netlink import Link
-from unisono.facts.network import SystemNetwork, _interface, is_loopback, resolve
+from unisono.facts.network import KernelInterface, SystemNetwork, _interface, is_loopback, resolve
 
 
 def test_the_loopback_interface_is_listed_with_its_address() -> None:
@@ -42,7 +41,9 @@ def test_all_interfaces_of_the_system_are_listed() -> None:
     ],
 )  # fmt: skip
 def test_kinds_are_told_apart(name: str, hardware: int, made: str, addresses: list[str], kind: str) -> None:
-    link = Link(name, 1500, up=True, loopback=False, hardware=hardware, kind=made, addresses=addresses)
+    link = KernelInterface(
+        name, 1500, up=True, loopback=False, hardware=hardware, kind=made, addresses=addresses
+    )
     assert _interface(link).kind == kind
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.ground import Namespaces, Own, why_no_namespaces
-from unisono.facts.gpu_use import NoGpuUse, gpu_use
-from unisono.facts.links import Link, troubled_links
-from unisono.facts.process import catches, child_states, frozen_group, read_stat, wait_channel
+from unisono.facts.accelerators import NoGpuUtilization, gpu_utilization
+from unisono.facts.processes import child_states, frozen_cgroup, has_handler, read_stat, wait_channel
+from unisono.facts.tcp import RetransmittingConnection, retransmitting_connections
 
 LIMIT_S = 30.0
 _FREEZERS = Path("/sys/fs/cgroup/freezer")
@@ -99,14 +99,14 @@ def test_a_handler_is_seen_once_it_is_there() -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()
-        assert not catches(process.pid, signal.SIGUSR2)
+        assert not has_handler(process.pid, signal.SIGUSR2)
         process.stdin.write(b"\n")
         process.stdin.flush()
         process.stdout.readline()
-        assert catches(process.pid, signal.SIGUSR2)
-        assert not catches(process.pid, signal.SIGUSR1)
+        assert has_handler(process.pid, signal.SIGUSR2)
+        assert not has_handler(process.pid, signal.SIGUSR1)
         process.kill()
-    assert not catches(process.pid, signal.SIGUSR2)
+    assert not has_handler(process.pid, signal.SIGUSR2)
 
 
 @pytest.fixture
@@ -121,31 +121,31 @@ def freezer() -> Iterator[Path]:
 
 
 def test_a_frozen_control_group_is_found(sleeper: "subprocess.Popen[bytes]", freezer: Path) -> None:
-    assert frozen_group(sleeper.pid) is None
+    assert frozen_cgroup(sleeper.pid) is None
     (freezer / "cgroup.procs").write_text(str(sleeper.pid))
     (freezer / "freezer.state").write_text("FROZEN")
     try:
-        until(lambda: frozen_group(sleeper.pid) == freezer)
+        until(lambda: frozen_cgroup(sleeper.pid) == freezer)
     finally:
         (freezer / "freezer.state").write_text("THAWED")
         (_FREEZERS / "cgroup.procs").write_text(str(sleeper.pid))
-    assert frozen_group(sleeper.pid) is None
+    assert frozen_cgroup(sleeper.pid) is None
 
 
 def test_a_frozen_group_of_version_2_is_found_by_its_file(tmp_path: Path) -> None:
-    assert frozen_group(os.getpid(), root=tmp_path) is None
+    assert frozen_cgroup(os.getpid(), root=tmp_path) is None
     (tmp_path / "cgroup.freeze").write_text("1\n")
-    assert frozen_group(os.getpid(), root=tmp_path) == tmp_path
+    assert frozen_cgroup(os.getpid(), root=tmp_path) == tmp_path
 
 
 def test_without_a_driver_nothing_is_known_of_a_gpu() -> None:
-    assert NoGpuUse().percent("GPU-1") is None
-    assert gpu_use().percent("GPU-none-such") is None
+    assert NoGpuUtilization().percent("GPU-1") is None
+    assert gpu_utilization().percent("GPU-none-such") is None
 
 
 def test_connections_without_trouble_are_not_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
-        assert troubled_links([os.getpid()]) == []
+        assert retransmitting_connections([os.getpid()]) == []
 
 
 def test_a_table_of_the_kernel_is_read_for_both_families(tmp_path: Path) -> None:
@@ -166,12 +166,12 @@ def test_a_table_of_the_kernel_is_read_for_both_families(tmp_path: Path) -> None
         row.format(n=0, **six, timer="01", again="0000000A", inode=12),
         row.format(n=1, **mapped, timer="01", again="00000001", inode=13),
     ]))  # fmt: skip
-    assert troubled_links([5, 7], proc=tmp_path) == [
-        Link("[2001:db8::1]:8080", 10),
-        Link("10.0.0.3:41233", 4),
-        Link("10.0.0.3:22", 1),
+    assert retransmitting_connections([5, 7], proc=tmp_path) == [
+        RetransmittingConnection("[2001:db8::1]:8080", 10),
+        RetransmittingConnection("10.0.0.3:41233", 4),
+        RetransmittingConnection("10.0.0.3:22", 1),
     ]
-    assert str(Link("10.0.0.3:41233", 4)) == "→ 10.0.0.3:41233: 4 retransmissions"
+    assert str(RetransmittingConnection("10.0.0.3:41233", 4)) == "→ 10.0.0.3:41233: 4 retransmissions"
 
 
 def test_a_peer_that_a_cut_line_hides_is_named(tmp_path: Path) -> None:
@@ -195,8 +195,13 @@ def test_a_peer_that_a_cut_line_hides_is_named(tmp_path: Path) -> None:
                 ground.inside(1, "ip", "link", "set", "eth0", "down")
                 client.stdin.write(b"\n")
                 client.stdin.flush()
-                until(lambda: [link.peer for link in troubled_links([client.pid])] == ["10.231.7.2:7001"])
-                until(lambda: troubled_links([client.pid])[0].retransmissions > 1)
+                until(
+                    lambda: (
+                        [link.peer for link in retransmitting_connections([client.pid])]
+                        == ["10.231.7.2:7001"]
+                    )
+                )
+                until(lambda: retransmitting_connections([client.pid])[0].retransmissions > 1)
                 client.kill()
             server.kill()
     finally:

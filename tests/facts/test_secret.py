@@ -2,7 +2,7 @@
 
 import pytest
 
-from unisono.facts.secret import veil
+from unisono.facts.redaction import redact
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from unisono.facts.secret import veil
     ],
 )  # fmt: skip
 def test_a_secret_in_a_text_is_veiled_and_nothing_else(text: str, shown: str) -> None:
-    assert veil(text) == shown
+    assert redact(text) == shown

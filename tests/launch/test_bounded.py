@@ -10,7 +10,7 @@ import pytest
 from tests.nproc.disks import on_a_device
 from unisono.causes import Verdict
 from unisono.errors import UnfitError
-from unisono.facts.threads import stuck_threads
+from unisono.facts.processes import stuck_threads
 from unisono.launch import bounded
 from unisono.launch.bounded import STUCK_S, RunsDisk
 from unisono.launch.member import _keep

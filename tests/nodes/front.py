@@ -16,10 +16,10 @@ import unisono.doctor.asked
 import unisono.launch.asked
 from unisono.cli.app import main
 from unisono.facts import package_versions
+from unisono.facts.accelerators import DevicesDetails
 from unisono.facts.machine import DeviceProbe, Gpu
 from unisono.facts.network import NetworkInterface, SystemNetwork
 from unisono.facts.probes import Probes
-from unisono.facts.topology_of_devices import DevicesDetails
 from unisono.launch.command import Programs
 
 

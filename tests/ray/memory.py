@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from unisono.facts.cgroup import ROOT, cgroup_folders
+from unisono.facts.limits import CGROUP_ROOT, cgroup_folders
 
 LIMIT_BYTES = 6_000_000_000
 THRESHOLD = 0.5
@@ -50,9 +50,9 @@ class SmallMemory:
         """Words in front of a command: it is in the group, and sees it in place of the machine's root group."""
         assert self.group is not None
         # `ip netns exec` gives a node a /sys of its own, in which no control group is mounted.
-        there = ROOT / self._under
+        there = CGROUP_ROOT / self._under
         script = [
-            "set -e", f"mount -t tmpfs none {ROOT}", f"mkdir -p {there}",
+            "set -e", f"mount -t tmpfs none {CGROUP_ROOT}", f"mkdir -p {there}",
             f"mount -t {'cgroup -o memory' if self._under else 'cgroup2'} none {there}",
             f"echo $$ > {self.group}/cgroup.procs", f"mount --bind {self.group} {there}", 'exec "$@"',
         ]  # fmt: skip

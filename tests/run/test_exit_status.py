@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 import pytest
 
-from unisono.facts import exit_status
+from unisono.facts import processes
 
 
 def _by_pidfd(pidfd: int, _pid: int) -> int | None:
-    return exit_status._by_pidfd(pidfd)
+    return processes._by_pidfd(pidfd)
 
 
 def _by_proc(_pidfd: int, pid: int) -> int | None:
-    return exit_status._by_proc(pid)
+    return processes._by_proc(pid)
 
 
 def kernel() -> tuple[int, ...]:
@@ -52,7 +52,7 @@ def test_the_end_of_a_grandchild_is_read(body: str, code: int, way: Callable[[in
                 pytest.skip("needs a kernel of 6.15 or newer: a pidfd tells the status there")
             assert status is not None
             assert os.waitstatus_to_exitcode(status) == code
-            assert exit_status.exit_status(pidfd, pid) == code
+            assert processes.exit_status(pidfd, pid) == code
             os.close(pidfd)
         finally:
             parent.kill()

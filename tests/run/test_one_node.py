@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from unisono.diagnose.ours import diagnose_run
-from unisono.facts.tree import processes_below
+from unisono.facts.processes import processes_below
 
 UNISONO = str(Path(sys.executable).parent / "unisono")
 LIMIT_S = 240.0

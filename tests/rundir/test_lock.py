@@ -14,7 +14,7 @@ import pytest
 
 from tests.nproc.disks import on_a_device
 from unisono.errors import UsageError
-from unisono.facts.threads import stuck_threads
+from unisono.facts.processes import stuck_threads
 from unisono.rundir import lock as lock_file
 from unisono.rundir.lock import RunLock, named_in, read_holder, standing_in
 

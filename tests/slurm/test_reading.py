@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from unisono.facts.slurm import SlurmStep, hosts_of, read_slurm_step, seconds_of
-from unisono.facts.slurm_control import Answer, NodeState, fields_of
+from unisono.facts.slurm import (
+    NodeState,
+    SlurmAnswer,
+    SlurmStep,
+    fields_of,
+    hosts_of,
+    read_slurm_step,
+    seconds_of,
+)
 from unisono.launch.slurm.ending import result_of_job
 from unisono.launch.slurm.following import Followed
 from unisono.launch.slurm.job import JobState
@@ -72,7 +79,7 @@ def test_a_node_that_is_down_or_drained_gets_no_job(state: str, *, usable: bool)
 
 
 def test_slurms_own_words_lose_the_name_of_its_command() -> None:
-    said = Answer(
+    said = SlurmAnswer(
         1,
         "",
         "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid\n",

@@ -9,7 +9,7 @@ from unisono.config.places import Places
 from unisono.config.schema import RunConfig
 from unisono.config.yaml_file import KeyPath
 from unisono.errors import Problem
-from unisono.facts.secret import is_secret
+from unisono.facts.redaction import is_secret
 from unisono.text import nearest, one_line
 
 _EXAMPLES = {

@@ -6,7 +6,7 @@ from typing import Any
 from unisono.config.places import Places
 from unisono.config.yaml_file import KeyPath
 from unisono.errors import Problem
-from unisono.facts.secret import is_secret
+from unisono.facts.redaction import is_secret
 
 _SECRET_KEY = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|access_?key)s?$", re.IGNORECASE)
 _WHY = "a config is kept with the results and shown to others"

@@ -8,7 +8,7 @@ from typing import Any
 from unisono.causes import Evidence, Verdict
 from unisono.control.trouble import disagreed
 from unisono.errors import UnfitError, UsageError
-from unisono.facts.listeners import who_listens
+from unisono.facts.tcp import find_listener
 from unisono.text import one_line
 
 _OTHER_FILES = 100
@@ -91,7 +91,7 @@ def _cannot_bind(error: OSError, host: str, port: int) -> Exception:
 
 
 def _taken(host: str, port: int) -> Exception:
-    listener = who_listens(port)
+    listener = find_listener(port)
     if listener is None:
         owner, fix = "somebody who cannot be seen from here", f"`sudo ss -ltnp 'sport = :{port}'` shows who"
     else:

@@ -9,7 +9,7 @@ from typing import Any
 from unisono.config.schema import SourceSection
 from unisono.data.readers import RowFile, kind_of
 from unisono.errors import DataError
-from unisono.facts.secret import veil
+from unisono.facts.redaction import redact
 from unisono.files import read_json, whole_file, write_json
 from unisono.text import nearest, one_line
 
@@ -53,7 +53,7 @@ def fetch_url(url: str, key: str, cache_dir: Path) -> list[RowFile]:
         raise DataError.of(f"there is no {url}", where=key, fix="check the URL") from None
     except Exception as error:  # each storage package has errors of its own; what it says is handed on
         raise DataError.of(
-            f"{url} cannot be read", where=key, why=f"{type(error).__name__}: {one_line(veil(str(error)), limit=300)}",
+            f"{url} cannot be read", where=key, why=f"{type(error).__name__}: {one_line(redact(str(error)), limit=300)}",
             fix="check the URL, the network and the credentials in the environment",
         ) from error  # fmt: skip
     if not files:
@@ -92,7 +92,7 @@ def open_storage(url: str, key: str) -> tuple[Any, str]:
         ) from error  # fmt: skip
     except Exception as error:  # as above
         raise DataError.of(
-            f"{url} cannot be opened", where=key, why=f"{type(error).__name__}: {one_line(veil(str(error)), limit=300)}", fix="check the URL"
+            f"{url} cannot be opened", where=key, why=f"{type(error).__name__}: {one_line(redact(str(error)), limit=300)}", fix="check the URL"
         ) from error  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def _write_hub(path: str, key: str, kept: Path, splits: list[str]) -> str:
     except Exception as error:  # datasets hands on errors of a dozen packages
         raise DataError.of(
             f"{path} is neither a file here nor a dataset that the hub gives", where=key,
-            why=f"{type(error).__name__}: {one_line(veil(str(error)), limit=300)}",
+            why=f"{type(error).__name__}: {one_line(redact(str(error)), limit=300)}",
             fix="check the spelling, the network and the source's `split`; for a file write its path with its suffix",
         ) from error  # fmt: skip
     assert rows is not None

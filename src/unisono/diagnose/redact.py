@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from unisono.facts.secret import veil
+from unisono.facts.redaction import redact
 from unisono.text import plain
 
 SHOWN_CHARS = 600
@@ -27,7 +27,7 @@ def redacted(text: str) -> str:
     flat = _COLOUR.sub("", plain(text))
     if _KEY_BODY.match(flat):  # a line of a private key, or another block of base64
         return "…"
-    return veil(flat)
+    return redact(flat)
 
 
 def redacted_json(value: Any) -> Any:

@@ -12,7 +12,7 @@ from unisono.doctor.peers import disagreed, meet
 from unisono.doctor.registry import REGISTRY
 from unisono.errors import Disagreed, UnisonoError
 from unisono.facts import read_environment, take_token
-from unisono.facts.secret import veil
+from unisono.facts.redaction import redact
 from unisono.launch.gathering import party_of, tell_early_refusal
 from unisono.launch.nodes.aside import Aside
 from unisono.launch.srun import token_of_step
@@ -113,4 +113,4 @@ def veiled(findings: Iterable[Finding]) -> list[Finding]:
 
 def _safe(text: str) -> str:
     flat = plain(text).replace("\n", " ")  # spaces stay: some lines are rows of a table
-    return veil(flat if len(flat) <= _LONGEST_LINE else f"{flat[: _LONGEST_LINE - 1]}…")
+    return redact(flat if len(flat) <= _LONGEST_LINE else f"{flat[: _LONGEST_LINE - 1]}…")

@@ -6,7 +6,7 @@ from pathlib import Path
 from unisono.config import RunConfig
 from unisono.config.schema import SourceSection
 from unisono.doctor.check import Check, Finding, Surroundings, found
-from unisono.facts.hub import Hub, ask, is_cached, read_hub
+from unisono.facts.hub import Hub, is_cached, probe_url, read_hub
 
 HUB = Check(
     "config.hub", "the hub, where this run needs it",
@@ -27,7 +27,7 @@ def hub(facts: Surroundings) -> list[Finding]:
     cache = facts.environment.hub_cache
     missing = [(kind, name) for kind, name in named if not is_cached(cache, kind, name)]
     known = read_hub(cache)
-    answer = ask(known.endpoint, limit_s=_LIMIT_S) if missing and not known.offline else ""
+    answer = probe_url(known.endpoint, limit_s=_LIMIT_S) if missing and not known.offline else ""
     return [judge_hub(named, missing, known, answer, cache=cache)]
 
 

@@ -13,8 +13,8 @@ from unisono.doctor.disks import CATALOGUE as DISKS
 from unisono.doctor.disks import caches, output
 from unisono.doctor.left_behind import CATALOGUE as LEFT_BEHIND
 from unisono.doctor.left_behind import orphans
-from unisono.facts.clock import is_synchronised
-from unisono.facts.core_dumps import CoreDumps, read_core_dumps
+from unisono.facts.limits import CoreDumps, read_core_dumps
+from unisono.facts.probes import is_synchronised
 
 LIMITS = Check(
     "system.limits", "limits of the shell and the container",

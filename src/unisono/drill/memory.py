@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unisono.drill.ground import Ground, needs_root
-from unisono.facts.cgroup import cgroup_folders
+from unisono.facts.limits import cgroup_folders
 
 _SPARE_BYTES = 64 << 20
 _PREFIX = "unisono-drill-"

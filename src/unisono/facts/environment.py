@@ -1,4 +1,4 @@
-"""What the environment variables say, and which of them one device has no use for."""
+"""The process's environment variables, and NCCL's own settings files."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.causes.variables import find_variable
-from unisono.facts.secret import is_secret, names_secret
+from unisono.facts.redaction import is_secret, names_secret
 from unisono.facts.slurm import SlurmStep, read_slurm_step
 
 # Left behind by launchers and by accelerate; they would make torch or peft look for other ranks.
@@ -80,20 +80,20 @@ def read_environment() -> Environment:
     env = os.environ
     return Environment(
         leftovers={name: value for name, value in sorted(env.items()) if _LEFTOVER.match(name)},
-        variables=_telling(env),
+        variables=_job_variables(env),
         strangers=tuple(
             name
             for name in sorted(env)
             if _NEAR.match(name) and find_variable(name) is None and name != _TOKEN
         ),
         torchelastic_run=env.get("TORCHELASTIC_RUN_ID"),
-        slurm_tasks=_whole(env.get("SLURM_NTASKS")),
-        slurm_nodes=_whole(env.get("SLURM_NNODES")),
+        slurm_tasks=_natural_number(env.get("SLURM_NTASKS")),
+        slurm_nodes=_natural_number(env.get("SLURM_NNODES")),
         slurm_step=read_slurm_step(env),
-        world_size=_whole(env.get("WORLD_SIZE")),
-        rank=_whole(env.get("RANK")),
-        local_rank=_whole(env.get("LOCAL_RANK")),
-        omp_num_threads=_whole(env.get("OMP_NUM_THREADS")),
+        world_size=_natural_number(env.get("WORLD_SIZE")),
+        rank=_natural_number(env.get("RANK")),
+        local_rank=_natural_number(env.get("LOCAL_RANK")),
+        omp_num_threads=_natural_number(env.get("OMP_NUM_THREADS")),
         cache_dir=_folder(env.get("XDG_CACHE_HOME"), "~/.cache") / "unisono",
         hub_cache=_hub_cache(env),
         settings_dir=_folder(env.get("XDG_CONFIG_HOME"), "~/.config") / "unisono",
@@ -104,7 +104,7 @@ def read_environment() -> Environment:
     )
 
 
-def whole_environment() -> dict[str, str]:
+def all_variables() -> dict[str, str]:
     """All variables, for a program that is to find what this process has found. Take the token out first."""
     return dict(os.environ)
 
@@ -117,7 +117,7 @@ def take_token() -> str | None:
     return os.environ.pop(_TOKEN, "").strip() or None
 
 
-def _telling(env: Mapping[str, str]) -> dict[str, str]:
+def _job_variables(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that tell nodes apart, without secrets."""
     return {
         name: value
@@ -146,9 +146,47 @@ def _hub_cache(env: Mapping[str, str]) -> Path:
     return base / "hub"
 
 
-def _whole(text: str | None) -> int | None:
+def _natural_number(text: str | None) -> int | None:
     return int(text) if text is not None and text.strip().isascii() and text.strip().isdigit() else None
 
 
 def _folder(text: str | None, default: str) -> Path:
     return Path(text) if text and Path(text).is_absolute() else Path(default).expanduser()
+
+
+_SYSTEM = Path("/etc/nccl.conf")
+_LIMIT_BYTES = 1 << 16
+
+
+def read_nccl_files(*, named: str | None, home: Path | None = None, system: Path = _SYSTEM) -> dict[str, str]:
+    """What is set in the user's file, then in the system's; as in NCCL the first that sets a name wins.
+
+    Args:
+        named: NCCL_CONF_FILE, which takes the place of ~/.nccl.conf.
+        home: the user's home; None finds it out.
+        system: the machine's file.
+    """
+    own = Path(named) if named else _home(home) / ".nccl.conf"
+    return _read_nccl_file(system) | _read_nccl_file(own)
+
+
+def _home(given: Path | None) -> Path:
+    try:
+        return given or Path.home()
+    except RuntimeError:  # a user without a home
+        return Path("/nonexistent")
+
+
+def _read_nccl_file(file: Path) -> dict[str, str]:
+    try:
+        with file.open(encoding="utf-8", errors="replace") as stream:
+            text = stream.read(_LIMIT_BYTES)
+    except OSError:
+        return {}
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        name, equals, value = line.partition("#")[0].partition("=")
+        name, value = name.strip(), value.strip()
+        if equals and name and not names_secret(name) and not is_secret(value):
+            found.setdefault(name, value)
+    return found

@@ -50,7 +50,7 @@ def is_cached(cache: Path, kind: str, name: str) -> bool:
         return False
 
 
-def ask(url: str, *, limit_s: float) -> str:
+def probe_url(url: str, *, limit_s: float) -> str:
     """Empty where anything answers within the limit, whatever it says; else why not. Proxies are those of the environment.
 
     In a thread: a name server that is down holds its caller for half a minute.

@@ -1,12 +1,45 @@
-"""What the system lets a process have: cores, memory, /dev/shm, and the limits of its shell."""
+"""Resource limits of this process: cores, memory, /dev/shm, ulimits and control groups; OOM kills and core dumps."""
 
 import os
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.facts.cgroup import OWN, ROOT, cgroup_folders
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+def cgroup_folders(controller: str, *, root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> Iterator[Path]:
+    """Every folder whose limits hold for this process: of version 2, then of version 1's `controller`.
+
+    Inside a container the path that the kernel tells is often not mounted, while its root is: such folders are still given,
+    and reading from them fails.
+    """
+    inside = _cgroup_paths(own)
+    yield from _with_parents(root, inside.get("", ""))
+    for names, path in inside.items():
+        if controller in names.split(","):
+            yield from _with_parents(root / controller, path)
+
+
+def _cgroup_paths(own: Path) -> dict[str, str]:
+    """The process's path by the names of the controllers; version 2 has no names."""
+    found = {"": ""}
+    try:
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            found[controllers] = path.strip("/")
+    except (OSError, ValueError):
+        return {"": ""}
+    return found
+
+
+def _with_parents(root: Path, path: str) -> Iterator[Path]:
+    parts = [part for part in path.split("/") if part]
+    for count in range(len(parts), -1, -1):
+        yield root.joinpath(*parts[:count])
+
 
 _NEVER = 1 << 60  # version 1 writes "no limit" as a number near 2^63
 _WITHOUT_PROC = 8 * 10**9
@@ -41,7 +74,7 @@ def read_limits(*, shm: Path = Path("/dev/shm")) -> SystemLimits:  # noqa: S108 
     )
 
 
-def usable_cores(*, root: Path = ROOT, own: Path = OWN) -> int:
+def usable_cores(*, root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> int:
     """Cores this process may use: affinity, and the cgroups' share of time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     for folder in cgroup_folders("cpu", root=root, own=own):
@@ -64,7 +97,9 @@ def _cpu_share(folder: Path) -> float | None:
         return None
 
 
-def available_memory(*, root: Path = ROOT, own: Path = OWN, info: Path = Path("/proc/meminfo")) -> int:
+def available_memory(
+    *, root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP, info: Path = Path("/proc/meminfo")
+) -> int:
     """Bytes that a new process can have: what the system has free, within the limits of all cgroups above."""
     left = [_memory_left(folder) for folder in cgroup_folders("memory", root=root, own=own)]
     return _smallest([_available(info), *left]) or 0
@@ -138,3 +173,62 @@ def _word(file: Path) -> str | None:
         return file.read_text().strip()
     except OSError:
         return None
+
+
+def oom_kills(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """The cgroup's count of out-of-memory kills, or None where it cannot be read."""
+    for path in _event_files(root, own):
+        try:
+            lines = path.read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
+def _event_files(root: Path, own: Path) -> list[Path]:
+    """Where the count may stand: cgroup 2, then 1; inside a container the path told is often not mounted, its root is."""
+    inside = {"": "", "memory": ""}
+    try:
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            inside[controllers] = path.lstrip("/")
+    except (OSError, ValueError):
+        inside = {"": "", "memory": ""}
+    second, first = root / "memory.events", root / "memory" / "memory.oom_control"
+    return [
+        root / inside[""] / second.name,
+        second,
+        first.parent / inside["memory"] / first.name,
+        first,
+    ]
+
+
+_PATTERN = Path("/proc/sys/kernel/core_pattern")
+
+
+@dataclass(frozen=True, slots=True)
+class CoreDumps:
+    """How a crash is written down.
+
+    Attributes:
+        limit_bytes: of one dump (ulimit -c); None: as large as the process.
+        to_file: whether the kernel writes a file; else a program takes it, which has limits of its own.
+        pattern: where to, as the kernel has it; relative: into the working directory.
+    """
+
+    limit_bytes: int | None
+    to_file: bool
+    pattern: str
+
+
+def read_core_dumps(*, pattern: Path = _PATTERN) -> CoreDumps:
+    """Looks once."""
+    soft = resource.getrlimit(resource.RLIMIT_CORE)[0]
+    try:
+        text = pattern.read_text().strip()
+    except OSError:
+        text = ""
+    return CoreDumps(None if soft == resource.RLIM_INFINITY else soft, not text.startswith("|"), text)

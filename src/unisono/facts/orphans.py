@@ -1,4 +1,4 @@
-"""Processes of earlier runs whose front is gone: ranks, what they have forked, and programs under `unisono run` (Linux)."""
+"""Processes that outlive their run: orphans of earlier runs, and ranks of an attempt that has ended (Linux)."""
 
 import contextlib
 import os
@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.facts.process import read_stat
+from unisono.facts.processes import read_stat
 from unisono.files import parse_json, read_text
 
-_STARTED = 19  # field of stat after the name and its bracket; the first of them is the state
+_START_FIELD = 19  # field of stat after the name and its bracket; the first of them is the state
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MOST_BYTES = 64 << 20  # of a plan
 _POLL_S = 0.05
-_GUARDED = b"UNISONO_GUARD="  # unisono.integrations.border: the path of guard.json, with run_id and front_pid
+_GUARD_VARIABLE = (
+    b"UNISONO_GUARD="  # unisono.integrations.border: the path of guard.json, with run_id and front_pid
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def end_orphan(orphan: Orphan, *, limit_s: float = 3.0) -> bool:
     except OSError:
         return False
     try:
-        if _began(Path("/proc"), orphan.pid) != orphan.began:
+        if _start_ticks(Path("/proc"), orphan.pid) != orphan.began:
             return True
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(fd, signal.SIGKILL)
@@ -72,16 +74,20 @@ def end_orphan(orphan: Orphan, *, limit_s: float = 3.0) -> bool:
 
 def _is_gone(orphan: Orphan, limit_s: float) -> bool:
     limit = time.monotonic() + limit_s
-    while _lives(orphan):
+    while _is_alive(orphan):
         if time.monotonic() > limit:
             return False
         time.sleep(_POLL_S)
     return True
 
 
-def _lives(orphan: Orphan) -> bool:
+def _is_alive(orphan: Orphan) -> bool:
     stat = read_stat(orphan.pid)
-    return stat is not None and stat.state not in "ZX" and _began(Path("/proc"), orphan.pid) == orphan.began
+    return (
+        stat is not None
+        and stat.state not in "ZX"
+        and _start_ticks(Path("/proc"), orphan.pid) == orphan.began
+    )
 
 
 def _pids(proc: Path) -> Iterator[int]:
@@ -97,21 +103,21 @@ def _orphan(proc: Path, pid: int) -> Orphan | None:
         owner = folder.stat().st_uid
     except OSError:  # it has just ended, or is not ours to read
         return None
-    front, file = _front_of(words) or _front_of_guarded(folder) or (None, Path())
-    if front is not None and not _counts_as_we_do(folder):
+    front, file = _front_of(words) or _front_of_guarded_program(folder) or (None, Path())
+    if front is not None and not _same_pid_namespace(folder):
         return None
-    began, stat = _began(proc, pid), read_stat(pid)
+    began, stat = _start_ticks(proc, pid), read_stat(pid)
     if front is None or began is None or stat is None or stat.state in "ZX":
         return None
-    began_of_front = _began(proc, front)
+    began_of_front = _start_ticks(proc, front)
     if began_of_front is not None and began_of_front <= began:  # a later one only has the number of the front
         return None
     age_s = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began / _TICKS)
-    run_id = str(_content(file).get("run_id") or "")
+    run_id = str(_json_object(file).get("run_id") or "")
     return Orphan(pid, run_id, str(file), age_s, stat.state, owner == os.geteuid(), began)
 
 
-def _counts_as_we_do(folder: Path) -> bool:
+def _same_pid_namespace(folder: Path) -> bool:
     """Whether its numbers are ours: to a process in a container its front has another number than it has here."""
     try:
         lines = (folder / "status").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -129,21 +135,23 @@ def _front_of(words: list[str]) -> tuple[int, Path] | None:
     return None
 
 
-def _front_of_guarded(folder: Path) -> tuple[int, Path] | None:
+def _front_of_guarded_program(folder: Path) -> tuple[int, Path] | None:
     """The same of a process under `unisono run`, whose environment names its guard.json."""
     try:
         variables = (folder / "environ").read_bytes().split(b"\0")
     except OSError:
         return None
-    named = next((value[len(_GUARDED) :] for value in variables if value.startswith(_GUARDED)), None)
+    named = next(
+        (value[len(_GUARD_VARIABLE) :] for value in variables if value.startswith(_GUARD_VARIABLE)), None
+    )
     if named is None:
         return None
     file = Path(os.fsdecode(named))
-    front = _content(file).get("front_pid")
+    front = _json_object(file).get("front_pid")
     return (front, file) if isinstance(front, int) else None
 
 
-def _content(file: Path) -> dict[str, Any]:
+def _json_object(file: Path) -> dict[str, Any]:
     """A JSON object in a file; empty where it cannot be had."""
     try:
         value = parse_json(read_text(file, most_bytes=_MOST_BYTES))
@@ -152,10 +160,44 @@ def _content(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _began(proc: Path, pid: int) -> int | None:
+def _start_ticks(proc: Path, pid: int) -> int | None:
     """When a process began, in ticks since the machine's start; None if there is none."""
     try:
         fields = (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
-        return int(fields[_STARTED])
+        return int(fields[_START_FIELD])
     except (OSError, IndexError, ValueError):
         return None
+
+
+_RANK_POLL_S = 0.02
+
+
+def living_ranks(front: int) -> list[int]:
+    """The pids of a front's ranks, and of processes that these have forked, by their command lines. Zombies do not live."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and _is_rank_of(folder, str(front).encode()):
+            stat = read_stat(int(folder.name))
+            if stat is not None and stat.state not in "ZX":
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def wait_until_gone(front: int, *, limit_s: float) -> list[int]:
+    """Those that still live after so many seconds; returns as soon as there are none."""
+    limit = time.monotonic() + limit_s
+    while (left := living_ranks(front)) and time.monotonic() < limit:
+        time.sleep(_RANK_POLL_S)
+    return left
+
+
+def _is_rank_of(folder: Path, front: bytes) -> bool:
+    if folder.name == str(os.getpid()):
+        return False
+    try:
+        words = (folder / "cmdline").read_bytes().split(b"\0")
+    except OSError:  # it has just ended, or is not ours to read
+        return False
+    if b"--events" not in words or b"--front-pid" not in words[:-1]:  # tasks have no events
+        return False
+    return words[words.index(b"--front-pid") + 1] == front

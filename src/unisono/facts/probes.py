@@ -1,14 +1,53 @@
-"""What a front asks the machine through: the real probes, or a test's answers (DESIGN B9)."""
+"""What a front reads the machine through: real probes, or a test's answers."""
 
+import ctypes
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from unisono.facts.clock import Clock, SystemClock
-from unisono.facts.infiniband import InfinibandPort, read_infiniband
 from unisono.facts.machine import DeviceProbe, probe_nvidia
-from unisono.facts.network import NetworkProbe, SystemNetwork
-from unisono.facts.nvml import DetailsProbe, probe_details
+from unisono.facts.network import InfinibandPort, NetworkProbe, SystemNetwork, read_infiniband
+from unisono.facts.nvidia import DetailsProbe, probe_details
 from unisono.facts.versions import package_versions
+
+_TIMEX_BYTES = (
+    256  # of struct timex, which is 208 bytes on 64 bits; it begins with modes, and 0 changes nothing
+)
+_NOT_SYNCHRONISED = 5  # TIME_ERROR
+
+
+class Clock(Protocol):
+    """Tells the time."""
+
+    def wall(self) -> float:
+        """Seconds since 1970, as the system believes; for people and for comparing machines, never for waiting."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds that only ever grow; for waiting."""
+        ...
+
+
+class SystemClock:
+    """The real one."""
+
+    def wall(self) -> float:
+        """The system's time of day."""
+        return time.time()
+
+    def monotonic(self) -> float:
+        """The system's monotonic clock."""
+        return time.monotonic()
+
+
+def is_synchronised() -> bool | None:
+    """Whether the kernel's clock is kept right by a time service, as that service has told it; None where nobody can be asked."""
+    if not sys.platform.startswith("linux"):
+        return None
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    return None if state < 0 else state != _NOT_SYNCHRONISED
 
 
 @dataclass(frozen=True)

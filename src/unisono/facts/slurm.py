@@ -1,6 +1,9 @@
-"""What Slurm's variables say of the step that this process is a task of."""
+"""Slurm: variables of a step, node lists, time limits, and the answers of its commands."""
 
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,7 +39,7 @@ class SlurmStep:
 def read_slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
     """The step, or None outside of one: a batch script and the shell of salloc are in a job, and in no step."""
     numbers = {
-        name: _whole(env.get(f"SLURM_{name}", ""))
+        name: _natural_number(env.get(f"SLURM_{name}", ""))
         for name in ("STEP_NUM_NODES", "STEP_NUM_TASKS", "NODEID", "PROCID")
     }
     job, step, nodelist = (env.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "STEP_NODELIST"))
@@ -45,7 +48,9 @@ def read_slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
     nodes, tasks, node = (numbers[name] or 0 for name in ("STEP_NUM_NODES", "STEP_NUM_TASKS", "NODEID"))
     if not 0 <= node < nodes:
         return None
-    return SlurmStep(job, step, _whole(env.get("SLURM_RESTART_COUNT", "")) or 0, nodes, tasks, node, nodelist)
+    return SlurmStep(
+        job, step, _natural_number(env.get("SLURM_RESTART_COUNT", "")) or 0, nodes, tasks, node, nodelist
+    )
 
 
 def hosts_of(nodelist: str) -> list[str]:
@@ -54,8 +59,8 @@ def hosts_of(nodelist: str) -> list[str]:
     `a,b` or `gpu[01-03,07]-ib` or `rack[1-2]node[1-4]`.
     """
     names: list[str] = []
-    for word in _split(nodelist):
-        expanded = _expand(word)
+    for word in _split_list(nodelist):
+        expanded = _expand_brackets(word)
         if not expanded:
             return []
         names += expanded
@@ -73,16 +78,16 @@ def seconds_of(limit: str) -> float | None:
     return first * 60.0 + second
 
 
-_MOST = 100_000
+_MAX_NODES = 100_000
 
 
-def _split(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     """At commas that are outside of brackets; empty where brackets do not match."""
     word = r"(?:[^,\[\]]|\[[^\[\]]*\])+"
     return re.findall(word, text) if re.fullmatch(rf"{word}(?:,{word})*", text) else []
 
 
-def _expand(word: str) -> list[str]:
+def _expand_brackets(word: str) -> list[str]:
     found = re.search(r"\[([^\[\]]*)\]", word)
     if found is None:
         return [] if "[" in word or "]" in word else [word]
@@ -93,12 +98,138 @@ def _expand(word: str) -> list[str]:
         if span is None:
             return []
         low, high = int(span[1]), int(span[2] or span[1])
-        if high < low or high - low > _MOST:
+        if high < low or high - low > _MAX_NODES:
             return []
         middle += [f"{number:0{len(span[1])}d}" for number in range(low, high + 1)]
-    rest = _expand(after) if after else [""]
+    rest = _expand_brackets(after) if after else [""]
     return [before + number + end for number in middle for end in rest]
 
 
-def _whole(text: str) -> int | None:
+def _natural_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+_LIMIT_S = 20.0
+_STAMP = re.compile(r" \[[^\[\]]*@[^\[\]]*\]$")
+"""Who gave a reason, and when."""
+
+
+@dataclass(frozen=True)
+class SlurmAnswer:
+    """What a command of Slurm's said.
+
+    Attributes:
+        code: its exit code; None: there is no such command here, or it did not answer in time.
+        out: what it printed.
+        err: what it complained of; or why there is no answer.
+    """
+
+    code: int | None
+    out: str
+    err: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether it did what it was asked for."""
+        return self.code == 0
+
+    @property
+    def words(self) -> str:
+        """Slurm's own words on what went wrong, without the name of the command."""
+        lines = [re.sub(r"^\w+: (error: )?", "", line.strip()) for line in self.err.splitlines()]
+        return "; ".join(line for line in lines if line)
+
+
+def has_slurm(command: str = "sbatch") -> bool:
+    """Whether a command of Slurm's is installed here."""
+    return shutil.which(command) is not None
+
+
+def run_slurm(
+    command: str,
+    *words: str,
+    limit_s: float = _LIMIT_S,
+    environment: dict[str, str] | None = None,
+    umask: int = -1,
+) -> SlurmAnswer:
+    """Runs a command of Slurm's.
+
+    Args:
+        command: its name, looked for in PATH.
+        words: its arguments.
+        limit_s: seconds after which it is ended.
+        environment: all of it; None: this process's.
+        umask: under which it runs, and what it starts; -1: this process's.
+    """
+    path = shutil.which(command)
+    if path is None:
+        return SlurmAnswer(None, "", f"{command} is not installed here")
+    try:
+        done = subprocess.run(
+            [path, *words], capture_output=True, text=True, errors="replace", check=False, timeout=limit_s, env=environment,
+            stdin=subprocess.DEVNULL, umask=umask,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return SlurmAnswer(None, "", f"{command} did not answer in {limit_s:.0f} s")
+    except OSError as error:
+        return SlurmAnswer(None, "", f"{command}: {error.strerror or error}")
+    return SlurmAnswer(done.returncode, done.stdout, done.stderr)
+
+
+def fields_of(line: str) -> dict[str, str]:
+    """The fields of a line of `scontrol show … -o`: `Name=value`; a value goes on to the next name."""
+    found = re.findall(r"(?:^| )([A-Za-z][A-Za-z0-9_/:]*)=(.*?)(?= [A-Za-z][A-Za-z0-9_/:]*=|$)", line.strip())
+    return {name: value.strip() for name, value in found}
+
+
+def submitting_environment() -> dict[str, str]:
+    """This process's variables for sbatch, which keeps them for the job; without those of a step that it may be typed in."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLURM_") or name == "SLURM_CONF"
+    }
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """A node as the controller has it.
+
+    Attributes:
+        name: of the node.
+        state: `IDLE`, `MIXED+DRAIN`, `DOWN*`.
+        reason: why an administrator or the controller has taken it out; empty: nobody has.
+        address: NodeAddr.
+    """
+
+    name: str
+    state: str
+    reason: str = ""
+    address: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether new jobs are put on it, now or when it is free."""
+        flags = set(re.split(r"[+]", self.state.strip("*~#!%$@^-").upper()))
+        return not flags & {"DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "ERROR", "FUTURE", "UNKNOWN", "NOT_RESPONDING", "MAINT"} and "*" not in self.state  # fmt: skip
+
+    @property
+    def told(self) -> str:
+        """Its state in words."""
+        return f"{self.name} is {self.state}" + (f": {self.reason}" if self.reason else "")
+
+
+def node_states(nodelist: str, *, limit_s: float = 5.0) -> list[NodeState]:
+    """The nodes of a list as Slurm writes it; empty if the controller does not say in time."""
+    answer = run_slurm("scontrol", "show", "node", "-o", nodelist, limit_s=limit_s)
+    found = []
+    for line in answer.out.splitlines() if answer.ok else ():
+        fields = fields_of(line)
+        if "NodeName" in fields:
+            reason = (
+                "" if fields.get("Reason") in (None, "none", "(null)") else _STAMP.sub("", fields["Reason"])
+            )
+            found.append(
+                NodeState(fields["NodeName"], fields.get("State", "?"), reason, fields.get("NodeAddr", ""))
+            )
+    return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.facts import storage_child
+from unisono.facts import storage_probe
 from unisono.files import write_text
 from unisono.text import one_line
 
@@ -55,10 +55,10 @@ def probe_storage(
         limit_s: for so long it may say nothing. A network file system that answers gets five seconds more for its caches.
         program: what looks; tests put something slow there.
     """
-    command = [*(program or _PROGRAM), str(folder)]
+    command = [*(program or _PROBE), str(folder)]
     if nonce is not None:
         command += [nonce, str(_CACHE_PATIENCE_S)]
-    said, in_time = _run(command, limit_s)
+    said, in_time = _run_child(command, limit_s)
     late = "" if in_time else f"the storage does not answer: nothing for {limit_s:g} s"
     return StorageFacts(
         path=str(folder),
@@ -68,7 +68,7 @@ def probe_storage(
         ),
         shared=said.get("shared"),
         free_bytes=said.get("free_bytes"),
-        file_system=str(said.get("file_system") or storage_child.file_system_of(folder)),
+        file_system=str(said.get("file_system") or storage_probe.file_system_of(folder)),
     )
 
 
@@ -109,7 +109,7 @@ def remove_nonce(folder: Path, name: str) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def answers(path: Path, *, limit_s: float | None = 5.0) -> bool:
+def responds(path: Path, *, limit_s: float | None = 5.0) -> bool:
     """Whether a change to a file or folder, of its times, comes to an end, well or not, within the limit.
 
     It is tried in a process of its own, which is left behind where it hangs: whoever wrote there itself could not even end.
@@ -118,7 +118,7 @@ def answers(path: Path, *, limit_s: float | None = 5.0) -> bool:
         path: of what is there already.
         limit_s: None: it is waited for.
     """
-    _, in_time = _run([*_TOUCH, str(path)], limit_s)
+    _, in_time = _run_child([*_TOUCH, str(path)], limit_s)
     return in_time
 
 
@@ -130,10 +130,10 @@ _TOUCH = (
 )
 
 # Isolated and without site: nothing of the user's own setup is imported, and it starts in a hundredth of a second.
-_PROGRAM = (sys.executable, "-I", "-S", storage_child.__file__)
+_PROBE = (sys.executable, "-I", "-S", storage_probe.__file__)
 
 
-def _run(command: list[str], limit_s: float | None) -> tuple[dict[str, Any], bool]:
+def _run_child(command: list[str], limit_s: float | None) -> tuple[dict[str, Any], bool]:
     """What the child said, and whether it came to its end without a silence of more than `limit_s`."""
     process = subprocess.Popen(
         command,

@@ -1,4 +1,4 @@
-"""The packages that are installed, without importing them."""
+"""Installed packages without importing them, and digests of unisono's own code."""
 
 import hashlib
 import platform
@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+import unisono
 from unisono.facts.machine import driver_version
 
 # What numbers and wire formats depend on: nodes are compared by these, one by one.
-_DECISIVE = (
+_COMPARED = (
     "python", "torch", "transformers", "peft", "tokenizers", "safetensors", "datasets", "pyarrow", "numpy", "triton", "unisono",
 )  # fmt: skip
 _NCCL = re.compile(r"^nvidia-nccl(-cu\d+)?$")
@@ -38,7 +39,7 @@ def decisive_versions(packages: Mapping[str, str]) -> dict[str, str]:
     Args:
         packages: all installed distributions, as `package_versions` gives them.
     """
-    found = {name: packages[name] for name in _DECISIVE if name in packages}
+    found = {name: packages[name] for name in _COMPARED if name in packages}
     nccl = next((version for name, version in packages.items() if _NCCL.match(name)), None)
     parts = {"cuda": cuda_of(packages.get("torch", "")), "nccl": nccl, "driver": driver_version()}
     return found | {name: version for name, version in parts.items() if version}
@@ -62,3 +63,24 @@ def cuda_of(torch_version: str) -> str | None:
     except (metadata.PackageNotFoundError, OSError, ValueError):
         return None
     return said[1] if said else None
+
+
+def code_digests(root: Path | None = None) -> dict[str, str]:
+    """A digest of each Python file of the package, by its path from the folder that holds it: `unisono/train/loop.py`.
+
+    Nothing is kept between calls: the package is a megabyte, and a kept digest would be the one thing that could be stale.
+
+    Args:
+        root: the package's folder; None is this one.
+    """
+    folder = root or Path(unisono.__file__).parent
+    files = sorted(file for file in folder.rglob("*.py") if "__pycache__" not in file.parts)
+    return {file.relative_to(folder.parent).as_posix(): _digest(file) for file in files}
+
+
+def _digest(file: Path) -> str:
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:  # listed, and gone since: the package is being changed
+        return "gone"
+    return hashlib.sha256(content).hexdigest()[:16]

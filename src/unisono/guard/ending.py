@@ -8,7 +8,7 @@ from unisono.agree.display import name_node
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.causes.catalogue import for_others
 from unisono.causes.signatures import match_line
-from unisono.facts.kernel_log import KernelLine
+from unisono.facts.nvidia import KernelLine
 from unisono.guard.command import Command
 
 _OF_SHELLS = 128

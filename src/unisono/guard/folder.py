@@ -13,7 +13,7 @@ from pathlib import Path
 
 from unisono.causes import Verdict
 from unisono.errors import UsageError
-from unisono.facts.presence import Identity, PresenceWatch, identity_of
+from unisono.facts.path_monitor import Identity, PathMonitor, identity_of
 from unisono.files import make_private_dir, read_object
 from unisono.guard.ranks import ProgramDir
 from unisono.launch.attempt import Show
@@ -138,7 +138,7 @@ class FolderWatch:
         self.is_lost = False
         self._run, self._lock, self._show, self._write_plan = run, lock, show, write_plan
         self._root = identity_of(run.root)
-        self._watch = PresenceWatch((run.root, run.lock))
+        self._watch = PathMonitor((run.root, run.lock))
 
     def look(self) -> None:
         """Acts on what has changed since the last look. Never waits where nothing has."""
@@ -180,7 +180,7 @@ class FolderWatch:
         if not self._run.plan.exists():
             self._write_plan()
         self._watch.close()
-        self._watch = PresenceWatch((self._run.root, self._run.lock))
+        self._watch = PathMonitor((self._run.root, self._run.lock))
         self._warn(what)
 
     def _lose(self, what: str) -> None:

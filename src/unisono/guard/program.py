@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from unisono.errors import UsageError
-from unisono.facts.tree import processes_below, variables_of
+from unisono.facts.processes import processes_below, variables_of
 from unisono.integrations.border import VARIABLE
 from unisono.text import one_line
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.events import Message
-from unisono.facts.exit_status import exit_status
-from unisono.facts.memory_events import oom_kills
-from unisono.facts.tree import processes_below
+from unisono.facts.limits import oom_kills
+from unisono.facts.processes import exit_status, processes_below
 from unisono.guard.search import Found, Search, search
 from unisono.integrations import border
 from unisono.launch.ranks import LAST_WORDS, RankEnd

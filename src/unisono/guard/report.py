@@ -10,13 +10,12 @@ from pathlib import Path
 from unisono.agree.compare import keyed_arguments
 from unisono.agree.reports import Device, Interface, Limits, NodeReport, OutputFacts
 from unisono.facts import Environment, Machine, Probes
-from unisono.facts.clock import SystemClock
-from unisono.facts.code import code_digests
+from unisono.facts.environment import read_nccl_files
 from unisono.facts.limits import read_limits
 from unisono.facts.machine import Gpu
-from unisono.facts.nccl_files import read_nccl_files
-from unisono.facts.secret import veil
-from unisono.facts.versions import decisive_versions, versions_digest
+from unisono.facts.probes import SystemClock
+from unisono.facts.redaction import redact
+from unisono.facts.versions import code_digests, decisive_versions, versions_digest
 from unisono.guard.asked import RunAsked, RunShape
 from unisono.guard.command import comparable
 from unisono.launch.device import visible_gpus
@@ -86,7 +85,7 @@ def _words(asked: RunAsked, shape: RunShape) -> dict[str, str]:
     """The command without what says which node it is, without secrets and without the way to files that every node may keep elsewhere."""
     words = keyed_arguments(comparable(shape.command))
     found = {
-        key: veil(f"{key}={value}").removeprefix(f"{key}=") for key, value in words.items()
+        key: redact(f"{key}={value}").removeprefix(f"{key}=") for key, value in words.items()
     }  # some secrets only their name gives away
     if asked.uneven:
         found["--uneven"] = "given"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unisono.facts.tree import processes_below, variables_of
+from unisono.facts.processes import processes_below, variables_of
 from unisono.integrations.border import Registration, start_of
 
 _VARIABLES = (

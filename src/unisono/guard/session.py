@@ -18,8 +18,8 @@ from unisono.causes import Verdict
 from unisono.control.events import Left, Said
 from unisono.errors import Disagreed
 from unisono.facts import Environment, Machine, Probes, read_environment, read_machine, take_token
-from unisono.facts.environment import whole_environment
-from unisono.facts.kernel_log import KernelLine, read_kernel_log
+from unisono.facts.environment import all_variables
+from unisono.facts.nvidia import KernelLine, read_kernel_log
 from unisono.files import write_json
 from unisono.guard.asked import RunAsked, RunShape, refuse_launcher
 from unisono.guard.command import read_command
@@ -95,7 +95,7 @@ class Run:
         token = take_token()
         environment = read_environment()
         machine = read_machine(self.probes.devices)
-        whole = with_our_programs(self.asked, whole_environment())
+        whole = with_our_programs(self.asked, all_variables())
         shape = self._shape(machine, environment, whole)
         secret = find_token(self.asked, shape.topology, environment, token)
         party = Party(

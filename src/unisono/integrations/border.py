@@ -110,7 +110,7 @@ class Registration:
         grouped: whether it has a process group.
         sees: what the hook sees: "beats", "collectives", "stacks"; what is missing in it is not seen, and the front says so.
         stacks_signal: at which faulthandler writes the stacks: a real-time signal that the program had left free; 0: none was. Ask
-            `facts.process.catches` before sending it: a program that replaces itself (exec) has no handler any more.
+            `facts.processes.catches` before sending it: a program that replaces itself (exec) has no handler any more.
         restarts: how often its launcher starts its ranks anew (TORCHELASTIC_MAX_RESTARTS).
     """
 

@@ -11,8 +11,8 @@ from typing import Generic, NoReturn, TypeVar
 from unisono.aside import Aside
 from unisono.errors import UnfitError
 from unisono.events import Message
-from unisono.facts.storage import answers
-from unisono.facts.threads import look_at_thread
+from unisono.facts.processes import read_thread
+from unisono.facts.storage import responds
 from unisono.storage_errors import reason, remedy, words
 
 Result = TypeVar("Result")
@@ -43,7 +43,7 @@ def unless_stuck(
     aside.do(job)
     moves, since = None, time.monotonic()
     while not job.done.wait(_POLL_S):
-        look = look_at_thread(os.getpid(), aside.thread_id)
+        look = read_thread(os.getpid(), aside.thread_id)
         if look is None or look.moves != moves:
             moves, since = look.moves if look else None, time.monotonic()
         elif time.monotonic() - since > stuck_s:
@@ -61,7 +61,7 @@ def refuse_if_silent(root: Path) -> None:
         UnfitError: if it does not answer.
     """
     there = root.absolute()
-    while answers(there, limit_s=STUCK_S):
+    while responds(there, limit_s=STUCK_S):
         if there.exists():  # it has just been looked up by a process that came back
             return
         there = there.parent
@@ -90,7 +90,7 @@ class RunsDisk:
         """Has it done before what is written next, if the storage answers, and waits for nothing: the ranks, too, write there, and say what is wrong with it."""
 
         def if_it_answers() -> None:
-            if not self.is_lost and answers(self.root, limit_s=STUCK_S):
+            if not self.is_lost and responds(self.root, limit_s=STUCK_S):
                 work()
 
         self._aside.do(_Job(if_it_answers))
@@ -135,7 +135,7 @@ class RunsDisk:
         if self.hung is not None:
             raise self.hung
         # Asked first, by a process of its own: a thread that hangs in the kernel would keep this whole process from ending.
-        if not answers(self.root, limit_s=STUCK_S):
+        if not responds(self.root, limit_s=STUCK_S):
             raise Hung(f"the storage does not answer: nothing for {STUCK_S:.0f} s")
         return unless_stuck(work, aside=self._aside)
 

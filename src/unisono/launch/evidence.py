@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from unisono.causes import Evidence, Verdict
 from unisono.errors import UnisonoError
-from unisono.facts.secret import veil
+from unisono.facts.redaction import redact
 from unisono.files import make_private_dir, open_plain, write_json, write_text
 from unisono.launch.command import Programs
 from unisono.launch.tasks import run_task
@@ -180,4 +180,4 @@ def _is_in_step(phase: str | None) -> bool:
 
 
 def _safe(text: str) -> str:
-    return veil(plain(text))
+    return redact(plain(text))

@@ -18,8 +18,8 @@ from unisono.errors import Disagreed
 from unisono.facts import read_machine
 from unisono.facts.limits import read_limits
 from unisono.facts.machine import Gpu
-from unisono.facts.old_ranks import wait_until_gone
-from unisono.facts.threads import stuck_threads
+from unisono.facts.orphans import wait_until_gone
+from unisono.facts.processes import stuck_threads
 from unisono.files import read_bytes
 from unisono.launch.asked import TrainRequest
 from unisono.launch.device import visible_gpus

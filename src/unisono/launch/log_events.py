@@ -12,7 +12,7 @@ from unisono.causes import Evidence, Verdict
 from unisono.causes.signatures import LINE_LIMIT, Signature, find_signature, match_line
 from unisono.errors import UnisonoError
 from unisono.events import Message
-from unisono.facts.secret import veil
+from unisono.facts.redaction import redact
 from unisono.plan import RankPlace
 from unisono.text import one_line
 
@@ -150,7 +150,7 @@ class FollowedLog:
         for signature in _telling(match_line(line)):
             if signature.id not in self._seen and self._rate.allows():
                 self._seen.add(signature.id)
-                text = one_line(veil(line[:LINE_LIMIT]), limit=_SHOWN_CHARS)
+                text = one_line(redact(line[:LINE_LIMIT]), limit=_SHOWN_CHARS)
                 self._news.append(
                     Hit(self._rank, signature.id, signature.cause, text, time.time()).to_message()
                 )

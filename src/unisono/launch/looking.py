@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from unisono.facts.process import catches, frozen_group, read_stat
+from unisono.facts.processes import frozen_cgroup, has_handler, read_stat
 from unisono.launch.evidence import Raw
 from unisono.launch.process import ChildProcess
 from unisono.launch.tasks import how_it_ended
@@ -52,7 +52,7 @@ class Looking:
         self._size, self._grown_at = self._since, now
         self._request = memory.ask()
         self._spy: _PySpy | None = None
-        self._frozen = frozen_group(pid) if pid is not None else None
+        self._frozen = frozen_cgroup(pid) if pid is not None else None
         self._why_not = self._signal()
 
     def result(self, now: float, *, has_pulse: bool) -> Look | None:
@@ -89,7 +89,7 @@ class Looking:
         number = self._memory.stacks_signal
         if not number:
             return "the program has left no signal free"
-        if not catches(self._pid, number):  # its default would end the process
+        if not has_handler(self._pid, number):  # its default would end the process
             return "the process is too young to tell its stack"
         try:
             os.kill(self._pid, number)

@@ -13,14 +13,13 @@ from unisono.config import LoadedConfig, RunConfig
 from unisono.config.schema import SourceSection
 from unisono.errors import UnisonoError
 from unisono.facts import Probes
-from unisono.facts.clock import SystemClock
-from unisono.facts.code import code_digests
+from unisono.facts.environment import read_nccl_files
 from unisono.facts.limits import SystemLimits, read_limits
 from unisono.facts.machine import Gpu
-from unisono.facts.nccl_files import read_nccl_files
-from unisono.facts.secret import is_secret
+from unisono.facts.probes import SystemClock
+from unisono.facts.redaction import is_secret
 from unisono.facts.storage import StorageFacts, is_nonce, probe_storage
-from unisono.facts.versions import decisive_versions, versions_digest
+from unisono.facts.versions import code_digests, decisive_versions, versions_digest
 from unisono.launch.command import Programs
 from unisono.launch.device import visible_gpus
 from unisono.launch.nodes.party import Show, Standing

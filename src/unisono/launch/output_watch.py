@@ -13,7 +13,7 @@ from typing import Literal
 
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.events import Message
-from unisono.facts.presence import Identity, PresenceWatch, Seen, identity_of
+from unisono.facts.path_monitor import Identity, PathMonitor, PathState, identity_of
 from unisono.files import whole_file
 from unisono.launch.attempt import Attempt, Show
 from unisono.launch.bounded import RunsDisk
@@ -57,7 +57,7 @@ class OutputWatch:
         self.verdict: Verdict | None = None
         self._ledger = b""
         self._metrics: int | None = None
-        self._watch: PresenceWatch | None = None
+        self._watch: PathMonitor | None = None
         disk.need("what is in the run's directory", self._remember)
 
     def heard(self, rank: int, message: Message) -> None:
@@ -143,14 +143,15 @@ class OutputWatch:
         if self._watch is not None:
             self._watch.close()
         if not self._finished:
-            self._watch = PresenceWatch((self._run.root, self._run.lock, self._run.checkpoints))
+            self._watch = PathMonitor((self._run.root, self._run.lock, self._run.checkpoints))
 
-    def _look_now(self) -> list[Seen]:
+    def _look_now(self) -> list[PathState]:
         return [
-            Seen(identity_of(path), None) for path in (self._run.root, self._run.lock, self._run.checkpoints)
+            PathState(identity_of(path), None)
+            for path in (self._run.root, self._run.lock, self._run.checkpoints)
         ]
 
-    def _judge(self, root: Seen, lock: Seen, checkpoints: Seen) -> None:
+    def _judge(self, root: PathState, lock: PathState, checkpoints: PathState) -> None:
         if root.identity is None:
             self._restore(root.now_at)
         elif root.identity != self._root and not self._is_still_ours():
@@ -249,7 +250,7 @@ class OutputWatch:
         if not all(path.exists() for path in (run.config, run.environment, run.agreement, run.plan)):
             self._write_decision()
 
-    def _compare_checkpoints(self, seen: Seen) -> None:
+    def _compare_checkpoints(self, seen: PathState) -> None:
         if seen.identity == self._checkpoints:
             return
         gone, self._checkpoints = self._checkpoints is not None, seen.identity

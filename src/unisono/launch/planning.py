@@ -7,7 +7,7 @@ from typing import Any
 
 from unisono.config import LoadedConfig
 from unisono.facts import Environment, Machine
-from unisono.facts.nccl_files import read_nccl_files
+from unisono.facts.environment import read_nccl_files
 from unisono.launch.asked import TrainRequest
 from unisono.launch.attempt import Show
 from unisono.launch.device import choose_devices, device_words, usable_accelerators

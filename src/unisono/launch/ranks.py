@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from unisono.events import Message
-from unisono.facts.memory_events import oom_kills
-from unisono.facts.threads import stuck_threads
+from unisono.facts.limits import oom_kills
+from unisono.facts.processes import stuck_threads
 from unisono.launch.bounded import Hung, unless_stuck
 from unisono.launch.command import Programs, worker_command
 from unisono.launch.kept import KeptMemory

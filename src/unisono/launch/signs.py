@@ -5,10 +5,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from unisono.aside import Aside
-from unisono.facts.gpu_use import GpuUse, gpu_use
-from unisono.facts.links import troubled_links
-from unisono.facts.process import child_states, io_bytes, read_stat, wait_channel
-from unisono.facts.threads import Moves, look_at_thread
+from unisono.facts.accelerators import GpuUtilization, gpu_utilization
+from unisono.facts.processes import (
+    ThreadCounters,
+    child_states,
+    io_bytes,
+    read_stat,
+    read_thread,
+    wait_channel,
+)
+from unisono.facts.tcp import retransmitting_connections
 from unisono.launch.evidence import Raw, end_of_log
 from unisono.launch.job import RanksHere
 from unisono.launch.looking import Looking
@@ -35,7 +41,7 @@ class _Seen:
     process: ProcessView = field(default_factory=ProcessView)
     process_at: float | None = None
     read_and_written: int = 0
-    moves: Moves | None = None
+    moves: ThreadCounters | None = None
 
 
 class Signs:
@@ -44,7 +50,7 @@ class Signs:
     It reads memory and files of the kernel, and neither needs anything of the ranks nor waits for them.
     """
 
-    def __init__(self, local: RanksHere, node_rank: int, *, use: GpuUse | None = None) -> None:
+    def __init__(self, local: RanksHere, node_rank: int, *, use: GpuUtilization | None = None) -> None:
         """Knows nothing yet.
 
         Args:
@@ -54,7 +60,7 @@ class Signs:
         """
         self._local = local
         self._node_rank = node_rank
-        self._use = use or gpu_use()
+        self._use = use or gpu_utilization()
         self._seen: dict[int, _Seen] = {}
         self._last: float | None = None
         self._looking: dict[int, Looking] = {}
@@ -130,7 +136,7 @@ class Signs:
         if self._links_at is None or now - self._links_at >= _LINKS_EVERY_S:
             self._links_at = now
             pids = [pid for place in self._local.places if (pid := self._local.pid(place.rank)) is not None]
-            self._links = [str(link) for link in troubled_links(pids)]
+            self._links = [str(link) for link in retransmitting_connections(pids)]
         return self._links
 
     def _drop(self, rank: int) -> None:
@@ -191,7 +197,7 @@ def _may_last(beat: Beat | None) -> bool:
 
 def _handles_files(seen: _Seen, pid: int) -> bool:
     """Whether a rank has read or written much since it was last asked, or is in the midst of what the disk does for it, as at a sync."""
-    now, look = io_bytes(pid), look_at_thread(pid, pid)
+    now, look = io_bytes(pid), read_thread(pid, pid)
     moves = look.moves if look is not None and look.is_uninterruptible else None
     much = now - seen.read_and_written >= _MUCH_BYTES
     disk = moves is not None and seen.moves is not None and moves != seen.moves

@@ -9,8 +9,7 @@ from unisono.checkpoint.manifest import user_key
 from unisono.errors import UnfitError
 from unisono.facts import Environment
 from unisono.facts.network import NetworkProbe, is_loopback
-from unisono.facts.slurm import SlurmStep, hosts_of
-from unisono.facts.slurm_control import node_states
+from unisono.facts.slurm import SlurmStep, hosts_of, node_states
 from unisono.launch.outcome import Ending
 from unisono.launch.topology import Placed
 from unisono.launch.written import HOST_PATTERN

@@ -18,8 +18,8 @@ from unisono.checkpoint.verified import last_verified, record_verified
 from unisono.checkpoint.verify import Reading, read_manifest, read_through
 from unisono.errors import UnisonoError
 from unisono.events import Message
-from unisono.facts.clock import Clock, SystemClock
-from unisono.facts.storage import answers
+from unisono.facts.probes import Clock, SystemClock
+from unisono.facts.storage import responds
 from unisono.text import one_line
 
 _HOURS = 3600.0
@@ -173,7 +173,7 @@ class Verifier:
         self._read[mark] = self.clock.wall()
         if _mark_of(path) != mark:  # pruned meanwhile
             return
-        if answers(self.root):  # a thread that hangs in the kernel would keep this whole process
+        if responds(self.root):  # a thread that hangs in the kernel would keep this whole process
             record_verified(self.root, [reading])
         if not reading.intact:
             self._tell_damage(reading)

@@ -7,7 +7,7 @@ from pathlib import Path
 from unisono.config.schema import RunConfig
 from unisono.errors import ModelError
 from unisono.facts import read_environment
-from unisono.facts.hub import Hub, ask, read_hub
+from unisono.facts.hub import Hub, probe_url, read_hub
 from unisono.model.files import check_tokenizer_files
 from unisono.text import library_words, nearest
 
@@ -154,7 +154,7 @@ def _from_hub(path: str, revision: str | None) -> Path:
 @cache
 def _why_silent(endpoint: str) -> str:
     """Asked once in a process: the hub's own client tries a server that is silent again and again, for minutes."""
-    return ask(endpoint, limit_s=_ANSWER_S)
+    return probe_url(endpoint, limit_s=_ANSWER_S)
 
 
 def _not_asked(hub: Hub, silent: str, error: Exception) -> str:

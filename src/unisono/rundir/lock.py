@@ -22,7 +22,7 @@ from typing import Self
 
 from unisono.causes import Verdict
 from unisono.errors import Problem, UsageError
-from unisono.facts.storage import answers
+from unisono.facts.storage import responds
 from unisono.files import kind_of, make_private_dir, parse_json
 from unisono.text import one_line
 
@@ -146,7 +146,7 @@ class RunLock:
         assert self._thread is not None
         self._thread.join(_LAST_BEAT_S)
         # Where it does not answer, whoever touched the file now would hang, too; the lock ends with the process.
-        if self._thread.is_alive() or not answers(self.path, limit_s=_LAST_BEAT_S):
+        if self._thread.is_alive() or not responds(self.path, limit_s=_LAST_BEAT_S):
             return
         # Storage that has become read-only keeps the file; the lock ends with the descriptor, and the next start takes the file over.
         with contextlib.suppress(OSError):
@@ -218,7 +218,7 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_s):
-            answers(self.path, limit_s=None)  # storage may be away for a while; flock stands
+            responds(self.path, limit_s=None)  # storage may be away for a while; flock stands
 
 
 def read_holder(path: Path) -> Holder | None:

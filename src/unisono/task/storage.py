@@ -26,7 +26,7 @@ from unisono.checkpoint.retention import Rules
 from unisono.data.remote import open_storage
 from unisono.errors import DataError, IntegrityError, UnfitError, UnisonoError
 from unisono.events import Reporter
-from unisono.facts.secret import veil
+from unisono.facts.redaction import redact
 from unisono.files import open_plain, read_bytes
 from unisono.rundir.metrics import best_evaluated
 from unisono.task.file_cache import forget_cached
@@ -65,7 +65,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     except (UnisonoError, AssertionError):
         raise
     except Exception as error:  # each storage package has errors of its own; what it says is handed on
-        text = one_line(veil(str(error)), limit=300)
+        text = one_line(redact(str(error)), limit=300)
         raise UnfitError.of(
             f"{request['url']} cannot be {storage.doing if storage else 'read'}", where="checkpoint.storage",
             why=f"{type(error).__name__}: {text}", fix="check the URL, the room there, the network and the credentials in the environment",

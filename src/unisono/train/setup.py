@@ -10,7 +10,7 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.data.table import TokenTable
 from unisono.events import Reporter
 from unisono.facts import read_environment
-from unisono.facts.presence import identity_of
+from unisono.facts.path_monitor import identity_of
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.load import LoadedModel, load_for_training
 from unisono.model.locate import locate_tokenizer

@@ -11,7 +11,7 @@ from pathlib import Path
 from unisono.checkpoint.writer import StorageFailed
 from unisono.errors import Problem
 from unisono.events import Reporter
-from unisono.facts.threads import Moves, ThreadLook, look_at_thread
+from unisono.facts.processes import ThreadCounters, ThreadState, read_thread
 from unisono.train.saver import MOVES_EVERY_S, STUCK_S, Save, Saver
 from unisono.watch import Beats
 
@@ -36,12 +36,12 @@ class StorageWatch:
     def __init__(self, saver: Saver, report: Reporter, beats: Beats | None = None) -> None:
         self._saver = saver
         self._beats = beats or Beats()
-        self._main_moves: Moves | None = None
+        self._main_moves: ThreadCounters | None = None
         self._report = report
         self._ended = threading.Event()
         self._told: Save | None = None
         self._passed_on: tuple[Save, float] | None = None
-        self._moves: Moves | None = None
+        self._moves: ThreadCounters | None = None
         self.writing: _Writing | None = None
         self._thread = threading.Thread(target=self._run, name="storage-watch", daemon=True)
 
@@ -73,7 +73,7 @@ class StorageWatch:
         if save is None or save.done.is_set():
             self._told = None
             return
-        look = look_at_thread(os.getpid(), save.thread_id)
+        look = read_thread(os.getpid(), save.thread_id)
         if look is not None and look.moves != self._moves:
             self._moves = look.moves
             if not save.waits:
@@ -99,7 +99,7 @@ class StorageWatch:
             save.on_move()
 
     def _look_at_main(self, writing: "_Writing") -> None:
-        look = look_at_thread(os.getpid(), os.getpid())
+        look = read_thread(os.getpid(), os.getpid())
         if look is not None and look.moves != self._main_moves:
             self._main_moves = look.moves
             self._beats.progress(sum(look.moves))
@@ -130,7 +130,7 @@ class _Writing:
         self.is_told = False
         self._watch = watch
         self._states = "DS" if only_files else "D"
-        self._moves: Moves | None = None
+        self._moves: ThreadCounters | None = None
         self._since = 0.0
 
     def __enter__(self) -> None:
@@ -139,7 +139,7 @@ class _Writing:
     def __exit__(self, *_: object) -> None:
         self._watch.writing = None
 
-    def idle_s(self, look: ThreadLook | None) -> float:
+    def idle_s(self, look: ThreadState | None) -> float:
         """Seconds for which the main thread has waited in the kernel without moving."""
         moves = look.moves if look is not None and look.state in self._states else None
         if moves is None or moves != self._moves:

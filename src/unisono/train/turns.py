@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from unisono.checkpoint.writer import StorageFailed
 from unisono.errors import Problem
-from unisono.facts.threads import Moves, look_at_thread
+from unisono.facts.processes import ThreadCounters, read_thread
 from unisono.train.run import Run
 
 TURN_S = 10.0
@@ -54,7 +54,7 @@ class _Work(Generic[Result]):
         self._found: list[Result] = []
         self._error: BaseException | None = None
         self._done = threading.Event()
-        self._moves: Moves | None = None
+        self._moves: ThreadCounters | None = None
         self._moved = time.monotonic()
         self._is_told = False
         self._thread = threading.Thread(target=self._do, args=(work,), name="by-main", daemon=True)
@@ -86,7 +86,7 @@ class _Work(Generic[Result]):
             self._done.set()
 
     def _look(self) -> None:
-        look = look_at_thread(os.getpid(), self._thread.native_id or 0)
+        look = read_thread(os.getpid(), self._thread.native_id or 0)
         if look is None or look.moves != self._moves:
             self._moves, self._moved = look.moves if look else None, time.monotonic()
             self._run.beats.progress(sum(self._moves or (0,)))

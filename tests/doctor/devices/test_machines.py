@@ -8,9 +8,9 @@ import pytest
 from tests.doctor.replay import details_from, details_of, recorded
 from unisono.doctor.check import Finding
 from unisono.doctor.devices.checks import Scene, judge_devices
-from unisono.facts.nvml import SLOW
-from unisono.facts.processor import Processors
-from unisono.facts.topology_of_devices import DevicesDetails
+from unisono.facts.accelerators import DevicesDetails
+from unisono.facts.machine import Processors
+from unisono.facts.nvidia import NO_ANSWER
 
 AMD = Processors("EPYC", "amd", 2, 64, 64, 64, {0: 32, 1: 32}, (0, 1), "avx512")
 
@@ -260,7 +260,7 @@ def test_hardware_without_the_python_package_is_unknown_with_the_line_to_type() 
 
 
 def test_a_driver_that_is_slow_is_unknown_and_no_failure() -> None:
-    details = DevicesDetails(on_bus=("0000:07:00.0",), note=f"{SLOW} 30 s")
+    details = DevicesDetails(on_bus=("0000:07:00.0",), note=f"{NO_ANSWER} 30 s")
     [found] = judge_devices(scene(details, ()))
     assert (found.status, "nvidia-smi -pm 1" in found.fix[0]) == ("unknown", True)
 

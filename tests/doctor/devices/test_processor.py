@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from unisono.doctor.devices.processor import judge_bfloat16, judge_threads, processor_text
-from unisono.facts.processor import Processors, read_processors
+from unisono.facts.machine import Processors, read_processors
 
 
 def machine(

@@ -13,8 +13,8 @@ from unisono.doctor.network.judging import (
     judge_interfaces,
     judge_names,
 )
-from unisono.facts.firewall import Firewall
-from unisono.facts.infiniband import InfinibandPort, read_infiniband
+from unisono.facts.network import InfinibandPort, read_infiniband
+from unisono.facts.tcp import Firewall
 
 LO = Interface(name="lo", addresses=["127.0.0.1", "::1"], mtu=65536, up=True, loopback=True, kind="loopback")
 DOCKER = Interface(

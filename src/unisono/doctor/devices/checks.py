@@ -23,9 +23,9 @@ from unisono.doctor.devices.processor import judge_bfloat16, judge_threads, proc
 from unisono.doctor.devices.selection import Judged, holders_of, judge_selection, visible_line
 from unisono.doctor.devices.table import device_rows, link_rows, way_rows
 from unisono.doctor.devices.way import expected_way
-from unisono.facts.nvml import INSTALL, SLOW
-from unisono.facts.processor import Processors, read_processors
-from unisono.facts.topology_of_devices import DeviceDetails, DevicesDetails
+from unisono.facts.accelerators import DeviceDetails, DevicesDetails
+from unisono.facts.machine import Processors, read_processors
+from unisono.facts.nvidia import INSTALL, NO_ANSWER
 
 _HALF = 0.5
 _OFF_THE_BUS = 79  # the Xid
@@ -121,7 +121,7 @@ def judge_devices(scene: Scene) -> list[Finding]:
     if details.note:
         if "nvidia-ml-py" in details.note:
             return [found(SEEN, "unknown", details.note, *details.on_bus, fix=[INSTALL])]
-        if SLOW in details.note:
+        if NO_ANSWER in details.note:
             fix = [
                 "sudo nvidia-smi -pm 1   # else the driver is set up anew for each who asks; then once more"
             ]

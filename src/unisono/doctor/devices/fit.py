@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from unisono.doctor.check import Status
-from unisono.facts.topology_of_devices import DeviceDetails, DevicesDetails
+from unisono.facts.accelerators import DeviceDetails, DevicesDetails
 from unisono.text import one_line
 
 Version = tuple[int, int]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from unisono.facts.topology_of_devices import DeviceDetails, DevicesDetails, Xid
+from unisono.facts.accelerators import DeviceDetails, DevicesDetails, Xid
 from unisono.text import one_line
 from unisono.units import show_seconds
 

@@ -1,7 +1,7 @@
 """What ranks on the CPU get: cores, memory nodes, bfloat16, and threads against cores. Pure."""
 
 from unisono.doctor.check import Status
-from unisono.facts.processor import Processors
+from unisono.facts.machine import Processors
 from unisono.text import one_line
 
 _BFLOAT16 = {"amx": "AMX", "avx512": "AVX-512", "neon": "the processor's own instructions"}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from unisono.doctor.devices.way import KINDS, Way, expected_way
-from unisono.facts.topology_of_devices import DeviceDetails, DevicesDetails, Holder
+from unisono.facts.accelerators import DeviceDetails, DevicesDetails, Holder
 from unisono.text import one_line
 from unisono.units import show_bytes
 

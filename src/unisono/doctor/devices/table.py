@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 from unisono.doctor.devices.way import KINDS, LEGEND, Kind, Way, expected_way, link_word
-from unisono.facts.topology_of_devices import DeviceDetails, DevicesDetails
+from unisono.facts.accelerators import DeviceDetails, DevicesDetails
 from unisono.text import one_line
 from unisono.units import show_bytes
 

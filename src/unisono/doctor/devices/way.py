@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from unisono.facts.topology_of_devices import DevicesDetails, Level
+from unisono.facts.accelerators import DevicesDetails, Level
 
 Kind = Literal["nvlink", "p2p", "shm", "net", "broken"]
 

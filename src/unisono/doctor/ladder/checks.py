@@ -13,8 +13,8 @@ from unisono.doctor.ladder.record import Record, record_name
 from unisono.doctor.ladder.rungs import Settings, rungs
 from unisono.doctor.ladder.saying import LADDER, say
 from unisono.doctor.network.choice import leads_out, usable
-from unisono.facts.processor import read_processors
-from unisono.facts.topology_of_devices import DevicesDetails
+from unisono.facts.accelerators import DevicesDetails
+from unisono.facts.machine import read_processors
 
 DEADLINE_S = 15.0
 _ENOUGH: dict[Kind, float] = {"nvlink": 20e9, "p2p": 2e9, "shm": 0.5e9, "net": 0.1e9, "broken": 0.1e9}

@@ -15,10 +15,9 @@ from unisono.doctor.network.judging import (
     judge_interfaces,
     judge_names,
 )
-from unisono.facts.firewall import read_firewall
-from unisono.facts.holders import holder_of
-from unisono.facts.listeners import who_listens
 from unisono.facts.network import is_loopback
+from unisono.facts.processes import holder_of
+from unisono.facts.tcp import find_listener, read_firewall
 from unisono.launch.nodes.address import address_towards
 from unisono.text import one_line
 
@@ -84,7 +83,7 @@ def check_port(around: Surroundings) -> list[Finding]:
         ]
     trouble = _bind(port)
     if trouble:
-        listener = who_listens(port)
+        listener = find_listener(port)
         who = (
             f": pid {listener.pid} ({one_line(holder_of(listener.pid).command, limit=80)})"
             if listener

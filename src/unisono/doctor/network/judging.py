@@ -6,9 +6,8 @@ from unisono.agree.reports import Interface
 from unisono.doctor.check import Finding, Status, found
 from unisono.doctor.network.catalogue import CHOICE, FIREWALL, INFINIBAND, INTERFACES, NAMES
 from unisono.doctor.network.choice import Choice, gloo_choice, leads_out, nccl_choice, usable
-from unisono.facts.firewall import Firewall
-from unisono.facts.infiniband import InfinibandPort
-from unisono.facts.network import is_loopback
+from unisono.facts.network import InfinibandPort, is_loopback
+from unisono.facts.tcp import Firewall
 from unisono.text import nearest, one_line
 
 _SLOW_RESOLVER_S = 1.0

@@ -6,7 +6,7 @@ from unisono import __version__
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.errors import Disagreed, UnfitError
 from unisono.facts import package_versions
-from unisono.facts.code import code_digests
+from unisono.facts.versions import code_digests
 from unisono.launch.ray.fronts import Place
 from unisono.text import one_line
 

@@ -5,8 +5,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from unisono.errors import Problem, UnfitError, UsageError
-from unisono.facts.slurm import seconds_of
-from unisono.facts.slurm_control import Answer, NodeState, ask, fields_of, has_slurm, node_states
+from unisono.facts.slurm import (
+    NodeState,
+    SlurmAnswer,
+    fields_of,
+    has_slurm,
+    node_states,
+    run_slurm,
+    seconds_of,
+)
 
 _SILENT = re.compile(r"contact slurm controller|timed out|Connection refused|did not answer", re.IGNORECASE)
 _NO_CLUSTER = re.compile(r"configuration source|DNS SRV lookup|unable to status file", re.IGNORECASE)
@@ -71,7 +78,7 @@ def partitions() -> dict[str, Partition]:
             "--launcher slurm needs sbatch, and it is not installed here", where="this machine",
             fix="type the command on a login node of the cluster, or take --launcher nodes and --hosts",
         )  # fmt: skip
-    answer = ask("scontrol", "show", "partition", "-o")
+    answer = run_slurm("scontrol", "show", "partition", "-o")
     if not answer.ok:
         raise _unanswered(answer) or UnfitError.of(
             "Slurm does not tell its partitions", where=f"Slurm says: {answer.words}", fix="scontrol show partition   # says the same by hand"
@@ -92,7 +99,7 @@ def partitions() -> dict[str, Partition]:
 def gives_out_gpus(names: tuple[str, ...]) -> bool:
     """Whether nodes of these partitions, or of any, have accelerators that Slurm gives out."""
     words = ["-p", ",".join(names)] if names else []
-    return "gpu" in ask("sinfo", "-h", "-o", "%G", *words).out
+    return "gpu" in run_slurm("sinfo", "-h", "-o", "%G", *words).out
 
 
 def refuse_what_cannot_be(asked: NodesAsked, known: dict[str, Partition]) -> None:
@@ -156,7 +163,7 @@ def refuse_nodes_out_of_order(asked: NodesAsked, chosen: list[Partition]) -> Non
     )  # fmt: skip
 
 
-def refused_by_slurm(what: str, answer: Answer) -> UsageError | UnfitError:
+def refused_by_slurm(what: str, answer: SlurmAnswer) -> UsageError | UnfitError:
     """An error in Slurm's own words: 6 where it does not answer, 2 where it does not want, or this machine is of no cluster."""
     words = answer.words or f"exit code {answer.code}"
     return _unanswered(answer, what) or UsageError.of(
@@ -165,7 +172,9 @@ def refused_by_slurm(what: str, answer: Answer) -> UsageError | UnfitError:
     )  # fmt: skip
 
 
-def _unanswered(answer: Answer, what: str = "its partitions are not told") -> UsageError | UnfitError | None:
+def _unanswered(
+    answer: SlurmAnswer, what: str = "its partitions are not told"
+) -> UsageError | UnfitError | None:
     """The error where no controller has said anything; None where one has."""
     words = answer.words or f"exit code {answer.code}"
     if _NO_CLUSTER.search(words):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from unisono.causes import Evidence, Verdict, find_cause
-from unisono.facts.slurm_control import NodeState, node_states
+from unisono.facts.slurm import NodeState, node_states
 from unisono.launch.interrupts import exit_code_of
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.record import read_progress

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.events import Message
-from unisono.facts.slurm import hosts_of
-from unisono.facts.slurm_control import ask, node_states
+from unisono.facts.slurm import hosts_of, node_states, run_slurm
 from unisono.launch.attempt import Show, say
 from unisono.launch.interrupts import AGAIN_AFTER_S
 from unisono.launch.slurm.job import JobState, place_in_queue, read_job
@@ -255,7 +254,7 @@ class Follower:
         if self._again and not self._cancelled:
             self._cancelled = True
             say(self.show, f"again: job {self.job} is cancelled at once; its newest checkpoint stays")
-            ask("scancel", self.job)
+            run_slurm("scancel", self.job)
 
     def _stop_politely(self, number: signal.Signals) -> None:
         """Asks the fronts, which save and end; a job that has none yet is cancelled."""
@@ -265,7 +264,7 @@ class Follower:
                 self.show,
                 f"{number.name}: job {self.job} is not training now and is cancelled; nothing has changed",
             )
-            ask("scancel", self.job)
+            run_slurm("scancel", self.job)
             return
         name = "INT" if number is signal.SIGINT else "TERM"
         say(
@@ -273,7 +272,7 @@ class Follower:
             f"{number.name}: job {self.job} is asked to save a checkpoint and to end (scancel --signal={name}); once more: at once. "
             f"To leave it alone, end this command with SIGKILL, and give it again to come back",
         )
-        answer = ask("scancel", f"--signal={name}", self.job)
+        answer = run_slurm("scancel", f"--signal={name}", self.job)
         if not answer.ok:
             say(self.show, f"scancel: {answer.words}")
 

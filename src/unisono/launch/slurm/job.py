@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from unisono.facts.slurm_control import ask, fields_of
+from unisono.facts.slurm import fields_of, run_slurm
 
 _ENDED = frozenset(
     ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"]
@@ -65,7 +65,7 @@ class JobState:
 
 def read_job(job: str) -> JobState | None:
     """The job; None if the controller does not answer now."""
-    answer = ask("scontrol", "show", "job", "-o", job)
+    answer = run_slurm("scontrol", "show", "job", "-o", job)
     if not answer.ok:
         return JobState(job, "GONE") if "Invalid job id" in answer.err else None
     fields = fields_of(answer.out.splitlines()[0] if answer.out else "")
@@ -80,7 +80,7 @@ def read_job(job: str) -> JobState | None:
 
 def place_in_queue(state: JobState) -> str:
     """`3 of 7 in partition gpu`; empty where it cannot be told."""
-    answer = ask("squeue", "-h", "-t", "PENDING", "-p", state.partition, "-S", "-p,i", "-o", "%A")
+    answer = run_slurm("squeue", "-h", "-t", "PENDING", "-p", state.partition, "-S", "-p,i", "-o", "%A")
     waiting = answer.out.split() if answer.ok else []
     if state.job not in waiting:
         return ""
@@ -89,7 +89,7 @@ def place_in_queue(state: JobState) -> str:
 
 def jobs_named(name: str) -> list[str] | None:
     """This user's jobs of that name that wait or run; None if the controller does not say."""
-    answer = ask("squeue", "-h", "--me", "-n", name, "-o", "%A")
+    answer = run_slurm("squeue", "-h", "--me", "-n", name, "-o", "%A")
     return answer.out.split() if answer.ok else None
 
 
@@ -97,6 +97,6 @@ def _reason(job: str, fields: dict[str, str]) -> str:
     """As squeue tells it: with the nodes that are not available, and in a sentence where there is one."""
     short = fields.get("Reason", "").replace("None", "")
     if fields.get("JobState", "").startswith("PENDING"):
-        told = ask("squeue", "-h", "-j", job, "-o", "%r").out.strip()
+        told = run_slurm("squeue", "-h", "-j", job, "-o", "%r").out.strip()
         return (told or short).replace("None", "")
     return short

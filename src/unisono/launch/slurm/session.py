@@ -7,7 +7,7 @@ from typing import Any
 
 from unisono.errors import UnfitError, UsageError
 from unisono.facts import read_environment, read_machine, take_token
-from unisono.facts.slurm_control import ask
+from unisono.facts.slurm import run_slurm
 from unisono.launch.asked import TrainRequest, load_asked
 from unisono.launch.attempt import Show, say
 from unisono.launch.slurm.asked import JobAsked, job_asked, words_of
@@ -71,7 +71,7 @@ def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
     try:
         followed = follower.to_the_end()
     except (UsageError, UnfitError):
-        ask("scancel", submitted.job)
+        run_slurm("scancel", submitted.job)
         raise
     result, verdict = result_of_job(followed, run=asked.run, seconds=time.monotonic() - began)
     if verdict is not None:

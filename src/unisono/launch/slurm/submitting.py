@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import UnfitError, UsageError
-from unisono.facts.slurm_control import ask, submitting_environment
+from unisono.facts.slurm import run_slurm, submitting_environment
 from unisono.files import make_private_dir, read_object, write_json, write_text
 from unisono.launch.slurm.asked import JobAsked
 from unisono.launch.slurm.cluster import refused_by_slurm
@@ -78,7 +78,7 @@ def submit_once(
 
 
 def _submit(asked: JobAsked) -> str:
-    answer = ask(
+    answer = run_slurm(
         "sbatch",
         "--parsable",
         str(script_of(asked)),

@@ -1,22 +1,17 @@
-"""Asks the NVIDIA driver about its devices and what joins them, through nvidia-ml-py, without a CUDA context.
-
-NVML's numbers are written out here: they are part of its interface, and nvidia-ml-py has some of its constants wrong
-(NVML_P2P_CAPS_INDEX_READ is the tuple (0,) in 13.x).
-"""
+"""NVIDIA accelerators: the driver's answers through NVML, the PCI bus, and the kernel log with its Xid errors."""
 
 import ctypes
+import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any, Protocol
 
-from unisono.facts.holders import holder_of_driver
-from unisono.facts.kernel_log import KernelLine, read_kernel_log
-from unisono.facts.machine import numa_node_of, pci_address
-from unisono.facts.pci import nvidia_devices, redirecting_bridges
-from unisono.facts.topology_of_devices import (
+from unisono.facts.accelerators import (
     DeviceDetails,
     DevicesDetails,
     Health,
@@ -27,10 +22,156 @@ from unisono.facts.topology_of_devices import (
     Peer,
     Xid,
 )
+from unisono.facts.machine import numa_node_of, pci_address
+from unisono.facts.processes import holder_of_driver
+
+_NVIDIA = "0x10de"
+_BUS = Path("/sys/bus/pci/devices")
+_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_EXTENDED_CAPABILITIES = 0x100  # where extended capabilities begin; who is not root is shown less
+_ACS, _CONTROL, _REQUEST_REDIRECT = (
+    0x000D,
+    6,
+    0x0004,
+)  # PCI Express, Access Control Services: P2P Request Redirect
+_DISPLAYS = ("0x0300", "0x0302")  # a graphics card, and an accelerator without a screen
+
+
+def nvidia_devices(folder: Path = _BUS) -> tuple[str, ...]:
+    """Their addresses, sorted: `0000:07:00.0`."""
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        return ()
+    return tuple(entry.name for entry in entries if _is_accelerator(entry))
+
+
+def _is_accelerator(entry: Path) -> bool:
+    try:
+        vendor, kind = (entry / "vendor").read_text().strip(), (entry / "class").read_text().strip()
+    except OSError:
+        return False
+    return vendor == _NVIDIA and kind.startswith(_DISPLAYS)
+
+
+def redirecting_bridges(
+    addresses: Sequence[str], folder: Path = _BUS
+) -> Mapping[str, tuple[str, ...]] | None:
+    """The bridges above each device that send what two devices exchange through the host, where an IOMMU may stop it (ACS).
+
+    Args:
+        addresses: of devices; those that have no such bridge are left out.
+        folder: of the kernel's list.
+
+    Returns:
+        None where it cannot be read: only root sees the whole of a bridge's registers.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for address in addresses:
+        above = [_redirects(folder / bridge / "config") for bridge in _bridges_above(folder / address)]
+        if None in above:
+            return None
+        names = tuple(
+            name for name, redirects in zip(_bridges_above(folder / address), above, strict=True) if redirects
+        )
+        if names:
+            found[address] = names
+    return found
+
+
+def _bridges_above(device: Path) -> list[str]:
+    """Those between a device and its host bridge, the nearest first: /sys has them as the folders around it."""
+    try:
+        parents = device.resolve(strict=True).parents
+    except OSError:
+        return []
+    return [parent.name for parent in parents if _ADDRESS.fullmatch(parent.name)]
+
+
+def _redirects(config: Path) -> bool | None:
+    """Whether a bridge redirects; None where its registers cannot be read to the end."""
+    try:
+        registers = config.read_bytes()
+    except OSError:
+        return None
+    if len(registers) <= _EXTENDED_CAPABILITIES:
+        return None
+    return any(
+        int.from_bytes(registers[place + _CONTROL : place + _CONTROL + 2], "little") & _REQUEST_REDIRECT
+        for place, kind in _capabilities(registers)
+        if kind == _ACS
+    )
+
+
+def _capabilities(registers: bytes) -> Iterator[tuple[int, int]]:
+    """Place and kind of each extended capability; a list that leads back ends there."""
+    place, seen = _EXTENDED_CAPABILITIES, set[int]()
+    while _EXTENDED_CAPABILITIES <= place <= len(registers) - 4 and place not in seen:
+        seen.add(place)
+        header = int.from_bytes(registers[place : place + 4], "little")
+        yield place, header & 0xFFFF
+        place = header >> 20
+
+
+_MAX_LOG_BYTES = 8 << 20
+_RECORD_BYTES = 8192
+_LOG_RECORD = re.compile(r"^\d+,\d+,(?P<us>\d+),[^;]*;(?P<text>[^\n]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLine:
+    """One line, and how many seconds ago it was written."""
+
+    text: str
+    age_s: float | None = None
+
+
+def read_kernel_log(path: Path = Path("/dev/kmsg")) -> list[KernelLine] | None:
+    """All that the kernel still has, the oldest first; None where this user may not read it, or there is none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        return list(_lines(_records(fd)))
+    except PermissionError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def _records(fd: int) -> list[str]:
+    """Each read gives one record; one that was overwritten meanwhile is EPIPE, and the end is EAGAIN."""
+    found: list[str] = []
+    size = 0
+    while size < _MAX_LOG_BYTES:
+        try:
+            data = os.read(fd, _RECORD_BYTES)
+        except BlockingIOError:
+            break
+        except BrokenPipeError:
+            continue
+        if not data:
+            break
+        size += len(data)
+        found.append(data.decode("utf-8", "replace"))
+    return found
+
+
+def _lines(records: list[str]) -> list[KernelLine]:
+    now_s = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else None
+    found = []
+    for record in records:
+        matched = _LOG_RECORD.match(record)
+        if matched:
+            age_s = None if now_s is None else max(0.0, now_s - int(matched["us"]) / 1e6)
+            found.append(KernelLine(matched["text"], age_s))
+    return found
+
 
 INSTALL = "pip install nvidia-ml-py"
 _LIMIT_S = 30.0  # without its persistence daemon the driver sets up each device anew, some seconds for each
-SLOW = "the driver did not answer for"
+NO_ANSWER = "the driver did not answer for"
 _LEVELS: dict[int, Level] = {
     0: "internal", 10: "single", 20: "multiple", 30: "hostbridge", 40: "node", 50: "system",
 }  # fmt: skip
@@ -39,15 +180,15 @@ _PEER_ACCESS = {
     0: "", 1: "the chipset does not support it", 2: "the device does not support it", 3: "the way between them does not support it",
     4: "it is disabled in the driver's settings", 5: "not supported",
 }  # fmt: skip
-_SLOWED = {
+_THROTTLE_REASONS = {
     0x4: "its power limit", 0x8: "the hardware (power or heat)", 0x20: "heat, by the driver", 0x40: "heat, by the hardware",
     0x80: "the power supply (power brake)",
 }  # fmt: skip
 """Idle (0x1), clocks that somebody has set (0x2, 0x100) and boost in step (0x10) are no trouble."""
 _PEERS: dict[int, Peer] = {0: "gpu", 2: "switch"}
-_MOST_LINKS = 36
+_MAX_LINKS = 36
 _COMPUTE_MODES = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive"}
-_FABRIC = {0: "", 1: "not started", 2: "in progress", 3: "completed"}
+_FABRIC_STATES = {0: "", 1: "not started", 2: "in progress", 3: "completed"}
 _UNCORRECTED, _SINCE_THE_DRIVER = 1, 0
 _XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9A-Fa-f:.]+)\): (?P<number>\d+)(?:, )?(?P<text>.*)")
 
@@ -61,7 +202,7 @@ class DetailsProbe(Protocol):
 
 
 @dataclass(frozen=True)
-class Beside:
+class OtherSources:
     """What the driver's answers are put together with; tests hand in recorded ones.
 
     Attributes:
@@ -69,7 +210,7 @@ class Beside:
         on_bus: the accelerators there.
         kernel_log: its lines, or None.
         holder: who a process is.
-        redirecting: see `facts.pci.redirecting_bridges`.
+        redirecting: see `facts.nvidia.redirecting_bridges`.
     """
 
     numa_node: Callable[[str], int | None] = numa_node_of
@@ -81,7 +222,7 @@ class Beside:
 
 def probe_details(*, limit_s: float = _LIMIT_S) -> DevicesDetails:
     """Asks this machine's driver, for some seconds at the most; what keeps it from answering is in `note`."""
-    beside = Beside()
+    beside = OtherSources()
     on_bus = beside.on_bus()
     try:
         import pynvml  # type: ignore[import-untyped, unused-ignore]
@@ -98,10 +239,10 @@ def probe_details(*, limit_s: float = _LIMIT_S) -> DevicesDetails:
     )
     thread.start()
     thread.join(limit_s)
-    return found[0] if found else DevicesDetails(on_bus=on_bus, note=f"{SLOW} {limit_s:g} s")
+    return found[0] if found else DevicesDetails(on_bus=on_bus, note=f"{NO_ANSWER} {limit_s:g} s")
 
 
-def read_nvml(nvml: Any, beside: Beside) -> DevicesDetails:
+def read_nvml(nvml: Any, beside: OtherSources) -> DevicesDetails:
     """All that the driver tells.
 
     Args:
@@ -124,13 +265,13 @@ def xids_in(lines: Sequence[KernelLine]) -> tuple[Xid, ...]:
     """The errors of the driver among the lines of the kernel's log."""
     found = ((line, _XID.search(line.text)) for line in lines)
     return tuple(
-        Xid(_bus(matched["bus"]), int(matched["number"]), matched["text"].strip(), line.age_s)
+        Xid(_full_address(matched["bus"]), int(matched["number"]), matched["text"].strip(), line.age_s)
         for line, matched in found
         if matched is not None
     )
 
 
-def _bus(text: str) -> str:
+def _full_address(text: str) -> str:
     """The log leaves out the function of a device: `0000:3b:00`."""
     address = pci_address(text)
     return address if "." in address else f"{address}.0"
@@ -139,7 +280,7 @@ def _bus(text: str) -> str:
 class _Reader:
     """The questions. A question that a device does not know has the answer None."""
 
-    def __init__(self, nvml: Any, beside: Beside) -> None:
+    def __init__(self, nvml: Any, beside: OtherSources) -> None:
         self._nvml = nvml
         self._beside = beside
 
@@ -194,7 +335,7 @@ class _Reader:
 
     def _links(self, handle: Any) -> Iterator[NvLink | None]:
         """Each NVLink that the device has; None for one that is down."""
-        for link in range(_MOST_LINKS):
+        for link in range(_MAX_LINKS):
             state = self._ask("nvmlDeviceGetNvLinkState", handle, link)
             if state is None:
                 return
@@ -222,7 +363,7 @@ class _Reader:
             pages_pending=None if pages is None else bool(pages),
             rows_pending=None if rows is None else bool(rows[2]),
             rows_failed=None if rows is None else bool(rows[3]),
-            slowed=tuple(words for bit, words in _SLOWED.items() if int(slowed) & bit),
+            slowed=tuple(words for bit, words in _THROTTLE_REASONS.items() if int(slowed) & bit),
             fabric=self._fabric(handle),
         )
 
@@ -235,7 +376,7 @@ class _Reader:
             return ""
         if info.state == 3 and info.status:
             return f"failed (NVML error {info.status})"
-        return _FABRIC.get(info.state, "")
+        return _FABRIC_STATES.get(info.state, "")
 
     def _mig(self, handle: Any) -> tuple[str, ...] | None:
         mode = self._ask("nvmlDeviceGetMigMode", handle)

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 Identity = tuple[int, int]
 """Device and inode."""
 
 
-class Seen(NamedTuple):
+class PathState(NamedTuple):
     """What is at a path.
 
     Attributes:
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     now_at: str | None
 
 
-class PresenceWatch:
+class PathMonitor:
     """Looks at paths some times a second, until it is closed. What one look sees and the next does not is not told."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -45,7 +45,7 @@ class PresenceWatch:
         os.set_blocking(self._process.stdout.fileno(), False)
         self._rest = b""
 
-    def news(self) -> list[Seen] | None:
+    def news(self) -> list[PathState] | None:
         """What is at the paths now, if that has changed since it was asked last. Never waits."""
         assert self._process.stdout is not None
         chunk = b""
@@ -55,7 +55,8 @@ class PresenceWatch:
         if not lines:
             return None
         return [
-            Seen(tuple(identity) if identity else None, now_at) for identity, now_at in json.loads(lines[-1])
+            PathState(tuple(identity) if identity else None, now_at)
+            for identity, now_at in json.loads(lines[-1])
         ]
 
     def close(self) -> None:
@@ -86,9 +87,9 @@ def identity_of(path: Path | str) -> Identity | None:
 
 def main(paths: list[str]) -> None:
     """Watches until stdin ends."""
-    held = [_hold(path) for path in paths]
+    held = [_open_path(path) for path in paths]
     told, last = None, None
-    while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+    while not select.select([sys.stdin], [], [], _POLL_S)[0]:
         try:
             seen = [identity_of(path) for path in paths]
         except OSError:  # a network disk that is away for a moment says nothing of what is there
@@ -96,21 +97,22 @@ def main(paths: list[str]) -> None:
         if seen == last and seen != told:
             told = seen
             found = [
-                (identity, _now_at(fd, path)) for identity, fd, path in zip(seen, held, paths, strict=True)
+                (identity, _current_path(fd, path))
+                for identity, fd, path in zip(seen, held, paths, strict=True)
             ]
             sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
         last = seen
 
 
-def _hold(path: str) -> int | None:
+def _open_path(path: str) -> int | None:
     """Keeps the inode from being given to something new, and can be asked where it is."""
     with contextlib.suppress(OSError):
         return os.open(path, getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC)
     return None
 
 
-def _now_at(fd: int | None, path: str) -> str | None:
+def _current_path(fd: int | None, path: str) -> str | None:
     if fd is None:
         return None
     with contextlib.suppress(OSError):

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 _TRIED_BYTES = 1 << 20
-_NETWORK = (
+_NETWORK_TYPES = (
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "orangefs", "pvfs2", "wekafs",
     "panfs", "9p", "virtiofs", "ocfs2", "gfs2",
 )  # fmt: skip
@@ -22,24 +22,24 @@ _NETWORK = (
 
 def main(argv: list[str]) -> None:
     """Says, one after the other: what file system it is, how much is free, whether the file is seen, whether one can write."""
-    say(file_system=file_system_of(Path(argv[0])))
+    report(file_system=file_system_of(Path(argv[0])))
     folder = Path(argv[0]).resolve()  # from here on the storage is touched
     kind = file_system_of(folder)
-    say(file_system=kind)
+    report(file_system=kind)
     here = nearest_folder(folder)
     if here is None:
-        say(writable=False, trouble=f"{folder} is below something that is no directory")
+        report(writable=False, trouble=f"{folder} is below something that is no directory")
         return
     stat = os.statvfs(here)
-    say(free_bytes=stat.f_bavail * stat.f_frsize)
+    report(free_bytes=stat.f_bavail * stat.f_frsize)
     if len(argv) > 1:
-        say(shared=sees(folder, argv[1], patience_s=float(argv[2]) if is_network(kind) else 0.0))
+        report(shared=wait_for_file(folder, argv[1], patience_s=float(argv[2]) if is_network(kind) else 0.0))
     try:
         try_writing(here)
     except OSError as error:
-        say(writable=False, trouble=f"{error.strerror or error} ({here}){limit_that_was_met(error)}")
+        report(writable=False, trouble=f"{error.strerror or error} ({here}){limit_that_was_met(error)}")
     else:
-        say(writable=True)
+        report(writable=True)
 
 
 def limit_that_was_met(error: OSError) -> str:
@@ -50,7 +50,7 @@ def limit_that_was_met(error: OSError) -> str:
     return f": the limit of the file size is {limit} bytes, `ulimit -f unlimited` raises it"
 
 
-def say(**finding: object) -> None:
+def report(**finding: object) -> None:
     """One finding, at once: what comes after it may never come."""
     sys.stdout.write(json.dumps(finding) + "\n")
     sys.stdout.flush()
@@ -89,7 +89,7 @@ def try_writing(folder: Path) -> None:
                 file_name.unlink()
 
 
-def sees(folder: Path, name: str, *, patience_s: float) -> bool:
+def wait_for_file(folder: Path, name: str, *, patience_s: float) -> bool:
     """Whether a file with this name, which the head has left, is in the folder.
 
     Network file systems keep what they knew of a folder for seconds: there it is looked for again.
@@ -98,7 +98,7 @@ def sees(folder: Path, name: str, *, patience_s: float) -> bool:
     while not _listed(folder, name):
         if time.monotonic() >= limit:
             return False
-        say(looked=name)
+        report(looked=name)
         time.sleep(0.2)
     return True
 
@@ -132,7 +132,7 @@ def file_system_of(path: Path, *, table: Path = Path("/proc/self/mountinfo")) ->
 
 def is_network(kind: str) -> bool:
     """Whether a file system type belongs to several machines."""
-    return kind in _NETWORK or (kind.startswith("fuse.") and kind not in ("fuse.fuseblk", "fuse.lxcfs"))
+    return kind in _NETWORK_TYPES or (kind.startswith("fuse.") and kind not in ("fuse.fuseblk", "fuse.lxcfs"))
 
 
 def _unescaped(point: str) -> str:

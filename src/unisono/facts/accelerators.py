@@ -1,8 +1,11 @@
-"""What a machine's accelerators are and how they are joined, in plain values: `facts.nvml` reads them, tests hand in recorded ones."""
+"""Accelerators in plain values: details, health, topology; and their current utilization."""
 
+import queue
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 Level = Literal["internal", "single", "multiple", "hostbridge", "node", "system", "unknown"]
 """What two devices share on the way between them (NVML_TOPOLOGY_*): one board, one PCIe switch, several PCIe switches, the host
@@ -160,3 +163,66 @@ class DevicesDetails:
     def device(self, index: int) -> DeviceDetails | None:
         """The device with this physical index."""
         return next((device for device in self.devices if device.index == index), None)
+
+
+_FRESH_S = 3.0
+
+
+class GpuUtilization(Protocol):
+    """Tells how busy a device is. Asked a few times a second, so an answer must cost nothing."""
+
+    def percent(self, uuid: str) -> int | None:
+        """Of the last moment; None where it is not known, or not known yet."""
+        ...
+
+
+class NoGpuUtilization:
+    """Knows of none."""
+
+    def percent(self, uuid: str) -> int | None:
+        """Not known."""
+        del uuid
+        return None
+
+
+class NvidiaUtilization:
+    """Asks the NVIDIA driver, in a thread: a driver that has lost its device may not answer for minutes. The thread ends with the process."""
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+        self._wanted: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._asked: set[str] = set()
+        self._known: dict[str, tuple[float, int]] = {}
+        threading.Thread(target=self._run, name="gpu-use", daemon=True).start()
+
+    def percent(self, uuid: str) -> int | None:
+        """What was found last, if that is not old; asks for it again."""
+        if uuid not in self._asked:
+            self._asked.add(uuid)
+            self._wanted.put(uuid)
+        at, percent = self._known.get(uuid, (0.0, 0))
+        return percent if time.monotonic() - at < _FRESH_S and uuid in self._known else None
+
+    def _run(self) -> None:
+        nvml = self._nvml
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError:
+            return  # nothing is known, as without a driver
+        while True:
+            uuid = self._wanted.get()
+            try:
+                rates = nvml.nvmlDeviceGetUtilizationRates(nvml.nvmlDeviceGetHandleByUUID(uuid))
+                self._known[uuid] = time.monotonic(), int(rates.gpu)
+            except nvml.NVMLError:
+                self._known.pop(uuid, None)
+            self._asked.discard(uuid)
+
+
+def gpu_utilization() -> GpuUtilization:
+    """By nvidia-ml-py, where that is installed."""
+    try:
+        import pynvml  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        return NoGpuUtilization()
+    return NvidiaUtilization(pynvml)

@@ -1,4 +1,4 @@
-"""What is a secret by its looks: such a thing is neither kept, shown nor sent."""
+"""Secrets recognized by their shape or their name: never stored, shown or sent."""
 
 import re
 
@@ -19,7 +19,7 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 # The same within a longer text.
-_VEILED = re.compile(
+_SECRET_IN_TEXT = re.compile(
     r"(?<=://)[^/?#\s]{1,500}(?=@)"
     r"|(?<=[?&])((?:\w*token|sig|x-amz-(?:signature|credential|security-token)|password|api_?key|secret)=)[^&\s\"']+"
     rf"|(?<![A-Za-z0-9])(?:{_SHAPES})(?![A-Za-z0-9])",
@@ -27,7 +27,7 @@ _VEILED = re.compile(
 )
 _KINDS = r"(?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|secret|private|account|signing|encryption|auth)[_-]?key|(?<=_)(?:pass|pwd))"
 _VALUE = r"(?P<value>\"[^\"\n]{1,2000}|'[^'\n]{1,2000}|[^\s\"',;&)\]}]{4,4000})"
-_NAMED = re.compile(  # HF_TOKEN=…, "api_key": "…", --token …, password: …
+_NAMED_SECRET = re.compile(  # HF_TOKEN=…, "api_key": "…", --token …, password: …
     rf"(?P<before>(?:(?<![A-Za-z0-9_-])--?|(?<![A-Za-z0-9]))(?P<lead>[A-Za-z0-9_.-]{{0,30}}?){_KINDS}(?![A-Za-z0-9_])(?:[\"']?\]?\s{{0,3}}(?:=>|[=:])\s{{0,3}}|[\"']?,?\s{{1,3}}(?=\S)))"
     rf"{_VALUE}",
     re.IGNORECASE,
@@ -37,17 +37,17 @@ _HEADER = re.compile(  # Authorization: Bearer …, Cookie: …, wandb login …
     r"|\bwandb login (?:--[\w=-]{1,40} ){0,4}|\bsshpass -p ?)([^\s\"',`-][^\s\"',`]{7,4000})",
     re.IGNORECASE,
 )
-_NO_VALUES = re.compile(
+_PLACEHOLDER = re.compile(
     r"[\"']?(?:none|null|true|false|str|string|\d{1,7}|[<\[{(*…$].*)[\"']?$", re.IGNORECASE | re.DOTALL
 )
-_OF_MODELS = frozenset(
+_MODEL_TOKENS = frozenset(
     ["pad", "eos", "bos", "unk", "sep", "cls", "mask", "image", "audio", "video", "vision", "stop", "start", "end", "special", "next", "last", "first", "num", "max", "min", "per", "new", "decoder_start", "each"]
 )  # fmt: skip
 """A token of a model's vocabulary is no secret: pad_token: "…"."""
 
 
 # Looked for first, since most lines have none of them.
-_SIGNS_OF_VEILED = (
+_HINTS_OF_TOKENS = (
     "://",
     "?",
     "&",
@@ -67,28 +67,28 @@ _SIGNS_OF_VEILED = (
     "dckr_pat_",
     "eyj",
 )
-_SIGNS_OF_HEADERS = ("authorization", "token", "x-api-key", "bearer", "cookie", "wandb login", "sshpass")
-_SIGNS_OF_NAMES = ("token", "secret", "passw", "passphrase", "credential", "key", "_pass", "_pwd")
+_HINTS_OF_HEADERS = ("authorization", "token", "x-api-key", "bearer", "cookie", "wandb login", "sshpass")
+_HINTS_OF_NAMES = ("token", "secret", "passw", "passphrase", "credential", "key", "_pass", "_pwd")
 
 
-def veil(text: str) -> str:
+def redact(text: str) -> str:
     """Another program's text with `…` in place of what is a secret by its looks or its name: errors of storages quote URLs, logs print variables."""
     low = text.lower()
-    if any(sign in low for sign in _SIGNS_OF_VEILED):
-        text = _VEILED.sub(lambda found: f"{found[1] or ''}…", text)
-    if any(sign in low for sign in _SIGNS_OF_HEADERS):
+    if any(sign in low for sign in _HINTS_OF_TOKENS):
+        text = _SECRET_IN_TEXT.sub(lambda found: f"{found[1] or ''}…", text)
+    if any(sign in low for sign in _HINTS_OF_HEADERS):
         text = _HEADER.sub(r"\1…", text)
-    if any(sign in low for sign in _SIGNS_OF_NAMES):
-        text = _NAMED.sub(_veiled_value, text)
+    if any(sign in low for sign in _HINTS_OF_NAMES):
+        text = _NAMED_SECRET.sub(_redacted_value, text)
     return text
 
 
-def _veiled_value(found: re.Match[str]) -> str:
+def _redacted_value(found: re.Match[str]) -> str:
     lead, before, value = found["lead"].lower().strip("_.-"), found["before"], found["value"]
     spaced = not before.rstrip().endswith(("=", ":", ">"))
     if spaced and not before.startswith("-"):  # "the token was", not "--token was"
         return found[0]
-    if lead.rpartition("_")[2] in _OF_MODELS or lead in _OF_MODELS or _NO_VALUES.match(value):
+    if lead.rpartition("_")[2] in _MODEL_TOKENS or lead in _MODEL_TOKENS or _PLACEHOLDER.match(value):
         return found[0]
     return before + (value[0] if value[0] in "\"'" else "") + "…"
 

@@ -1,0 +1,322 @@
+"""Processes and threads as /proc shows them: state, wait channel, children, owner, environment, exit status (Linux)."""
+
+import fcntl
+import os
+import pwd
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from unisono.facts.accelerators import Holder
+from unisono.facts.limits import CGROUP_ROOT, cgroup_folders
+
+_UTIME, _STIME = 11, 12  # fields of stat after the name and its bracket; the first of them is the state
+_TICKS = os.sysconf("SC_CLK_TCK")
+_STAT_BYTES = 4096
+_MOST_CHILDREN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStat:
+    """A process at one moment.
+
+    Attributes:
+        state: of its main thread: R, S, D, Z …; T: stopped by a signal, t: held by a tracer, as py-spy is for a moment.
+        cpu_s: CPU seconds of all its threads so far.
+    """
+
+    state: str
+    cpu_s: float
+
+
+def read_stat(pid: int) -> ProcessStat | None:
+    """One reading of a small file, some 20 µs; None if there is no such process."""
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        text = os.read(fd, _STAT_BYTES)
+    except OSError:  # it ended meanwhile
+        return None
+    finally:
+        os.close(fd)
+    fields = text.rpartition(b")")[2].split()  # a name may hold brackets and spaces
+    return ProcessStat(fields[0].decode("ascii"), (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS)
+
+
+def io_bytes(pid: int) -> int:
+    """What the process has read and written so far, from caches, disks and pipes together; 0 where the kernel does not tell."""
+    counts = (line.partition(": ") for line in _line(Path(f"/proc/{pid}/io")).splitlines())
+    return sum(int(value) for name, _, value in counts if name in ("rchar", "wchar", "read_bytes"))
+
+
+def wait_channel(pid: int) -> str:
+    """The kernel's function that the main thread waits in; an empty string where it runs, or the kernel does not tell."""
+    return wait_channel_in(Path(f"/proc/{pid}"))
+
+
+def child_states(pid: int) -> str:
+    """The states of the processes that it has started, one letter each; those that were waited for already are not among them."""
+    found = []
+    for child in _children(pid)[:_MOST_CHILDREN]:
+        stat = read_stat(child)
+        if stat is not None:
+            found.append(stat.state)
+    return "".join(found)
+
+
+def has_handler(pid: int, number: int) -> bool:
+    """Whether the process has a handler of its own for a signal; without one most signals end it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    for line in status.splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def frozen_cgroup(pid: int, *, root: Path = CGROUP_ROOT) -> Path | None:
+    """The control group whose freezer holds the process: no signal reaches it until it is thawed."""
+    for folder in cgroup_folders("freezer", root=root, own=Path(f"/proc/{pid}/cgroup")):
+        if _line(folder / "cgroup.freeze") == "1" or _line(folder / "freezer.state").startswith("FR"):
+            return folder
+    return None
+
+
+def _children(pid: int) -> list[int]:
+    """Each thread has its own."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []
+    found: list[int] = []
+    for thread in threads:
+        found += map(int, _line(thread / "children").split())
+    return found
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # gone, or no such file in this kernel
+        return ""
+
+
+_STATES = {
+    "D": "waits in the kernel, where no signal reaches it",
+    "R": "runs",
+    "S": "sleeps",
+    "T": "is stopped",
+    "Z": "has ended",
+}
+
+
+class ThreadCounters(NamedTuple):
+    """What grows while a thread does anything at all: switches between threads, and ticks of CPU time."""
+
+    switches: int
+    ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """A thread at one moment.
+
+    Attributes:
+        number: the kernel's, of the thread.
+        name: as the process calls it; the kernel keeps 15 letters.
+        state: R, S, D, T, Z …
+        waits_in: the kernel's function, or an empty string where it is not told.
+        moves: to be compared with those of another moment.
+    """
+
+    number: int
+    name: str
+    state: str
+    wait_channel_in: str
+    moves: ThreadCounters
+
+    @property
+    def is_uninterruptible(self) -> bool:
+        """Whether it waits for storage, or something like it, and not even SIGKILL ends it."""
+        return self.state == "D"
+
+    def __str__(self) -> str:
+        where = f", in {self.waits_in}" if self.waits_in else ""
+        return (
+            f"thread {self.number} is in state {self.state} ({_STATES.get(self.state, 'see ps(1)')}{where})"
+        )
+
+
+def read_thread(pid: int, number: int) -> ThreadState | None:
+    """A thread of a process; None if it has ended, or the system does not tell."""
+    base = Path(f"/proc/{pid}/task/{number}")
+    try:
+        name, _, rest = (base / "stat").read_text().partition("(")[2].rpartition(")")
+        status = (base / "status").read_text()
+    except OSError:
+        return None
+    fields = rest.split()
+    switches = sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
+    return ThreadState(
+        number,
+        name,
+        fields[0],
+        wait_channel_in(base),
+        ThreadCounters(switches, int(fields[_UTIME]) + int(fields[_STIME])),
+    )
+
+
+def stuck_threads(pid: int) -> list[ThreadState]:
+    """The threads of a process that no signal reaches."""
+    try:
+        numbers = [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
+    looks = (read_thread(pid, number) for number in sorted(numbers))
+    return [look for look in looks if look is not None and look.is_uninterruptible]
+
+
+def wait_channel_in(base: Path) -> str:
+    """What a thread waits in, of its folder in /proc; an empty string where it runs, or the kernel does not tell."""
+    try:
+        found = (base / "wchan").read_text().strip()
+    except OSError:
+        return ""
+    return "" if found == "0" else found
+
+
+def processes_below(pid: int) -> list[tuple[int, int]]:
+    """(process, its parent) of all processes below one, parents first. One reading of /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            stat = _bytes(Path(entry.path, "stat"))
+            if stat:
+                children.setdefault(int(stat.rpartition(b")")[2].split()[1]), []).append(int(entry.name))
+    found: list[tuple[int, int]] = []
+    todo = [pid]
+    while todo:
+        parent = todo.pop(0)
+        for child in sorted(children.get(parent, ())):
+            found.append((child, parent))
+            todo.append(child)
+    return found
+
+
+def variables_of(pid: int, names: Sequence[str]) -> dict[str, str]:
+    """Some variables with which a process of this user was started; nothing of one that is gone, or another's."""
+    wanted = {name.encode() for name in names}
+    found = {}
+    for item in _bytes(Path(f"/proc/{pid}/environ")).split(b"\0"):
+        name, equals, value = item.partition(b"=")
+        if equals and name in wanted:
+            found[name.decode()] = value.decode("utf-8", "replace")
+    return found
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended meanwhile
+        return b""
+
+
+_INFO = struct.Struct(
+    "=QQ11Ii"
+)  # mask, cgroup, then pid, tgid, ppid and eight of user and group; the exit status
+_GET_INFO = (
+    (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11
+)  # PIDFD_GET_INFO, _IOWR(0xFF, 11, struct pidfd_info)
+_INFO_EXIT = 1 << 3  # PIDFD_INFO_EXIT; since Linux 6.15
+
+
+def exit_status(pidfd: int, pid: int) -> int | None:
+    """As a return code: negative for the signal that ended it. None where that cannot be known: its parent was quicker than we.
+
+    Args:
+        pidfd: of the process; it has ended.
+        pid: of the same.
+    """
+    status = _by_pidfd(pidfd)
+    if status is None:  # its parent has not taken it yet, or does just now: then the descriptor has it
+        status = _by_proc(pid)
+    if status is None:
+        status = _by_pidfd(pidfd)
+    return os.waitstatus_to_exitcode(status) if status is not None else None
+
+
+def _by_pidfd(pidfd: int) -> int | None:
+    """Kernels since 6.15 keep it as long as the descriptor is open, also after the parent has taken it."""
+    asked = bytearray(_INFO.pack(_INFO_EXIT, *(0,) * 13))
+    try:
+        fcntl.ioctl(pidfd, _GET_INFO, asked, True)
+    except OSError:
+        return None
+    mask, *_, status = _INFO.unpack(asked)
+    return int(status) if mask & _INFO_EXIT else None
+
+
+def _by_proc(pid: int) -> int | None:
+    """Until the parent has taken it: the last field of /proc/PID/stat, which is shown to its own user."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return int(fields[49]) if fields[0] == "Z" and len(fields) > 49 else None
+
+
+_HOST_PID_NAMESPACE = "pid:[4026531836]"
+"""Of processes, since the machine's start (PROC_PID_INIT_INO in Linux's proc_ns.h)."""
+_INTERPRETER = re.compile(r"(python|pypy|bash|sh|dash|zsh|perl|ruby|node|java|Rscript)[\d.]*")
+"""To these the first argument is a program; to others it may be a password."""
+_PYTHON_FLAGS = ("-u", "-B", "-O", "-OO", "-s", "-S", "-E", "-I", "-m")
+"""Its options without a value, and the one after which stands the program. After any other may stand a secret."""
+
+
+def holder_of(pid: int, memory_bytes: int | None = None, *, proc: Path = Path("/proc")) -> Holder:
+    """As much as this machine tells of a process; in a container those of others are not seen."""
+    folder = proc / str(pid)
+    try:
+        user = _user(folder.stat().st_uid)
+        words = (folder / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+    except OSError:
+        return Holder(pid, memory_bytes)
+    return Holder(pid, memory_bytes, user, _program(words))
+
+
+def holder_of_driver(pid: int, memory_bytes: int | None = None) -> Holder:
+    """The same of a number that NVIDIA's driver tells. It is the host's, and means somebody else inside of a container."""
+    try:
+        is_the_hosts = os.readlink("/proc/self/ns/pid") == _HOST_PID_NAMESPACE  # noqa: PTH115 - what it says is no path
+    except OSError:
+        is_the_hosts = False
+    return holder_of(pid, memory_bytes) if is_the_hosts else Holder(pid, memory_bytes)
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _program(words: list[str]) -> str:
+    """The program, and the script or module that it runs: `python train.py`."""
+    if not words or not words[0]:
+        return ""
+    program = Path(words[0]).name
+    if not _INTERPRETER.fullmatch(program) or "-c" in words:  # after -c stands code, which may hold anything
+        return program
+    rest = words[1:]
+    while rest and rest[0] in _PYTHON_FLAGS:
+        rest = rest[1:]
+    script = rest[0] if rest and not rest[0].startswith("-") else ""
+    return f"{program} {Path(script).name}" if script else program
