@@ -1,6 +1,6 @@
 """Whether paths still lead to what they led to: watched by a process of its own, since storage that hangs would hang whoever asks.
 
-Run by path, stdlib only: python presence.py PATH … It ends with its stdin. A line of JSON on stdout for each change: what is at each path,
+Run by path, stdlib only: python path_monitor.py PATH … It ends with its stdin. A line of JSON on stdout for each change: what is at each path,
 `[device, inode]` or null, and where that is now which was there at the beginning, or null.
 """
 

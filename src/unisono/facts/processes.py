@@ -132,14 +132,14 @@ class ThreadState:
         number: the kernel's, of the thread.
         name: as the process calls it; the kernel keeps 15 letters.
         state: R, S, D, T, Z …
-        waits_in: the kernel's function, or an empty string where it is not told.
+        wait_channel: the kernel function that it waits in; empty if unknown.
         moves: to be compared with those of another moment.
     """
 
     number: int
     name: str
     state: str
-    wait_channel_in: str
+    wait_channel: str
     moves: ThreadCounters
 
     @property
@@ -148,7 +148,7 @@ class ThreadState:
         return self.state == "D"
 
     def __str__(self) -> str:
-        where = f", in {self.waits_in}" if self.waits_in else ""
+        where = f", in {self.wait_channel}" if self.wait_channel else ""
         return (
             f"thread {self.number} is in state {self.state} ({_STATES.get(self.state, 'see ps(1)')}{where})"
         )

@@ -1,6 +1,6 @@
 """Looks at a folder's storage, in a process of its own: storage that hangs then hangs nobody else. Run by path, stdlib only.
 
-Run: python storage_child.py FOLDER [NAME-OF-A-FILE-TO-LOOK-FOR PATIENCE_S]. A line of JSON a finding on stdout, each as soon as it is known.
+Run: python storage_probe.py FOLDER [NAME-OF-A-FILE-TO-LOOK-FOR PATIENCE_S]. A line of JSON a finding on stdout, each as soon as it is known.
 """
 
 import contextlib
