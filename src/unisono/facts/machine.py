@@ -78,9 +78,15 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     except nvml.NVMLError:  # some virtual GPUs are on no bus
         bus_id = ""
     return Gpu(
-        index, _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle)), int(memory.total),
-        int(memory.free), (int(major), int(minor)), bus_id, numa_node_of(bus_id),
-    )  # fmt: skip
+        index,
+        _text(nvml.nvmlDeviceGetUUID(handle)),
+        _text(nvml.nvmlDeviceGetName(handle)),
+        int(memory.total),
+        int(memory.free),
+        (int(major), int(minor)),
+        bus_id,
+        numa_node_of(bus_id),
+    )
 
 
 def pci_address(bus_id: str) -> str:
@@ -180,8 +186,11 @@ class Processors:
 
 
 def read_processors(
-    *, info: Path = Path("/proc/cpuinfo"), nodes: Path = Path("/sys/devices/system/node"), allowed: frozenset[int] | None = None
-) -> Processors:  # fmt: skip
+    *,
+    info: Path = Path("/proc/cpuinfo"),
+    nodes: Path = Path("/sys/devices/system/node"),
+    allowed: frozenset[int] | None = None,
+) -> Processors:
     """Looks once.
 
     Args:
@@ -193,8 +202,12 @@ def read_processors(
     own = _allowed_threads() if allowed is None else allowed
     numa = _numa_nodes(nodes)
     places = set(
-        zip(re.findall(r"^physical id\s*:\s*(\d+)", text, re.M), re.findall(r"^core id\s*:\s*(\d+)", text, re.M), strict=False)
-    )  # fmt: skip
+        zip(
+            re.findall(r"^physical id\s*:\s*(\d+)", text, re.M),
+            re.findall(r"^core id\s*:\s*(\d+)", text, re.M),
+            strict=False,
+        )
+    )
     threads = len(re.findall(r"^processor\s*:", text, re.M)) or os.cpu_count() or 1
     return Processors(
         name=_first_match(r"^model name\s*:\s*(.+)$", text),

@@ -208,9 +208,14 @@ def _literal(name: str) -> str:
 
 def _interface(link: KernelInterface) -> NetworkInterface:
     return NetworkInterface(
-        name=one_line(link.name), addresses=link.addresses, mtu=link.mtu, up=link.up, loopback=link.loopback,
-        speed_mbit=_speed(link.name), kind=_kind(link),
-    )  # fmt: skip
+        name=one_line(link.name),
+        addresses=link.addresses,
+        mtu=link.mtu,
+        up=link.up,
+        loopback=link.loopback,
+        speed_mbit=_speed(link.name),
+        kind=_kind(link),
+    )
 
 
 def _kind(link: KernelInterface) -> InterfaceKind:

@@ -173,17 +173,29 @@ INSTALL = "pip install nvidia-ml-py"
 _LIMIT_S = 30.0  # without its persistence daemon the driver sets up each device anew, some seconds for each
 NO_ANSWER = "the driver did not answer for"
 _LEVELS: dict[int, Level] = {
-    0: "internal", 10: "single", 20: "multiple", 30: "hostbridge", 40: "node", 50: "system",
-}  # fmt: skip
+    0: "internal",
+    10: "single",
+    20: "multiple",
+    30: "hostbridge",
+    40: "node",
+    50: "system",
+}
 _READ, _WRITE = 0, 1  # nvmlGpuP2PCapsIndex_t
 _PEER_ACCESS = {
-    0: "", 1: "the chipset does not support it", 2: "the device does not support it", 3: "the way between them does not support it",
-    4: "it is disabled in the driver's settings", 5: "not supported",
-}  # fmt: skip
+    0: "",
+    1: "the chipset does not support it",
+    2: "the device does not support it",
+    3: "the way between them does not support it",
+    4: "it is disabled in the driver's settings",
+    5: "not supported",
+}
 _THROTTLE_REASONS = {
-    0x4: "its power limit", 0x8: "the hardware (power or heat)", 0x20: "heat, by the driver", 0x40: "heat, by the hardware",
+    0x4: "its power limit",
+    0x8: "the hardware (power or heat)",
+    0x20: "heat, by the driver",
+    0x40: "heat, by the hardware",
     0x80: "the power supply (power brake)",
-}  # fmt: skip
+}
 """Idle (0x1), clocks that somebody has set (0x2, 0x100) and boost in step (0x10) are no trouble."""
 _PEERS: dict[int, Peer] = {0: "gpu", 2: "switch"}
 _MAX_LINKS = 36
@@ -297,11 +309,14 @@ class _Reader:
         log = self._beside.kernel_log()
         cuda = self._ask("nvmlSystemGetCudaDriverVersion")
         return DevicesDetails(
-            devices=tuple(devices), pairs=self._pairs(handles), driver=_text(self._ask("nvmlSystemGetDriverVersion")),
-            driver_cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10), on_bus=on_bus,
+            devices=tuple(devices),
+            pairs=self._pairs(handles),
+            driver=_text(self._ask("nvmlSystemGetDriverVersion")),
+            driver_cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
+            on_bus=on_bus,
             xids=None if log is None else xids_in(log),
             redirecting=self._beside.redirecting([one.bus_id for one in devices if one.bus_id]),
-        )  # fmt: skip
+        )
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """The driver's answer; None where it, or this nvidia-ml-py, does not know the question."""
@@ -325,13 +340,21 @@ class _Reader:
         links = list(self._links(handle))
         major, minor = self._ask("nvmlDeviceGetCudaComputeCapability", handle) or (0, 0)
         return DeviceDetails(
-            index=index, uuid=_text(self._ask("nvmlDeviceGetUUID", handle)), bus_id=bus_id,
-            name=_text(self._ask("nvmlDeviceGetName", handle)), memory_bytes=int(memory.total),
-            memory_used_bytes=int(memory.used), numa_node=self._beside.numa_node(bus_id) if bus_id else None,
-            capability=(int(major), int(minor)), nvlinks=tuple(link for link in links if link is not None),
-            nvlinks_down=links.count(None), holders=self._holders(handle), health=self._health(handle), mig=self._mig(handle),
+            index=index,
+            uuid=_text(self._ask("nvmlDeviceGetUUID", handle)),
+            bus_id=bus_id,
+            name=_text(self._ask("nvmlDeviceGetName", handle)),
+            memory_bytes=int(memory.total),
+            memory_used_bytes=int(memory.used),
+            numa_node=self._beside.numa_node(bus_id) if bus_id else None,
+            capability=(int(major), int(minor)),
+            nvlinks=tuple(link for link in links if link is not None),
+            nvlinks_down=links.count(None),
+            holders=self._holders(handle),
+            health=self._health(handle),
+            mig=self._mig(handle),
             compute_mode=_COMPUTE_MODES.get(self._ask("nvmlDeviceGetComputeMode", handle), "default"),
-        )  # fmt: skip
+        )
 
     def _links(self, handle: Any) -> Iterator[NvLink | None]:
         """Each NVLink that the device has; None for one that is down."""

@@ -39,8 +39,11 @@ class PathMonitor:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *map(str, paths)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         self._rest = b""

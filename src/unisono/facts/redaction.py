@@ -40,33 +40,19 @@ _HEADER = re.compile(  # Authorization: Bearer …, Cookie: …, wandb login …
 _PLACEHOLDER = re.compile(
     r"[\"']?(?:none|null|true|false|str|string|\d{1,7}|[<\[{(*…$].*)[\"']?$", re.IGNORECASE | re.DOTALL
 )
-_MODEL_TOKENS = frozenset(
-    ["pad", "eos", "bos", "unk", "sep", "cls", "mask", "image", "audio", "video", "vision", "stop", "start", "end", "special", "next", "last", "first", "num", "max", "min", "per", "new", "decoder_start", "each"]
-)  # fmt: skip
-"""A token of a model's vocabulary is no secret: pad_token: "…"."""
-
+# fmt: off
+_MODEL_TOKENS = frozenset({
+    "pad", "eos", "bos", "unk", "sep", "cls", "mask", "image", "audio", "video", "vision", "stop", "start", "end",
+    "special", "next", "last", "first", "num", "max", "min", "per", "new", "decoder_start", "each",
+})
+"""A token of a model's vocabulary is not a secret: pad_token: "…"."""
 
 # Looked for first, since most lines have none of them.
 _HINTS_OF_TOKENS = (
-    "://",
-    "?",
-    "&",
-    "hf_",
-    "api_org_",
-    "akia",
-    "asia",
-    "gh",
-    "github_pat_",
-    "glpat-",
-    "sk-",
-    "xox",
-    "aiza",
-    "ya29.",
-    "nvapi-",
-    "pypi-",
-    "dckr_pat_",
-    "eyj",
+    "://", "?", "&", "hf_", "api_org_", "akia", "asia", "gh", "github_pat_", "glpat-", "sk-", "xox", "aiza", "ya29.",
+    "nvapi-", "pypi-", "dckr_pat_", "eyj",
 )
+# fmt: on
 _HINTS_OF_HEADERS = ("authorization", "token", "x-api-key", "bearer", "cookie", "wandb login", "sshpass")
 _HINTS_OF_NAMES = ("token", "secret", "passw", "passphrase", "credential", "key", "_pass", "_pwd")
 

@@ -166,9 +166,16 @@ def run_slurm(
         return SlurmAnswer(None, "", f"{command} is not installed here")
     try:
         done = subprocess.run(
-            [path, *words], capture_output=True, text=True, errors="replace", check=False, timeout=limit_s, env=environment,
-            stdin=subprocess.DEVNULL, umask=umask,
-        )  # fmt: skip
+            [path, *words],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=limit_s,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            umask=umask,
+        )
     except subprocess.TimeoutExpired:
         return SlurmAnswer(None, "", f"{command} did not answer in {limit_s:.0f} s")
     except OSError as error:
@@ -211,7 +218,23 @@ class NodeState:
     def usable(self) -> bool:
         """Whether new jobs are put on it, now or when it is free."""
         flags = set(re.split(r"[+]", self.state.strip("*~#!%$@^-").upper()))
-        return not flags & {"DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "ERROR", "FUTURE", "UNKNOWN", "NOT_RESPONDING", "MAINT"} and "*" not in self.state  # fmt: skip
+        return (
+            not flags
+            & {
+                "DOWN",
+                "DRAIN",
+                "DRAINED",
+                "DRAINING",
+                "FAIL",
+                "FAILING",
+                "ERROR",
+                "FUTURE",
+                "UNKNOWN",
+                "NOT_RESPONDING",
+                "MAINT",
+            }
+            and "*" not in self.state
+        )
 
     @property
     def told(self) -> str:

@@ -15,9 +15,26 @@ from pathlib import Path
 
 _TRIED_BYTES = 1 << 20
 _NETWORK_TYPES = (
-    "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "orangefs", "pvfs2", "wekafs",
-    "panfs", "9p", "virtiofs", "ocfs2", "gfs2",
-)  # fmt: skip
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "glusterfs",
+    "afs",
+    "orangefs",
+    "pvfs2",
+    "wekafs",
+    "panfs",
+    "9p",
+    "virtiofs",
+    "ocfs2",
+    "gfs2",
+)
 
 
 def main(argv: list[str]) -> None:

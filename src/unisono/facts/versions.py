@@ -12,8 +12,18 @@ from unisono.facts.machine import driver_version
 
 # What numbers and wire formats depend on: nodes are compared by these, one by one.
 _COMPARED = (
-    "python", "torch", "transformers", "peft", "tokenizers", "safetensors", "datasets", "pyarrow", "numpy", "triton", "unisono",
-)  # fmt: skip
+    "python",
+    "torch",
+    "transformers",
+    "peft",
+    "tokenizers",
+    "safetensors",
+    "datasets",
+    "pyarrow",
+    "numpy",
+    "triton",
+    "unisono",
+)
 _NCCL = re.compile(r"^nvidia-nccl(-cu\d+)?$")
 _CUDA_SUFFIX = re.compile(r"\+cu(\d+)(\d)$")
 
