@@ -34,9 +34,7 @@ from unisono.checkpoint.writer import (
     write_files,
     write_tensor_file,
 )
-from unisono.train.part import Part
-from unisono.train.saver import Save, Saver
-from unisono.train.staging import Files, Staging, in_place
+from unisono.train.saver import Files, Part, Save, Saver, Staging, in_place
 
 ROWS, LENGTH = 2, 128
 PAIRS = 9  # of writes; a disk that others use, too, is seldom as quick twice

@@ -25,7 +25,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from unisono.model.locate import locate_model
-from unisono.train.drift import arithmetic, weights_digest
+from unisono.train.training_checks import arithmetic, weights_digest
 
 EVERY = 100
 RANK = 16

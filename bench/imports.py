@@ -17,7 +17,7 @@ import contextlib, time
 from unisono.child import loading_modules
 with {how}():
     begun = time.process_time()
-    import unisono.train.whole
+    import unisono.train.rank_run
     print(time.process_time() - begun)
 """
 

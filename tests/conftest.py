@@ -22,8 +22,8 @@ from unisono.config import RunConfig
 from unisono.events import Reporter
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
 from unisono.task import prepare
-from unisono.train.stop import StopRequest
-from unisono.train.whole import run_plan
+from unisono.train.front_io import StopRequest
+from unisono.train.rank_run import run_plan
 
 __all__ = ["pytest_addoption", "pytest_sessionfinish"]  # hooks of tests/needs.py
 

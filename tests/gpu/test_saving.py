@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono.train.part import Part
-from unisono.train.saver import Save, Saver
-from unisono.train.staging import Files, Staging
+from unisono.train.saver import Files, Part, Save, Saver, Staging
 
 pytestmark = [
     pytest.mark.gpu,

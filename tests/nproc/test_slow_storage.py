@@ -33,8 +33,8 @@ def test_a_save_that_reads_the_live_weights_is_waited_for_in_turns_by_all_ranks(
     """Thirty minutes of patience and a save of hours; here twenty seconds, and fifty."""
     solo.config(duration="4 steps", restarts=0, checkpoint={"every": "2 steps"}, parallel={"strategy": "ddp"})
     limits = {
-        "unisono.train.group._PATIENCE": 20.0, "unisono.train.turns.TURN_S": 2.0,
-        "unisono.train.staging._SHARE": 0.0,  # of the free memory, for copies
+        "unisono.train.process_group._PATIENCE": 20.0, "unisono.train.rank0_work.TURN_S": 2.0,
+        "unisono.train.saver._SHARE": 0.0,  # of the free memory, for copies
     }  # fmt: skip
     front = start(solo, limits, {"seconds": 50.0, "steps": [2], "ranks": [0]})
     assert front.wait(limit_s=LIMIT_S) == 0, front.text()

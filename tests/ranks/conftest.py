@@ -23,8 +23,8 @@ from unisono.plan import (
     resolve_plan,
 )
 from unisono.task import prepare
-from unisono.train.stop import StopRequest
-from unisono.train.whole import run_plan
+from unisono.train.front_io import StopRequest
+from unisono.train.rank_run import run_plan
 
 _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from unisono.child import end_with_front
 from unisono.events import Reporter
 from unisono.plan import RunPlan
-from unisono.train.group import close_group
-from unisono.train.stop import StopRequest
-from unisono.train.whole import run_plan
+from unisono.train.front_io import StopRequest
+from unisono.train.process_group import close_group
+from unisono.train.rank_run import run_plan
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from unisono.causes import Verdict
 from unisono.events import Message
 from unisono.launch.drift import Drift, Told, name_drift
 from unisono.plan import DeviceChoice, RankPlace, RunPlan
-from unisono.train.drift import _CHUNK, _sums, weights_digest
+from unisono.train.training_checks import _CHUNK, _checksums, weights_digest
 
 _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
 
@@ -109,14 +109,14 @@ def test_only_a_majority_can_say_who_is_odd(digests: str, blamed: tuple[int, ...
 def test_a_device_digest_sees_any_bit_and_any_two_words_that_change_places(place: int, bit: int) -> None:
     """The way of devices, tried on the CPU: it is the same arithmetic."""
     words = torch.arange(3 * _CHUNK, dtype=torch.int32)
-    before = _sums(words.view(torch.float32)).tolist()
+    before = _checksums(words.view(torch.float32)).tolist()
     changed = words.clone()
     changed[place] ^= 1 << bit if bit < 31 else -(1 << 31)
-    assert _sums(changed.view(torch.float32)).tolist() != before
+    assert _checksums(changed.view(torch.float32)).tolist() != before
     swapped = words.clone()
     other = (place + 7919) % len(words)
     swapped[place], swapped[other] = words[other], words[place]
-    assert _sums(swapped.view(torch.float32)).tolist() != before
+    assert _checksums(swapped.view(torch.float32)).tolist() != before
 
 
 def test_a_digest_depends_on_bits_and_order_and_not_on_layout() -> None:
@@ -130,4 +130,4 @@ def test_a_digest_depends_on_bits_and_order_and_not_on_layout() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_digest_of_a_device_is_that_of_the_same_sums_here() -> None:
     tensor = torch.randn(3 * _CHUNK + 5)
-    assert _sums(tensor.cuda()).tolist() == _sums(tensor).tolist()
+    assert _checksums(tensor.cuda()).tolist() == _checksums(tensor).tolist()

@@ -11,8 +11,7 @@ from tests.ranks.front import RankProcess, kill_on_step
 from unisono.errors import Disagreed
 from unisono.facts import Environment
 from unisono.train import setup
-from unisono.train.meeting import find_place
-from unisono.train.rank_report import report_rank
+from unisono.train.join import find_place, make_rank_report
 
 pytestmark = pytest.mark.ranks
 
@@ -26,7 +25,7 @@ def _reports(workshop: Workshop, **faults: Any) -> list[dict[str, Any]]:
         loaded = setup._load_model(plan, place, device)
         data, _ = setup._open_data(plan, place)
         port = 4000 if place.rank == 0 else None
-        found.append(report_rank(plan, place, device=device, loaded=loaded, data=data, store_port=port))
+        found.append(make_rank_report(plan, place, device=device, loaded=loaded, data=data, store_port=port))
     return [report.to_json() for report in found]
 
 

@@ -15,10 +15,9 @@ from unisono.errors import Disagreed
 from unisono.model.forward import Rows, choose_forward
 from unisono.model.load import LoadedModel
 from unisono.model.shard import shard_model, whole
-from unisono.train.digests import checksum
-from unisono.train.exchange import Replicas
-from unisono.train.group import Listener, Ranks, close_group, world_mesh
-from unisono.train.meeting import check_world
+from unisono.train.gradient_sync import ReplicaSync
+from unisono.train.join import check_world, checksum
+from unisono.train.process_group import Listener, Ranks, close_group, world_mesh
 
 _CUDA = pytest.param(
     "cuda",
@@ -83,7 +82,7 @@ def test_gradients_in_buffers_are_those_of_one_device(group: Ranks) -> None:
     plain, summed = _model(), _model()
     for loaded in (plain, summed):
         loaded.model.to(group.device)
-    replicas = Replicas(group, group.device, list(summed.trainable.values()), scalars=4)
+    replicas = ReplicaSync(group, group.device, list(summed.trainable.values()), scalars=4)
     replicas.begin()
     replicas.last_comes()
     rows = _rows(group.device)

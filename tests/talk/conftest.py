@@ -17,8 +17,8 @@ from unisono.events import Reporter
 from unisono.files import write_json
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, RunPlan, resolve_plan
 from unisono.task import prepare
-from unisono.train.stop import StopRequest
-from unisono.train.whole import run_plan
+from unisono.train.front_io import StopRequest
+from unisono.train.rank_run import run_plan
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.train.digests import by_layer, checksum, outline
+from unisono.train.join import by_layer, checksum, shapes_digest
 
 _DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
 
@@ -37,10 +37,10 @@ def test_the_layout_in_memory_does_not_matter() -> None:
 
 def test_names_shapes_and_dtypes_are_in_the_outline() -> None:
     a = {"w": torch.zeros(2, 3)}
-    assert outline(a) == outline({"w": torch.ones(2, 3)})
-    assert outline(a) != outline({"v": torch.zeros(2, 3)})
-    assert outline(a) != outline({"w": torch.zeros(3, 2)})
-    assert outline(a) != outline({"w": torch.zeros(2, 3, dtype=torch.bfloat16)})
+    assert shapes_digest(a) == shapes_digest({"w": torch.ones(2, 3)})
+    assert shapes_digest(a) != shapes_digest({"v": torch.zeros(2, 3)})
+    assert shapes_digest(a) != shapes_digest({"w": torch.zeros(3, 2)})
+    assert shapes_digest(a) != shapes_digest({"w": torch.zeros(2, 3, dtype=torch.bfloat16)})
 
 
 def test_many_tensors_are_told_by_layer() -> None:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from unisono.train import exchange
-from unisono.train.exchange import Replicas
+from unisono.train import gradient_sync
+from unisono.train.gradient_sync import ReplicaSync
 
 
 class Twins:
@@ -56,11 +56,11 @@ class Layers(torch.nn.Module):
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> tuple[Layers, Twins, Replicas]:
+def made(monkeypatch: pytest.MonkeyPatch) -> tuple[Layers, Twins, ReplicaSync]:
     """A model whose every matrix has a buffer of its own."""
-    monkeypatch.setattr(exchange, "_BUCKET_ELEMENTS", 64)
+    monkeypatch.setattr(gradient_sync, "_BUCKET_ELEMENTS", 64)
     layers, group = Layers(), Twins()
-    return layers, group, Replicas(group, torch.device("cpu"), list(layers.parameters()), scalars=2)
+    return layers, group, ReplicaSync(group, torch.device("cpu"), list(layers.parameters()), scalars=2)
 
 
 def _gradients(layers: Layers, inputs: list[torch.Tensor], *, skip: bool = False) -> list[torch.Tensor]:
@@ -72,7 +72,7 @@ def _gradients(layers: Layers, inputs: list[torch.Tensor], *, skip: bool = False
 
 
 def test_gradients_and_scalars_are_the_sums_over_ranks_and_micro_batches(
-    made: tuple[Layers, Twins, Replicas],
+    made: tuple[Layers, Twins, ReplicaSync],
 ) -> None:
     layers, _, replicas = made
     inputs = [torch.randn(4, 8) for _ in range(3)]
@@ -91,7 +91,7 @@ def test_gradients_and_scalars_are_the_sums_over_ranks_and_micro_batches(
 
 
 def test_buffers_go_in_the_same_order_and_early_whether_a_rank_has_rows_or_not(
-    made: tuple[Layers, Twins, Replicas],
+    made: tuple[Layers, Twins, ReplicaSync],
 ) -> None:
     layers, group, replicas = made
     replicas.begin()
@@ -107,7 +107,7 @@ def test_buffers_go_in_the_same_order_and_early_whether_a_rank_has_rows_or_not(
     assert len(busy) == 3
 
 
-def test_what_no_rank_has_reached_has_no_gradient(made: tuple[Layers, Twins, Replicas]) -> None:
+def test_what_no_rank_has_reached_has_no_gradient(made: tuple[Layers, Twins, ReplicaSync]) -> None:
     """So the optimizer leaves it alone, decay and moments included, as it does on one rank."""
     layers, _, replicas = made
     replicas.begin()
@@ -120,7 +120,7 @@ def test_what_no_rank_has_reached_has_no_gradient(made: tuple[Layers, Twins, Rep
 
 def test_one_adapter_has_one_buffer() -> None:
     layers, group = Layers(), Twins()
-    replicas = Replicas(group, torch.device("cpu"), list(layers.parameters()), scalars=2)
+    replicas = ReplicaSync(group, torch.device("cpu"), list(layers.parameters()), scalars=2)
     replicas.begin()
     replicas.last_comes()
     layers(torch.randn(4, 8)).backward()

@@ -8,8 +8,8 @@ import pytest
 
 from unisono.launch.kept import KeptMemory
 from unisono.rundir.metrics import MetricsWriter
-from unisono.train.group import Alone
-from unisono.train.snapshot import LIMIT, Snapshots
+from unisono.train.memory_snapshots import LIMIT, MemorySnapshots
+from unisono.train.process_group import Alone
 
 Train = Callable[..., Any]
 append = MetricsWriter.append
@@ -49,13 +49,13 @@ def test_where_each_would_cost_too_much_every_fourth_is_kept_and_each_that_was_e
 ) -> None:
     """The first steps are all kept: they are measured."""
 
-    def decide(self: Snapshots, run: Any, share: float) -> int:
+    def decide(self: MemorySnapshots, run: Any, share: float) -> int:
         del run
         assert share > 0
         self._every = 4
         return 4
 
-    monkeypatch.setattr(Snapshots, "_decide", decide)
+    monkeypatch.setattr(MemorySnapshots, "_decide", decide)
     newest: dict[int, tuple[int, list[list[str]]]] = {}
     with KeptMemory([0]) as memory:
 
@@ -122,4 +122,4 @@ def test_the_rank_whom_it_costs_most_decides_for_all_and_the_cost_stays_below_th
 ) -> None:
     for number, share in enumerate(shares):
         run: Any = SimpleNamespace(group=Ranks([*shares[:number], *shares[number + 1 :]], LIMIT))
-        assert Snapshots(None)._decide(run, share) == every
+        assert MemorySnapshots(None)._decide(run, share) == every

@@ -12,9 +12,7 @@ import torch
 
 from unisono.checkpoint.store import CheckpointStore
 from unisono.train import saver as saving
-from unisono.train.part import Part
-from unisono.train.saver import Save, Saver
-from unisono.train.staging import Files, Groups, Staging
+from unisono.train.saver import Files, Groups, Part, Save, Saver, Staging
 
 LIMIT_S = 30.0
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.train.schedule import Schedule, lr_factor
-from unisono.train.streams import GlobalStateWatch, seed_torch, stream_seed
+from unisono.train.optim import Schedule, lr_factor
+from unisono.train.step_inputs import GeneratorWatch, seed_torch, stream_seed
 
 _SCHEDULES = st.sampled_from(["cosine", "linear", "constant", "wsd"])
 
@@ -49,7 +49,7 @@ def test_streams_differ_by_name_seed_and_index(seed: int, index: int) -> None:
 
 def test_the_watch_names_each_generator_that_moved_once() -> None:
     seed_torch(0, "dropout", 1)
-    watch = GlobalStateWatch(torch_is_used=False)
+    watch = GeneratorWatch(torch_is_used=False)
     assert watch.moved() == []
     random.random()
     np.random.rand()

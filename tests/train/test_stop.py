@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Trained
-from unisono.train.stop import StopRequest
+from unisono.train.front_io import StopRequest
 
 Train = Callable[..., Trained]
 Hear = Callable[[dict[str, Any], StopRequest], None]

@@ -14,7 +14,7 @@ import pytest
 from unisono.checkpoint.store import CheckpointStore
 from unisono.errors import RankDied
 from unisono.train import loop
-from unisono.train.trouble import too_many_skipped
+from unisono.train.training_checks import too_many_skipped
 
 Train = Callable[..., Any]
 

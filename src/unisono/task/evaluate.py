@@ -23,8 +23,8 @@ from unisono.task import prepare
 from unisono.task.decoding import decode
 from unisono.task.opening import Opened, open_for_inference
 from unisono.text import plain
-from unisono.train.batches import load_rows
-from unisono.train.evaluate import Question, question_of
+from unisono.train.evaluation import Question, question_of
+from unisono.train.step_inputs import load_rows
 
 _TOKENS = 8_192  # of a forward
 

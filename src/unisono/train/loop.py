@@ -5,14 +5,21 @@ from typing import Any
 
 from unisono.causes import Verdict
 from unisono.train import faults
-from unisono.train.drift import tell_digest
-from unisono.train.evaluate import evaluation_loss, exact_match_share, show_samples
-from unisono.train.longest import is_out_of_memory, out_of_memory, peak_bytes
+from unisono.train.evaluation import evaluation_loss, exact_match_share, show_samples
+from unisono.train.front_io import EXIT_CODES
 from unisono.train.run import Run
 from unisono.train.saving import finish_saving, require_checkpoint, save_checkpoint
 from unisono.train.step import StepOutcome, optimizer_step
-from unisono.train.stop import EXIT_CODES
-from unisono.train.trouble import made_no_update, model_verdict, note_skipped_step, too_many_skipped
+from unisono.train.training_checks import (
+    is_out_of_memory,
+    made_no_update,
+    model_verdict,
+    note_skipped_step,
+    out_of_memory,
+    peak_bytes,
+    report_weights_digest,
+    too_many_skipped,
+)
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -97,7 +104,7 @@ def _advance(run: Run) -> Verdict | None:
     if not outcome.is_sound:
         note_skipped_step(run, batches, outcome)
     _log_step(run, outcome, tokens=batches.tokens)
-    tell_digest(run)
+    report_weights_digest(run)
     _tell_moved_generators(run)
     return None if outcome.is_sound else too_many_skipped(run, batches, outcome)
 

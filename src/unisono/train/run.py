@@ -1,10 +1,12 @@
-"""The parts of a run that is ready to train, put together once from its plan."""
+"""A run that is ready to train: its parts, its state, and what a checkpoint of it holds."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from unisono.checkpoint.state import Tensors, optimizer_tensors
 from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.writer import StorageFailed
 from unisono.data.table import TokenTable
@@ -15,21 +17,56 @@ from unisono.plan import RankPlace, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.metrics import MetricsWriter
 from unisono.track.tensorboard import TensorboardWriter
-from unisono.train.batches import EvaluationBatches, TrainingData
-from unisono.train.exchange import Exchange
-from unisono.train.front_line import FrontLine
-from unisono.train.group import Group
+from unisono.train.front_io import FrontMessages, Outcome, StopRequest
+from unisono.train.gradient_sync import GradientSync
 from unisono.train.optim import Optimizers
-from unisono.train.saver import Saver
-from unisono.train.state import TrainState
-from unisono.train.stop import Outcome, StopRequest
+from unisono.train.process_group import Group
+from unisono.train.saver import Part, Saver
+from unisono.train.step_inputs import EvaluationBatches, GeneratorWatch, TrainingData
 from unisono.train.storage_watch import StorageWatch
-from unisono.train.streams import GlobalStateWatch
 from unisono.watch import Beats
 
 
-class KeepsSteps(Protocol):
-    """Keeps steps in memory; see train.snapshot."""
+@dataclass
+class TrainState:
+    """The only thing that changes during training, beside the trained weights and the optimizer.
+
+    Attributes:
+        step: optimizer steps done.
+        tokens: input tokens seen, padding excluded, over all ranks.
+        loss_tokens: tokens that counted in the loss.
+        loss: of the last step.
+        skipped: steps whose loss or gradient was not a number and that changed nothing.
+        best_loss: the smallest eval_loss so far.
+        best_step: the step that it was measured at.
+        evals_since_best: evaluations since then.
+        evaluation_due: whether the step is to be evaluated and has not been yet.
+        eval: the figures for result.json: loss_before, exact_match_before, loss, exact_match.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    loss: float | None = None
+    skipped: list[int] = field(default_factory=list)
+    best_loss: float | None = None
+    best_step: int | None = None
+    evals_since_best: int = 0
+    evaluation_due: bool = False
+    eval: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """For state.json of a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "TrainState":
+        """Reads what to_json wrote."""
+        return cls(**value)
+
+
+class StepSnapshots(Protocol):
+    """Keeps steps in memory; see train.memory_snapshots."""
 
     def prepare(self, run: "Run", *, step_time_s: float) -> int | None:
         """Decides before the first step which steps will be kept: each n-th one; None where none is. All ranks must call it."""
@@ -51,7 +88,7 @@ class Run:
     device: torch.device
     forward: Forward
     optimizers: Optimizers
-    exchange: Exchange
+    exchange: GradientSync
     sharded: ShardedRoot | None
     """Where every rank holds a part of each weight."""
     data: TrainingData
@@ -62,12 +99,12 @@ class Run:
     metrics: MetricsWriter | None
     board: TensorboardWriter | None
     stop: StopRequest
-    watch: GlobalStateWatch
+    watch: GeneratorWatch
     saver: Saver
     """Where saves go on while training does."""
     root_id: tuple[int, int] | None = None
     """Device and inode of the run's directory; None before it was looked at."""
-    front_line: FrontLine | None = None
+    front_line: FrontMessages | None = None
     """Rank 0's, of sharded ranks: what the others have written."""
     saved_step: int | None = None
     """The step of the newest checkpoint that this start has written or begun from. Known to rank 0."""
@@ -79,7 +116,7 @@ class Run:
     """Whether all ranks know that the newest save has copied what it saves on each of them; the same on all."""
     storage: StorageWatch | None = None
     """Names storage that does not answer; while the run goes on."""
-    snapshots: "KeepsSteps | None" = None
+    snapshots: "StepSnapshots | None" = None
     """Of an adapter's run."""
 
     places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
@@ -110,3 +147,58 @@ class Run:
     def tokenizer(self) -> Any:
         """The tokenizer that came with the model."""
         return self.forward.loaded.tokenizer
+
+
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+"""A tensor's whole shape, and the offsets of this rank's part in it."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All that this rank would save.
+
+    Attributes:
+        groups: parts by group: `trainable`, and `optimizer-NAME` for each optimizer.
+        values: for state.json, as they are now: `train` (TrainState) and `optimizer` (what is no tensor, by optimizer).
+    """
+
+    groups: dict[str, list[Part]]
+    values: dict[str, Any]
+
+
+def contents_of(run: Run) -> Contents:
+    """What this rank would save now. Of several ranks rank 0 has what is whole everywhere, and each its parts of what is sharded."""
+    groups = {"trainable": _parts(run, dict(run.forward.loaded.trainable))}
+    numbers: dict[str, Any] = {}
+    for name, part in run.optimizers.parts.items():
+        tensors, numbers[name] = optimizer_tensors(part, run.optimizers.names[name])
+        groups[f"optimizer-{name}"] = _parts(run, tensors)
+    return Contents(groups, {"train": run.state.to_json(), "optimizer": numbers})
+
+
+def _parts(run: Run, tensors: Tensors) -> list[Part]:
+    found = []
+    for name, tensor in tensors.items():
+        value = tensor.detach()
+        if isinstance(value, DTensor):
+            shape, offsets = _place(run, name, value)
+            local = value.to_local()
+            if local.numel():  # a rank may have nothing of a small tensor
+                found.append(Part(name, local, shape, offsets))
+        elif run.group.is_main or run.sharded is None:
+            found.append(Part(name, value, tuple(value.shape), (0,) * value.ndim))
+    return found
+
+
+def _place(run: Run, name: str, tensor: DTensor) -> Place:
+    """As torch.distributed.checkpoint's own planner places the part. It stays, so it is asked once."""
+    known = run.places.get(name)
+    if known is None:
+        from torch.distributed.checkpoint import DefaultSavePlanner
+
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        planner.set_up_planner({name: tensor}, is_coordinator=True)
+        (item,) = planner.create_local_plan().items
+        assert item.tensor_data is not None
+        known = run.places[name] = tuple(item.tensor_data.size), tuple(item.tensor_data.chunk.offsets)
+    return known

@@ -26,9 +26,9 @@ from unisono.model.shard import like
 from unisono.rundir.metrics import MetricsWriter, best_evaluated
 from unisono.storage_errors import reason, remedy, storage_verdict, words
 from unisono.train import faults
-from unisono.train.contents import contents_of
-from unisono.train.run import Run
-from unisono.train.saver import STUCK_S, Save
+from unisono.train.rank0_work import TURN_S, CheckpointBroadcast, on_rank0
+from unisono.train.run import Run, TrainState, contents_of
+from unisono.train.saver import STUCK_S, Files, Save
 from unisono.train.shard_files import (
     Job,
     dismiss_parts,
@@ -38,10 +38,6 @@ from unisono.train.shard_files import (
     write_own_files,
     write_shard,
 )
-from unisono.train.sharing import SharedState
-from unisono.train.staging import Files
-from unisono.train.state import TrainState
-from unisono.train.turns import TURN_S, by_main
 from unisono.units import parse_seconds
 
 _MADE_AGAIN_S = 4.0
@@ -146,10 +142,10 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
         assert run.store is not None
         run.store.require(path, run_id=run.plan.run_id, trust=trust)
 
-    by_main(run, read_through, what=f"reading checkpoint {path.name}", path=path)
+    on_rank0(run, read_through, what=f"reading checkpoint {path.name}", path=path)
     if run.group.is_main:
         reader = CheckpointReader(path)
-    shared = SharedState(run.group, reader, device=run.device)
+    shared = CheckpointBroadcast(run.group, reader, device=run.device)
     trainable = run.forward.loaded.trainable
     if shared.shapes["trainable"] != {name: parameter.shape for name, parameter in trainable.items()}:
         odd = sorted(set(shared.shapes["trainable"]) ^ set(trainable)) or ["shapes differ"]

@@ -20,20 +20,16 @@ from unisono.rundir import RunDir
 from unisono.rundir.metrics import MetricsWriter, cut_after
 from unisono.track.tensorboard import TensorboardWriter
 from unisono.train import faults
-from unisono.train.batches import TrainingData
-from unisono.train.exchange import Exchange, NoExchange, Replicas, Shards
-from unisono.train.front_line import front_line
-from unisono.train.group import Alone, Group, world_mesh
-from unisono.train.meeting import check_device, meet
+from unisono.train.front_io import StopRequest, front_messages
+from unisono.train.gradient_sync import GradientSync, NoSync, ReplicaSync, ShardSync
+from unisono.train.join import check_device, join_ranks
 from unisono.train.optim import build_optimizers
-from unisono.train.run import Run
-from unisono.train.saver import Saver
+from unisono.train.process_group import Alone, Group, world_mesh
+from unisono.train.run import Run, TrainState
+from unisono.train.saver import Saver, Staging
 from unisono.train.saving import restore
-from unisono.train.staging import Staging
-from unisono.train.state import TrainState
 from unisono.train.step import scalars_of_a_step
-from unisono.train.stop import StopRequest
-from unisono.train.streams import GlobalStateWatch, seed_torch
+from unisono.train.step_inputs import GeneratorWatch, TrainingData, seed_torch
 from unisono.watch import Beats
 
 
@@ -58,7 +54,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
     data, eval_table = _open_data(plan, place)
     group: Group = Alone()
     if plan.world_size > 1:
-        group = meet(plan, place, report, beats, device=device, loaded=loaded, data=data)
+        group = join_ranks(plan, place, report, beats, device=device, loaded=loaded, data=data)
     sharded = shard_model(loaded, world_mesh(device, plan.world_size)) if plan.strategy == "fsdp" else None
     forward = _choose_forward(plan, loaded, sharded)
     loaded.model.train()
@@ -81,10 +77,10 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
         metrics=None,
         board=_open_board(plan, files, report) if group.is_main else None,
         stop=stop,
-        watch=GlobalStateWatch(torch_is_used=_uses_dropout(loaded)),
+        watch=GeneratorWatch(torch_is_used=_uses_dropout(loaded)),
         saver=Saver(Staging(device, sharers=len(plan.on_node(place.node_rank)) if sharded else 1), beats),
         root_id=identity_of(files.root),
-        front_line=front_line() if sharded is not None and group.is_main else None,
+        front_line=front_messages() if sharded is not None and group.is_main else None,
     )
     if plan.resume is not None:
         report.phase("resume", f"reading checkpoint {plan.resume.step}")
@@ -130,14 +126,14 @@ def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | N
 
 def _exchange(
     plan: RunPlan, group: Group, device: torch.device, loaded: LoadedModel, sharded: ShardedRoot | None
-) -> Exchange:
+) -> GradientSync:
     """How gradients are summed over the ranks."""
     if sharded is not None:
-        return Shards(group, device, sharded, gathers_late=plan.config.adapter is not None)
+        return ShardSync(group, device, sharded, gathers_late=plan.config.adapter is not None)
     if group.world_size == 1:
-        return NoExchange()
+        return NoSync()
     parameters = list(loaded.trainable.values())
-    return Replicas(group, device, parameters, scalars=scalars_of_a_step(group.world_size))
+    return ReplicaSync(group, device, parameters, scalars=scalars_of_a_step(group.world_size))
 
 
 def _open_data(plan: RunPlan, place: RankPlace) -> tuple[TrainingData, TokenTable | None]:

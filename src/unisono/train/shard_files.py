@@ -17,8 +17,7 @@ from unisono.errors import Problem
 from unisono.files import make_private_dir
 from unisono.train import faults
 from unisono.train.run import Run
-from unisono.train.saver import Save
-from unisono.train.staging import Files
+from unisono.train.saver import Files, Save
 
 _SHARDS_EVERY_S = 1.0
 _LOOK_S = 0.05

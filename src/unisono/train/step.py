@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from unisono.model.shard import whole
 from unisono.train import faults
-from unisono.train.batches import StepBatches, load_rows
+from unisono.train.front_io import flags_of, outcome_of
+from unisono.train.optim import lr_factor
 from unisono.train.run import Run
 from unisono.train.saving import wait_for_copies
-from unisono.train.schedule import lr_factor
-from unisono.train.stop import flags_of, outcome_of
-from unisono.train.streams import seed_torch
+from unisono.train.step_inputs import StepBatches, load_rows, seed_torch
 
 _FIXED_SCALARS = 3  # the loss, and two wishes to stop
 

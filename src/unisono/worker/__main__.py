@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
 
     def body(report: Reporter) -> dict[str, Any]:
         with loading_modules():  # torch, seconds; a signal until then simply ends the process
-            from unisono.train.stop import StopRequest
+            from unisono.train.front_io import StopRequest
 
         beats.enter("start")
         stop = StopRequest()
@@ -42,9 +42,9 @@ def main(argv: list[str]) -> int:
             ) from error
         report.phase("start", "loading torch")
         with loading_modules():
-            from unisono.train.group import close_group
-            from unisono.train.recorder import flight_record
-            from unisono.train.whole import run_plan
+            from unisono.train.process_group import close_group
+            from unisono.train.rank_run import run_plan
+            from unisono.watch.flight_recorder import flight_record
 
         closing.append(close_group)
         pulse.answer = flight_record

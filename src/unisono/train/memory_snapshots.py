@@ -20,9 +20,8 @@ from unisono.errors import Problem, UnfitError
 from unisono.facts.limits import available_memory
 from unisono.rundir.metrics import without_nan
 from unisono.storage_errors import reason, remedy, storage_verdict, words
-from unisono.train.contents import Contents, contents_of
-from unisono.train.part import Part
-from unisono.train.run import Run
+from unisono.train.run import Contents, Run, contents_of
+from unisono.train.saver import Part
 from unisono.units import show_bytes
 
 LIMIT = 0.01
@@ -37,7 +36,7 @@ _MOST_OF_FREE = 0.1
 _OFF = "; after a death the run goes on from its last checkpoint"
 
 
-class Snapshots:
+class MemorySnapshots:
     """This rank's newest steps in memory. Every rank of an adapter's run has one; not every rank has memory for it."""
 
     def __init__(self, fd: int | None, *, limit: float = LIMIT) -> None:
@@ -67,7 +66,7 @@ class Snapshots:
         Raises:
             UnfitError: if the system does not give the memory.
         """
-        trial = _as_after_a_step(run)
+        trial = _contents_after_a_step(run)
         if self._turned_off_at_once(run, trial):
             return None
         cost = self._try(run, self._fd, trial) if self._fd is not None else 0.0
@@ -266,7 +265,7 @@ class _Stage:
             torch._foreach_copy_(*self._copied)
 
 
-def _as_after_a_step(run: Run) -> Contents:
+def _contents_after_a_step(run: Run) -> Contents:
     """What will be saved after a step: before the first one the optimizer has no tensors yet, and two moments stand for them."""
     contents = contents_of(run)
     if any(part.state for part in run.optimizers.parts.values()):

@@ -12,13 +12,13 @@ from typing import Protocol
 import torch
 
 from unisono.model.shard import ShardedRoot
-from unisono.train.group import Group
+from unisono.train.process_group import Group
 
 _BUCKET_ELEMENTS = 8 << 20  # 32 MiB of float32
 _ALIGNED = 64  # elements at which each gradient begins, so that kernels may read several at once
 
 
-class Exchange(Protocol):
+class GradientSync(Protocol):
     """What a step does beside its forwards and backwards."""
 
     @property
@@ -41,7 +41,7 @@ class Exchange(Protocol):
         """After the device was waited for: seconds that were spent on nothing but waiting for the others' gradients."""
 
 
-class NoExchange:
+class NoSync:
     """One rank: its gradients are the global batch's."""
 
     keeps_pace = False
@@ -105,7 +105,7 @@ class _Bucket:
 
 
 @dataclass
-class Replicas:
+class ReplicaSync:
     """Every rank holds all weights ("ddp"): gradients lie in float32 buffers of fixed layout, summed once a step.
 
     Buffers go in the same order on all ranks, the last layers' first, as backward reaches them; all but the last buffer may go while
@@ -213,7 +213,7 @@ class Replicas:
 
 
 @dataclass
-class Shards:
+class ShardSync:
     """Every rank holds a part of each weight ("fsdp"): backward itself sums gradients into the parts.
 
     `settle` counts the scalars' sum alone: the rest is hidden in forward and backward.

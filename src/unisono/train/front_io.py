@@ -1,15 +1,14 @@
-"""Signals: finish the step, save, and go; during start-up, go.
+"""What reaches a rank from its front: signals to stop, and messages on stdin."""
 
-A rank only notes a wish, however often it comes: schedulers signal whole groups of processes, and the front passes on what it got, so
-the same wish reaches a rank twice. Its front counts, and ends ranks when a second signal means it.
-"""
-
+import functools
+import json
 import os
+import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 Outcome = Literal["preempted", "interrupted"]
 
@@ -57,7 +56,7 @@ class StopRequest:
         os.set_blocking(write_end, False)
         for number in _OUTCOMES:
             if signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
-                signal.signal(number, _leave_it_to_the_thread)
+                signal.signal(number, _handled_by_the_thread)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(read_end,), daemon=True, name="signals").start()
 
@@ -87,5 +86,61 @@ class StopRequest:
         return now - self._first_at >= _AGAIN_AFTER_S
 
 
-def _leave_it_to_the_thread(*_: object) -> None:
+def _handled_by_the_thread(*_: object) -> None:
     """Python writes the number into the pipe before it comes to this."""
+
+
+Message = dict[str, Any]
+
+_STDIN = 0
+
+
+class FrontMessages:
+    """Messages of the front, each kept by its kind until somebody asks for it."""
+
+    def __init__(self) -> None:
+        shards: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._of_kind: dict[str, queue.SimpleQueue[Message]] = {
+            "go": queue.SimpleQueue(), "shard_written": shards, "shard_moves": shards,
+        }  # fmt: skip
+        self._over = threading.Event()
+        threading.Thread(target=self._read, name="front-line", daemon=True).start()
+
+    def next(self, kind: str, *, timeout_s: float) -> Message | None:
+        """The next message of a kind; None if there is none in time."""
+        try:
+            return self._of_kind[kind].get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def wait_for(self, kind: str) -> Message | None:
+        """The next message of a kind; None if the front ends the line before it."""
+        while not self._over.is_set():
+            message = self.next(kind, timeout_s=0.1)
+            if message is not None:
+                return message
+        return self.next(kind, timeout_s=0.0)
+
+    def _read(self) -> None:
+        # Not through sys.stdin: a thread that waits in its buffer's lock aborts the process when Python ends.
+        rest = b""
+        while chunk := os.read(_STDIN, 1 << 16):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self._take(line)
+        self._over.set()
+
+    def _take(self, line: bytes) -> None:
+        try:
+            message = json.loads(line)
+        except ValueError:
+            return  # torn by the front's death
+        known = self._of_kind.get(str(message.get("kind"))) if isinstance(message, dict) else None
+        if known is not None:
+            known.put(message)
+
+
+@functools.cache
+def front_messages() -> FrontMessages:
+    """The one reader of this process's stdin."""
+    return FrontMessages()

@@ -10,9 +10,9 @@ from unisono.model.generate import generate
 from unisono.score import exact_match
 from unisono.text import plain
 from unisono.train import faults
-from unisono.train.batches import load_rows
+from unisono.train.front_io import flags_of, outcome_of
 from unisono.train.run import Run
-from unisono.train.stop import flags_of, outcome_of
+from unisono.train.step_inputs import load_rows
 
 _ASK_EVERY_TOKENS = 8
 _TELL_EVERY_S = 2.0  # a short evaluation is told by its outcome alone
@@ -121,7 +121,7 @@ def show_samples(run: Run, *, step: int) -> None:
         )
 
 
-def asks_for_exact_match(run: Run) -> bool:
+def wants_exact_match(run: Run) -> bool:
     """Whether the share of exactly right answers is to be measured."""
     return run.eval_table is not None and run.plan.config.eval.exact_match and run.plan.answers
 
@@ -131,7 +131,7 @@ def exact_match_share(run: Run) -> float | None:
 
     All ranks must call it. Replicas take questions in turn; with sharded weights all answer all, in step.
     """
-    if run.eval_table is None or not asks_for_exact_match(run):
+    if run.eval_table is None or not wants_exact_match(run):
         return None
     asked = _questions(run, range(run.eval_table.rows))
     if not asked:
@@ -162,7 +162,7 @@ def _answers(
     """
     if not questions:
         return []
-    stop = _Stop(run)
+    stop = _StopCheck(run)
     longest = max(len(q.answer) for q in among) + 8
     tokenizer = run.tokenizer
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -177,7 +177,7 @@ def _answers(
     return [(question, _text(run, answer)) for question, answer in zip(questions, answers, strict=True)]
 
 
-class _Stop:
+class _StopCheck:
     """Asks after each token whether generation must end, because a stop came.
 
     With sharded weights each token needs all ranks, so they ask each other, at the same tokens.

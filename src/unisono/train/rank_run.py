@@ -1,33 +1,40 @@
-"""A run from plan to result."""
+"""One rank's run, from its plan to the result: set up, train, write the final weights, report."""
 
 import contextlib
+import os
+import shutil
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from unisono.checkpoint.model_manifest import write_model_manifest
 from unisono.checkpoint.store import step_of
+from unisono.checkpoint.writer import free_bytes
+from unisono.errors import Problem, UnfitError
 from unisono.events import Reporter
 from unisono.facts import read_environment
+from unisono.files import fsync_dir
 from unisono.plan import RunPlan
 from unisono.rundir.metrics import best_evaluated
-from unisono.storage_errors import reason, remedy, words
+from unisono.storage_errors import error_number, is_full, reason, remedy, storage_verdict, words
 from unisono.train import faults
-from unisono.train.evaluate import asks_for_exact_match, exact_match_share
-from unisono.train.finish import write_result
-from unisono.train.longest import try_longest
+from unisono.train.evaluation import exact_match_share, wants_exact_match
+from unisono.train.front_io import EXIT_CODES, StopRequest
+from unisono.train.join import find_place
 from unisono.train.loop import train, train_again
-from unisono.train.meeting import find_place
-from unisono.train.other_rank import OtherRankReporter
+from unisono.train.memory_snapshots import MemorySnapshots
+from unisono.train.rank0_work import on_rank0
 from unisono.train.run import Run
-from unisono.train.saving import restore
+from unisono.train.saving import require_directory, restore
 from unisono.train.setup import ready_facts, set_up
-from unisono.train.snapshot import Snapshots
-from unisono.train.stop import EXIT_CODES, StopRequest
 from unisono.train.storage_watch import StorageWatch
-from unisono.train.turns import by_main
+from unisono.train.training_checks import try_longest_batch
+from unisono.train.weights import write_weights
+from unisono.units import show_bytes
 from unisono.watch import Beats
 
 
@@ -48,10 +55,10 @@ def run_plan(
         report = OtherRankReporter(report)
     run = set_up(plan.of_rank(place.rank), place, report, stop, beats or Beats())
     if plan.config.adapter is not None:
-        run.snapshots = Snapshots(snapshot_fd)
+        run.snapshots = MemorySnapshots(snapshot_fd)
     with StorageWatch(run.saver, report, run.beats) as run.storage:
         try:
-            return _to_the_end(run)
+            return _train_and_finish(run)
         except Exception:  # raised again, once the save in flight has come to its end
             if run.group.world_size == 1:  # of several, the others would wait for a rank that is lost
                 # The failure that ends the run is the one to be told, not a save's own.
@@ -75,9 +82,9 @@ def _close(run: Run, storage: StorageWatch) -> None:
         run.board.close()
 
 
-def _to_the_end(run: Run) -> dict[str, Any]:
+def _train_and_finish(run: Run) -> dict[str, Any]:
     report, stop = run.report, run.stop
-    trial = try_longest(run)
+    trial = try_longest_batch(run)
     kept_every = (
         run.snapshots.prepare(run, step_time_s=trial.step_time_s) if run.snapshots is not None else None
     )
@@ -93,7 +100,7 @@ def _to_the_end(run: Run) -> dict[str, Any]:
         share = exact_match_share(run)
         if share is not None:
             run.state.eval["exact_match"] = share
-        elif asks_for_exact_match(run) and run.stopping is not None:  # what is left may take too long
+        elif wants_exact_match(run) and run.stopping is not None:  # what is left may take too long
             ending = {**ending, "outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping]}
     if ending["outcome"] == "completed":
         report.phase("finish", "writing the result")
@@ -128,7 +135,7 @@ def _take_best(run: Run) -> None:
     if run.plan.config.checkpoint.best is None or best is None or best == run.state.step:
         return
     assert run.storage is not None
-    step, loss = _best_there(run)
+    step, loss = _find_best(run)
     if step != best and run.group.is_main:
         text = f"the checkpoint of the best step, {best}, is not there; the result is that of step {step or run.state.step}"
         run.report.warning("best_is_gone", text)
@@ -143,7 +150,7 @@ def _take_best(run: Run) -> None:
     run.state.eval["loss"] = loss
 
 
-def _look_for_best(run: Run) -> tuple[int, float] | None:
+def _newest_best(run: Run) -> tuple[int, float] | None:
     assert run.store is not None
     there = {step_of(path.name): path for path in run.store.list()}
     while (best := best_evaluated(run.files.metrics, there)) is not None:
@@ -153,11 +160,102 @@ def _look_for_best(run: Run) -> tuple[int, float] | None:
     return None
 
 
-def _best_there(run: Run) -> tuple[int, float]:
+def _find_best(run: Run) -> tuple[int, float]:
     """The intact checkpoint of the lowest eval_loss, and that loss; step 0 where there is none. Rank 0 looks, all ranks must call it."""
-    best = by_main(
-        run, partial(_look_for_best, run), what="looking for the best checkpoint", path=run.files.checkpoints
+    best = on_rank0(
+        run, partial(_newest_best, run), what="looking for the best checkpoint", path=run.files.checkpoints
     )
     found = torch.tensor(best or (0, 0.0), dtype=torch.float64, device=run.device)
     run.group.broadcast(found)
     return int(found[0]), float(found[1])
+
+
+_RANK_0_KINDS = frozenset({"eval", "sample", "checkpoint"})
+_SHARED_WARNINGS = frozenset({"nan_step", "early_stop"})
+
+
+class OtherRankReporter(Reporter):
+    """A reporter that leaves out what rank 0 reports for all, and of a step says its number."""
+
+    def __init__(self, inner: Reporter) -> None:
+        super().__init__(None)
+        self._inner = inner
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Sends one message, or nothing."""
+        if kind in _RANK_0_KINDS or (kind == "warning" and fields.get("code") in _SHARED_WARNINGS):
+            return
+        if kind == "step":
+            fields = {"step": fields["step"]}
+        self._inner.send(kind, **fields)
+
+
+def write_result(run: Run) -> Path | None:
+    """Writes adapter/ or model/ of the run, with tokenizer, chat template and a list of the files; gives its path.
+
+    All ranks must call it; rank 0 writes, and the others get None.
+
+    Raises:
+        UnfitError: if the storage fails; what was there before is untouched.
+    """
+    if not run.group.is_main:
+        if run.sharded is not None:
+            write_weights(run.forward.loaded, run.plan, Path(), writes=False)
+        return None
+    target = run.files.adapter if run.plan.config.adapter is not None else run.files.model
+    temporary = target.with_name(f".{target.name}.tmp")
+    with _refuse_on_storage_error(run, temporary, target):
+        require_directory(run)
+        shutil.rmtree(temporary, ignore_errors=True)
+        write_model_manifest(temporary, write_weights(run.forward.loaded, run.plan, temporary))
+        _sync(temporary)
+        _put_in_place(temporary, target)
+    return target
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    if target.exists():  # of an earlier, shorter run that this one has prolonged
+        old = target.with_name(f".{target.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        temporary.rename(target)
+        shutil.rmtree(old)
+    else:
+        temporary.rename(target)
+    fsync_dir(target.parent)
+
+
+@contextlib.contextmanager
+def _refuse_on_storage_error(run: Run, temporary: Path, target: Path) -> Iterator[None]:
+    """A full disk at the very end costs no training: the last checkpoint is there, and is said to be."""
+    try:
+        yield
+    except (
+        Exception
+    ) as error:  # what is not the storage's is raised again; safetensors has an exception of its own
+        if not isinstance(error, OSError) and error_number(error) is None:
+            raise
+        shutil.rmtree(temporary, ignore_errors=True)
+        why = reason(error)
+        if is_full(error):
+            with contextlib.suppress(OSError):
+                why = f"the disk is full: {show_bytes(free_bytes(target.parent))} are free without what was begun"
+        again = f"the same command resumes from the checkpoint of step {run.saved_step}"
+        if run.saved_step is None:
+            again = "run the same command again"
+        problem = Problem(
+            f"the result cannot be written to {target}: {words(error)}", str(target), why,
+            f"{remedy(error, else_='fix the storage')}; {again}",
+        )  # fmt: skip
+        raise UnfitError(problem, verdict=storage_verdict(error, problem, phase="finish")) from error
+
+
+def _sync(directory: Path) -> None:
+    for file in directory.rglob("*"):
+        if file.is_file():
+            fd = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    fsync_dir(directory)

@@ -1,0 +1,275 @@
+"""How a rank finds its place in the plan, reports what it holds, and joins the other ranks."""
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from unisono.agree.reports import RankReport
+from unisono.causes import Evidence, Verdict
+from unisono.data.table import TokenTable
+from unisono.errors import Disagreed, Problem
+from unisono.events import Reporter
+from unisono.facts import Environment
+from unisono.model.load import LoadedModel
+from unisono.plan import RankPlace, RunPlan
+from unisono.train import faults
+from unisono.train.front_io import front_messages
+from unisono.train.process_group import Group, Listener, Ranks, backend_of
+from unisono.train.step_inputs import TrainingData
+from unisono.watch import Beats
+
+
+def find_place(plan: RunPlan, environment: Environment) -> RankPlace:
+    """Which rank of the plan this process is, by what it was started with. One rank alone looks at no variable.
+
+    Raises:
+        Disagreed: if the plan has no such rank, or means another by it.
+    """
+    if plan.world_size == 1:
+        return plan.ranks[0]
+    rank = environment.rank
+    if rank is None or rank >= plan.world_size:
+        told = "is not set" if rank is None else f"is {rank}"
+        raise _plan_mismatch(
+            None, f"RANK {told}, and the plan has ranks 0 to {plan.world_size - 1}", "start ranks through unisono train"
+        )  # fmt: skip
+    place = plan.ranks[rank]
+    for name, found, planned in (
+        ("WORLD_SIZE", environment.world_size, plan.world_size),
+        ("LOCAL_RANK", environment.local_rank, place.local_rank),
+    ):
+        if found != planned:
+            told = "is not set" if found is None else f"is {found}"
+            raise _plan_mismatch(
+                place, f"{name} {told} for rank {rank}, and the plan says {planned}", "start ranks through unisono train"
+            )  # fmt: skip
+    return place
+
+
+def check_device(place: RankPlace, device: torch.device) -> None:
+    """Holds the bound device against the plan.
+
+    Raises:
+        Disagreed: if it is another.
+    """
+    planned, bound = place.device.uuid, bound_uuid(device)
+    if bound is not None and planned is not None and planned.startswith("GPU-") and planned != bound:
+        raise _plan_mismatch(
+            place, f"rank {place.rank} has bound {bound}, and the plan gives it {planned}",
+            "unset CUDA_VISIBLE_DEVICES where the rank starts, or name devices by --devices",
+        )  # fmt: skip
+
+
+def join_ranks(
+    plan: RunPlan,
+    place: RankPlace,
+    report: Reporter,
+    beats: Beats,
+    *,
+    device: torch.device,
+    loaded: LoadedModel,
+    data: TrainingData,
+) -> Group:
+    """Reports, waits for the front's word that all ranks mean the same run, and joins them. All ranks must call it.
+
+    The process ends here if the front goes, or ends the run because ranks differ.
+
+    Raises:
+        Disagreed: if those who have joined are not those of the plan.
+    """
+    report.phase("agree.ranks", "comparing what the ranks hold")
+    listener = Listener(plan.store_host) if place.rank == 0 else None
+    mine = make_rank_report(
+        plan, place, device=device, loaded=loaded, data=data, store_port=listener.port if listener else None
+    )
+    report.send("rank_report", report=mine.to_json())
+    beats.enter("agree.ranks")
+    host, port = _wait_for_go()
+    report.phase("join", "joining the other ranks")
+    beats.enter("join")
+    group = Ranks(
+        f"{plan.run_id}/{plan.epoch}", rank=place.rank, world_size=plan.world_size, device=device, store=(host, port),
+        listener=listener, beats=beats,
+    )  # fmt: skip
+    check_world(plan, place, group)
+    return faults.among(group, plan, beats)
+
+
+def check_world(plan: RunPlan, place: RankPlace, group: Ranks) -> None:
+    """Holds those who have joined against the plan, by the group's own word and by counting them. All ranks must call it.
+
+    Raises:
+        Disagreed: if there are more or fewer. A smaller world would train, and on other batches than were meant.
+    """
+    here = torch.ones((), dtype=torch.int64, device=group.device)
+    group.sum(here)
+    for what, found in (("the group has", group.joined), ("counted are", int(here))):
+        if found != plan.world_size:
+            raise _world_mismatch(place, f"{what} {found} ranks, and the plan has {plan.world_size}")
+
+
+def _world_mismatch(place: RankPlace, what: str) -> Disagreed:
+    fix = "start all nodes again, with the same --nodes and --nproc as in the plan"
+    summary = f"{place.label}: {what}"
+    verdict = Verdict(
+        cause="world_mismatch", when="before", summary=summary, phase="join", evidence=(Evidence(where=place.label, text=what),), fix=(fix,),
+    )  # fmt: skip
+    return Disagreed(
+        Problem(summary, place.label, "a smaller or larger world trains on other batches than were meant", fix), verdict=verdict,
+    )  # fmt: skip
+
+
+def _wait_for_go() -> tuple[str, int]:
+    """Where rank 0's store is, from the one line on stdin."""
+    message = front_messages().wait_for("go")
+    if message is None:
+        # The ranks differ, and the front has said how; or there is no front, and only the log is left.
+        sys.stderr.write("no word to go on from the front on stdin: this rank leaves\n")
+        sys.exit(Disagreed.exit_code)
+    try:
+        host, port = message["store"]
+        return str(host), int(port)
+    except (ValueError, KeyError, TypeError) as error:
+        raise AssertionError(f"the front's word cannot be read: {message!r}") from error
+
+
+def _plan_mismatch(place: RankPlace | None, what: str, fix: str) -> Disagreed:
+    verdict = Verdict(
+        cause="plan_mismatch", when="before", summary=what, ranks=(place.rank,) if place else (), hosts=(place.host,) if place else (),
+        phase="agree.ranks", evidence=(Evidence(where=place.label, text=what),) if place else (), fix=(fix,),
+    )  # fmt: skip
+    return Disagreed(
+        Problem(what, place.label if place else "", "a rank does what the plan says, or nothing", fix),
+        verdict=verdict,
+    )
+
+
+_STEPS = 100  # whose order is compared
+_SHOWN = 8
+
+
+def make_rank_report(
+    plan: RunPlan,
+    place: RankPlace,
+    *,
+    device: torch.device,
+    loaded: LoadedModel,
+    data: TrainingData,
+    store_port: int | None,
+) -> RankReport:
+    """Looks at what this rank has in fact, not at what the plan says of it."""
+    table = data.table
+    steps = [data.step(step).sequences for step in range(1, min(plan.total_steps, _STEPS) + 1)]
+    frozen = {n: p for n, p in loaded.model.named_parameters() if not p.requires_grad}
+    frozen_values = values_by_name(frozen)
+    return RankReport(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        node_rank=place.node_rank,
+        world_size=plan.world_size,
+        host=place.host,
+        pid=os.getpid(),
+        device_kind="cuda" if device.type == "cuda" else "cpu",
+        device_uuid=bound_uuid(device),
+        rows=table.rows,
+        sequences=table.sequences,
+        rows_digest=rows_digest(table),
+        order_digest=digest_of(steps),
+        first_difference=data.row_ids([sequence for step in steps for sequence in step][:_SHOWN]),
+        total_steps=plan.total_steps,
+        tokens=int(table.sequence_tokens().sum()),
+        loss_tokens=int(table.sequence_loss_tokens().sum()),
+        parameters_digest=shapes_digest(loaded.trainable),
+        trainable_parameters=loaded.trainable_parameters,
+        trained_values_digest=digest_of(values_by_name(loaded.trainable).items()),
+        frozen_values_digest=digest_of(frozen_values.items()),
+        odd_tensors=by_layer(frozen_values),
+        tokenizer_digest=tokenizer_digest(loaded.tokenizer),
+        dtype=plan.dtype,
+        strategy=plan.strategy,
+        seed=plan.config.seed,
+        threads=torch.get_num_threads(),
+        resume_step=plan.resume.step if plan.resume else 0,
+        torch_version=torch.__version__,
+        collective_backend=backend_of(device),
+        store_port=store_port,
+    )
+
+
+def bound_uuid(device: torch.device) -> str | None:
+    """The UUID of the accelerator that is bound, as the driver writes it; None on CPU."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
+
+
+_WIDTH = 1024  # words of a block; a word's weight is that of its place in the block times that of the block
+_BLOCKS = 4096  # 32 MiB at a time
+_MOST_NAMES = 256
+_PROBE = "Hello, wörld! 123 καλημέρα\n\t你好 🙂 def f(x): return x  # end"
+_NUMBERED = re.compile(r"^(.*?\.\d+)\.")
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A number that one turned bit or two words that changed places alter; the same on every device.
+
+    Σ of the tensor's 8-byte words, each times an odd number that depends on its place, modulo 2⁶⁴. Made where the tensor is.
+    """
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    data = torch.nn.functional.pad(data, (0, -len(data) % 8))
+    words = data.view(torch.int64)
+    place = torch.arange(_WIDTH, device=words.device) * 2 + 1
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    step = _WIDTH * _BLOCKS
+    for number, first in enumerate(range(0, len(words), step)):
+        part = words[first : first + step]
+        part = torch.nn.functional.pad(part, (0, -len(part) % _WIDTH)).view(-1, _WIDTH)
+        block = torch.arange(len(part), device=words.device) + number * _BLOCKS
+        total += ((part * place).sum(1) * (block * 4 + 1)).sum()
+    return int(total) & ((1 << 64) - 1)
+
+
+def values_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The checksum of each tensor."""
+    return {name: checksum(tensor) for name, tensor in tensors.items()}
+
+
+def digest_of(parts: Iterable[Any]) -> str:
+    """Of plain values, in order."""
+    return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()[:32]
+
+
+def shapes_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of names, shapes and dtypes, in order."""
+    return digest_of([name, list(t.shape), str(t.dtype)] for name, t in tensors.items())
+
+
+def by_layer(values: dict[str, int]) -> dict[str, str]:
+    """A bounded number of digests: of each tensor, or of each layer where there are many tensors."""
+    if len(values) <= _MOST_NAMES:
+        return {name: f"{value:016x}" for name, value in values.items()}
+    layers: dict[str, list[Any]] = {}
+    for name, value in values.items():
+        found = _NUMBERED.match(name)
+        layers.setdefault(found[1] if found else name, []).append([name, value])
+    return {layer: digest_of(members)[:16] for layer, members in list(layers.items())[:_MOST_NAMES]}
+
+
+def rows_digest(table: TokenTable) -> str:
+    """Of where each row comes from and how long it is, in the order of the table, and of which rows make which sequence."""
+    digest = hashlib.sha256(json.dumps(table.files).encode())
+    for name in ("file", "number", "length", "loss"):
+        digest.update(table.columns[name].tobytes())
+    digest.update(table.sequence_rows.tobytes())
+    digest.update(table.sequence_ends.tobytes())
+    return digest.hexdigest()[:32]
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Of what a fixed text becomes, and of the vocabulary."""
+    ids = tokenizer(_PROBE)["input_ids"]
+    return digest_of([ids, sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])

@@ -1,0 +1,301 @@
+"""Checks of training: the largest batch fits into memory, loss and gradient are finite, replicas stay equal."""
+
+import platform
+import resource
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from unisono.causes import Evidence, Verdict
+from unisono.errors import RankDied
+from unisono.model.forward import Rows
+from unisono.model.load import odd_parameters
+from unisono.plan import estimate_memory
+from unisono.train.evaluation import evaluating, evaluation_part
+from unisono.train.run import Run
+from unisono.train.step import StepOutcome
+from unisono.train.step_inputs import StepBatches, load_rows
+from unisono.units import show_bytes
+
+MAX_SKIPPED = 3
+SKIP_WINDOW = 20
+
+
+def note_skipped_step(run: Run, batches: StepBatches, outcome: StepOutcome) -> None:
+    """Says which rows were in the batch that gave no number; the weights are as they were."""
+    run.state.skipped = [step for step in run.state.skipped if step > batches.step - SKIP_WINDOW] + [
+        batches.step
+    ]
+    what = "loss" if outcome.loss != outcome.loss or abs(outcome.loss) == float("inf") else "gradient"
+    if _is_model(run, outcome.odd_ranks):
+        run.report.send(
+            "warning", code="nan_step", step=batches.step, rows=[], fix=_model_fix(run),
+            text=f"step {batches.step} was skipped: its {what} is not a number, before any update: this is the model as it was loaded, not a row",
+        )  # fmt: skip
+        return
+    rows = run.data.row_ids(batches.sequences)
+    shown = ", ".join(rows[:16]) + (f" and {len(rows) - 16} more" if len(rows) > 16 else "")
+    run.report.send(
+        "warning", code="nan_step", step=batches.step, rows=rows, fix="look at these rows; a smaller optim.lr may help",
+        text=f"step {batches.step} was skipped: its {what} is not a number{_on_ranks(run, outcome)}; rows {shown}",
+    )  # fmt: skip
+
+
+def _on_ranks(run: Run, outcome: StepOutcome) -> str:
+    """Which of several ranks had the rows that gave no number, where the loss tells."""
+    if run.group.world_size == 1 or not outcome.odd_ranks:
+        return ""
+    return " on " + ", ".join(run.plan.ranks[rank].label for rank in outcome.odd_ranks)
+
+
+def made_no_update(run: Run) -> bool:
+    """Whether steps were done, and all of them were skipped. There are at most LIMIT of them then, so none has left the window."""
+    return run.state.step > 0 and len(run.state.skipped) == run.state.step
+
+
+def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Verdict | None:
+    """The verdict that ends the run, or None while it may go on."""
+    is_last = run.state.step == run.plan.total_steps
+    if len(run.state.skipped) < MAX_SKIPPED and not (is_last and made_no_update(run)):
+        return None
+    if _is_model(run, outcome.odd_ranks):
+        return model_verdict(run)
+    where = run.where
+    # A gradient can overflow where every loss is a number; nobody is blamed for it then.
+    culprits = outcome.odd_ranks if run.group.world_size > 1 else [0]
+    steps = ", ".join(map(str, run.state.skipped))
+    among = (
+        f"{len(run.state.skipped)} of the last {SKIP_WINDOW} steps"
+        if run.state.step > MAX_SKIPPED
+        else "every step"
+    )
+    return Verdict(
+        cause="nan_loss", when="during", ranks=tuple(culprits),
+        hosts=tuple(dict.fromkeys(run.plan.ranks[rank].host for rank in culprits)), phase="train", step=batches.step,
+        summary=f"loss or gradient was not a number in {among} ({steps}){_on_ranks(run, outcome)}",
+        evidence=(
+            Evidence(where=where, text=f"steps {steps} were skipped; the weights are those of before step {run.state.skipped[0]} and of the sound steps since"),
+            Evidence(where=where, text=f"rows of step {batches.step}: {', '.join(run.data.row_ids(batches.sequences)[:8])}"),
+        ),
+        fix=(
+            f"start again with a smaller learning rate, for example optim.lr={run.plan.config.optim.lr / 4:g}",
+            "look at the rows that the warnings name (unisono data preview)",
+            "if model.dtype is float16, use bfloat16 or float32",
+        ),
+    )  # fmt: skip
+
+
+def _is_model(run: Run, odd_ranks: list[int]) -> bool:
+    """Whether the model itself gives NaN: no update was made yet, and it is so on all ranks, which hold the same weights.
+
+    The learning rate has had no effect then, and other rows would give NaN, too. Where some ranks only have NaN, their rows or devices differ.
+    """
+    return made_no_update(run) and len(odd_ranks) in (0, run.group.world_size)
+
+
+def model_verdict(run: Run) -> Verdict:
+    """The verdict on a run whose steps gave NaN or infinity before any update was made."""
+    steps = ", ".join(map(str, run.state.skipped))
+    model = run.plan.config.model.path
+    odd = odd_parameters(run.forward.loaded.model)
+    if odd:
+        found = f"{odd[0]} has NaN or infinity in it" + (
+            f", and so have {len(odd) - 1} more tensors" if len(odd) > 1 else ""
+        )
+    else:
+        found = (
+            f"no weight is NaN or infinite, so the numbers overflow while {run.plan.dtype} is computed with"
+        )
+    return Verdict(
+        cause="nan_loss", when="during", ranks=(), hosts=(), phase="train", step=run.state.step,
+        summary=f"the model {model} gives a loss or gradient that is not a number before any update (steps {steps}): nothing was trained",
+        evidence=(
+            Evidence(where=run.where, text=found),
+            Evidence(where=run.where, text="no update was made, so neither the learning rate nor a row is the cause; all ranks hold the same weights"),
+        ),
+        fix=(_model_fix(run),),
+    )  # fmt: skip
+
+
+def _model_fix(run: Run) -> str:
+    model = run.plan.config.model
+    if run.plan.dtype == "float32":
+        return f"take other weights than those of {model.path}, or download them again"
+    return f"set model.dtype to float32 (it is {run.plan.dtype} here); if that does not help, take other weights than those of {model.path}"
+
+
+_QUICK_S = 1.0
+
+
+@dataclass(frozen=True)
+class MemoryTrial:
+    """What trying the longest batch has shown.
+
+    Attributes:
+        peak_bytes: of memory.
+        step_time_s: of a step on this rank, estimated from the tokens of the batch and those of a mean step.
+    """
+
+    peak_bytes: int
+    step_time_s: float
+
+
+def try_longest_batch(run: Run) -> MemoryTrial:
+    """Runs the largest micro batch forward and backward, and one of evaluation.
+
+    All ranks must call it: each tries for itself, with sharded weights in step.
+
+    Raises:
+        RankDied: with a verdict that names the batch's shape and two settings, if memory does not suffice.
+    """
+    run.report.phase("rehearse", "trying the longest batch")
+    run.beats.enter("rehearse")
+    group = run.data.longest()
+    rows, batch = load_rows(run.data.table, group, run.device)
+    shape = f"{len(group)} sequences, {batch.tokens} tokens, longest row {max(batch.lengths)}"
+    try:
+        if not run.exchange.keeps_pace:
+            run.exchange.begin()  # where gradients have buffers, they are the ones that count
+        held = _as_much_as_the_optimizer_will_hold(run)
+        seconds = _time_of(run, rows)
+        if seconds < _QUICK_S and not run.exchange.keeps_pace:
+            # The first pass also warms up, and a step has the exchange and the update beside: the truth lies between.
+            seconds = (seconds + _time_of(run, rows)) / 2
+        run.optimizers.zero_grad()
+        del held
+        if run.evaluation is not None:
+            first = next(run.evaluation.rounds())
+            with torch.no_grad(), evaluating(run):
+                evaluation_part(run, first, count=1)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(run, error, shape=shape, phase="rehearse") from error
+    data = run.plan.data.train
+    tokens = data.tokens / max(1, data.sequences) * run.plan.global_batch / run.group.world_size
+    return MemoryTrial(peak_bytes(run.device), seconds * tokens / max(1, batch.tokens))
+
+
+def _time_of(run: Run, rows: Rows) -> float:
+    """Seconds of a forward and a backward."""
+    began = time.perf_counter()
+    if len(rows.labels) or run.exchange.keeps_pace:
+        run.forward.loss(rows, count=max(1, len(rows.labels))).backward()
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)
+    return time.perf_counter() - began
+
+
+def _as_much_as_the_optimizer_will_hold(run: Run) -> list[torch.Tensor]:
+    """Two moments of every trained parameter, which the first step allocates and every later forward has beside it."""
+    if any(part.state for part in run.optimizers.parts.values()):
+        return []
+    return [torch.zeros_like(p).add_(1) for p in run.forward.loaded.trainable.values() for _ in range(2)]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch says that memory ran out, on GPU or CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def out_of_memory(run: Run, error: BaseException, *, shape: str, phase: str) -> RankDied:
+    """What a user is told: the batch's shape, and two settings with what each saves."""
+    cause = "cuda_oom" if run.device.type == "cuda" else "host_oom_killed"
+    summary = f"memory ran out on {run.plan.device.name} with a batch of {shape}"
+    verdict = Verdict(
+        cause=cause, when="during", summary=summary, ranks=(run.group.rank,), hosts=(run.plan.host,), phase=phase, step=run.state.step,
+        evidence=(Evidence(where=run.where, text=str(error)),), fix=tuple(_savings(run)),
+    )  # fmt: skip
+    return RankDied.of(
+        summary,
+        where=f"{run.where}, {phase}",
+        why=str(error),
+        fix="; ".join(_savings(run)),
+        verdict=verdict,
+    )
+
+
+def _savings(run: Run) -> list[str]:
+    """Two settings that save memory, each with how much by the estimate."""
+    plan, config = run.plan, run.plan.config
+
+    def total(micro: int, *, checkpointing: bool) -> int:
+        return estimate_memory(
+            plan.model, dtype=plan.dtype, adapter_rank=config.adapter.rank if config.adapter else None,
+            micro_tokens=micro * plan.data.train.longest_sequence, longest_row=plan.data.train.longest_row,
+            gradient_checkpointing=checkpointing, shards=run.group.world_size if run.sharded is not None else 1,
+        ).total  # fmt: skip
+
+    now = total(plan.micro_batch, checkpointing=plan.gradient_checkpointing)
+    found = []
+    if plan.micro_batch > 1:
+        smaller = max(n for n in range(1, plan.micro_batch) if plan.global_batch % n == 0)
+        saved = now - total(smaller, checkpointing=plan.gradient_checkpointing)
+        found.append(f"batch.micro={smaller} saves about {show_bytes(saved)}, with the same result")
+    if not plan.gradient_checkpointing:
+        saved = now - total(plan.micro_batch, checkpointing=True)
+        found.append(
+            f"memory.gradient_checkpointing=true saves about {show_bytes(saved)}, for about a third more time"
+        )
+    if len(found) < 2:
+        found.append(
+            f"data.max_length={config.data.max_length // 2} halves the longest sequence; data.too_long says what becomes of the rest"
+        )
+    if len(found) < 2 and config.adapter is None:
+        found.append(
+            "adapter={kind: lora} trains a small part, and saves gradients and optimizer state of the rest"
+        )
+    return found[:2]
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory held so far: of the GPU where there is one, else of the process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+_CHUNK = 1 << 20  # words of a device at a time: its temporary memory is 16 MiB, whatever is trained
+
+
+def report_weights_digest(run: Run) -> None:
+    """Tells the front a digest of all trained weights, where it is due: after the update, every so many steps, and after the last step."""
+    every, step = run.plan.digest_every, run.state.step
+    if every is None or (step % every != 0 and step != run.plan.total_steps):
+        return
+    digest = weights_digest(run.forward.loaded.trainable.values())
+    run.report.send("digest", step=step, digest=digest, arithmetic=arithmetic(run.device))
+
+
+def weights_digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Of the bytes of float32 tensors, in order. On a CPU xxh3; on a device two sums, so that only they are copied from it."""
+    tensors = [tensor.detach() for tensor in tensors]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        digest = xxhash.xxh3_128()
+        for tensor in tensors:
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+    sums = torch.stack([_checksums(tensor) for tensor in tensors]).cpu()  # the one wait for the device
+    return xxhash.xxh3_128(sums.numpy()).hexdigest()
+
+
+def _checksums(tensor: torch.Tensor) -> torch.Tensor:
+    """(2,) int64: Σ w, and Σ w·place, modulo 2⁶⁴, over the 4-byte words w; made where the tensor is."""
+    words = tensor.contiguous().view(-1).view(torch.int32)
+    place = torch.arange(1, _CHUNK + 1, device=words.device)  # int64
+    total = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for number, chunk in enumerate(words.split(_CHUNK)):
+        plain = chunk.sum(dtype=torch.int64)
+        total[0] += plain
+        total[1] += (chunk * place[: len(chunk)]).sum() + plain * (number * _CHUNK)
+    return total
+
+
+def arithmetic(device: torch.device) -> str:
+    """What decides how sums are rounded: the device's name, or which instructions torch uses on this CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"
