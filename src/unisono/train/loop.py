@@ -148,8 +148,8 @@ def _evaluate(run: Run) -> None:
         run.snapshots.publish(run, line)
     _keep_line(run, line)
     run.report.send("eval", step=state.step, eval_loss=loss, best=state.best_step == state.step)
-    if run.board is not None:
-        run.board.scalars(state.step, {"eval/loss": loss})
+    if run.tracker is not None:
+        run.tracker.scalars(state.step, {"eval/loss": loss})
     show_samples(run, step=state.step)
     if run.plan.config.checkpoint.best and state.best_step == state.step:
         save_checkpoint(run)
@@ -191,9 +191,9 @@ def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
         run.snapshots.publish(run, line, step_time_s=outcome.step_time_s)
     _keep_line(run, line)
     run.report.send("step", **line)
-    if run.board is not None:
+    if run.tracker is not None:
         names = ("loss", "lr", "grad_norm", "tokens_per_second")
-        run.board.scalars(state.step, {f"train/{name}": float(line[name]) for name in names})
+        run.tracker.scalars(state.step, {f"train/{name}": float(line[name]) for name in names})
 
 
 def _keep_line(run: Run, line: dict[str, Any]) -> None:
@@ -205,7 +205,7 @@ def _keep_line(run: Run, line: dict[str, Any]) -> None:
 
 
 def _tell_moved_generators(run: Run) -> None:
-    for name in run.watch.moved():
+    for name in run.generator_watch.moved():
         run.report.warning(
             "global_random_state", f"something moved {name} during step {run.state.step}: it is not ours, and is not resumed exactly",
             fix="have that code draw from a generator of its own",

@@ -78,8 +78,8 @@ def _close(run: Run, storage: StorageWatch) -> None:
                 "metrics_lost", f"{run.metrics.waiting} lines of metrics.jsonl could not be written: {words(lost)} ({run.files.metrics}); {reason(lost)}",
                 fix=remedy(lost, else_="fix the storage"),
             )  # fmt: skip
-    if run.board is not None:
-        run.board.close()
+    if run.tracker is not None:
+        run.tracker.close()
 
 
 def _train_and_finish(run: Run) -> dict[str, Any]:

@@ -88,27 +88,27 @@ class Run:
     device: torch.device
     forward: Forward
     optimizers: Optimizers
-    exchange: GradientSync
+    gradient_sync: GradientSync
     sharded: ShardedRoot | None
     """Where every rank holds a part of each weight."""
     data: TrainingData
     eval_table: TokenTable | None
     state: TrainState
     store: CheckpointStore | None
-    """Rank 0's, as are metrics and board: there is one writer."""
+    """Rank 0's, as are metrics and tracker: there is one writer."""
     metrics: MetricsWriter | None
-    board: TensorboardWriter | None
+    tracker: TensorboardWriter | None
     stop: StopRequest
-    watch: GeneratorWatch
+    generator_watch: GeneratorWatch
     saver: Saver
     """Where saves go on while training does."""
     root_id: tuple[int, int] | None = None
     """Device and inode of the run's directory; None before it was looked at."""
-    front_line: FrontMessages | None = None
+    front_messages: FrontMessages | None = None
     """Rank 0's, of sharded ranks: what the others have written."""
     saved_step: int | None = None
     """The step of the newest checkpoint that this start has written or begun from. Known to rank 0."""
-    trouble: StorageFailed | None = None
+    save_failure: StorageFailed | None = None
     """Why the newest save was no checkpoint; None after one that was. Known to rank 0."""
     begun_step: int | None = None
     """The step of the newest save that was begun; the same on all ranks that write."""

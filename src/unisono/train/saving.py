@@ -120,7 +120,9 @@ def require_checkpoint(run: Run) -> None:
             f"the run was asked to stop after step {run.state.step}, and no checkpoint could be written", str(path),
             "the warnings before tell why", "mend the storage, and start it again: it begins anew",
         )  # fmt: skip
-        raise StorageFailed(problem, path=path, verdict=run.trouble.verdict if run.trouble else None)
+        raise StorageFailed(
+            problem, path=path, verdict=run.save_failure.verdict if run.save_failure else None
+        )
 
 
 def restore(run: Run, path: Path, *, trust: bool = False) -> None:
@@ -236,7 +238,7 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
         target = run.files.checkpoint(job.step)
         failure = error if isinstance(error, StorageFailed) else storage_failure(error, target, target)
         assert failure is not None
-        run.trouble = failure
+        run.save_failure = failure
         dismiss_parts(run, job)
         _tell_failure(run, job, failure)
         return None
@@ -245,7 +247,7 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
     save.advance("pruning")
     if not _tell(run, job, path, save):
         return None
-    run.saved_step, run.trouble = job.step, None
+    run.saved_step, run.save_failure = job.step, None
     try:
         run.store.prune(run.plan.config.checkpoint.keep, protect=_best_saved(run), every=run.plan.keep_every)
     except OSError as error:  # the new one is safe; what could not go is tried again after the next save

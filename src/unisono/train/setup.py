@@ -68,19 +68,19 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
         device=device,
         forward=forward,
         optimizers=build_optimizers(plan.config.optim, loaded.trainable, not_matrices=_tables(loaded)),
-        exchange=_exchange(plan, group, device, loaded, sharded),
+        gradient_sync=_gradient_sync(plan, group, device, loaded, sharded),
         sharded=sharded,
         data=data,
         eval_table=eval_table,
         state=TrainState(),
         store=_open_store(files) if group.is_main else None,
         metrics=None,
-        board=_open_board(plan, files, report) if group.is_main else None,
+        tracker=_open_tracker(plan, files, report) if group.is_main else None,
         stop=stop,
-        watch=GeneratorWatch(torch_is_used=_uses_dropout(loaded)),
+        generator_watch=GeneratorWatch(torch_is_used=_uses_dropout(loaded)),
         saver=Saver(Staging(device, sharers=len(plan.on_node(place.node_rank)) if sharded else 1), beats),
         root_id=identity_of(files.root),
-        front_line=front_messages() if sharded is not None and group.is_main else None,
+        front_messages=front_messages() if sharded is not None and group.is_main else None,
     )
     if plan.resume is not None:
         report.phase("resume", f"reading checkpoint {plan.resume.step}")
@@ -124,7 +124,7 @@ def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | N
     return forward
 
 
-def _exchange(
+def _gradient_sync(
     plan: RunPlan, group: Group, device: torch.device, loaded: LoadedModel, sharded: ShardedRoot | None
 ) -> GradientSync:
     """How gradients are summed over the ranks."""
@@ -158,7 +158,7 @@ def _open_metrics(files: RunDir, state: TrainState, report: Reporter) -> Metrics
     return MetricsWriter(files.metrics)
 
 
-def _open_board(plan: RunPlan, files: RunDir, report: Reporter) -> TensorboardWriter | None:
+def _open_tracker(plan: RunPlan, files: RunDir, report: Reporter) -> TensorboardWriter | None:
     if "tensorboard" not in plan.config.track:
         return None
     purge_step = plan.resume.step + 1 if plan.resume else None

@@ -171,8 +171,8 @@ def shards_of_others(run: Run, job: Job, save: Save) -> dict[str, FileEntry]:
         save.doing = "waiting for the part of " + ", ".join(
             run.plan.ranks[rank].label for rank in sorted(missing)
         )
-        assert run.front_line is not None
-        message = run.front_line.next("shard_written", timeout_s=_SHARDS_EVERY_S)
+        assert run.front_messages is not None
+        message = run.front_messages.next("shard_written", timeout_s=_SHARDS_EVERY_S)
         if message is None or message.get("temporary") != job.temporary:
             continue
         save.advance()

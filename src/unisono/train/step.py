@@ -63,15 +63,15 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
         floor=section.min_lr,
     )
     run.optimizers.set_factor(factor)
-    run.exchange.begin()
+    run.gradient_sync.begin()
     total, data_time = _add_up(run, batches)
     faults.spoil_gradient(run.plan, batches.step, next(iter(run.forward.loaded.trainable.values())))
-    summed = run.exchange.finish(_scalars(run, total))
+    summed = run.gradient_sync.finish(_scalars(run, total))
     norm = _clip(run, section.max_grad_norm)
     # One wait for the device a step: these figures decide whether the update is made at all, and whether it is the last.
-    run.exchange.wait_for_own()
+    run.gradient_sync.wait_for_own()
     (loss, *wishes), norm_value = run.group.figures(summed), float(norm)
-    comm_time = run.exchange.settle()
+    comm_time = run.gradient_sync.settle()
     flags, odd = wishes[:2], wishes[2:]
     run.agreed_stop = outcome_of(flags)
     run.beats.enter("update")
@@ -95,7 +95,7 @@ def _add_up(run: Run, batches: StepBatches) -> tuple[torch.Tensor, float]:
     """Forward and backward of this rank's micro batches; gives the sum of their losses, and seconds spent on data."""
     turns: list[tuple[list[int], int] | None] = list(zip(batches.groups, batches.positions, strict=True))
     if (
-        run.exchange.keeps_pace
+        run.gradient_sync.keeps_pace
     ):  # each forward is the others' too, so a rank without rows runs one for nothing
         turns += [None] * (batches.rounds - len(turns))
     total = torch.zeros((), device=run.device)
@@ -112,10 +112,10 @@ def _add_up(run: Run, batches: StepBatches) -> tuple[torch.Tensor, float]:
         if number == 1:
             faults.in_compute(run, batches.step)
         seed_torch(run.plan.config.seed, "dropout", position)
-        run.watch.torch_was_seeded()
+        run.generator_watch.torch_was_seeded()
         if number == len(turns):
-            run.exchange.last_comes()
-        if len(rows.labels) or run.exchange.keeps_pace:
+            run.gradient_sync.last_comes()
+        if len(rows.labels) or run.gradient_sync.keeps_pace:
             loss = run.forward.loss(rows, count=batches.loss_tokens)
             loss = faults.spoil_loss(run.plan, run.group.rank, batches.step, loss)
             if turn is None:

@@ -1,28 +1,33 @@
-"""What torch's flight recorder knows of this rank's collectives, as JSON."""
+"""The dumps of torch's flight recorders in this process, as JSON. torch is never imported here: before it is loaded there are none."""
 
 import json
+import sys
+from collections.abc import Callable
+from typing import Any
 
-from torch.distributed import is_available
-
+_C10D = "torch._C._distributed_c10d"
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""The names of torch 2.11 to 2.13. A torch that is built with NCCL has both: NCCL's groups are in the first, those of gloo in the other."""
+"""The names of torch 2.11 to 2.13. A torch built with NCCL has both: the first holds NCCL's groups, the second those of gloo and others."""
 
 
-def flight_record() -> bytes:
-    """The recorder's dump: of each group what was begun and completed last, and the latest entries; empty where there is none.
+def recorders() -> list[Callable[..., bytes]]:
+    """torch's flight recorders; each gives its dump."""
+    module = sys.modules.get(_C10D)
+    return [getattr(module, name) for name in _DUMPS if hasattr(module, name)]
 
-    Of two recorders it is that of the collective that began last.
+
+def flight_record(rank_by: Callable[[Any], int] = lambda dump: 0) -> bytes:
+    """The dump of one recorder: of each group what was begun and completed last, and the latest entries; empty where there is none.
+
+    Args:
+        rank_by: gives a number for a parsed dump. Of two recorders the one with the larger number is taken; of equal ones, the one whose
+            newest entry is later.
     """
-    if not is_available():
-        return b""
-    from torch._C import _distributed_c10d as c10d  # the only way to it
-
-    found = [getattr(c10d, name)() for name in _DUMPS if hasattr(c10d, name)]
-    dumps = [dump if isinstance(dump, bytes) else str(dump).encode() for dump in found]
-    return max(dumps, key=_last_begun) if len(dumps) > 1 else b"".join(dumps)
+    dumps = [dump() for dump in recorders()]
+    return max(dumps, key=lambda dump: _rank(dump, rank_by)) if len(dumps) > 1 else b"".join(dumps)
 
 
-def _last_begun(dump: bytes) -> int:
-    """Nanoseconds of the wall clock; 0 where nothing has begun."""
-    entries = json.loads(dump or b"{}").get("entries") or ()
-    return max((int(entry["time_created_ns"]) for entry in entries), default=0)
+def _rank(dump: bytes, rank_by: Callable[[Any], int]) -> tuple[int, int]:
+    read = json.loads(dump or b"{}")
+    newest = max((int(entry["time_created_ns"]) for entry in read.get("entries") or ()), default=0)
+    return rank_by(read), newest

@@ -32,8 +32,9 @@ from unisono.gloo import gloo_states, let_gloo_finish
 from unisono.integrations.inside.collectives import _NAMES
 from unisono.integrations.inside.path.sitecustomize import HOOKS
 from unisono.integrations.inside.rows import dealt_by, digest_of
-from unisono.integrations.inside.sampling import begun_of, pending_of, recorders
+from unisono.integrations.inside.sampling import begun_of, pending_of
 from unisono.integrations.inside.starts import _forgetting, with_own_names
+from unisono.watch.flight_recorder import recorders
 
 _RECORDING = """
 import json, os, time, torch, torch.distributed as dist

@@ -6,7 +6,6 @@ ones is not used: gloo lets it fall behind, and even back. Which of the recorded
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.watch.beat import Beats
+from unisono.watch.flight_recorder import flight_record, recorders
 
 _EVERY_S = 0.25
 _SILENT_S = 1.0
@@ -22,17 +22,6 @@ _LITTLE_S = (
     0.004  # of a processor, in a second: less is nothing, and a loop that polls four times a second is still
 )
 _MUCH_BYTES = 1 << 16
-_C10D = "torch._C._distributed_c10d"
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-
-
-def recorders() -> list[Callable[..., bytes]]:
-    """torch's flight recorders, under the names of torch 2.11 to 2.13; none before torch is loaded.
-
-    A torch that is built with NCCL has two: NCCL's groups are in one, and those of gloo and others in the other.
-    """
-    module = sys.modules.get(_C10D)
-    return [getattr(module, name) for name in _DUMPS if hasattr(module, name)]
 
 
 def count_begun() -> int:
@@ -42,14 +31,7 @@ def count_begun() -> int:
 
 def dump_of_interest() -> bytes:
     """All that one recorder has: the one in which something is pending, or else the one that has recorded last."""
-    dumps = [dump() for dump in recorders()]
-    return max(dumps, key=_interest) if len(dumps) > 1 else b"".join(dumps)
-
-
-def _interest(dump: bytes) -> tuple[int, int]:
-    read = json.loads(dump or b"{}")
-    entries = read.get("entries") or ()
-    return pending_of(read), max((int(entry["time_created_ns"]) for entry in entries), default=0)
+    return flight_record(rank_by=pending_of)
 
 
 class Sampling(threading.Thread):
