@@ -168,10 +168,16 @@ def _answers(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     run.beats.enter("sample")
     with torch.no_grad(), evaluating(run), run.forward.ready_to_generate() as model:
-        answers = run.forward.within(lambda: generate(
-            model, [q.prompt for q in questions], max_new_tokens=min(limit or longest, longest), stop_ids=_stop_ids(run, among),
-            pad_id=pad or 0, is_over=stop,
-        ))  # fmt: skip
+        answers = run.forward.within(
+            lambda: generate(
+                model,
+                [q.prompt for q in questions],
+                max_new_tokens=min(limit or longest, longest),
+                stop_ids=_stop_ids(run, among),
+                pad_id=pad or 0,
+                is_over=stop,
+            )
+        )
     if stop.came:
         return []
     return [(question, _text(run, answer)) for question, answer in zip(questions, answers, strict=True)]

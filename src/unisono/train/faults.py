@@ -69,9 +69,18 @@ from unisono.train.run import Run
 from unisono.watch import Beats
 
 __all__ = [
-    "among", "at_the_end", "believed", "change_loaded", "change_table", "in_compute", "in_data", "pause", "spoil_gradient", "spoil_loss",
+    "among",
+    "at_the_end",
+    "believed",
+    "change_loaded",
+    "change_table",
+    "in_compute",
+    "in_data",
+    "pause",
+    "spoil_gradient",
+    "spoil_loss",
     "write_rows",
-]  # fmt: skip
+]
 
 
 def change_loaded(plan: RunPlan, rank: int, loaded: LoadedModel) -> None:
@@ -260,8 +269,13 @@ def _collect(seconds: float, on_slice: Callable[[], object]) -> None:
 
 
 _PAUSES: dict[str, Callable[[float, Callable[[], object]], None]] = {
-    "sleep": _sleep, "work": _work, "collect": _collect, "evaluate": _sleep, "sync": _sleep, "save": _sleep,
-}  # fmt: skip
+    "sleep": _sleep,
+    "work": _work,
+    "collect": _collect,
+    "evaluate": _sleep,
+    "sync": _sleep,
+    "save": _sleep,
+}
 
 
 def write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
@@ -276,9 +290,13 @@ def write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
     tokens = [ids.tobytes() for ids in np.split(batch.input_ids, ends[:-1])]
     rows = [[name, xxhash.xxh3_64_hexdigest(ids)] for name, ids in zip(batch.row_ids, tokens, strict=True)]
     line = {
-        "time": time.time(), "epoch": plan.epoch, "world_size": plan.world_size, "rank": rank, "step": step,
+        "time": time.time(),
+        "epoch": plan.epoch,
+        "world_size": plan.world_size,
+        "rank": rank,
+        "step": step,
         "rows": rows,
-    }  # fmt: skip
+    }
     with (Path(directory) / f"rank-{rank:05d}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 

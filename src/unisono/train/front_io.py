@@ -14,8 +14,11 @@ Outcome = Literal["preempted", "interrupted"]
 
 EXIT_CODES: dict[Outcome, int] = {"preempted": 75, "interrupted": 130}
 _OUTCOMES: dict[int, Outcome] = {
-    signal.SIGTERM: "preempted", signal.SIGUSR1: "preempted", signal.SIGHUP: "preempted", signal.SIGINT: "interrupted",
-}  # fmt: skip
+    signal.SIGTERM: "preempted",
+    signal.SIGUSR1: "preempted",
+    signal.SIGHUP: "preempted",
+    signal.SIGINT: "interrupted",
+}
 _AGAIN_AFTER_S = 1.0
 
 _FLAGS: tuple[Outcome, Outcome] = ("preempted", "interrupted")
@@ -101,8 +104,10 @@ class FrontMessages:
     def __init__(self) -> None:
         shards: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._of_kind: dict[str, queue.SimpleQueue[Message]] = {
-            "go": queue.SimpleQueue(), "shard_written": shards, "shard_moves": shards,
-        }  # fmt: skip
+            "go": queue.SimpleQueue(),
+            "shard_written": shards,
+            "shard_moves": shards,
+        }
         self._over = threading.Event()
         threading.Thread(target=self._read, name="front-line", daemon=True).start()
 

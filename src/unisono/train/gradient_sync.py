@@ -18,6 +18,14 @@ _BUCKET_ELEMENTS = 8 << 20  # 32 MiB of float32
 _ALIGNED = 64  # elements at which each gradient begins, so that kernels may read several at once
 
 
+FIXED_SCALARS = 3  # the loss, and two stop requests
+
+
+def scalars_of_a_step(world_size: int) -> int:
+    """Numbers of a step that are summed over the ranks beside the gradients: the fixed ones, and one for each rank."""
+    return FIXED_SCALARS + world_size
+
+
 class GradientSync(Protocol):
     """What a step does beside its forwards and backwards."""
 

@@ -37,8 +37,10 @@ def find_place(plan: RunPlan, environment: Environment) -> RankPlace:
     if rank is None or rank >= plan.world_size:
         told = "is not set" if rank is None else f"is {rank}"
         raise _plan_mismatch(
-            None, f"RANK {told}, and the plan has ranks 0 to {plan.world_size - 1}", "start ranks through unisono train"
-        )  # fmt: skip
+            None,
+            f"RANK {told}, and the plan has ranks 0 to {plan.world_size - 1}",
+            "start ranks through unisono train",
+        )
     place = plan.ranks[rank]
     for name, found, planned in (
         ("WORLD_SIZE", environment.world_size, plan.world_size),
@@ -47,8 +49,10 @@ def find_place(plan: RunPlan, environment: Environment) -> RankPlace:
         if found != planned:
             told = "is not set" if found is None else f"is {found}"
             raise _plan_mismatch(
-                place, f"{name} {told} for rank {rank}, and the plan says {planned}", "start ranks through unisono train"
-            )  # fmt: skip
+                place,
+                f"{name} {told} for rank {rank}, and the plan says {planned}",
+                "start ranks through unisono train",
+            )
     return place
 
 
@@ -61,9 +65,10 @@ def check_device(place: RankPlace, device: torch.device) -> None:
     planned, bound = place.device.uuid, bound_uuid(device)
     if bound is not None and planned is not None and planned.startswith("GPU-") and planned != bound:
         raise _plan_mismatch(
-            place, f"rank {place.rank} has bound {bound}, and the plan gives it {planned}",
+            place,
+            f"rank {place.rank} has bound {bound}, and the plan gives it {planned}",
             "unset CUDA_VISIBLE_DEVICES where the rank starts, or name devices by --devices",
-        )  # fmt: skip
+        )
 
 
 def join_ranks(
@@ -94,9 +99,14 @@ def join_ranks(
     report.phase("join", "joining the other ranks")
     beats.enter("join")
     group = Ranks(
-        f"{plan.run_id}/{plan.epoch}", rank=place.rank, world_size=plan.world_size, device=device, store=(host, port),
-        listener=listener, beats=beats,
-    )  # fmt: skip
+        f"{plan.run_id}/{plan.epoch}",
+        rank=place.rank,
+        world_size=plan.world_size,
+        device=device,
+        store=(host, port),
+        listener=listener,
+        beats=beats,
+    )
     check_world(plan, place, group)
     return faults.among(group, plan, beats)
 
@@ -118,11 +128,19 @@ def _world_mismatch(place: RankPlace, what: str) -> Disagreed:
     fix = "start all nodes again, with the same --nodes and --nproc as in the plan"
     summary = f"{place.label}: {what}"
     verdict = Verdict(
-        cause="world_mismatch", when="before", summary=summary, phase="join", evidence=(Evidence(where=place.label, text=what),), fix=(fix,),
-    )  # fmt: skip
+        cause="world_mismatch",
+        when="before",
+        summary=summary,
+        phase="join",
+        evidence=(Evidence(where=place.label, text=what),),
+        fix=(fix,),
+    )
     return Disagreed(
-        Problem(summary, place.label, "a smaller or larger world trains on other batches than were meant", fix), verdict=verdict,
-    )  # fmt: skip
+        Problem(
+            summary, place.label, "a smaller or larger world trains on other batches than were meant", fix
+        ),
+        verdict=verdict,
+    )
 
 
 def _wait_for_go() -> tuple[str, int]:
@@ -141,9 +159,15 @@ def _wait_for_go() -> tuple[str, int]:
 
 def _plan_mismatch(place: RankPlace | None, what: str, fix: str) -> Disagreed:
     verdict = Verdict(
-        cause="plan_mismatch", when="before", summary=what, ranks=(place.rank,) if place else (), hosts=(place.host,) if place else (),
-        phase="agree.ranks", evidence=(Evidence(where=place.label, text=what),) if place else (), fix=(fix,),
-    )  # fmt: skip
+        cause="plan_mismatch",
+        when="before",
+        summary=what,
+        ranks=(place.rank,) if place else (),
+        hosts=(place.host,) if place else (),
+        phase="agree.ranks",
+        evidence=(Evidence(where=place.label, text=what),) if place else (),
+        fix=(fix,),
+    )
     return Disagreed(
         Problem(what, place.label if place else "", "a rank does what the plan says, or nothing", fix),
         verdict=verdict,

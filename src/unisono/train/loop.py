@@ -207,6 +207,7 @@ def _keep_line(run: Run, line: dict[str, Any]) -> None:
 def _tell_moved_generators(run: Run) -> None:
     for name in run.generator_watch.moved():
         run.report.warning(
-            "global_random_state", f"something moved {name} during step {run.state.step}: it is not ours, and is not resumed exactly",
+            "global_random_state",
+            f"something moved {name} during step {run.state.step}: it is not ours, and is not resumed exactly",
             fix="have that code draw from a generator of its own",
-        )  # fmt: skip
+        )

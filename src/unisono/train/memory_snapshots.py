@@ -291,9 +291,11 @@ def _take_memory(fd: int, size: int) -> memoryview:
     except OSError as error:
         why = reason(error) if error.errno != errno.ENOMEM else "the machine has no memory left"
         problem = Problem(
-            f"no shared memory of {size} bytes ({show_bytes(size)}) to keep each step in: {words(error)}", f"rank memory (memfd), {size} bytes",
-            why, remedy(error, else_="free memory on this machine, or train a smaller adapter (adapter.rank)"),
-        )  # fmt: skip
+            f"no shared memory of {size} bytes ({show_bytes(size)}) to keep each step in: {words(error)}",
+            f"rank memory (memfd), {size} bytes",
+            why,
+            remedy(error, else_="free memory on this machine, or train a smaller adapter (adapter.rank)"),
+        )
         raise UnfitError(problem, verdict=storage_verdict(error, problem, phase="log")) from error
 
 

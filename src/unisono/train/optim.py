@@ -26,9 +26,11 @@ class Optimizers:
 
     def __post_init__(self) -> None:
         self.settings = {
-            name: [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
+            name: [
+                {key: value for key, value in group.items() if key != "params"} for group in part.param_groups
+            ]
             for name, part in self.parts.items()
-        }  # fmt: skip
+        }
 
     def take_settings(self) -> None:
         """Puts the config's settings back: a checkpoint brings those that it was saved with, and another may be allowed since."""

@@ -108,9 +108,14 @@ class Listener:
     def store(self) -> dist.Store:
         """torch's store on this socket."""
         return dist.TCPStore(
-            self.host, self.port, None, is_master=True, timeout=_JOIN_LIMIT, wait_for_workers=False,
+            self.host,
+            self.port,
+            None,
+            is_master=True,
+            timeout=_JOIN_LIMIT,
+            wait_for_workers=False,
             master_listen_fd=self._socket.detach(),
-        )  # fmt: skip
+        )
 
 
 class Ranks:
@@ -151,9 +156,13 @@ class Ranks:
         self._notes = dist.PrefixStore(f"notes/{name}", base)
         extra: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group(
-            backend_of(device), store=dist.PrefixStore(f"unisono/{name}", base), rank=rank, world_size=world_size,
-            timeout=_PATIENCE, **extra,
-        )  # fmt: skip
+            backend_of(device),
+            store=dist.PrefixStore(f"unisono/{name}", base),
+            rank=rank,
+            world_size=world_size,
+            timeout=_PATIENCE,
+            **extra,
+        )
 
     @property
     def is_main(self) -> bool:

@@ -75,9 +75,10 @@ def _close(run: Run, storage: StorageWatch) -> None:
             lost = run.metrics.close()
         if lost is not None:
             run.report.warning(
-                "metrics_lost", f"{run.metrics.waiting} lines of metrics.jsonl could not be written: {words(lost)} ({run.files.metrics}); {reason(lost)}",
+                "metrics_lost",
+                f"{run.metrics.waiting} lines of metrics.jsonl could not be written: {words(lost)} ({run.files.metrics}); {reason(lost)}",
                 fix=remedy(lost, else_="fix the storage"),
-            )  # fmt: skip
+            )
     if run.tracker is not None:
         run.tracker.close()
 
@@ -244,9 +245,11 @@ def _refuse_on_storage_error(run: Run, temporary: Path, target: Path) -> Iterato
         if run.saved_step is None:
             again = "run the same command again"
         problem = Problem(
-            f"the result cannot be written to {target}: {words(error)}", str(target), why,
+            f"the result cannot be written to {target}: {words(error)}",
+            str(target),
+            why,
             f"{remedy(error, else_='fix the storage')}; {again}",
-        )  # fmt: skip
+        )
         raise UnfitError(problem, verdict=storage_verdict(error, problem, phase="finish")) from error
 
 

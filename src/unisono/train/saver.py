@@ -143,8 +143,13 @@ def _flat(tensor: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
 def _as_file_part(part: Part, read: Callable[[], memoryview]) -> TensorPart:
     whole = None if part.is_whole else part.shape
     return TensorPart(
-        part.name, dtype_name(part.tensor.dtype), tuple(part.tensor.shape), read, whole, part.offsets if whole else ()
-    )  # fmt: skip
+        part.name,
+        dtype_name(part.tensor.dtype),
+        tuple(part.tensor.shape),
+        read,
+        whole,
+        part.offsets if whole else (),
+    )
 
 
 Write = Callable[["Save", Files], Path | None]

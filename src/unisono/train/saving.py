@@ -91,10 +91,11 @@ def _tell_left_behind(run: Run) -> None:
     save = run.saver.last
     if save is not None and not save.done.is_set():
         run.report.warning(
-            "checkpoint_skipped", f"step {save.step} is not saved: its save has made no progress for {save.idle_s:.0f} s ({save.doing}), and the"
+            "checkpoint_skipped",
+            f"step {save.step} is not saved: its save has made no progress for {save.idle_s:.0f} s ({save.doing}), and the"
             " run does not wait for it any longer",
             fix="look at the storage of output_dir, and at the way to it from the other nodes",
-        )  # fmt: skip
+        )
 
 
 def wait_for_copies(run: Run) -> None:
@@ -117,9 +118,11 @@ def require_checkpoint(run: Run) -> None:
     if run.group.is_main and run.saved_step is None:
         path = run.files.checkpoints
         problem = Problem(
-            f"the run was asked to stop after step {run.state.step}, and no checkpoint could be written", str(path),
-            "the warnings before tell why", "mend the storage, and start it again: it begins anew",
-        )  # fmt: skip
+            f"the run was asked to stop after step {run.state.step}, and no checkpoint could be written",
+            str(path),
+            "the warnings before tell why",
+            "mend the storage, and start it again: it begins anew",
+        )
         raise StorageFailed(
             problem, path=path, verdict=run.save_failure.verdict if run.save_failure else None
         )
@@ -152,9 +155,11 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
     if shared.shapes["trainable"] != {name: parameter.shape for name, parameter in trainable.items()}:
         odd = sorted(set(shared.shapes["trainable"]) ^ set(trainable)) or ["shapes differ"]
         raise IntegrityError.of(
-            f"checkpoint {path.name} does not hold what this run trains", where=str(path), why=f"for example {odd[0]}",
+            f"checkpoint {path.name} does not hold what this run trains",
+            where=str(path),
+            why=f"for example {odd[0]}",
             fix="start with --fresh, or with the config that the checkpoint was made with",
-        )  # fmt: skip
+        )
     run.saver.before_update()  # a save that hangs may not have read what it saves yet
     with torch.no_grad():
         for name, tensor in shared.tensors("trainable"):
@@ -178,10 +183,11 @@ def _is_free(run: Run) -> bool:
     save = run.saver.last
     if save is not None and not save.done.is_set():
         run.report.warning(
-            "checkpoint_skipped", f"step {run.state.step} is not saved: the save of step {save.step} has made no progress for"
+            "checkpoint_skipped",
+            f"step {run.state.step} is not saved: the save of step {save.step} has made no progress for"
             f" {save.idle_s:.0f} s ({save.doing}); training goes on ({time.perf_counter() - began:.0f} s were waited)",
             fix="look at the storage of output_dir; the older checkpoints are as they were",
-        )  # fmt: skip
+        )
     return False
 
 
@@ -231,9 +237,15 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
             return found
 
         path = run.store.save(
-            job.step, write, run_id=plan.run_id, config_digest=plan.config_digest, world_size=plan.world_size,
-            threads=plan.threads, holder=plan.host, temporary=job.temporary,
-        )  # fmt: skip
+            job.step,
+            write,
+            run_id=plan.run_id,
+            config_digest=plan.config_digest,
+            world_size=plan.world_size,
+            threads=plan.threads,
+            holder=plan.host,
+            temporary=job.temporary,
+        )
     except (StorageFailed, OSError) as error:
         target = run.files.checkpoint(job.step)
         failure = error if isinstance(error, StorageFailed) else storage_failure(error, target, target)
@@ -283,8 +295,11 @@ def require_directory(run: Run) -> None:
             why = "another directory was put in its place: it does not have this run's plan.json"
         if time.monotonic() > limit:
             problem = Problem(
-                f"step {run.state.step} cannot be saved in {root}", str(root), why, "leave a run's directory alone while it trains"
-            )  # fmt: skip
+                f"step {run.state.step} cannot be saved in {root}",
+                str(root),
+                why,
+                "leave a run's directory alone while it trains",
+            )
             raise StorageFailed(problem, path=root)
         time.sleep(_LOOK_S)
 
@@ -312,9 +327,11 @@ def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
         metrics.sync()
     except OSError as error:
         problem = Problem(
-            f"step {save.step} cannot be saved: metrics.jsonl cannot be written: {words(error)}", str(path), reason(error),
+            f"step {save.step} cannot be saved: metrics.jsonl cannot be written: {words(error)}",
+            str(path),
+            reason(error),
             remedy(error, else_="fix the storage; the older checkpoints are as they were"),
-        )  # fmt: skip
+        )
         verdict = storage_verdict(error, problem, phase="save")
         raise StorageFailed(problem, path=path, verdict=verdict) from error
 
@@ -325,8 +342,11 @@ def _tell(run: Run, job: Job, path: Path, save: Save) -> bool:
     A network file system may fail to answer just then. What was synced and renamed counts as saved all the same.
     """
     told: dict[str, Any] = {
-        "step": job.step, "path": str(path), "seconds": time.monotonic() - save.began, "blocking_s": save.blocking_s,
-    }  # fmt: skip
+        "step": job.step,
+        "path": str(path),
+        "seconds": time.monotonic() - save.began,
+        "blocking_s": save.blocking_s,
+    }
     n_bytes, fix = (
         0,
         "look at the storage of output_dir; `unisono checkpoint verify` tells whether it is intact",
@@ -335,9 +355,10 @@ def _tell(run: Run, job: Job, path: Path, save: Save) -> bool:
         n_bytes = sum(file.stat().st_size for file in os.scandir(path))
     except FileNotFoundError as error:
         run.report.warning(
-            "checkpoint_gone", f"checkpoint {path.name} was saved, and is no longer in {path.parent}: {reason(error)}",
+            "checkpoint_gone",
+            f"checkpoint {path.name} was saved, and is no longer in {path.parent}: {reason(error)}",
             fix="put it back if it was moved; leave the run's directory alone while it trains. The next save makes a new one",
-        )  # fmt: skip
+        )
         return False
     except OSError as error:
         text = f"checkpoint {path.name} was saved, and the storage does not let it be looked at: {words(error)} ({path})"
@@ -354,5 +375,11 @@ def _tell_failure(run: Run, job: Job, error: StorageFailed) -> None:
     for problem in error.problems:
         what = "; ".join(part for part in (problem.what, problem.why) if part)
         run.report.send(
-            "warning", code="checkpoint_failed", step=job.step, text=what, where=problem.where, fix=problem.fix, **cited
-        )  # fmt: skip
+            "warning",
+            code="checkpoint_failed",
+            step=job.step,
+            text=what,
+            where=problem.where,
+            fix=problem.fix,
+            **cited,
+        )

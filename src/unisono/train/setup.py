@@ -21,14 +21,13 @@ from unisono.rundir.metrics import MetricsWriter, cut_after
 from unisono.track.tensorboard import TensorboardWriter
 from unisono.train import faults
 from unisono.train.front_io import StopRequest, front_messages
-from unisono.train.gradient_sync import GradientSync, NoSync, ReplicaSync, ShardSync
+from unisono.train.gradient_sync import GradientSync, NoSync, ReplicaSync, ShardSync, scalars_of_a_step
 from unisono.train.join import check_device, join_ranks
 from unisono.train.optim import build_optimizers
 from unisono.train.process_group import Alone, Group, world_mesh
 from unisono.train.run import Run, TrainState
 from unisono.train.saver import Saver, Staging
 from unisono.train.saving import restore
-from unisono.train.step import scalars_of_a_step
 from unisono.train.step_inputs import GeneratorWatch, TrainingData, seed_torch
 from unisono.watch import Beats
 
@@ -105,9 +104,12 @@ def _bind_device(plan: RunPlan) -> torch.device:
 def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> LoadedModel:
     seed_torch(plan.config.seed, "weights")
     loaded = load_for_training(
-        plan.config, directory=Path(plan.model.directory), tokenizer_directory=locate_tokenizer(plan.config), dtype=plan.dtype,
+        plan.config,
+        directory=Path(plan.model.directory),
+        tokenizer_directory=locate_tokenizer(plan.config),
+        dtype=plan.dtype,
         device=device,
-    )  # fmt: skip
+    )
     faults.change_loaded(plan, place.rank, loaded)
     return loaded
 
@@ -115,10 +117,15 @@ def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> Loaded
 def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | None) -> Forward:
     adapter = plan.config.adapter
     forward = choose_forward(
-        loaded, dtype=plan.dtype, gradient_checkpointing=plan.gradient_checkpointing,
-        quick_adapter=adapter is not None and adapter.kind != "dora" and adapter.dropout == 0 and not adapter.modules_to_save,
+        loaded,
+        dtype=plan.dtype,
+        gradient_checkpointing=plan.gradient_checkpointing,
+        quick_adapter=adapter is not None
+        and adapter.kind != "dora"
+        and adapter.dropout == 0
+        and not adapter.modules_to_save,
         root=sharded.module if sharded else None,
-    )  # fmt: skip
+    )
     if sharded is not None:
         sharded.reshard()
     return forward
@@ -179,7 +186,14 @@ def ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any
     """What only the worker knows before step 1, for the first screen."""
     loaded, forward = run.forward.loaded, run.forward
     return {
-        "parameters": loaded.parameters, "trainable": loaded.trainable_parameters, "dtype": run.plan.dtype, "layout": forward.layout,
-        "head": forward.head, "why": forward.why, "peak_bytes": peak, "resumed_step": run.state.step, "threads": torch.get_num_threads(),
+        "parameters": loaded.parameters,
+        "trainable": loaded.trainable_parameters,
+        "dtype": run.plan.dtype,
+        "layout": forward.layout,
+        "head": forward.head,
+        "why": forward.why,
+        "peak_bytes": peak,
+        "resumed_step": run.state.step,
+        "threads": torch.get_num_threads(),
         "kept_every": kept_every,
-    }  # fmt: skip
+    }

@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor
 from unisono.model.shard import whole
 from unisono.train import faults
 from unisono.train.front_io import flags_of, outcome_of
+from unisono.train.gradient_sync import FIXED_SCALARS, scalars_of_a_step
 from unisono.train.optim import lr_factor
 from unisono.train.run import Run
 from unisono.train.saving import wait_for_copies
 from unisono.train.step_inputs import StepBatches, load_rows, seed_torch
-
-_FIXED_SCALARS = 3  # the loss, and two wishes to stop
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,6 @@ class StepOutcome:
     def is_sound(self) -> bool:
         """Whether loss and gradient were numbers, so that the update was made."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
-def scalars_of_a_step(world_size: int) -> int:
-    """Numbers that are summed over the ranks beside the gradients."""
-    return _FIXED_SCALARS + world_size
 
 
 def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
@@ -130,8 +124,8 @@ def _scalars(run: Run, total: torch.Tensor) -> torch.Tensor:
     own = torch.zeros(scalars_of_a_step(run.group.world_size), device=run.device)
     own[0] = total
     if run.stop.outcome is not None:
-        own[1:_FIXED_SCALARS] = torch.tensor(flags_of(run.stop.outcome))
-    own[_FIXED_SCALARS + run.group.rank] = ~torch.isfinite(total)
+        own[1:FIXED_SCALARS] = torch.tensor(flags_of(run.stop.outcome))
+    own[FIXED_SCALARS + run.group.rank] = ~torch.isfinite(total)
     return own
 
 

@@ -86,10 +86,14 @@ class StorageWatch:
         if blocked_s > _NAMED_AFTER_S and self._told is not save:
             self._told = save
             self._report.send(
-                "warning", code="storage_blocked", step=save.step, fix=_FIX, where=save.doing,
+                "warning",
+                code="storage_blocked",
+                step=save.step,
+                fix=_FIX,
+                where=save.doing,
                 text=f"the save of step {save.step} has made no progress for {blocked_s:.0f} s: {save.doing}; {look}; "
                 "training goes on, and nothing is saved meanwhile",
-            )  # fmt: skip
+            )
 
     def _pass_on_moves(self, save: Save) -> None:
         """Tells those who wait for this save that it has moved since they heard of it last."""

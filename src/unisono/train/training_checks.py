@@ -32,16 +32,24 @@ def note_skipped_step(run: Run, batches: StepBatches, outcome: StepOutcome) -> N
     what = "loss" if outcome.loss != outcome.loss or abs(outcome.loss) == float("inf") else "gradient"
     if _is_model(run, outcome.odd_ranks):
         run.report.send(
-            "warning", code="nan_step", step=batches.step, rows=[], fix=_model_fix(run),
+            "warning",
+            code="nan_step",
+            step=batches.step,
+            rows=[],
+            fix=_model_fix(run),
             text=f"step {batches.step} was skipped: its {what} is not a number, before any update: this is the model as it was loaded, not a row",
-        )  # fmt: skip
+        )
         return
     rows = run.data.row_ids(batches.sequences)
     shown = ", ".join(rows[:16]) + (f" and {len(rows) - 16} more" if len(rows) > 16 else "")
     run.report.send(
-        "warning", code="nan_step", step=batches.step, rows=rows, fix="look at these rows; a smaller optim.lr may help",
+        "warning",
+        code="nan_step",
+        step=batches.step,
+        rows=rows,
+        fix="look at these rows; a smaller optim.lr may help",
         text=f"step {batches.step} was skipped: its {what} is not a number{_on_ranks(run, outcome)}; rows {shown}",
-    )  # fmt: skip
+    )
 
 
 def _on_ranks(run: Run, outcome: StepOutcome) -> str:
@@ -73,19 +81,29 @@ def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ve
         else "every step"
     )
     return Verdict(
-        cause="nan_loss", when="during", ranks=tuple(culprits),
-        hosts=tuple(dict.fromkeys(run.plan.ranks[rank].host for rank in culprits)), phase="train", step=batches.step,
+        cause="nan_loss",
+        when="during",
+        ranks=tuple(culprits),
+        hosts=tuple(dict.fromkeys(run.plan.ranks[rank].host for rank in culprits)),
+        phase="train",
+        step=batches.step,
         summary=f"loss or gradient was not a number in {among} ({steps}){_on_ranks(run, outcome)}",
         evidence=(
-            Evidence(where=where, text=f"steps {steps} were skipped; the weights are those of before step {run.state.skipped[0]} and of the sound steps since"),
-            Evidence(where=where, text=f"rows of step {batches.step}: {', '.join(run.data.row_ids(batches.sequences)[:8])}"),
+            Evidence(
+                where=where,
+                text=f"steps {steps} were skipped; the weights are those of before step {run.state.skipped[0]} and of the sound steps since",
+            ),
+            Evidence(
+                where=where,
+                text=f"rows of step {batches.step}: {', '.join(run.data.row_ids(batches.sequences)[:8])}",
+            ),
         ),
         fix=(
             f"start again with a smaller learning rate, for example optim.lr={run.plan.config.optim.lr / 4:g}",
             "look at the rows that the warnings name (unisono data preview)",
             "if model.dtype is float16, use bfloat16 or float32",
         ),
-    )  # fmt: skip
+    )
 
 
 def _is_model(run: Run, odd_ranks: list[int]) -> bool:
@@ -110,14 +128,22 @@ def model_verdict(run: Run) -> Verdict:
             f"no weight is NaN or infinite, so the numbers overflow while {run.plan.dtype} is computed with"
         )
     return Verdict(
-        cause="nan_loss", when="during", ranks=(), hosts=(), phase="train", step=run.state.step,
+        cause="nan_loss",
+        when="during",
+        ranks=(),
+        hosts=(),
+        phase="train",
+        step=run.state.step,
         summary=f"the model {model} gives a loss or gradient that is not a number before any update (steps {steps}): nothing was trained",
         evidence=(
             Evidence(where=run.where, text=found),
-            Evidence(where=run.where, text="no update was made, so neither the learning rate nor a row is the cause; all ranks hold the same weights"),
+            Evidence(
+                where=run.where,
+                text="no update was made, so neither the learning rate nor a row is the cause; all ranks hold the same weights",
+            ),
         ),
         fix=(_model_fix(run),),
-    )  # fmt: skip
+    )
 
 
 def _model_fix(run: Run) -> str:
@@ -206,9 +232,16 @@ def out_of_memory(run: Run, error: BaseException, *, shape: str, phase: str) -> 
     cause = "cuda_oom" if run.device.type == "cuda" else "host_oom_killed"
     summary = f"memory ran out on {run.plan.device.name} with a batch of {shape}"
     verdict = Verdict(
-        cause=cause, when="during", summary=summary, ranks=(run.group.rank,), hosts=(run.plan.host,), phase=phase, step=run.state.step,
-        evidence=(Evidence(where=run.where, text=str(error)),), fix=tuple(_savings(run)),
-    )  # fmt: skip
+        cause=cause,
+        when="during",
+        summary=summary,
+        ranks=(run.group.rank,),
+        hosts=(run.plan.host,),
+        phase=phase,
+        step=run.state.step,
+        evidence=(Evidence(where=run.where, text=str(error)),),
+        fix=tuple(_savings(run)),
+    )
     return RankDied.of(
         summary,
         where=f"{run.where}, {phase}",
@@ -224,10 +257,14 @@ def _savings(run: Run) -> list[str]:
 
     def total(micro: int, *, checkpointing: bool) -> int:
         return estimate_memory(
-            plan.model, dtype=plan.dtype, adapter_rank=config.adapter.rank if config.adapter else None,
-            micro_tokens=micro * plan.data.train.longest_sequence, longest_row=plan.data.train.longest_row,
-            gradient_checkpointing=checkpointing, shards=run.group.world_size if run.sharded is not None else 1,
-        ).total  # fmt: skip
+            plan.model,
+            dtype=plan.dtype,
+            adapter_rank=config.adapter.rank if config.adapter else None,
+            micro_tokens=micro * plan.data.train.longest_sequence,
+            longest_row=plan.data.train.longest_row,
+            gradient_checkpointing=checkpointing,
+            shards=run.group.world_size if run.sharded is not None else 1,
+        ).total
 
     now = total(plan.micro_batch, checkpointing=plan.gradient_checkpointing)
     found = []
