@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.compat import load_own_config
+from unisono.compat.load import load_own_config
 from unisono.config import LoadedConfig
 from unisono.errors import UsageError
 from unisono.facts import Environment, Probes
