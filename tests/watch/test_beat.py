@@ -16,9 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.watch import PHASES, BeatMemory, Beats
-from unisono.watch.beat import RESTING_S, beat_while_collecting
-from unisono.watch.layout import KINDS, MAIN, MAIN_AT, MOST_ROWS, PULSE, PULSE_AT
-from unisono.watch.record import read_beat
+from unisono.watch.beat import (
+    KINDS,
+    MAIN,
+    MAIN_AT,
+    MOST_ROWS,
+    PULSE,
+    PULSE_AT,
+    RESTING_S,
+    beat_while_collecting,
+)
+from unisono.watch.rank_record import read_beat
 
 HAMMERING_S = 3.0
 STANDIN = str(Path(__file__).parent / "standins" / "hammering.py")
@@ -75,7 +83,7 @@ def test_the_digest_of_a_batch_is_the_same_in_every_process_and_another_for_othe
     memory: BeatMemory,
 ) -> None:
     code = (
-        "from unisono.watch.beat import Beats\nfrom unisono.watch.layout import RECORD_BYTES\nfrom unisono.watch.record import read_beat\n"
+        "from unisono.watch.beat import Beats\nfrom unisono.watch.beat import RECORD_BYTES\nfrom unisono.watch.rank_record import read_beat\n"
         "m = bytearray(RECORD_BYTES); b = Beats(m); b.note_batch([3, 1, 2]); b.enter('data'); print(read_beat(m).digest)"
     )
     told = subprocess.run(

@@ -18,7 +18,7 @@ from unisono.launch.evidence import MESSAGE_BYTES, Raw, end_of_log, keep_evidenc
 from unisono.launch.telling import Telling
 from unisono.rundir import RunDir
 from unisono.watch import Look, RankView
-from unisono.watch.flight import read_flight
+from unisono.watch.rank_dumps import read_flight
 
 RECORDED = Path(__file__).parent / "recorded"
 FLIGHT = (RECORDED / "flight-all_reduce.json").read_text()

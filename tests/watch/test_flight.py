@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unisono.watch import Collective
-from unisono.watch.flight import Flight, read_flight, shortened
+from unisono.watch.rank_dumps import Flight, read_flight, shortened
 
 RECORDED = Path(__file__).parent / "recorded"
 

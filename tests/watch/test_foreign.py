@@ -10,8 +10,8 @@ from unisono.causes import Verdict
 from unisono.plan import DeviceChoice, RankPlace
 from unisono.watch import Beat, Collective, Look, Picture, ProcessView, RankView, Suspicion
 from unisono.watch.judge import judge
-from unisono.watch.patience import Patience
-from unisono.watch.record import PhaseTimes
+from unisono.watch.pace import Patience
+from unisono.watch.rank_record import PhaseTimes
 
 _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1 << 30, bfloat16=False)
 

@@ -12,7 +12,7 @@ from tests.watch.seeing import QUICK, UNSEEN, look, picture, view
 from unisono.causes import Verdict
 from unisono.watch import PHASES, NodeView, RankView, Suspicion
 from unisono.watch.judge import judge
-from unisono.watch.patience import Patience
+from unisono.watch.pace import Patience
 
 AUTO = Patience()
 _IN_STEP = [phase.name for phase in PHASES if phase.in_step and not phase.waits]

@@ -18,7 +18,7 @@ from unisono.rundir.layout import RunDir
 from unisono.rundir.lock import read_holder
 from unisono.rundir.result import RunResult, read_result
 from unisono.text import one_line
-from unisono.watch.phases import phase_named
+from unisono.watch.beat import phase_named
 
 SILENT_S = 5.0
 """So much earlier a rank must have fallen silent to be told apart."""

@@ -10,7 +10,7 @@ from unisono.diagnose.identity import who_is_file
 from unisono.diagnose.pickled import read_pickle
 from unisono.diagnose.redact import shown
 from unisono.text import one_line
-from unisono.watch.flight import Group
+from unisono.watch.rank_dumps import Group
 
 MOST_BYTES = 256 << 20
 """A longer file is no recording of one rank."""

@@ -6,7 +6,7 @@ processes by one variable, UNISONO_GUARD. Nothing else is handed on, and nothing
     held                   locked by the front and its keeper: a folder that nobody holds is removed by the next front
     guard.json             the front: what every process may know (Guard)
     rank-<pid>.json        a rank: who it is (Registration); written anew, whole, whenever it knows more
-    beat-<pid>             a rank: its signs of life, as unisono.watch.layout has them, RECORD_BYTES; stays readable after its death
+    beat-<pid>             a rank: its signs of life, as unisono.watch.beat has them, RECORD_BYTES; stays readable after its death
     stacks-<pid>           faulthandler in the rank
     answers-<pid>          the rank's second thread: the flight recorder's dump, when the front has asked through the record
     events-<pid>.jsonl     a rank, or a launcher: messages as unisono.events has them, one a line
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from unisono.watch.record import BeatMemory
+    from unisono.watch.rank_record import BeatMemory
 
 VARIABLE = "UNISONO_GUARD"
 """The only variable of the border: the path of guard.json."""
@@ -186,7 +186,7 @@ class Presence:
         Returns:
             The record, for Beats; the descriptors of the stacks (for faulthandler) and of the answers (for Pulse).
         """
-        from unisono.watch.layout import RECORD_BYTES
+        from unisono.watch.beat import RECORD_BYTES
 
         record, stacks, answers = (self._file(name) for name in ("beat", "stacks", "answers"))
         os.ftruncate(record, RECORD_BYTES)
@@ -336,7 +336,7 @@ def memory_of(folder: Path, pid: int) -> "BeatMemory":
     Raises:
         OSError: if the rank has made none.
     """
-    from unisono.watch.record import BeatMemory
+    from unisono.watch.rank_record import BeatMemory
 
     with contextlib.ExitStack() as stack:
         opened = [

@@ -11,7 +11,7 @@ from unisono.integrations.trainer_meeting import find_world, meet
 
 
 class Recorder(Protocol):
-    """Who is told. Phases are those of unisono.watch.phases."""
+    """Who is told. Phases are those of unisono.watch.beat."""
 
     def phase(self, name: str) -> None:
         """The rank does something else from here on."""

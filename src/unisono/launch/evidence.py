@@ -16,7 +16,7 @@ from unisono.launch.tasks import run_task
 from unisono.rundir import RunDir
 from unisono.text import plain
 from unisono.watch import PHASES, Look, phase_named
-from unisono.watch.flight import shortened
+from unisono.watch.rank_dumps import shortened
 
 LOG_LINES = 20
 MESSAGE_BYTES = 1 << 20

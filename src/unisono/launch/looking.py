@@ -12,8 +12,7 @@ from unisono.launch.process import ChildProcess
 from unisono.launch.tasks import how_it_ended
 from unisono.text import one_line
 from unisono.watch import BeatMemory, Look
-from unisono.watch.flight import read_flight
-from unisono.watch.stacks import main_thread_of_faulthandler, main_thread_of_py_spy
+from unisono.watch.rank_dumps import main_thread_of_faulthandler, main_thread_of_py_spy, read_flight
 
 LIMIT_S = 1.5
 _ANSWERS_S = 0.5  # faulthandler needs some milliseconds, on a machine where nothing else runs

@@ -13,7 +13,7 @@ from unisono.plan import RankPlace
 from unisono.text import one_line
 from unisono.watch import Picture, RankView
 from unisono.watch.mismatch import mismatch
-from unisono.watch.telling import doing
+from unisono.watch.verdicts import describe_activity
 
 _TAIL_LINES = 3
 _STOOD_S = 0.2  # a rank that lives and has beaten since is no longer where it was seen
@@ -113,7 +113,7 @@ def name_death(
     cause, what, evidence = _how(end, where)
     view = seen.views.get(end.rank) if seen is not None else None
     if view is not None and view.beat is not None:
-        evidence.append(Evidence(where=where, text=f"last sign of life: {doing(view)}"))
+        evidence.append(Evidence(where=where, text=f"last sign of life: {describe_activity(view)}"))
     evidence += _tail(end, where)
     known = find_cause(cause)
     return Verdict(

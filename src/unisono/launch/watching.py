@@ -10,8 +10,7 @@ from unisono.launch.evidence import Raw
 from unisono.launch.job import Job
 from unisono.watch import Look, NodeView, Picture, RankView, Suspicion
 from unisono.watch.judge import judge
-from unisono.watch.pace import Pace
-from unisono.watch.patience import Patience
+from unisono.watch.pace import Pace, Patience
 
 if TYPE_CHECKING:
     from unisono.control.server import HeadServer

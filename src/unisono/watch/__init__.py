@@ -8,12 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono.watch.beat import Beats, Pulse
-    from unisono.watch.finding import Suspicion
-    from unisono.watch.phases import PHASES, Phase, phase_named
-    from unisono.watch.picture import Collective, Look, NodeView, Picture
-    from unisono.watch.record import Beat, BeatMemory
-    from unisono.watch.views import ProcessView, RankView
+    from unisono.watch.beat import PHASES, Beats, Phase, Pulse, phase_named
+    from unisono.watch.rank_record import Beat, BeatMemory
+    from unisono.watch.views import Collective, Look, NodeView, Picture, ProcessView, RankView, Suspicion
 
 __all__ = [
     "PHASES",
@@ -32,12 +29,9 @@ __all__ = [
     "phase_named",
 ]
 _HOME = {
-    "beat": ("Beats", "Pulse"),
-    "record": ("Beat", "BeatMemory"),
-    "finding": ("Suspicion",),
-    "phases": ("PHASES", "Phase", "phase_named"),
-    "picture": ("Collective", "Look", "NodeView", "Picture"),
-    "views": ("ProcessView", "RankView"),
+    "beat": ("PHASES", "Beats", "Phase", "Pulse", "phase_named"),
+    "rank_record": ("Beat", "BeatMemory"),
+    "views": ("Collective", "Look", "NodeView", "Picture", "ProcessView", "RankView", "Suspicion"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -1,35 +1,101 @@
-"""A rank's end of its record, by which it gives signs of life. See unisono.watch.layout.
+"""A rank's heartbeat: the layout of its record, its phases, and the rank's own end that writes them. Standard library alone.
 
-The main thread writes the main record where its phase changes; a thread of its own writes the pulse ten times a second, so that "the
-interpreter does not run" differs from "the main thread does not come back". While the main thread beats, nobody asks for that, and the
-pulse comes twice a second: to be woken by the kernel is nearly all that it costs.
+There is no lock. Each record has two slots that are written in turn, and each begins and ends with its number. A reader takes
+the newest slot whose two numbers are equal, and only if a second reading of it is the same. So a writer that was stopped or
+killed in the middle of a slot leaves the record before, and the memory outlives the rank: it can be read after its death.
 """
 
+import functools
 import gc
 import mmap
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
-from unisono.watch.layout import (
-    COLLECTIONS_AT,
-    GROUPS,
-    GROUPS_AT,
-    KINDS,
-    MAIN,
-    MAIN_AT,
-    MOST_ROWS,
-    PULSE,
-    PULSE_AT,
-    RECORD_BYTES,
-    REQUEST_AT,
-    ROWS_AT,
-    WORD,
-    words,
+RECORD_BYTES = 4096
+# All are of 8 bytes, aligned, in the machine's order: so each is written at once, and in the order in which it stands here.
+MAIN = struct.Struct("=19Q")
+# number, monotonic ns, phase, kind, step, micro step, collectives begun, elements of the last, done, total, digest of the batch,
+# ns in data, compute, comm, other; how often the phase was seen, ns together, ns of the longest; number again
+PULSE = struct.Struct("=4Q")  # number, monotonic ns, answered request, number again
+WORD = struct.Struct("=Q")
+MAIN_AT, PULSE_AT = (0, 256), (512, 576)
+# changes, collectives begun in all groups, how many of them are pending, ns without use of a processor, whether somebody else's program
+GROUPS = struct.Struct("=5Q")
+REQUEST_AT, COLLECTIONS_AT, GROUPS_AT, ROWS_AT = 640, 704, 768, 1024
+MOST_ROWS = (RECORD_BYTES - ROWS_AT - WORD.size) // 8
+KINDS = (
+    "none", "all_reduce", "broadcast", "barrier", "all_gather", "reduce_scatter", "other", "reduce", "gather", "scatter", "all_to_all", "send",
+    "recv",
+)  # fmt: skip
+
+
+@functools.cache
+def words(count: int) -> struct.Struct:
+    """So many words one after the other."""
+    return struct.Struct(f"={count}Q")
+
+
+Share = Literal["data", "compute", "comm", "other"]
+"""To which part of a step its time is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Something that a rank does.
+
+    Attributes:
+        name: as in messages, verdicts and the table of ranks.
+        text: what it does, for people: "rank 1 is …".
+        share: of a step's time.
+        in_step: whether it is part of an optimizer step, and comes back every few milliseconds or seconds; how long others last is not
+            known before they have been seen.
+        waits: whether the rank waits for others in it, and is a victim where it does not come back.
+    """
+
+    name: str
+    text: str
+    share: Share = "other"
+    in_step: bool = False
+    waits: bool = False
+
+
+PHASES: tuple[Phase, ...] = (
+    Phase("start", "starting"),
+    Phase("load_model", "loading the model"),
+    Phase("load_data", "opening the data"),
+    Phase("agree.ranks", "waiting for the word that all ranks agree", waits=True),
+    Phase("join", "joining the other ranks", waits=True),
+    Phase("resume", "reading the checkpoint"),
+    Phase("rehearse", "trying the longest batch"),
+    Phase("data", "reading its batch", share="data", in_step=True),
+    Phase("compute", "in forward and backward", share="compute", in_step=True),
+    Phase("comm", "in a collective", share="comm", in_step=True, waits=True),
+    Phase("update", "updating the weights", share="compute", in_step=True),
+    Phase("log", "writing metrics", in_step=True),
+    Phase("evaluate", "evaluating"),
+    Phase("sample", "writing sample answers"),
+    Phase("save", "saving a checkpoint"),
+    Phase("finish", "writing the result"),
+    Phase("close", "leaving"),
+    # Of somebody else's program nothing more is known than that it is not in a collective that was called from Python.
+    Phase("program", "in the program's own code", in_step=True),
 )
-from unisono.watch.phases import PHASES, phase_named
+
+_NUMBERS = {phase.name: number for number, phase in enumerate(PHASES)}
+
+
+def phase_named(name: str) -> int:
+    """The number of a phase. Names that only people read, as of a phase that a newer worker has, count as "start".
+
+    A rank must never fail over what it says of itself.
+    """
+    return _NUMBERS.get(name, 0)
+
 
 PULSE_S, RESTING_S = 0.1, 0.5
 _SHARES = ("data", "compute", "comm", "other")

@@ -11,13 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unisono.causes import Evidence, Verdict
-from unisono.watch.finding import Suspicion
-from unisono.watch.foreign import holds_up_others, nobody_is_left_to_wait
-from unisono.watch.mismatch import mismatch
-from unisono.watch.patience import Limits, Patience
-from unisono.watch.picture import Picture
-from unisono.watch.telling import doing, labels, verdict
-from unisono.watch.views import RankView
+from unisono.watch.mismatch import holds_up_others, mismatch, nobody_is_left_to_wait
+from unisono.watch.pace import Limits, Patience
+from unisono.watch.verdicts import describe_activity, labels, verdict
+from unisono.watch.views import Picture, RankView, Suspicion
 
 _STIRS_S = 1.0  # no rule asks less; as a rule all ranks have beaten since, and that is seen at once
 _STOPPED_S = 3.0
@@ -65,7 +62,7 @@ def _stopped(picture: Picture, alive: Sequence[RankView]) -> Suspicion | Verdict
     ranks = [view.rank for view in stopped]
     are = "is" if len(ranks) == 1 else "are"
     how = "state T" if stopped[0].process.state == "T" else "its control group is frozen"
-    summary = f"{labels(picture, ranks)} {are} stopped ({how}), {doing(stopped[0])}, for {since_s:.0f} s"
+    summary = f"{labels(picture, ranks)} {are} stopped ({how}), {describe_activity(stopped[0])}, for {since_s:.0f} s"
     found = verdict("rank_stopped", summary, picture, ranks=ranks, since_s=since_s)
     if since_s >= _STOPPED_S:
         return found
@@ -83,7 +80,7 @@ def _left_early(picture: Picture, alive: Sequence[RankView]) -> Verdict | None:
     if not early or len(stuck) < len(alive):
         return None
     since_s = min(view.idle_s for view in stuck)
-    summary = f"{labels(picture, early)} left before the others, who wait {doing(stuck[0])}"
+    summary = f"{labels(picture, early)} left before the others, who wait {describe_activity(stuck[0])}"
     return verdict("unequal_steps", summary, picture, ranks=early, since_s=since_s)
 
 
@@ -227,7 +224,7 @@ def _together_in_a_collective(
     ]
     if silent:
         names = ", ".join(f"node {node.node_rank} ({node.host})" for node in silent)
-        summary = f"all ranks that are heard wait {doing(first)}, and nothing comes from {names}"
+        summary = f"all ranks that are heard wait {describe_activity(first)}, and nothing comes from {names}"
         found = verdict(
             "node_unreachable",
             summary,
@@ -238,11 +235,11 @@ def _together_in_a_collective(
             evidence=links,
         )
     elif links:
-        summary = f"all ranks wait ({doing(first)}), and what they send does not arrive: {links[0].text}"
+        summary = f"all ranks wait ({describe_activity(first)}), and what they send does not arrive: {links[0].text}"
         found = verdict("node_unreachable", summary, picture, ranks=(), since_s=since_s, evidence=links)
     else:
         summary = (
-            f"all ranks{' that are left' if gone else ''} wait {doing(first)}, and it does not end; which of them or what between them is silent is not known:"
+            f"all ranks{' that are left' if gone else ''} wait {describe_activity(first)}, and it does not end; which of them or what between them is silent is not known:"
             " NCCL_DEBUG=INFO (--debug-comm) would tell"
         )
         found = verdict("rank_stalled", summary, picture, ranks=(), since_s=since_s, confidence=0.5)
@@ -260,7 +257,7 @@ def _graded(
     if since_s < limits.suspect_s:
         return None
     at = _top(view, picture)
-    summary = f"{labels(picture, [view.rank])} {what}; it has been {doing(view)} for {since_s:.0f} s{at}"
+    summary = f"{labels(picture, [view.rank])} {what}; it has been {describe_activity(view)} for {since_s:.0f} s{at}"
     found = verdict(cause, summary, picture, ranks=[view.rank], since_s=since_s)
     others = [
         v.rank

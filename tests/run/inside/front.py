@@ -32,7 +32,7 @@ from unisono.launch.watching import Watching
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
 from unisono.rundir import RunDir
 from unisono.watch import BeatMemory
-from unisono.watch.picture import Collective
+from unisono.watch.views import Collective
 
 LIMIT_S = 300.0
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")

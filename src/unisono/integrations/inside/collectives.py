@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from unisono.integrations.inside.here import Here
-from unisono.watch.layout import KINDS
+from unisono.watch.beat import KINDS
 
 _NAMES = {
     "all_reduce": ("all_reduce", "all_reduce_coalesced"),

@@ -1,4 +1,4 @@
-"""The front's end of a rank's record: what its signs of life say, and what it is asked for. See unisono.watch.layout."""
+"""The front's end of a rank's record: what its signs of life say, and what it is asked for. See unisono.watch.beat."""
 
 import mmap
 import os
@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 from typing import Self
 
-from unisono.watch.layout import (
+from unisono.watch.beat import (
     COLLECTIONS_AT,
     GROUPS,
     GROUPS_AT,
@@ -15,6 +15,7 @@ from unisono.watch.layout import (
     MAIN,
     MAIN_AT,
     MOST_ROWS,
+    PHASES,
     PULSE,
     PULSE_AT,
     RECORD_BYTES,
@@ -23,7 +24,6 @@ from unisono.watch.layout import (
     WORD,
     words,
 )
-from unisono.watch.phases import PHASES
 
 _READINGS = 20
 
@@ -61,7 +61,7 @@ class Beat:
         begun: collectives that all process groups have begun, by torch's own count: also those that nobody calls from Python.
         pending: how many of them are not done, as far as was looked: where the main thread has been silent for a second.
         still_s: for how long the process and those that it has started have used no processor and read and written nothing.
-        is_foreign: whether the rank is one of somebody else's program; see unisono.watch.foreign.
+        is_foreign: whether the rank is one of somebody else's program; see unisono.watch.mismatch.
     """
 
     version: int

@@ -5,13 +5,12 @@ from collections.abc import Iterable, Sequence
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.causes.catalogue import MORE_PATIENCE, RESUMES
 from unisono.text import one_line
-from unisono.watch.phases import PHASES, phase_named
-from unisono.watch.picture import Look, Picture
-from unisono.watch.views import RankView
+from unisono.watch.beat import PHASES, phase_named
+from unisono.watch.views import Look, Picture, RankView
 
 _STACK_LINES = 6
 _MOST_WAITING = 4
-_OF_OUR_OWN = {
+_OWN_RUN_FIXES = {
     "rank_stopped": (
         "Find out who stopped it: Ctrl-Z in a terminal, a debugger, a scheduler that suspends jobs, a paused container.",
         RESUMES,
@@ -56,18 +55,18 @@ def verdict(
     beats = [view.beat for view in views if view.beat is not None]
     found = [
         *evidence,
-        *(item for view in views for item in of_rank(view, picture)),
-        *waiting(picture, ranks),
+        *(item for view in views for item in rank_evidence(view, picture)),
+        *waiting_evidence(picture, ranks),
     ]
     return Verdict.model_validate({
         "cause": cause, "when": "during", "severity": severity, "summary": summary, "ranks": tuple(ranks),
         "hosts": tuple(hosts) or tuple(dict.fromkeys(picture.places[rank].host for rank in ranks)),
         "phase": beats[0].phase if beats else None, "step": (beats[0].step or None) if beats else None, "evidence": tuple(found),
-        "fix": (*fix, *(_OF_OUR_OWN.get(cause) or (known.remedy if known else ()))), "confidence": confidence, "named_after_s": since_s,
+        "fix": (*fix, *(_OWN_RUN_FIXES.get(cause) or (known.remedy if known else ()))), "confidence": confidence, "named_after_s": since_s,
     })  # fmt: skip
 
 
-def doing(view: RankView) -> str:
+def describe_activity(view: RankView) -> str:
     """What a rank does, for people: "in forward and backward of step 12"."""
     beat = view.beat
     if beat is None:
@@ -81,7 +80,7 @@ def doing(view: RankView) -> str:
     return f"{text}{at}{far}"
 
 
-def of_rank(view: RankView, picture: Picture) -> list[Evidence]:
+def rank_evidence(view: RankView, picture: Picture) -> list[Evidence]:
     """What is known of one rank: its phase, its process, its stack, its last collective."""
     where = picture.places[view.rank].label
     process = view.process
@@ -91,7 +90,7 @@ def of_rank(view: RankView, picture: Picture) -> list[Evidence]:
         else "no process"
     )
     waits = f" in {process.waits_in}" if process.waits_in else ""
-    text = f"{doing(view)}; no progress for {view.idle_s:.1f} s; {state}{waits}"
+    text = f"{describe_activity(view)}; no progress for {view.idle_s:.1f} s; {state}{waits}"
     text += (
         f"; its second thread has been silent for {view.pulse_idle_s:.1f} s" if view.pulse_idle_s > 1 else ""
     )
@@ -100,11 +99,11 @@ def of_rank(view: RankView, picture: Picture) -> list[Evidence]:
     found = [Evidence(where=where, text=text)]
     look = picture.looks.get(view.rank)
     if look is not None:
-        found += _of_look(look, where)
+        found += _inspection_evidence(look, where)
     return found
 
 
-def waiting(picture: Picture, culprits: Sequence[int]) -> list[Evidence]:
+def waiting_evidence(picture: Picture, culprits: Sequence[int]) -> list[Evidence]:
     """Those who wait for the culprits: victims, told as such."""
     found = []
     for rank, view in sorted(picture.views.items()):
@@ -113,14 +112,14 @@ def waiting(picture: Picture, culprits: Sequence[int]) -> list[Evidence]:
         begun = picture.looks[rank].begun if rank in picture.looks else None
         recorder = f" (flight recorder: {begun})" if begun is not None else ""
         found.append(Evidence(
-            where=picture.places[rank].label, text=f"{'waits, ' if view.waits else ''}{doing(view)}, for {view.idle_s:.1f} s{recorder}"
+            where=picture.places[rank].label, text=f"{'waits, ' if view.waits else ''}{describe_activity(view)}, for {view.idle_s:.1f} s{recorder}"
         ))  # fmt: skip
     more = len(found) - _MOST_WAITING
     rest = [Evidence(where=f"{more} more ranks", text="wait, too")] if more > 0 else []
     return [*found[:_MOST_WAITING], *rest]
 
 
-def _of_look(look: Look, where: str) -> list[Evidence]:
+def _inspection_evidence(look: Look, where: str) -> list[Evidence]:
     found = [
         Evidence(where=f"{where}, stack", text=one_line(line, limit=200))
         for line in look.stack[:_STACK_LINES]
