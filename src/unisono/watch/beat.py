@@ -29,9 +29,20 @@ GROUPS = struct.Struct("=5Q")
 REQUEST_AT, COLLECTIONS_AT, GROUPS_AT, ROWS_AT = 640, 704, 768, 1024
 MOST_ROWS = (RECORD_BYTES - ROWS_AT - WORD.size) // 8
 KINDS = (
-    "none", "all_reduce", "broadcast", "barrier", "all_gather", "reduce_scatter", "other", "reduce", "gather", "scatter", "all_to_all", "send",
+    "none",
+    "all_reduce",
+    "broadcast",
+    "barrier",
+    "all_gather",
+    "reduce_scatter",
+    "other",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "send",
     "recv",
-)  # fmt: skip
+)
 
 
 @functools.cache
@@ -234,9 +245,28 @@ class Beats:
         data, compute, comm, other = self._shares
         count, total, longest = self._times[self._phase]
         _pack_main(
-            self._memory, MAIN_AT[number & 1], number, now, self._phase, self._kind, self.step, self._micro, self._comm, self._elements,
-            self._done, self._total, self._digest, data, compute, comm, other, count, total, longest, number,
-        )  # fmt: skip
+            self._memory,
+            MAIN_AT[number & 1],
+            number,
+            now,
+            self._phase,
+            self._kind,
+            self.step,
+            self._micro,
+            self._comm,
+            self._elements,
+            self._done,
+            self._total,
+            self._digest,
+            data,
+            compute,
+            comm,
+            other,
+            count,
+            total,
+            longest,
+            number,
+        )
 
     def pulse(self, answer: Callable[[], bytes] | None = None, *, answers_fd: int | None = None) -> "Pulse":
         """The second thread, which has not begun yet; see Pulse."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unisono.causes import Evidence, Verdict
-from unisono.watch.mismatch import holds_up_others, mismatch, nobody_is_left_to_wait
+from unisono.watch.mismatch import mismatch
 from unisono.watch.pace import Limits, Patience
 from unisono.watch.verdicts import describe_activity, labels, verdict
 from unisono.watch.views import Picture, RankView, Suspicion
@@ -25,6 +25,9 @@ _LAST_WORD_S = 2.0
 _WAITS_IN_TORCH = ("torch/distributed/", "torch/_C/_distributed")
 _WAITING_FRAMES = 4
 _LOOK_S = 1.5
+_WAITED_S = 3.0
+_STILL_S = 3.0
+_INTERPRETER_S = 10.0
 _LONG_COLLECTIVE_S = 30.0  # of somebody else's program, which may send a whole model in one
 
 
@@ -157,9 +160,36 @@ def _may_be_named(view: RankView, alive: Sequence[RankView], picture: Picture) -
     """Whether silence says anything of it: of a rank of our own always, else where it is certain to hold up others."""
     if view.beat is None or not view.beat.is_foreign:
         return True
-    if len(picture.views) > 1 and nobody_is_left_to_wait(alive):
+    if len(picture.views) > 1 and _nobody_is_left_to_wait(alive):
         return True
-    return holds_up_others(view, [other for other in alive if other is not view and _waits(other, picture)])
+    return _holds_up_others(view, [other for other in alive if other is not view and _waits(other, picture)])
+
+
+def _holds_up_others(view: RankView, waiting: Sequence[RankView]) -> bool:
+    """Whether a rank of somebody else's program surely stands still, and others wait for it.
+
+    Args:
+        view: of the rank, which does not wait itself.
+        waiting: the ranks that wait.
+    """
+    assert view.beat is not None
+    if all(other.idle_s < _WAITED_S for other in waiting):
+        return False
+    if view.pulse_idle_s >= _INTERPRETER_S:  # then nobody there counts what it uses, either
+        return True
+    return view.beat.still_s >= _STILL_S
+
+
+def _nobody_is_left_to_wait(views: Sequence[RankView]) -> bool:
+    """Whether all ranks of somebody else's program that have not handed over their results sleep, and their interpreters stand.
+
+    Then nobody waits for them in a collective, and they will not end either: as where a process group dies and waits for its own thread,
+    which needs Python's lock. Native code that computes is not asleep.
+
+    Args:
+        views: of those ranks; of more than one rank that the program has.
+    """
+    return all(view.pulse_idle_s >= _INTERPRETER_S and view.process.state == "S" for view in views)
 
 
 def _how_it_is_late(view: RankView) -> tuple[str, str]:

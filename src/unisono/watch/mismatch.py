@@ -102,37 +102,7 @@ def _collective(view: RankView, picture: Picture) -> str:
     return f"collective {view.beat.comm}, {view.beat.kind} of {view.beat.elements} elements"
 
 
-_WAITED_S = 3.0
-_STILL_S = 3.0
-_INTERPRETER_S = 10.0
 _EQUALLY_SIZED = ("all_reduce", "broadcast", "_all_gather_base", "_reduce_scatter_base")
-
-
-def holds_up_others(view: RankView, waiting: Sequence[RankView]) -> bool:
-    """Whether a rank of somebody else's program surely stands still, and others wait for it.
-
-    Args:
-        view: of the rank, which does not wait itself.
-        waiting: the ranks that wait.
-    """
-    assert view.beat is not None
-    if all(other.idle_s < _WAITED_S for other in waiting):
-        return False
-    if view.pulse_idle_s >= _INTERPRETER_S:  # then nobody there counts what it uses, either
-        return True
-    return view.beat.still_s >= _STILL_S
-
-
-def nobody_is_left_to_wait(views: Sequence[RankView]) -> bool:
-    """Whether all ranks of somebody else's program that have not handed over their results sleep, and their interpreters stand.
-
-    Then nobody waits for them in a collective, and they will not end either: as where a process group dies and waits for its own thread,
-    which needs Python's lock. Native code that computes is not asleep.
-
-    Args:
-        views: of those ranks; of more than one rank that the program has.
-    """
-    return all(view.pulse_idle_s >= _INTERPRETER_S and view.process.state == "S" for view in views)
 
 
 def alike(begun: Collective) -> str:

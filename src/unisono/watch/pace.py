@@ -151,9 +151,12 @@ def _span(first: _Mark, last: _Mark) -> _Mark | None:
     if steps < _STEPS or last.now - first.now < _SECONDS:
         return None
     return _Mark(
-        last.now - first.now, steps, (last.data_s - first.data_s) / steps, (last.compute_s - first.compute_s) / steps,
+        last.now - first.now,
+        steps,
+        (last.data_s - first.data_s) / steps,
+        (last.compute_s - first.compute_s) / steps,
         (last.comm_s - first.comm_s) / steps,
-    )  # fmt: skip
+    )
 
 
 def _tell(picture: Picture, spans: Mapping[int, _Mark], rank: int) -> Verdict:

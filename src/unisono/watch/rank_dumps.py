@@ -54,9 +54,12 @@ def read_flight(text: str) -> Flight:
         group, entry = max(found, key=lambda pair: (pair[0].waits, _is_default(pair[1]), pair[0].enqueued))
         may_step, thread = dump.get("may_step"), dump.get("thread")
         return Flight(
-            _collective(entry, group) if entry is not None else None, group.completed, recurs=_recurs(entry, entries),
-            may_step=may_step if isinstance(may_step, bool) else None, thread=thread if isinstance(thread, int) else None,
-        )  # fmt: skip
+            _collective(entry, group) if entry is not None else None,
+            group.completed,
+            recurs=_recurs(entry, entries),
+            may_step=may_step if isinstance(may_step, bool) else None,
+            thread=thread if isinstance(thread, int) else None,
+        )
     except (ValueError, LookupError, TypeError, AttributeError):
         return Flight()
 
@@ -140,9 +143,11 @@ def _is_default(entry: Mapping[str, Any] | None) -> bool:
 def _collective(entry: Mapping[str, Any], group: Group) -> Collective:
     name = str(entry["profiling_name"]).partition(":")
     return Collective(
-        group=one_line(":".join(map(str, entry["process_group"])), limit=_TEXT_LIMIT), number=group.enqueued,
-        name=one_line(name[2] or name[0], limit=_TEXT_LIMIT), sizes=one_line(json.dumps(entry["input_sizes"]), limit=_TEXT_LIMIT),
-    )  # fmt: skip
+        group=one_line(":".join(map(str, entry["process_group"])), limit=_TEXT_LIMIT),
+        number=group.enqueued,
+        name=one_line(name[2] or name[0], limit=_TEXT_LIMIT),
+        sizes=one_line(json.dumps(entry["input_sizes"]), limit=_TEXT_LIMIT),
+    )
 
 
 MOST_FRAMES = 40

@@ -174,11 +174,26 @@ def read_beat(memory: "mmap.mmap | bytearray") -> Beat | None:
     # Each of these is whole; together they need not be.
     changes, begun, pending, still_ns, is_foreign = GROUPS.unpack_from(memory, GROUPS_AT)
     return Beat(
-        version=main[0] + collections + changes, begun=begun, pending=pending, still_s=still_ns / 1e9, is_foreign=is_foreign > 0, at_ns=main[1], phase=PHASES[main[2] % len(PHASES)].name, kind=KINDS[main[3] % len(KINDS)],
-        step=main[4], micro=main[5], comm=main[6], elements=main[7], done=main[8], total=main[9], digest=main[10],
+        version=main[0] + collections + changes,
+        begun=begun,
+        pending=pending,
+        still_s=still_ns / 1e9,
+        is_foreign=is_foreign > 0,
+        at_ns=main[1],
+        phase=PHASES[main[2] % len(PHASES)].name,
+        kind=KINDS[main[3] % len(KINDS)],
+        step=main[4],
+        micro=main[5],
+        comm=main[6],
+        elements=main[7],
+        done=main[8],
+        total=main[9],
+        digest=main[10],
         shares_s=(main[11] / 1e9, main[12] / 1e9, main[13] / 1e9, main[14] / 1e9),
-        times=PhaseTimes(main[15], main[16] / 1e9, main[17] / 1e9), pulse_ns=pulse[1], answered=pulse[2],
-    )  # fmt: skip
+        times=PhaseTimes(main[15], main[16] / 1e9, main[17] / 1e9),
+        pulse_ns=pulse[1],
+        answered=pulse[2],
+    )
 
 
 def _newest(

@@ -33,9 +33,18 @@ _STATES = {
 
 
 def verdict(
-    cause: str, summary: str, picture: Picture, *, ranks: Sequence[int], since_s: float, evidence: Iterable[Evidence] = (),
-    confidence: float = 1.0, fix: Sequence[str] = (), severity: str = "fatal", hosts: Sequence[str] = (),
-) -> Verdict:  # fmt: skip
+    cause: str,
+    summary: str,
+    picture: Picture,
+    *,
+    ranks: Sequence[int],
+    since_s: float,
+    evidence: Iterable[Evidence] = (),
+    confidence: float = 1.0,
+    fix: Sequence[str] = (),
+    severity: str = "fatal",
+    hosts: Sequence[str] = (),
+) -> Verdict:
     """A verdict on some ranks, with what is known of them and of those that wait for them.
 
     Args:
@@ -58,12 +67,22 @@ def verdict(
         *(item for view in views for item in rank_evidence(view, picture)),
         *waiting_evidence(picture, ranks),
     ]
-    return Verdict.model_validate({
-        "cause": cause, "when": "during", "severity": severity, "summary": summary, "ranks": tuple(ranks),
-        "hosts": tuple(hosts) or tuple(dict.fromkeys(picture.places[rank].host for rank in ranks)),
-        "phase": beats[0].phase if beats else None, "step": (beats[0].step or None) if beats else None, "evidence": tuple(found),
-        "fix": (*fix, *(_OWN_RUN_FIXES.get(cause) or (known.remedy if known else ()))), "confidence": confidence, "named_after_s": since_s,
-    })  # fmt: skip
+    return Verdict.model_validate(
+        {
+            "cause": cause,
+            "when": "during",
+            "severity": severity,
+            "summary": summary,
+            "ranks": tuple(ranks),
+            "hosts": tuple(hosts) or tuple(dict.fromkeys(picture.places[rank].host for rank in ranks)),
+            "phase": beats[0].phase if beats else None,
+            "step": (beats[0].step or None) if beats else None,
+            "evidence": tuple(found),
+            "fix": (*fix, *(_OWN_RUN_FIXES.get(cause) or (known.remedy if known else ()))),
+            "confidence": confidence,
+            "named_after_s": since_s,
+        }
+    )
 
 
 def describe_activity(view: RankView) -> str:
@@ -111,9 +130,12 @@ def waiting_evidence(picture: Picture, culprits: Sequence[int]) -> list[Evidence
             continue
         begun = picture.looks[rank].begun if rank in picture.looks else None
         recorder = f" (flight recorder: {begun})" if begun is not None else ""
-        found.append(Evidence(
-            where=picture.places[rank].label, text=f"{'waits, ' if view.waits else ''}{describe_activity(view)}, for {view.idle_s:.1f} s{recorder}"
-        ))  # fmt: skip
+        found.append(
+            Evidence(
+                where=picture.places[rank].label,
+                text=f"{'waits, ' if view.waits else ''}{describe_activity(view)}, for {view.idle_s:.1f} s{recorder}",
+            )
+        )
     more = len(found) - _MOST_WAITING
     rest = [Evidence(where=f"{more} more ranks", text="wait, too")] if more > 0 else []
     return [*found[:_MOST_WAITING], *rest]

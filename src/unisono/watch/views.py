@@ -76,14 +76,23 @@ class RankView:
         """
         beat = value["beat"]
         if beat is not None:
-            beat = Beat(**{
-                **beat, "shares_s": tuple(float(share) for share in beat["shares_s"]), "times": PhaseTimes(**beat["times"]),
-            })  # fmt: skip
+            beat = Beat(
+                **{
+                    **beat,
+                    "shares_s": tuple(float(share) for share in beat["shares_s"]),
+                    "times": PhaseTimes(**beat["times"]),
+                }
+            )
         return cls(
-            rank=int(value["rank"]), node_rank=int(value["node_rank"]), beat=beat, idle_s=float(value["idle_s"]),
-            pulse_idle_s=float(value["pulse_idle_s"]), process=ProcessView(**value["process"]),
-            has_ended=bool(value["has_ended"]), told_result=bool(value["told_result"]),
-        )  # fmt: skip
+            rank=int(value["rank"]),
+            node_rank=int(value["node_rank"]),
+            beat=beat,
+            idle_s=float(value["idle_s"]),
+            pulse_idle_s=float(value["pulse_idle_s"]),
+            process=ProcessView(**value["process"]),
+            has_ended=bool(value["has_ended"]),
+            told_result=bool(value["told_result"]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +163,18 @@ class Look:
         """For the way to the head."""
         begun = self.begun
         return {
-            "rank": self.rank, "stack": list(self.stack), "how": self.how, "completed": self.completed, "rows": list(self.rows),
-            "note": self.note, "recurs": self.recurs, "may_step": self.may_step,
-            "begun": None if begun is None else {"group": begun.group, "number": begun.number, "name": begun.name, "sizes": begun.sizes},
-        }  # fmt: skip
+            "rank": self.rank,
+            "stack": list(self.stack),
+            "how": self.how,
+            "completed": self.completed,
+            "rows": list(self.rows),
+            "note": self.note,
+            "recurs": self.recurs,
+            "may_step": self.may_step,
+            "begun": None
+            if begun is None
+            else {"group": begun.group, "number": begun.number, "name": begun.name, "sizes": begun.sizes},
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
@@ -168,12 +185,20 @@ class Look:
         """
         begun, completed, may_step = value["begun"], value["completed"], value.get("may_step")
         return cls(
-            rank=int(value["rank"]), stack=tuple(map(str, value["stack"])), how=str(value["how"]), rows=tuple(map(int, value["rows"])),
-            note=str(value["note"]), recurs=bool(value.get("recurs")), may_step=None if may_step is None else bool(may_step), completed=None if completed is None else int(completed),
-            begun=None if begun is None else Collective(
+            rank=int(value["rank"]),
+            stack=tuple(map(str, value["stack"])),
+            how=str(value["how"]),
+            rows=tuple(map(int, value["rows"])),
+            note=str(value["note"]),
+            recurs=bool(value.get("recurs")),
+            may_step=None if may_step is None else bool(may_step),
+            completed=None if completed is None else int(completed),
+            begun=None
+            if begun is None
+            else Collective(
                 str(begun["group"]), int(begun["number"]), str(begun["name"]), str(begun["sizes"])
             ),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
