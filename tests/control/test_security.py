@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.control import listening
 from unisono.control.caller import PROOF_S
 from unisono.control.events import Joined, Left, Rejected, Said
 from unisono.control.frames import (
@@ -36,6 +35,7 @@ from unisono.control.handshake import (
     session_seal,
 )
 from unisono.control.head import SPARE_CONNECTIONS
+from unisono.control.listening import allow_open_files
 from unisono.control.server import HeadServer
 from unisono.control.tokens import derive, new_token
 from unisono.errors import Disagreed, UnfitError
@@ -323,10 +323,10 @@ def test_too_few_open_files_are_raised_or_refused(monkeypatch: pytest.MonkeyPatc
     limits = {"now": (64, 5000)}
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits["now"])
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.update(now=new))
-    listening.allow_open_files(1024)
+    allow_open_files(1024)
     assert limits["now"] == (1124, 5000)
     with pytest.raises(UnfitError, match="needs 10100 open files, and this process may have 5000"):
-        listening.allow_open_files(10_000)
+        allow_open_files(10_000)
 
 
 def test_what_is_on_the_wire_has_no_token_in_it(room: "Room") -> None:

@@ -33,8 +33,9 @@ from unisono.control.frames import (
 )
 from unisono.control.handshake import hello_seal, session_seal
 from unisono.control.server import HeadServer
-from unisono.control.transfer import Content, Offer, Outcome, Receiving, Refused, Transfers
-from unisono.control.transfer.receiving import AT_ONCE, MOST_OPEN, OF_A_NODE, WINDOW
+from unisono.control.transfer.content import Content, Offer, Refused
+from unisono.control.transfer.receiving import AT_ONCE, MOST_OPEN, OF_A_NODE, WINDOW, Receiving
+from unisono.control.transfer.sending import Outcome, Transfers
 
 if TYPE_CHECKING:
     from tests.control.conftest import Room

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from unisono.control.transfer import Content, Offer, Refused
+from unisono.control.transfer.content import Content, Offer, Refused
 from unisono.errors import UsageError
 from unisono.events import Message
 from unisono.launch import claim as claiming

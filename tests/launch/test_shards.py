@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unisono.control.transfer import Content, Offer, Refused
+from unisono.control.transfer.content import Content, Offer, Refused
 from unisono.launch.shards import ShardArrivals
 
 LIMIT_S = 30.0

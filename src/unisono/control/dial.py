@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.control import trouble
 from unisono.control.connection import without_delay
 from unisono.control.frames import (
     ANSWERS,
@@ -34,6 +33,15 @@ from unisono.control.handshake import (
     greeting_seal,
     hello_seal,
     session_seal,
+)
+from unisono.control.trouble import (
+    nameless,
+    node,
+    other_protocol,
+    refused,
+    stranger,
+    unreachable,
+    wrong_token,
 )
 from unisono.text import one_line
 
@@ -81,7 +89,7 @@ class Caller:
     @property
     def me(self) -> str:
         """This node, for people."""
-        return trouble.node(self.node_rank, self.node_host)
+        return node(self.node_rank, self.node_host)
 
     @property
     def address(self) -> str:
@@ -123,7 +131,7 @@ def call(caller: Caller, *, timeout_s: float, on_wait: Callable[[str, float], No
             waited_s = time.monotonic() - began
             strange = strange + 1 if error.believed_after else 0
             if strange and strange >= error.believed_after:
-                raise trouble.stranger(caller.me, caller.address, str(error)) from error
+                raise stranger(caller.me, caller.address, str(error)) from error
             if waited_s >= timeout_s or (error.lasting and waited_s > _NAMELESS_S):
                 raise _given_up(caller, error, waited_s) from error
             if on_wait is not None:
@@ -134,8 +142,8 @@ def call(caller: Caller, *, timeout_s: float, on_wait: Callable[[str, float], No
 
 def _given_up(caller: Caller, error: _NoAnswer, waited_s: float) -> Exception:
     if isinstance(error, _NoAddress):
-        return trouble.nameless(caller.me, caller.host, str(error), waited_s)
-    return trouble.unreachable(caller.me, caller.address, str(error), waited_s)
+        return nameless(caller.me, caller.host, str(error), waited_s)
+    return unreachable(caller.me, caller.address, str(error), waited_s)
 
 
 def _attempt(caller: Caller, deadline: float) -> Called:
@@ -203,7 +211,7 @@ def _introduce(caller: Caller, sock: socket.socket) -> Called:
     except Foreign as error:
         raise _NoAnswer(str(error), believed_after=_STRANGE_ANSWERS) from error
     except OtherProtocol as error:
-        raise trouble.other_protocol(caller.me, caller.address, error.version) from error
+        raise other_protocol(caller.me, caller.address, error.version) from error
     except Malformed as error:
         raise _NoAnswer(str(error), believed_after=_STRANGE_ANSWERS) from error
     hello = Hello(
@@ -220,7 +228,7 @@ def _answer(caller: Caller, sock: socket.socket, parser: FrameParser, seal: Seal
     try:
         return seal.open(_frame(sock, parser))
     except Forged as error:
-        raise trouble.wrong_token(caller.me, caller.node_host, caller.address) from error
+        raise wrong_token(caller.me, caller.node_host, caller.address) from error
     except Malformed as error:
         raise _NoAnswer(str(error), believed_after=_STRANGE_ANSWERS) from error
 
@@ -236,7 +244,7 @@ def _welcome(caller: Caller, body: Body) -> dict[str, Any]:
         }:
             return {**welcome, **{key: body[key] for key in ("run_nonce", "epoch", "wall")}}
         case {"t": "refused", "kind": str() as kind, "text": str() as text}:
-            raise trouble.refused(caller.me, caller.node_host, caller.address, kind=kind, text=text)
+            raise refused(caller.me, caller.node_host, caller.address, kind=kind, text=text)
         case _:
             raise _NoAnswer("sends no welcome", believed_after=_STRANGE_ANSWERS)
 

@@ -12,7 +12,9 @@ from unisono.checkpoint.snapshot import read_slots
 from unisono.checkpoint.store import temporary_name
 from unisono.control.events import Arrived, Left, Said
 from unisono.control.server import HeadServer
-from unisono.control.transfer import Offer, Outcome, Receiving, Refused, Transfers
+from unisono.control.transfer.content import Offer, Refused
+from unisono.control.transfer.receiving import Receiving
+from unisono.control.transfer.sending import Outcome, Transfers
 from unisono.events import Message
 from unisono.launch.attempt import Attempt
 from unisono.launch.interrupts import Interrupts

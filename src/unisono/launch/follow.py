@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from unisono.causes import Verdict
 from unisono.control.events import Left
-from unisono.control.transfer import Outcome, Transfers
+from unisono.control.transfer.sending import Outcome, Transfers
 from unisono.events import Message
 from unisono.launch.attempt import Show
 from unisono.launch.bounded import RunsDisk

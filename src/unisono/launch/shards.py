@@ -19,7 +19,9 @@ from typing import Any
 from unisono.checkpoint.manifest import is_file_name
 from unisono.control.events import Arrived
 from unisono.control.server import HeadServer
-from unisono.control.transfer import Content, Offer, Outcome, Receiving, Refused, Transfers
+from unisono.control.transfer.content import Content, Offer, Refused
+from unisono.control.transfer.receiving import Receiving
+from unisono.control.transfer.sending import Outcome, Transfers
 from unisono.events import Message
 from unisono.plan import RunPlan
 from unisono.text import one_line

@@ -15,7 +15,8 @@ from pathlib import Path
 from unisono.control.events import Left
 from unisono.control.link import NodeLink
 from unisono.control.server import HeadServer
-from unisono.control.transfer import Content, Transfers
+from unisono.control.transfer.content import Content
+from unisono.control.transfer.sending import Transfers
 
 TOKEN = b"the secret of this job, 32 bytes"
 

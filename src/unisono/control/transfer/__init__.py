@@ -24,9 +24,3 @@ So at most WINDOW pieces of a file are on their way, and what else the channel c
 4 MiB at the most. The head takes AT_ONCE files at the same time; further offers wait. A node sends one after the other.
 Nothing here waits in the thread of a front: reading, digesting, writing and syncing have threads of their own.
 """
-
-from unisono.control.transfer.content import Content, Offer, Refused
-from unisono.control.transfer.receiving import Place, Receiving
-from unisono.control.transfer.sending import Outcome, Transfers
-
-__all__ = ["Content", "Offer", "Outcome", "Place", "Receiving", "Refused", "Transfers"]
