@@ -128,13 +128,13 @@ class OneNode:
 def front_s_per_s() -> float:
     """CPU seconds a second and rank of a front's watch on two real ranks that work, called as often as a run calls it."""
     from tests.watch.conftest import watch_deeds
-    from unisono.launch.watching import Watching
+    from unisono.supervise.stall_monitor import StallMonitor
 
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ranks = watch_deeds(folder, ("work", "work"), stack)
         ranks.until(lambda views: all(view.beat is not None for view in views))
-        watching = Watching(OneNode(ranks.local.places), ranks.signs, None, print)
+        watching = StallMonitor(OneNode(ranks.local.places), ranks.signs, None, print)
         began, used = time.monotonic(), 0.0
         while time.monotonic() < began + MEASURED_S:
             ranks.local.poll(POLL_S)  # as a front does, watch or no watch
@@ -275,14 +275,14 @@ def computed(
 
 def be_front(mode: Mode, words: list[str]) -> None:
     """`unisono WORDS`, with this file's ranks, and in mode off without the watch."""
-    import unisono.launch.asked
-    import unisono.launch.attempt
-    import unisono.launch.ranks
+    import unisono.launch.train_request
+    import unisono.supervise.local_ranks
+    import unisono.supervise.rank_supervisor
     from unisono.cli import app
-    from unisono.launch.command import Programs, worker_command
+    from unisono.supervise.child_process import Programs, worker_command
     from unisono.watch import Picture
 
-    class Request(unisono.launch.asked.TrainRequest):
+    class Request(unisono.launch.train_request.TrainRequest):
         def __init__(self, *arguments: object, **named: object) -> None:
             super().__init__(*arguments, **named)  # type: ignore[arg-type]
             programs = dataclasses.replace(Programs(), worker=(sys.executable, HERE, "rank", mode))
@@ -302,10 +302,10 @@ def be_front(mode: Mode, words: list[str]) -> None:
     def without_beats(*arguments: Any, **named: Any) -> list[str]:
         return worker_command(*arguments, **(named | {"beat_fds": ()}))
 
-    unisono.launch.asked.TrainRequest = Request  # type: ignore[misc]
+    unisono.launch.train_request.TrainRequest = Request  # type: ignore[misc]
     if mode == "off":
-        mock.patch.object(unisono.launch.attempt, "Watching", LooksAway).start()
-        mock.patch.object(unisono.launch.ranks, "worker_command", without_beats).start()
+        mock.patch.object(unisono.supervise.rank_supervisor, "StallMonitor", LooksAway).start()
+        mock.patch.object(unisono.supervise.local_ranks, "worker_command", without_beats).start()
     app.main(words)
 
 

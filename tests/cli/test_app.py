@@ -78,7 +78,7 @@ def test_a_defect_of_ours_shows_its_traceback_and_asks_for_a_report() -> None:
     script = (
         "import unisono.cli.logs as module\n"
         "def broken(run, on_skip):\n    raise ZeroDivisionError('ours')\n"
-        "import unisono.launch.logs\nunisono.launch.logs.merged_logs = broken\n"
+        "import unisono.rundir.merged_logs\nunisono.launch.logs.merged_logs = broken\n"
         "from unisono.cli.app import main\nmain(['logs', '.'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -7,8 +7,8 @@ from tests.doctor.replay import details_from, record
 from unisono.doctor.ladder.attempt import attempt_here
 from unisono.facts.machine import probe_nvidia
 from unisono.facts.nvidia import probe_details
-from unisono.launch.command import Programs
 from unisono.plan import DeviceChoice
+from unisono.supervise.child_process import Programs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,14 +14,14 @@ import pytest
 from unisono.control.transfer.content import Content, Offer, Refused
 from unisono.errors import UsageError
 from unisono.events import Message
-from unisono.launch import claim as claiming
-from unisono.launch.command import Programs
-from unisono.launch.first_checkpoint import FirstCheckpoint
-from unisono.launch.interrupts import Interrupts
-from unisono.launch.shards import ShardArrivals
-from unisono.launch.uploading import Uploading
+from unisono.launch import run_claim as claiming
+from unisono.remote_checkpoint.first_checkpoint import FirstCheckpoint
+from unisono.remote_checkpoint.shard_transfer import ShardArrivals
+from unisono.remote_checkpoint.upload import Uploading
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
+from unisono.supervise.child_process import Programs
+from unisono.supervise.interrupts import Interrupts
 
 SLEEPS = Programs(task=(sys.executable, "-c", "import time; time.sleep(600)"))
 

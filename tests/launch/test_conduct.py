@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from tests.watch.seeing import picture, view
 from unisono.causes import Verdict
-from unisono.launch.attempt import Attempt
-from unisono.launch.conduct import Conductor, Decision
-from unisono.launch.nodes.words import node_refused
 from unisono.launch.outcome import ending_of
-from unisono.launch.postmortem import (
+from unisono.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
+from unisono.rendezvous.verdict_exchange import node_refused
+from unisono.supervise.decision import Decider, Decision
+from unisono.supervise.local_ranks import RankEnd
+from unisono.supervise.postmortem import (
     NodeLoss,
     apart,
     first_cause,
@@ -22,8 +23,7 @@ from unisono.launch.postmortem import (
     name_lost_node,
     name_victims,
 )
-from unisono.launch.ranks import RankEnd
-from unisono.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
+from unisono.supervise.rank_supervisor import Attempt
 from unisono.watch import RankView
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
@@ -67,7 +67,7 @@ KILLED = -signal.SIGKILL
 
 
 def test_a_killed_rank_is_decided_upon_at_once_though_a_victim_was_heard_of_first() -> None:
-    conductor = Conductor(plan(4))
+    conductor = Decider(plan(4))
     conductor.rank_ended(victim(0), now=10.0)
     assert conductor.decide(now=10.1) is None, "the culprit may still be on its way"
     conductor.rank_ended(end(3, KILLED), now=10.2)
@@ -81,7 +81,7 @@ def test_a_killed_rank_is_decided_upon_at_once_though_a_victim_was_heard_of_firs
 
 
 def test_an_exception_waits_a_moment_for_a_kill_that_may_have_caused_it() -> None:
-    conductor = Conductor(plan(2))
+    conductor = Decider(plan(2))
     conductor.rank_ended(end(0, kind="crashed", error="RuntimeError: odd", where="x.py:3"), now=1.0)
     assert conductor.decide(now=1.1) is None
     conductor.rank_ended(end(1, KILLED), now=1.2)
@@ -121,14 +121,14 @@ def test_after_an_abort_only_what_is_known_for_sure_of_the_others_counts() -> No
 
 
 def test_an_abort_waits_a_moment_until_it_is_known_where_the_others_were() -> None:
-    conductor = Conductor(plan(3))
+    conductor = Decider(plan(3))
     conductor.rank_ended(end(1, -signal.SIGABRT), now=1.0)
     assert conductor.decide(now=1.1) is None
     assert conductor.decide(now=1.4) is not None
 
 
 def test_an_exception_alone_is_named_with_its_own_words() -> None:
-    conductor = Conductor(plan(2))
+    conductor = Decider(plan(2))
     conductor.rank_ended(
         end(1, kind="crashed", error="ZeroDivisionError: {nothing}", where="x.py:3"), now=1.0
     )
@@ -149,7 +149,7 @@ def test_a_rank_that_left_early_with_a_result_is_the_culprit_of_those_who_lost_i
 
 
 def test_where_all_are_victims_nobody_is_blamed() -> None:
-    conductor = Conductor(plan(2))
+    conductor = Decider(plan(2))
     conductor.rank_ended(victim(0), now=1.0)
     conductor.rank_ended(victim(1), now=1.1)
     decision = conductor.decide(now=1.2)
@@ -160,7 +160,7 @@ def test_where_all_are_victims_nobody_is_blamed() -> None:
 
 
 def test_a_lost_node_is_named_and_not_its_victims() -> None:
-    conductor = Conductor(plan(4))
+    conductor = Decider(plan(4))
     conductor.rank_ended(victim(0), now=1.0)
     conductor.node_lost(NodeLoss(1, "b", "the connection was closed"), now=1.1)
     decision = conductor.decide(now=1.1)
@@ -177,7 +177,7 @@ def test_what_was_ended_by_its_front_is_never_the_cause() -> None:
 
 
 def test_all_ranks_with_a_result_are_the_end() -> None:
-    conductor = Conductor(plan(2))
+    conductor = Decider(plan(2))
     for rank in (1, 0):
         conductor.rank_ended(end(rank, 0, kind="result"), now=1.0)
     assert conductor.is_over
@@ -205,7 +205,7 @@ def test_an_end_survives_the_way_to_the_head() -> None:
 
 
 def test_a_node_that_refuses_the_plan_ends_the_start_with_its_own_words() -> None:
-    conductor = Conductor(plan(4))
+    conductor = Decider(plan(4))
     refused = {"problems": [{"what": "this node's copy of the plan cannot be written"}], "verdict": None}
     conductor.node_refused(node_refused(1, "b", refused))
     decision = conductor.decide(now=1.0)

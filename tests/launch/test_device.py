@@ -5,8 +5,8 @@ import pytest
 from unisono.errors import UsageError
 from unisono.facts import Machine
 from unisono.facts.machine import Gpu
-from unisono.launch.device import choose_devices, device_words
 from unisono.plan import DeviceChoice
+from unisono.plan.device_choice import choose_devices, device_words
 
 
 def gpu(index: int, capability: tuple[int, int] = (9, 0)) -> Gpu:

@@ -4,7 +4,7 @@ import json
 import time
 from pathlib import Path
 
-from unisono.launch.drawing import Drawing
+from unisono.launch.curve_drawing import Drawing
 from unisono.rundir import RunDir
 
 

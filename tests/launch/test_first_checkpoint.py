@@ -7,9 +7,9 @@ import pytest
 
 from unisono.checkpoint.retention import DiskSpace
 from unisono.checkpoint.writer import StorageFull
-from unisono.launch.command import Programs
-from unisono.launch.first_checkpoint import FirstCheckpoint, Saved, estimate, still_due, summary
 from unisono.plan import ResumePoint, RunPlan
+from unisono.remote_checkpoint.first_checkpoint import FirstCheckpoint, Saved, estimate, still_due, summary
+from unisono.supervise.child_process import Programs
 
 GB = 10**9
 

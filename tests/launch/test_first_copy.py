@@ -12,13 +12,13 @@ from unisono.checkpoint.manifest import MANIFEST
 from unisono.checkpoint.store import CheckpointStore
 from unisono.config import RunConfig
 from unisono.errors import UnisonoError
-from unisono.launch import uploading as uploads
-from unisono.launch.command import Programs
-from unisono.launch.first_copy import FirstCopy, more_bytes, summary
-from unisono.launch.interrupts import Interrupts
-from unisono.launch.uploading import Copied, Uploading
 from unisono.plan import RunPlan
+from unisono.remote_checkpoint import upload as uploads
+from unisono.remote_checkpoint.storage_trial import FirstCopy, more_bytes, summary
+from unisono.remote_checkpoint.upload import Copied, Uploading
 from unisono.rundir import RunDir
+from unisono.supervise.child_process import Programs
+from unisono.supervise.interrupts import Interrupts
 
 Until = Callable[[Callable[[], bool]], None]
 OURS = Programs()

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from unisono.causes import Verdict
 from unisono.causes.signatures import LINE_LIMIT
-from unisono.launch.log_events import CODE, FollowedLog, Hit, Lines, LogEvents, Rate
-from unisono.launch.ranks import open_log
 from unisono.plan import DeviceChoice, RankPlace
+from unisono.supervise.local_ranks import open_log
+from unisono.supervise.rank_logs import CODE, FollowedLog, Hit, Lines, LogEvents, Rate
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.64 GiB"
 WARN = "node-b:902:1011 [0] misc/socket.cc:484 NCCL WARN Connect to 172.17.0.1<44123> failed"

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import UsageError
-from unisono.launch.logs import followed_logs, merged_logs
+from unisono.rundir.merged_logs import followed_logs, merged_logs
 
 
 def write(path: Path, text: str) -> None:

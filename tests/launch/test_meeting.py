@@ -20,9 +20,9 @@ import pytest
 from tests.ports import free_port
 from unisono.causes import Verdict
 from unisono.control.connection import SILENCE_S
-from unisono.launch.nodes.meeting import Meeting
-from unisono.launch.nodes.party import Party
-from unisono.launch.topology import Topology
+from unisono.plan.topology import Topology
+from unisono.rendezvous.meeting import Meeting
+from unisono.rendezvous.party import Party
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 90.0

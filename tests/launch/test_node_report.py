@@ -17,7 +17,6 @@ from unisono.facts.limits import SystemLimits
 from unisono.facts.machine import Gpu
 from unisono.facts.network import NetworkInterface
 from unisono.facts.storage import leave_nonce
-from unisono.launch.asked import TrainRequest
 from unisono.launch.node_report import (
     NONCE_FILE,
     checkpoints_bytes,
@@ -27,8 +26,9 @@ from unisono.launch.node_report import (
     make_node_report,
     reserve,
 )
-from unisono.launch.nodes.party import Standing
-from unisono.launch.planning import Here, look_around
+from unisono.launch.planning import LocalNode, look_around
+from unisono.launch.train_request import TrainRequest
+from unisono.rendezvous.party import Standing
 
 GIB = 1 << 30
 LIMITS = SystemLimits(8, 100 * GIB, 20 * GIB, 10 * GIB, 1024, None, None, None)
@@ -88,14 +88,14 @@ def loaded(tmp_path: Path) -> LoadedConfig:
     return load_config(file)
 
 
-def here_of(loaded: LoadedConfig, tmp_path: Path, **asked: Any) -> Here:
+def here_of(loaded: LoadedConfig, tmp_path: Path, **asked: Any) -> LocalNode:
     request = TrainRequest(
         config_path=tmp_path / "run.yaml", probes=PROBES, nodes="2", node_rank=1, head="ada:29577", **asked
     )
     return look_around(request, loaded, read_machine(PROBES.devices), read_environment())
 
 
-def report_of(loaded: LoadedConfig, here: Here, **welcome: str) -> NodeReport:
+def report_of(loaded: LoadedConfig, here: LocalNode, **welcome: str) -> NodeReport:
     standing = Standing("10.9.0.7", dict(welcome), -0.5, [4001, 4002, 4003])
     return make_node_report(
         loaded=loaded, here=here, standing=standing, files=look_at_files(loaded, here), output=look_at_output(loaded, standing),

@@ -13,7 +13,7 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from unisono.launch.process import ChildProcess
+from unisono.supervise.child_process import ChildProcess
 
 ENVIRONMENT = {"PATH": os.defpath}
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from unisono.launch.rank_environment import rank_environments
 from unisono.plan import DeviceChoice, RankPlace, RunPlan
+from unisono.supervise.child_process import rank_environments
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1, bfloat16=False)
 

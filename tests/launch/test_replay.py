@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from unisono.launch.replay import changed_versions
-from unisono.launch.replayed import Difference, Replayed, compare
+from unisono.launch.replay_report import Difference, Replayed, compare
 from unisono.rundir import RunDir
 
 pytestmark = pytest.mark.slow

@@ -13,15 +13,14 @@ from unisono.checkpoint.snapshot import Entry, Layout, Slots, StepSnapshot, need
 from unisono.checkpoint.state import load_state
 from unisono.checkpoint.store import CheckpointStore
 from unisono.config import RunConfig
-from unisono.launch.attempt import Attempt
-from unisono.launch.conduct import Decision
-from unisono.launch.kept import KeptMemory, keeping_ranks
-from unisono.launch.postmortem import NodeLoss
-from unisono.launch.ranks import RankEnd
-from unisono.launch.rescue import Found, choose, rescue
 from unisono.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
+from unisono.remote_checkpoint.rescue import RescuedStep, choose, rescue
 from unisono.rundir import RunDir
 from unisono.rundir.metrics import MetricsWriter, read_metrics
+from unisono.supervise.decision import Decision
+from unisono.supervise.local_ranks import RankEnd, SharedMemory, keeping_ranks
+from unisono.supervise.postmortem import NodeLoss
+from unisono.supervise.rank_supervisor import Attempt
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
 ROWS = 3
@@ -88,7 +87,7 @@ class Ground:
         self.plan = plan
         self.run = RunDir(folder)
         self.store = CheckpointStore(self.run.checkpoints, key=b"k" * 32)
-        self.memory = KeptMemory(keeping_ranks(plan, 0))
+        self.memory = SharedMemory(keeping_ranks(plan, 0))
         sharded = plan.strategy == "fsdp"
         self.ranks = [
             Rank(fd, rank, plan.world_size, sharded=sharded)
@@ -115,7 +114,7 @@ class Ground:
             self.run,
             self.plan,
             self.attempt,
-            Found.here(self.memory),
+            RescuedStep.here(self.memory),
             store=self.store,
             show=self.said.append,
         )
@@ -295,7 +294,7 @@ def test_who_keeps_its_steps() -> None:
 
 
 def test_the_memory_has_no_name_and_goes_with_its_owner() -> None:
-    with KeptMemory([0]) as memory:
+    with SharedMemory([0]) as memory:
         fd = memory.fd(0)
         assert fd is not None
         assert "memfd" in str(Path(f"/proc/self/fd/{fd}").readlink())

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from unisono.causes import Verdict
 from unisono.causes.catalogue import ALL_CAUSES
 from unisono.config import RunConfig
-from unisono.launch.restart import Death, may_restart
+from unisono.launch.restarts import Death, may_restart
 
 
 def verdict(cause: str) -> Verdict:

@@ -23,9 +23,10 @@ from tests.ports import free_port
 from tests.sshd import ssh_server
 from unisono.errors import UsageError
 from unisono.facts.network import SystemNetwork
-from unisono.launch.asked import TrainRequest
-from unisono.launch.nodes.address import address_towards, is_this_machine
-from unisono.launch.nodes.ssh import (
+from unisono.launch.train_request import TrainRequest
+from unisono.plan.topology import Accelerators, Topology, TopologyRequest, read_topology
+from unisono.rendezvous.head_address import address_towards, is_this_machine
+from unisono.rendezvous.ssh import (  # fmt: skip
     Remote,
     SshFronts,
     carried_variables,
@@ -33,8 +34,7 @@ from unisono.launch.nodes.ssh import (
     remote_command,
     remote_train,
     start_others,
-)  # fmt: skip
-from unisono.launch.topology import Accelerators, Topology, TopologyAsked, read_topology
+)
 
 LIMIT_S = 300.0
 STANDIN = Path(__file__).parent / "standins" / "ssh_front.py"
@@ -54,7 +54,7 @@ print("lifeline closed", flush=True)
 
 
 def topology(*hosts: str, head: str | None = None) -> Topology:
-    asked = TopologyAsked(hosts=hosts, head=head)
+    asked = TopologyRequest(hosts=hosts, head=head)
     return read_topology(asked, {}, Accelerators(0))
 
 

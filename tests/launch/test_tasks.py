@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from unisono.errors import DataError, IntegrityError, RankDied, UnfitError, UsageError
-from unisono.launch.command import Programs
-from unisono.launch.tasks import TaskProcess, refusal, run_task
+from unisono.supervise.child_process import Programs
+from unisono.supervise.task_process import TaskProcess, refusal, run_task
 
 SCRIPT = """
 import json, os, signal, sys

@@ -10,13 +10,20 @@ from hypothesis import strategies as st
 from unisono.errors import UsageError
 from unisono.facts import Machine
 from unisono.facts.machine import Gpu
-from unisono.launch.device import choose_devices, device_words, usable_accelerators
-from unisono.launch.topology import Accelerators, Topology, TopologyAsked, read_topology
-from unisono.launch.written import DEFAULT_PORT, checked_host, parse_head
+from unisono.plan.device_choice import choose_devices, device_words, usable_accelerators
+from unisono.plan.topology import (
+    DEFAULT_PORT,
+    Accelerators,
+    Topology,
+    TopologyRequest,
+    checked_host,
+    parse_head,
+    read_topology,
+)
 
 
 def shape(variables: dict[str, str] | None = None, gpus: int = 0, **asked: Any) -> Topology:
-    return read_topology(TopologyAsked(**asked), variables or {}, Accelerators(gpus))
+    return read_topology(TopologyRequest(**asked), variables or {}, Accelerators(gpus))
 
 
 def refused(variables: dict[str, str] | None = None, gpus: int = 0, **asked: Any) -> str:
@@ -76,7 +83,7 @@ def test_explicit_beats_inferred_and_launchers_ranks_never_count(
     nproc: int | None,
     variables: dict[str, str],
 ) -> None:
-    asked = TopologyAsked(nproc=nproc, nodes=nodes, node_rank=node_rank, head=head)
+    asked = TopologyRequest(nproc=nproc, nodes=nodes, node_rank=node_rank, head=head)
     try:
         found = read_topology(asked, variables, Accelerators(0))
     except UsageError:
@@ -168,7 +175,7 @@ def test_more_ranks_than_accelerators_are_refused_and_on_a_cpu_they_are_not() ->
 def test_hosts_are_the_nodes_and_this_machine_stands_first_if_it_is_listed() -> None:
     def here(*hosts: str) -> Topology:
         return read_topology(
-            TopologyAsked(hosts=hosts), {}, Accelerators(0), is_here=lambda host: host == "me"
+            TopologyRequest(hosts=hosts), {}, Accelerators(0), is_here=lambda host: host == "me"
         )
 
     assert (here("me", "b", "c").nodes, here("me", "b", "c").hosts) == (3, ("b", "c"))
@@ -216,7 +223,7 @@ NONE = dataclasses.replace(TEN, gpus=[], gpu_note="no NVIDIA driver")
 def test_six_to_nine_of_ten_are_four_ranks_on_these_devices() -> None:
     words = device_words("6,7,8,9")
     usable = usable_accelerators(TEN, wish="auto", visible=None)
-    found = read_topology(TopologyAsked(devices=words), {}, usable)
+    found = read_topology(TopologyRequest(devices=words), {}, usable)
     assert (found.nproc, found.nproc_declared) == (4, False)
     chosen, _ = choose_devices(TEN, wish="auto", named=words, visible=None, nproc=found.nproc)
     assert [device.index for device in chosen] == [6, 7, 8, 9]
@@ -228,7 +235,7 @@ def test_visible_devices_count_and_are_chosen_in_their_order() -> None:
     chosen, _ = choose_devices(TEN, wish="auto", named=(), visible="3,1", nproc=2)
     assert [device.index for device in chosen] == [3, 1]
     with pytest.raises(UsageError) as caught:
-        read_topology(TopologyAsked(nproc=3), {}, usable)
+        read_topology(TopologyRequest(nproc=3), {}, usable)
     assert "CUDA_VISIBLE_DEVICES=3,1" in "\n".join(caught.value.lines())
 
 

@@ -11,8 +11,8 @@ from tests.watch.seeing import look, view
 from unisono.causes import Verdict
 from unisono.config.schema import WatchSection
 from unisono.events import Message
-from unisono.launch.evidence import Raw
-from unisono.launch.watching import Watching
+from unisono.supervise.evidence import RawEvidence
+from unisono.supervise.stall_monitor import StallMonitor
 from unisono.watch import Look, RankView
 
 
@@ -23,7 +23,7 @@ class Told:
         self.seen: list[RankView] = []
         self.done: list[Look] = []
         self.asked: list[int] = []
-        self.gathered: dict[int, Raw] = {}
+        self.gathered: dict[int, RawEvidence] = {}
         self.looked = 0
 
     def views(self, now: float) -> list[RankView]:
@@ -43,8 +43,8 @@ class Told:
     def forget(self) -> None:
         self.gathered.clear()
 
-    def raw(self, rank: int) -> Raw:
-        return self.gathered.get(rank, Raw())
+    def raw(self, rank: int) -> RawEvidence:
+        return self.gathered.get(rank, RawEvidence())
 
 
 class Scene:
@@ -56,7 +56,7 @@ class Scene:
         self.signs = Told()
         config: Any = type("Config", (), {"watch": WatchSection()})()
         planned = plan(world_size, per_node=8).model_copy(update={"config": config, "total_steps": 100})
-        self.watching = Watching(planned, self.signs, None, self.shown.append, clock=lambda: self.now)
+        self.watching = StallMonitor(planned, self.signs, None, self.shown.append, clock=lambda: self.now)
 
     def see(self, *views: RankView, after_s: float = 0.5) -> Verdict | None:
         self.now += after_s
@@ -109,7 +109,7 @@ def test_what_was_gathered_in_an_earlier_trouble_is_not_cited_in_a_later_one() -
     scene.see(waiting(0, 4.7), view(1, "compute", 4.7))
     assert set(scene.signs.asked) == {0, 1}
     scene.signs.done = [look(1, "mine.py:3 in slow")]
-    scene.signs.gathered = {1: Raw(stacks="slow")}
+    scene.signs.gathered = {1: RawEvidence(stacks="slow")}
     scene.see(waiting(0, 5.2), view(1, "compute", 5.2))
     assert scene.watching.picture.looks[1].stack
     scene.see(waiting(0, 0.0), view(1, "compute", 0.0))
@@ -152,7 +152,7 @@ def test_a_silent_node_is_called_by_its_own_name_where_others_were_left_out() ->
     config: Any = type("Config", (), {"watch": WatchSection()})()
     shown: list[Message] = []
     server: Any = Silent({1: 5.0, 3: 4.0})
-    watching = Watching(
+    watching = StallMonitor(
         left.model_copy(update={"config": config, "total_steps": 100}),
         Told(),
         server,

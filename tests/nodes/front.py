@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import unisono.doctor.asked
-import unisono.launch.asked
+import unisono.launch.train_request
 from unisono.cli.app import main
 from unisono.facts import package_versions
 from unisono.facts.accelerators import DevicesDetails
 from unisono.facts.machine import DeviceProbe, Gpu
 from unisono.facts.network import NetworkInterface, SystemNetwork
 from unisono.facts.probes import Probes
-from unisono.launch.command import Programs
+from unisono.supervise.child_process import Programs
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def probes(answers: dict[str, Any]) -> Probes:
 ANSWERS = json.loads(Path(sys.argv[1]).read_text())
 
 
-class Request(unisono.launch.asked.TrainRequest):
+class Request(unisono.launch.train_request.TrainRequest):
     """The same request, with the answers in it."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
@@ -111,6 +111,6 @@ class Look(unisono.doctor.asked.DoctorRequest):
         object.__setattr__(self, "probes", probes(ANSWERS))
 
 
-unisono.launch.asked.TrainRequest = Request  # type: ignore[misc]
+unisono.launch.train_request.TrainRequest = Request  # type: ignore[misc]
 unisono.doctor.asked.DoctorRequest = Look  # type: ignore[misc]
 main(sys.argv[2:])

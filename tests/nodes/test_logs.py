@@ -9,7 +9,7 @@ import pytest
 import tests.nodes.skewed.sitecustomize as skewed
 from tests.nodes.fronts import together
 from tests.nodes.harness import Job
-from unisono.launch.logs import LogLine, merged_logs
+from unisono.rundir.merged_logs import LogLine, merged_logs
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

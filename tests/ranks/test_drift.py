@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.ranks.conftest import Done, Workshop
 from unisono.causes import Verdict
 from unisono.events import Message
-from unisono.launch.drift import Drift, Told, name_drift
+from unisono.launch.replica_drift import DriftReport, ReplicaDrift, name_drift
 from unisono.plan import DeviceChoice, RankPlace, RunPlan
 from unisono.train.training_checks import _CHUNK, _checksums, weights_digest
 
@@ -34,7 +34,7 @@ def three(workshop: Workshop) -> dict[str, Done]:
 def heard(plan: RunPlan, done: Done, *, changed: Mapping[int, str] | None = None) -> tuple[Verdict | None, list[Message]]:  # fmt: skip
     """What the head makes of what the ranks said, and what it shows."""
     shown: list[Message] = []
-    drift = Drift(plan, shown.append)
+    drift = ReplicaDrift(plan, shown.append)
     for rank in range(plan.world_size):
         for message in done.ended.messages[rank]:
             told = {"arithmetic": changed[rank]} if changed and rank in changed else {}
@@ -96,7 +96,7 @@ def test_only_a_majority_can_say_who_is_odd(digests: str, blamed: tuple[int, ...
     places = [
         RankPlace(rank=n, node_rank=n, local_rank=0, host=f"h{n}", device=_CPU) for n in range(len(digests))
     ]
-    found = {rank: Told(digest * 32, "same") for rank, digest in enumerate(digests)}
+    found = {rank: DriftReport(digest * 32, "same") for rank, digest in enumerate(digests)}
     verdict = name_drift(places, found, step=200, equal_at=None)
     assert verdict.ranks == blamed
     assert verdict.hosts == tuple(f"h{rank}" for rank in blamed)

@@ -8,14 +8,13 @@ from pathlib import Path
 
 from tests.launch.test_conduct import plan
 from unisono.causes import Verdict
-from unisono.launch.attempt import Attempt
-from unisono.launch.conduct import Decision
-from unisono.launch.explaining import with_witness
+from unisono.cluster.ray.cluster_health import LostNodes, RaysHead, loss_file, name_rays_head
+from unisono.cluster.ray.node_fronts import Place, name_lost_place
+from unisono.launch.head_nodes import with_witness
 from unisono.launch.outcome import Ending, ending_of
-from unisono.launch.postmortem import NodeLoss
-from unisono.launch.ray.fronts import Place, name_lost_place
-from unisono.launch.ray.losses import LossesTold, loss_file
-from unisono.launch.ray.rays_head import RaysHead, name_rays_head
+from unisono.supervise.decision import Decision
+from unisono.supervise.postmortem import NodeLoss
+from unisono.supervise.rank_supervisor import Attempt
 
 OF_MEMORY = "The actor is dead because its worker process has died. Task was killed due to the node running low on memory."
 
@@ -79,13 +78,13 @@ def test_the_word_on_a_node_is_waited_for_until_it_is_whole(tmp_path: Path) -> N
             path.write_text(text[: len(text) * looked // 4])
         return looked / 10
 
-    assert LossesTold(tmp_path, clock).of_lost(1) == (lost(OF_MEMORY), 0.5)
+    assert LostNodes(tmp_path, clock).of_lost(1) == (lost(OF_MEMORY), 0.5)
 
 
 def test_a_word_that_does_not_come_is_not_waited_for_long(tmp_path: Path) -> None:
     Path(loss_file(tmp_path, 2)).write_text(json.dumps(lost(OF_MEMORY).to_json()))
     clock = itertools.count()
-    assert LossesTold(tmp_path, lambda: float(next(clock))).of_lost(1) is None
+    assert LostNodes(tmp_path, lambda: float(next(clock))).of_lost(1) is None
 
 
 def test_a_head_that_goes_is_silent_from_then_on_and_is_named() -> None:

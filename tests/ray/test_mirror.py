@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch.ray.fronts import KeeperLost
-from unisono.launch.ray.keeper import Keeper
-from unisono.launch.ray.mirror import Mirror, Mirroring
+from unisono.cluster.ray.mirror import Mirror, Mirroring
+from unisono.cluster.ray.node_actor import NodeActor
+from unisono.cluster.ray.node_fronts import KeeperLost
 from unisono.rundir import RunDir
 
 
@@ -20,7 +20,7 @@ class Disks:
         self.here = folder / "typed/runs/my demo"
         for place in (self.there, self.here):
             place.mkdir(parents=True)
-        self.keeper = Keeper()
+        self.keeper = NodeActor()
         self.mirror = self.anew()
 
     def anew(self, *only: str) -> Mirror:
@@ -116,7 +116,7 @@ def test_what_is_lost_there_is_not_lost_here(disks: Disks) -> None:
 def test_a_node_that_is_slow_for_a_while_is_followed_on_and_one_that_stays_silent_is_told(
     disks: Disks,
 ) -> None:
-    class Slow(Keeper):
+    class Slow(NodeActor):
         def __init__(self, silent: int) -> None:
             super().__init__()
             self.silent = silent
@@ -141,7 +141,7 @@ def test_a_checkpoint_is_never_here_without_the_metrics_of_its_steps(disks: Disk
     disks.write("metrics.jsonl", "1\n2\n")
     disks.write("checkpoints/step-00000002/weights", "x")
 
-    class Gone(Keeper):
+    class Gone(NodeActor):
         """A node that is lost once the metrics have been read, and has written more since they were listed."""
 
         def listing(self, root: str) -> dict[str, tuple[int, int, int]]:
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_brought_leaves_no_half(disks: D
     disks.write("checkpoints/step-00000002/a", "a")
     disks.write("checkpoints/step-00000002/b", "b")
 
-    class Pruned(Keeper):
+    class Pruned(NodeActor):
         def read(self, path: str, offset: int, size: int) -> bytes:
             if path.endswith("/b"):
                 raise FileNotFoundError(path)

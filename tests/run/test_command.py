@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import UsageError
-from unisono.guard.asked import RunAsked, RunShape, read_shape
 from unisono.guard.command import comparable, read_command
-from unisono.launch.topology import Accelerators
+from unisono.guard.program_request import RunRequest, RunShape, read_shape
+from unisono.plan.topology import Accelerators
 
 WORDS = st.lists(
     st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12),
@@ -22,7 +22,7 @@ MULTI = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29
 
 def shape(line: str, variables: dict[str, str] | None = None, **flags: Any) -> RunShape:
     words = tuple(shlex.split(line))
-    return read_shape(RunAsked(words, **flags), read_command(words), variables or {}, Accelerators(0))
+    return read_shape(RunRequest(words, **flags), read_command(words), variables or {}, Accelerators(0))
 
 
 @given(WORDS)

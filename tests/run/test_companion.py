@@ -22,7 +22,7 @@ def companion(node: int, port: int) -> "subprocess.Popen[str]":
         "words": ["torchrun", "train.py"], "pid": os.getpid(),
     }  # fmt: skip
     started = subprocess.Popen(
-        [sys.executable, "-m", "unisono.guard.companion"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "unisono.guard.torchrun_front"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "UNISONO_TOKEN": "a secret that both nodes of this test share"},
     )  # fmt: skip
     assert started.stdin is not None

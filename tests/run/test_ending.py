@@ -7,8 +7,14 @@ import pytest
 from unisono.causes import CATALOGUE, Evidence, Verdict
 from unisono.diagnose.framework import BY_PRIORITY
 from unisono.guard.command import read_command
-from unisono.guard.ending import ProgramEnd, exit_code_of_verdict, for_program, name_program_death, signal_of
-from unisono.guard.signals import Stopping
+from unisono.guard.program_end import (
+    ProgramEnd,
+    exit_code_of_verdict,
+    for_program,
+    name_program_death,
+    signal_of,
+)
+from unisono.guard.program_signals import Stopping
 from unisono.integrations.inside.steps import framework_in
 
 PYTHON = read_command(["python", "train.py"])

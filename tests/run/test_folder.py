@@ -15,12 +15,12 @@ import pytest
 
 from unisono.errors import UsageError
 from unisono.files import read_object
-from unisono.guard.folder import HELD, border, run_dir
-from unisono.guard.program import Program
+from unisono.guard.border_directory import HELD, border, run_dir
+from unisono.guard.local_program import Program
 
 _HOLDS = """
 import sys
-from unisono.guard.folder import border
+from unisono.guard.border_directory import border
 with border() as folder:
     print(folder, flush=True)
     sys.stdin.read()
@@ -61,7 +61,7 @@ def test_a_folder_whose_front_was_killed_without_its_keeper_goes_with_the_next_o
 
 def test_a_keeper_alone_holds_it(holder: tuple["subprocess.Popen[str]", Path]) -> None:
     front, folder = holder
-    script = f"from unisono.guard.keeper import _hold; kept = _hold({str(folder)!r}); print(kept, flush=True); input()"
+    script = f"from unisono.guard.subreaper import _hold; kept = _hold({str(folder)!r}); print(kept, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as keeper:

@@ -18,7 +18,7 @@ import pytest
 from tests.ports import free_port
 from tests.sshd import as_program, ssh_server
 from unisono.errors import UsageError
-from unisono.guard.asked import RunAsked, refuse_launcher
+from unisono.guard.program_request import RunRequest, refuse_launcher
 
 BIN = Path(sys.executable).parent
 LIMIT_S = 150.0
@@ -149,9 +149,9 @@ def test_arguments_of_the_program_that_cannot_hold_for_all_nodes_are_refused(
     ],
 )
 def test_a_launcher_that_does_not_start_programs_says_what_to_type(name: str, said: str) -> None:
-    asked = RunAsked(("torchrun", "my train.py"), launcher=name, nodes="2")
+    asked = RunRequest(("torchrun", "my train.py"), launcher=name, nodes="2")
     with pytest.raises(UsageError) as caught:
         refuse_launcher(asked)
     assert said in "\n".join(caught.value.lines())
-    refuse_launcher(RunAsked(("true",), launcher="nodes", nodes="2"))
-    refuse_launcher(RunAsked(("true",), launcher="local"))
+    refuse_launcher(RunRequest(("true",), launcher="nodes", nodes="2"))
+    refuse_launcher(RunRequest(("true",), launcher="local"))

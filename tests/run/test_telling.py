@@ -8,9 +8,9 @@ import pytest
 
 from unisono.control.events import Left, Said
 from unisono.events import Message
-from unisono.guard import report, telling
-from unisono.guard.asked import RunAsked
+from unisono.guard import member_program, program_meeting
 from unisono.guard.command import read_command
+from unisono.guard.program_request import RunRequest
 
 
 class Channel:
@@ -60,12 +60,12 @@ class Silent:
 
 @pytest.mark.parametrize("code", [0, 4])
 def test_a_goodbye_after_the_last_word_is_no_loss(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    monkeypatch.setattr(telling, "Telling", Silent)
+    monkeypatch.setattr(member_program, "Telling", Silent)
     last: dict[str, Any] = {"kind": "ended", "exit_code": code, "verdicts": [], "result": {}}
     channel: Any = Channel(Said(0, last), Left(0, "a", "it said goodbye", clean=True))
     shown: list[Message] = []
     here: Any = Ended()
-    attending = telling.Attending(channel, here, 1, shown.append, lambda: None)
+    attending = member_program.MemberProgram(channel, here, 1, shown.append, lambda: None)
     attending.run()
     assert attending.exit_code(0) == code
     assert shown == []
@@ -84,7 +84,7 @@ def test_secrets_that_only_their_name_gives_away_do_not_leave_the_node() -> None
         "1024",
     )
     shape: Any = SimpleNamespace(command=read_command(words))
-    found = report._words(RunAsked(words), shape)
+    found = program_meeting._words(RunRequest(words), shape)
     assert "abcdef0123456789" not in str(found)
     assert "0123456789abcdef" not in str(found)
     assert "1024" in str(found)

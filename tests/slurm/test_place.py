@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
+from unisono.cluster.slurm.job_request import JobRequest, batch_script, job_asked
 from unisono.config import RunConfig
 from unisono.errors import UsageError
 from unisono.facts import Environment
 from unisono.facts.network import SystemNetwork
 from unisono.facts.slurm import SlurmStep
-from unisono.launch.asked import TrainRequest
-from unisono.launch.slurm.asked import JobAsked, job_asked
-from unisono.launch.slurm.script import batch_script
-from unisono.launch.srun import placed_by_slurm, token_of_step
-from unisono.launch.topology import Accelerators, Placed, Topology, TopologyAsked, read_topology
+from unisono.launch.srun_front import placed_by_slurm, token_of_step
+from unisono.launch.train_request import TrainRequest
+from unisono.plan.topology import Accelerators, Placed, Topology, TopologyRequest, read_topology
 
 ORIGINS = {"nodes": "the step", "node_rank": "SLURM_NODEID", "head": "its first host"}
 PLACED = Placed(4, 2, "gpu1", 20_007, ORIGINS)
@@ -24,7 +23,7 @@ STEP = SlurmStep("7", "0", 0, 2, 2, 1, "127.0.0.1,b")
 
 
 def read(variables: dict[str, str] | None = None, **asked: Any) -> Topology:
-    return read_topology(TopologyAsked(**asked), variables or {}, Accelerators(0), placed=PLACED)
+    return read_topology(TopologyRequest(**asked), variables or {}, Accelerators(0), placed=PLACED)
 
 
 def test_the_step_says_where_a_front_stands() -> None:
@@ -72,7 +71,7 @@ def test_the_secret_is_the_steps_and_the_users_own(tmp_path: Path) -> None:
     assert token_of_step(Environment(settings_dir=tmp_path)) is None
 
 
-def asked(folder: Path, **request: Any) -> JobAsked:
+def asked(folder: Path, **request: Any) -> JobRequest:
     config = RunConfig.model_validate({"model": "m", "data": {"train": "d"}, "output_dir": str(folder)})
     return job_asked(
         TrainRequest(Path("c.yaml"), launcher="slurm", **request), config, gpus=bool(request.get("devices"))

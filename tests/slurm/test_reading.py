@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from unisono.cluster.slurm.batch_job import result_of_job
+from unisono.cluster.slurm.controller import JobState
+from unisono.cluster.slurm.job_follower import Followed, Lines
 from unisono.facts.slurm import (
     NodeState,
     SlurmAnswer,
@@ -14,10 +17,6 @@ from unisono.facts.slurm import (
     read_slurm_step,
     seconds_of,
 )
-from unisono.launch.slurm.ending import result_of_job
-from unisono.launch.slurm.following import Followed
-from unisono.launch.slurm.job import JobState
-from unisono.launch.slurm.lines import Lines
 from unisono.rundir import RunDir
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from unisono.errors import UnisonoError
-from unisono.launch.tasks import TaskProcess
+from unisono.supervise.task_process import TaskProcess
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

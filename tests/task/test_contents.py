@@ -13,9 +13,9 @@ import pytest
 
 from unisono.events import Reporter
 from unisono.files import read_json
-from unisono.launch.tasks import run_task
 from unisono.model.inspect import inspect_model
 from unisono.model.locate import locate_model
+from unisono.supervise.task_process import run_task
 from unisono.task import contents, file_digests
 from unisono.task.file_digests import Digested, digest_files
 

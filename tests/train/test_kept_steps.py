@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from unisono.launch.kept import KeptMemory
 from unisono.rundir.metrics import MetricsWriter
+from unisono.supervise.local_ranks import SharedMemory
 from unisono.train.memory_snapshots import LIMIT, MemorySnapshots
 from unisono.train.process_group import Alone
 
@@ -21,7 +21,7 @@ def test_a_step_and_its_evaluation_are_kept_before_anybody_can_see_them(
     """A death between the two would cost a step that was seen: so the memory is read at each line, as after a death there."""
     seen: list[tuple[int, str, bool]] = []
 
-    with KeptMemory([0]) as memory:
+    with SharedMemory([0]) as memory:
 
         def note(line: dict[str, Any], name: str) -> None:
             kept, _ = memory.read(0)
@@ -57,7 +57,7 @@ def test_where_each_would_cost_too_much_every_fourth_is_kept_and_each_that_was_e
 
     monkeypatch.setattr(MemorySnapshots, "_decide", decide)
     newest: dict[int, tuple[int, list[list[str]]]] = {}
-    with KeptMemory([0]) as memory:
+    with SharedMemory([0]) as memory:
 
         def told(message: dict[str, Any], stop: object) -> None:
             del stop

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch.command import Programs
-from unisono.launch.ranks import LocalRanks
-from unisono.launch.signs import Signs
 from unisono.plan import DeviceChoice, RankPlace
 from unisono.rundir import RunDir
+from unisono.supervise.child_process import Programs
+from unisono.supervise.local_ranks import LocalRanks
+from unisono.supervise.rank_monitor import RankMonitor
 from unisono.watch import Look, RankView
 
 LIMIT_S = 60.0
@@ -28,7 +28,7 @@ class Watched:
     """Ranks and their signs."""
 
     local: LocalRanks
-    signs: Signs
+    signs: RankMonitor
     folder: Path
 
     def until(self, condition: Callable[[list[RankView]], bool]) -> list[RankView]:
@@ -84,7 +84,7 @@ def watch_deeds(folder: Path, deeds: Sequence[str], stack: contextlib.ExitStack)
     programs = Programs(worker=(sys.executable, str(_STANDIN)))
     local = LocalRanks(places, RunDir(folder / "run"), plan, programs, environments)
     stack.enter_context(local)
-    return Watched(local, stack.enter_context(contextlib.closing(Signs(local, 0))), folder)
+    return Watched(local, stack.enter_context(contextlib.closing(RankMonitor(local, 0))), folder)
 
 
 @pytest.fixture

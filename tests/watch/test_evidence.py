@@ -14,16 +14,16 @@ from tests.watch.conftest import LIMIT_S, Watched
 from unisono.causes import Verdict
 from unisono.data.encode import Encoded
 from unisono.data.store import TokenWriter, write_meta, write_split
-from unisono.launch.evidence import MESSAGE_BYTES, Raw, end_of_log, keep_evidence
-from unisono.launch.telling import Telling
 from unisono.rundir import RunDir
+from unisono.supervise.evidence import MESSAGE_BYTES, RawEvidence, end_of_log, keep_evidence
+from unisono.supervise.rank_monitor import MonitorReports
 from unisono.watch import Look, RankView
 from unisono.watch.rank_dumps import read_flight
 
 RECORDED = Path(__file__).parent / "recorded"
 FLIGHT = (RECORDED / "flight-all_reduce.json").read_text()
 STACKS = (RECORDED / "stacks-sleep.txt").read_text()
-RAW = Raw(STACKS, FLIGHT, "printed\n")
+RAW = RawEvidence(STACKS, FLIGHT, "printed\n")
 TOKEN = "hf_" + "a" * 30
 
 
@@ -74,7 +74,7 @@ def test_a_verdict_cites_files_that_only_their_owner_reads(tmp_path: Path, table
 def test_a_second_verdict_leaves_the_files_of_the_first(tmp_path: Path, table: Path) -> None:
     run = RunDir(tmp_path / "run")
     first = keep_evidence(run, verdict(1), table=table, raw={1: RAW}, looks={})
-    second = keep_evidence(run, verdict(1), table=table, raw={1: Raw("others")}, looks={})
+    second = keep_evidence(run, verdict(1), table=table, raw={1: RawEvidence("others")}, looks={})
     assert [one.where for one in second] == ["evidence/stacks-rank-00001-2.txt"]
     assert (run.root / first[0].where).read_text() == STACKS
 
@@ -94,15 +94,17 @@ def test_a_place_that_cannot_be_written_leaves_no_evidence_and_no_error(tmp_path
 
 
 def test_what_ranks_have_written_is_made_safe_and_bounded() -> None:
-    raw = Raw("a\x1b[31mb", f'{{"a": "{TOKEN}"}}', f"https://me:secret@host/x {TOKEN}\n" + "é" * (1 << 20))
-    found = Raw.from_json(raw.to_json())
+    raw = RawEvidence(
+        "a\x1b[31mb", f'{{"a": "{TOKEN}"}}', f"https://me:secret@host/x {TOKEN}\n" + "é" * (1 << 20)
+    )
+    found = RawEvidence.from_json(raw.to_json())
     assert found.stacks == "ab"
     assert TOKEN not in found.flight + found.log
     assert len(json.dumps(raw.to_json())) <= MESSAGE_BYTES
-    loud = Raw("日" * (1 << 20), "日" * (1 << 20), "日" * (1 << 20))
+    loud = RawEvidence("日" * (1 << 20), "日" * (1 << 20), "日" * (1 << 20))
     assert len(json.dumps(loud.to_json())) <= MESSAGE_BYTES
     with pytest.raises(KeyError):
-        Raw.from_json({})
+        RawEvidence.from_json({})
 
 
 def test_the_end_of_a_log_is_its_last_twenty_lines(tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_the_end_of_a_log_is_its_last_twenty_lines(tmp_path: Path) -> None:
 def test_a_node_tells_how_its_ranks_are_and_what_a_look_has_found(watched: Callable[..., Watched]) -> None:
     ranks = watched("sleep", "leave")
     sent: list[dict[str, Any]] = []
-    telling = Telling(ranks.local, 0, sent.append)
+    telling = MonitorReports(ranks.local, 0, sent.append)
     limit = time.monotonic() + LIMIT_S
 
     def until(
@@ -138,7 +140,7 @@ def test_a_node_tells_how_its_ranks_are_and_what_a_look_has_found(watched: Calla
         ask=lambda: telling.look({"kind": "look", "ranks": [0, 5]}),
     )
     assert Look.from_json(said["looks"][0]).stack[0].endswith(" in sleep")
-    assert "most recent call first" in Raw.from_json(said["raw"]["0"]).stacks
+    assert "most recent call first" in RawEvidence.from_json(said["raw"]["0"]).stacks
     ranks.local.end("over")
     ranks.local.poll(0)
     before = len(sent)

@@ -16,7 +16,7 @@ from unisono.cli.output import Output, output
 from unisono.cli.pieces import write_piece
 
 if TYPE_CHECKING:
-    from unisono.launch.tasks import TaskProcess
+    from unisono.supervise.task_process import TaskProcess
 
 _HELP = (
     "/clear       forget what was said",
@@ -38,7 +38,7 @@ def chat(
 ) -> None:
     """Talks to a model. Commands: /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the conversation."""
     from unisono.cli.progress import Progress
-    from unisono.launch.tasks import TaskProcess
+    from unisono.supervise.task_process import TaskProcess
 
     request = {
         "target": target, "step": step, "system": system, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,

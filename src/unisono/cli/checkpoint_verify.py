@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from unisono.checkpoint.model_manifest import ModelCheck
     from unisono.checkpoint.verify import Damage, Reading
     from unisono.errors import Problem
-    from unisono.launch.replayed import Replayed
+    from unisono.launch.replay_report import Replayed
 
 
 def verify(

@@ -25,7 +25,7 @@ def preview(
     from unisono.cli.output import output
     from unisono.compat.load import load_own_config
     from unisono.facts import read_environment
-    from unisono.launch.tasks import run_task
+    from unisono.supervise.task_process import run_task
 
     speak = output()
     loaded = load_own_config(config, tuple(overrides or ()))

@@ -69,7 +69,7 @@ def doctor(
     from unisono.doctor.asked import DoctorRequest
     from unisono.doctor.launched.launchers import examine_where_asked
     from unisono.doctor.showing import lines
-    from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
+    from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 
     speak = output()
     screen = Screen(speak)

@@ -43,7 +43,7 @@ def evaluate(
     from unisono.errors import UsageError
     from unisono.facts import read_environment
     from unisono.files import write_text
-    from unisono.launch.tasks import run_task
+    from unisono.supervise.task_process import run_task
 
     if out is not None and out.exists():
         raise UsageError.of(

@@ -23,7 +23,7 @@ def export(
 ) -> None:
     """Writes the adapter, or the whole model, with tokenizer, chat template and generation_config."""
     from unisono.cli.progress import Progress
-    from unisono.launch.tasks import run_task
+    from unisono.supervise.task_process import run_task
 
     speak = output()
     with Progress(speak) as progress:

@@ -112,7 +112,7 @@ def _prompt(prompt: str | None) -> str:
 
 def _run(request: dict[str, Any], *, streams: bool) -> dict[str, Any]:
     from unisono.cli.progress import Progress
-    from unisono.launch.tasks import run_task
+    from unisono.supervise.task_process import run_task
 
     with Progress(output()) as progress:
         shown = _Tokens(progress) if streams else None

@@ -17,7 +17,7 @@ def logs(
     ] = False,
 ) -> None:
     """Shows what all ranks printed and told, and the verdicts, labelled, in time by the head's clock."""
-    from unisono.launch.logs import followed_logs, merged_logs
+    from unisono.rundir.merged_logs import followed_logs, merged_logs
     from unisono.text import plain
 
     speak = output()

@@ -61,11 +61,11 @@ def run(
 ) -> None:
     """Runs somebody else's program under guard: agreement before, the watch during, a verdict after. The program stays as it is."""
     from unisono.cli.told import Told
-    from unisono.guard.asked import RunAsked
-    from unisono.guard.session import Run
+    from unisono.guard.guarded_run import GuardedRun
+    from unisono.guard.program_request import RunRequest
 
     speak = output()
-    asked = RunAsked(
+    asked = RunRequest(
         tuple(command), nproc=nproc, nodes=nodes, node_rank=node_rank, head=head, token_file=token_file,
         join_timeout_s=join_timeout, output_dir=output_dir, uneven=uneven, debug_comm=debug_comm, json=speak.json, devices=devices, hosts=hosts, grace_s=grace,
         launcher=launcher,
@@ -79,7 +79,7 @@ def run(
             silence(sys.stdout)
             silence(sys.stderr)
 
-    raise typer.Exit(int(Run(asked, show, _diagnosis).run()["exit_code"]))
+    raise typer.Exit(int(GuardedRun(asked, show, _diagnosis).run()["exit_code"]))
 
 
 def _diagnosis(log: Path) -> "Verdict | None":

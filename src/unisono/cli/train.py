@@ -27,7 +27,7 @@ from unisono.cli.places import (
 
 if TYPE_CHECKING:
     from unisono.events import Message
-    from unisono.launch.asked import TrainRequest
+    from unisono.launch.train_request import TrainRequest
 
 
 def train(
@@ -83,7 +83,7 @@ def train(
     ] = False,
 ) -> None:
     """Fine-tunes a model: on one device, on several (--nproc), or on several nodes (--nodes, --hosts)."""
-    from unisono.launch.asked import TrainRequest
+    from unisono.launch.train_request import TrainRequest
 
     request = TrainRequest(
         config, (*(overrides or ()), *map(_as_override, reason or ())), resume=resume, fresh=fresh, allow=tuple(allow or ()), trust=trust,
@@ -119,7 +119,7 @@ def _as_override(text: str) -> str:
 
 def _train(request: "TrainRequest") -> int:
     from unisono.cli.screen import JsonLines, Screen
-    from unisono.launch.launchers import carry_out
+    from unisono.cluster.launchers import carry_out
 
     speak = output()
     screen = JsonLines(speak) if speak.json else Screen(speak)
@@ -140,12 +140,12 @@ def _train(request: "TrainRequest") -> int:
 def _show_plan(request: "TrainRequest") -> None:
     from unisono.cli.first_screen import first_screen
     from unisono.cli.screen import Screen
-    from unisono.launch.launchers import plan_only
+    from unisono.cluster.launchers import plan_only
     from unisono.launch.outcome import dry_result
 
     speak = output()
     if request.launcher == "slurm":
-        from unisono.launch.slurm.session import script_for
+        from unisono.cluster.slurm.batch_job import script_for
 
         script = script_for(request)
         speak.emit({"kind": "script", "text": script}) if speak.json else speak.result(script)

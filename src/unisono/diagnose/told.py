@@ -10,8 +10,8 @@ from unisono.diagnose.facts import RankFacts, RunFacts
 from unisono.diagnose.redact import shown
 from unisono.events import Message, read_message
 from unisono.files import iterate_lines, objects_of, parse_json, read_object, read_text
-from unisono.launch.logs import Clocks, is_time
 from unisono.rundir.layout import RunDir
+from unisono.rundir.merged_logs import Clocks, is_time
 from unisono.rundir.metrics import iterate_metrics
 from unisono.text import one_line
 

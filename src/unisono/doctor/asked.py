@@ -6,9 +6,9 @@ from pathlib import Path
 
 from unisono.events import Message
 from unisono.facts import Probes
-from unisono.launch.asked import TrainRequest
-from unisono.launch.command import Programs
-from unisono.launch.nodes.ssh import Remote
+from unisono.launch.train_request import TrainRequest
+from unisono.rendezvous.ssh import Remote
+from unisono.supervise.child_process import Programs
 
 Show = Callable[[Message], None]
 

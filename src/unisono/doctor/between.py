@@ -31,14 +31,13 @@ from unisono.doctor.network.speed import SPEED, judge_speed
 from unisono.doctor.network.stream import Measured, measure, stream_listener
 from unisono.errors import UsageError
 from unisono.events import Message
-from unisono.launch.command import Programs
-from unisono.launch.nodes.agent import Attendance
-from unisono.launch.nodes.agent import try_network as node_tries_network
-from unisono.launch.nodes.head import try_network as head_tries_network
-from unisono.launch.nodes.meeting import Meeting
-from unisono.launch.nodes.network import head_dials, node_dials, present_in
-from unisono.launch.nodes.party import Show
-from unisono.launch.rank_environment import INTERFACE_VARIABLES, interface_name
+from unisono.rendezvous.head_side import try_network as head_tries_network
+from unisono.rendezvous.meeting import Meeting
+from unisono.rendezvous.member_side import Attendance
+from unisono.rendezvous.member_side import try_network as node_tries_network
+from unisono.rendezvous.network_trial import head_dials, node_dials, present_in
+from unisono.rendezvous.party import Show
+from unisono.supervise.child_process import INTERFACE_VARIABLES, Programs, interface_name
 
 CATALOGUE: tuple[Check, ...] = (SPEED,)
 LADDER = "ladder"

@@ -9,7 +9,7 @@ from unisono.agree.reports import NodeReport
 from unisono.config import LoadedConfig
 from unisono.doctor.asked import DoctorRequest
 from unisono.facts import Environment, Machine, Probes
-from unisono.launch.planning import Here
+from unisono.launch.planning import LocalNode
 
 Area = Literal["system", "settings", "config", "devices", "network", "peers"]
 Status = Literal["pass", "warn", "fail", "unknown"]
@@ -87,7 +87,7 @@ class Surroundings:
     """
 
     request: DoctorRequest
-    here: Here
+    here: LocalNode
     report: NodeReport
     loaded: LoadedConfig | None = None
 

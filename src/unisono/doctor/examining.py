@@ -13,9 +13,9 @@ from unisono.doctor.registry import REGISTRY
 from unisono.errors import Disagreed, UnisonoError
 from unisono.facts import read_environment, take_token
 from unisono.facts.redaction import redact
-from unisono.launch.gathering import party_of, tell_early_refusal
-from unisono.launch.nodes.aside import Aside
-from unisono.launch.srun import token_of_step
+from unisono.launch.meeting_entry import party_of, tell_early_refusal
+from unisono.launch.srun_front import token_of_step
+from unisono.rendezvous.party import BackgroundWork
 from unisono.text import plain
 
 UNFIT = 6
@@ -89,7 +89,7 @@ def look(facts: Surroundings) -> list[Finding]:
 
     Nor does it hold up who is asked to stop: nobody waits for these threads then, and the tasks of them end with this process.
     """
-    asides = [Aside(partial(_look_at, checks, facts)) for _, checks in REGISTRY]
+    asides = [BackgroundWork(partial(_look_at, checks, facts)) for _, checks in REGISTRY]
     return [finding for aside in asides for finding in aside.result()]
 
 

@@ -9,10 +9,10 @@ from unisono.doctor.asked import DoctorRequest
 from unisono.doctor.check import Surroundings
 from unisono.facts import Environment, read_environment, read_machine
 from unisono.facts.storage import probe_storage
-from unisono.launch.asked import load_asked
 from unisono.launch.node_report import make_node_report
-from unisono.launch.nodes.party import Standing
-from unisono.launch.planning import Here, look_around
+from unisono.launch.planning import LocalNode, look_around
+from unisono.launch.train_request import load_asked
+from unisono.rendezvous.party import Standing
 
 STORAGE_S = 10.0
 """So long a disk may say nothing: a doctor that waits as long as a start does would not be quick."""
@@ -31,7 +31,7 @@ class Asked:
 
     loaded: LoadedConfig
     given: bool
-    here: Here
+    here: LocalNode
 
 
 def read_asked(request: DoctorRequest, environment: Environment) -> Asked:

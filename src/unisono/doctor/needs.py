@@ -7,10 +7,10 @@ from unisono.config import LoadedConfig
 from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
 from unisono.doctor.hub import HUB, hub
 from unisono.errors import Problem, UnisonoError
-from unisono.launch.layout import lay_out
+from unisono.launch.head_run import plan_start
 from unisono.launch.node_report import checkpoints_bytes
 from unisono.launch.planning import prepare
-from unisono.launch.starting import plan_start
+from unisono.launch.rank_layout import lay_out
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder

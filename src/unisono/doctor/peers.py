@@ -15,10 +15,10 @@ from unisono.doctor.looking import NO_FILES, Asked
 from unisono.errors import Disagreed
 from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.files import make_private_dir
-from unisono.launch.asked import TrainRequest
 from unisono.launch.node_report import NONCE_FILE, look_at_files, look_at_output, make_node_report
-from unisono.launch.nodes.party import MakeReport, Party, Show, Standing
-from unisono.launch.nodes.ssh import SshFronts, start_others
+from unisono.launch.train_request import TrainRequest
+from unisono.rendezvous.party import MakeReport, Party, Show, Standing
+from unisono.rendezvous.ssh import SshFronts, start_others
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
 
@@ -67,7 +67,7 @@ def _as_head(
     request: DoctorRequest, party: Party, make: MakeReport, asked: Asked, own: list[Finding]
 ) -> list[Finding]:
     from unisono.doctor.between import LADDER, head_trial
-    from unisono.launch.nodes.head import hold_meeting
+    from unisono.rendezvous.head_side import hold_meeting
 
     def start(address: tuple[str, int]) -> SshFronts:
         variables = asked.here.environment.variables
@@ -101,7 +101,7 @@ def _as_head(
 
 def _as_node(request: DoctorRequest, party: Party, make: MakeReport, own: list[Finding]) -> list[Finding]:
     from unisono.doctor.between import node_trial
-    from unisono.launch.nodes.agent import attend_meeting
+    from unisono.rendezvous.member_side import attend_meeting
 
     trial = node_trial(ladder=request.ladder, debug_comm=request.debug_comm)
     with attend_meeting(party, make, trial=trial) as attendance:

@@ -15,9 +15,9 @@ from unisono.child import end_with_front
 from unisono.errors import UnisonoError
 from unisono.events import Message
 from unisono.facts import Probes
-from unisono.launch.asked import TrainRequest
 from unisono.launch.outcome import refused_result
 from unisono.launch.session import train
+from unisono.launch.train_request import TrainRequest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from unisono.drill.judging import End, History, Row, Told, is_named, judge, skip
 from unisono.drill.leftovers import Traces
 from unisono.drill.stream import Front
 from unisono.facts import read_environment
-from unisono.launch.command import child_environment
+from unisono.supervise.child_process import child_environment
 
 _START_S = 180.0
 _BEGIN_STEP = 20  # from then on something may be done from outside

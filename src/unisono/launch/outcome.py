@@ -7,14 +7,14 @@ from typing import Any
 
 from unisono.causes import Verdict, find_cause
 from unisono.errors import UnisonoError
-from unisono.launch.attempt import Attempt
-from unisono.launch.conduct import Decision
-from unisono.launch.interrupts import exit_code_of
-from unisono.launch.postmortem import apart, name_death, name_loss, name_victims
-from unisono.launch.ranks import RankEnd
-from unisono.launch.tasks import refusal
 from unisono.plan import RankPlace, RunPlan
 from unisono.rundir.result import RunResult
+from unisono.supervise.decision import Decision
+from unisono.supervise.interrupts import exit_code_of
+from unisono.supervise.local_ranks import RankEnd
+from unisono.supervise.postmortem import apart, name_death, name_loss, name_victims
+from unisono.supervise.rank_supervisor import Attempt
+from unisono.supervise.task_process import refusal
 
 _OUTCOMES = {
     0: "completed", 1: "failed", 2: "refused", 3: "disagreed", 4: "stalled", 5: "died", 6: "unfit", 7: "corrupt",

@@ -15,12 +15,12 @@ from unisono.causes import Evidence, Verdict, find_cause
 from unisono.events import Message
 from unisono.facts.path_monitor import Identity, PathMonitor, PathState, identity_of
 from unisono.files import whole_file
-from unisono.launch.attempt import Attempt, Show
-from unisono.launch.bounded import RunsDisk
 from unisono.launch.outcome import Ending
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock, Taken
+from unisono.supervise.bounded_io import RunsDisk
+from unisono.supervise.rank_supervisor import Attempt, Show
 from unisono.text import one_line
 
 CAUSE = "output_removed"

@@ -8,23 +8,23 @@ from typing import Any
 from unisono.config import LoadedConfig
 from unisono.facts import Environment, Machine
 from unisono.facts.environment import read_nccl_files
-from unisono.launch.asked import TrainRequest
-from unisono.launch.attempt import Show
-from unisono.launch.device import choose_devices, device_words, usable_accelerators
-from unisono.launch.layout import Layout, NodeOffer, threads_of
-from unisono.launch.nodes.address import is_this_machine
-from unisono.launch.nodes.ssh import find_head
-from unisono.launch.rank_environment import misleading
-from unisono.launch.srun import placed_by_slurm
-from unisono.launch.tasks import run_task
-from unisono.launch.topology import Topology, read_topology, refuse_lone_node
+from unisono.launch.rank_layout import Layout, NodeOffer, threads_of
+from unisono.launch.srun_front import placed_by_slurm
+from unisono.launch.train_request import TrainRequest
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
+from unisono.plan.device_choice import choose_devices, device_words, usable_accelerators
+from unisono.plan.topology import Topology, read_topology, refuse_lone_node
+from unisono.rendezvous.head_address import is_this_machine
+from unisono.rendezvous.ssh import find_head
+from unisono.supervise.child_process import misleading
+from unisono.supervise.rank_supervisor import Show
+from unisono.supervise.task_process import run_task
 
 _BY_HAND = re.compile(r"^(NCCL|GLOO|TP|TORCH|PYTORCH|CUDA|CUBLAS|CUDNN)_")
 
 
 @dataclass(frozen=True)
-class Here:
+class LocalNode:
     """What this machine and its environment are, and what part of the job runs on it."""
 
     machine: Machine
@@ -68,7 +68,7 @@ class Here:
 
 def look_around(
     request: TrainRequest, loaded: LoadedConfig, machine: Machine, environment: Environment
-) -> Here:
+) -> LocalNode:
     """Reads the shape of the job, and chooses the devices of this node's ranks.
 
     Raises:
@@ -86,7 +86,7 @@ def look_around(
     devices, origin = choose_devices(
         machine, wish=wish, named=device_words(request.devices), visible=visible, nproc=topology.nproc, torch_version=torch_version,
     )  # fmt: skip
-    return Here(machine, environment, topology, devices, origin)
+    return LocalNode(machine, environment, topology, devices, origin)
 
 
 def prepare(
@@ -118,7 +118,7 @@ def prepare(
 def make_plan(
     request: TrainRequest,
     loaded: LoadedConfig,
-    here: Here,
+    here: LocalNode,
     *,
     layout: Layout,
     prepared: dict[str, Any],
@@ -153,7 +153,7 @@ def make_plan(
     )  # fmt: skip
 
 
-def _origins(loaded: LoadedConfig, here: Here, layout: Layout) -> dict[str, str]:
+def _origins(loaded: LoadedConfig, here: LocalNode, layout: Layout) -> dict[str, str]:
     own = {"device": f"{layout.ranks[0].device.name}: {here.device_origin}"}
     return {**loaded.origins, **here.topology.origins, **own}
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from unisono.errors import UsageError
 from unisono.events import Message
-from unisono.launch.asked import TrainRequest
-from unisono.launch.attempt import Show, say
 from unisono.launch.session import plan_only, train
-from unisono.launch.tasks import run_task
+from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.metrics import read_metrics
+from unisono.supervise.rank_supervisor import Show, say
+from unisono.supervise.task_process import run_task
 from unisono.units import show_bytes, show_seconds
 
 ROWS = 64

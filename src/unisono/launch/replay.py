@@ -21,21 +21,20 @@ from unisono.events import Message
 from unisono.facts import Probes, read_environment, read_machine
 from unisono.facts.versions import decisive_versions
 from unisono.files import read_json, read_object
-from unisono.launch.attempt import Attempt, run_attempt
-from unisono.launch.command import Programs
-from unisono.launch.device import choose_devices
-from unisono.launch.interrupts import Interrupts
-from unisono.launch.layout import NodeOffer, lay_out
 from unisono.launch.outcome import ending_of
-from unisono.launch.rank_environment import interface_name, rank_environments
-from unisono.launch.ranks import LocalRanks
-from unisono.launch.record import write_decision
-from unisono.launch.replayed import Replayed, compare
-from unisono.launch.tasks import refusal, run_task
+from unisono.launch.rank_layout import NodeOffer, lay_out
+from unisono.launch.replay_report import Replayed, compare
+from unisono.launch.run_records import write_decision
 from unisono.plan import ResumePoint, RunPlan
+from unisono.plan.device_choice import choose_devices
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
 from unisono.rundir.metrics import iterate_metrics
+from unisono.supervise.child_process import Programs, interface_name, rank_environments
+from unisono.supervise.interrupts import Interrupts
+from unisono.supervise.local_ranks import LocalRanks
+from unisono.supervise.rank_supervisor import Attempt, run_attempt
+from unisono.supervise.task_process import refusal, run_task
 from unisono.text import one_line, why_unreadable
 
 Show = Callable[[Message], None]

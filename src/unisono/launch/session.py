@@ -7,20 +7,20 @@ from typing import Any
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnisonoError
 from unisono.facts import Environment, read_environment, read_machine, take_token
-from unisono.launch.asked import TrainRequest, load_asked, refuse_live_launcher
-from unisono.launch.attempt import Show, say
-from unisono.launch.gathering import is_about_nodes, party_of, tell_early_refusal
-from unisono.launch.interrupts import Interrupts, Stopped, exit_code_of
-from unisono.launch.layout import lay_out
-from unisono.launch.nodes import words
+from unisono.launch.head_run import HeadRun, plan_start
+from unisono.launch.meeting_entry import is_about_nodes, party_of, tell_early_refusal
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
-from unisono.launch.planning import Here, look_around, prepare
-from unisono.launch.srun import token_hint, token_of_step
-from unisono.launch.starting import Start, plan_start
+from unisono.launch.planning import LocalNode, look_around, prepare
+from unisono.launch.rank_layout import lay_out
+from unisono.launch.srun_front import token_hint, token_of_step
+from unisono.launch.train_request import TrainRequest, load_asked, refuse_live_launcher
 from unisono.plan import RunPlan
+from unisono.rendezvous import verdict_exchange
 from unisono.rundir import RunDir
 from unisono.rundir.start import decide_start
 from unisono.storage_errors import before_anything_began
+from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
+from unisono.supervise.rank_supervisor import Show, say
 
 
 def train(request: TrainRequest, show: Show) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
     )
 
 
-def _look(request: TrainRequest, environment: Environment) -> tuple[LoadedConfig, Here]:
+def _look(request: TrainRequest, environment: Environment) -> tuple[LoadedConfig, LocalNode]:
     """The config, and what is here for it."""
     with before_anything_began():
         loaded = load_asked(request)
@@ -96,17 +96,17 @@ def _start(
     if here.topology.nodes > 1:
         party = party_of(request, here.topology, host=here.machine.host, token=token, show=show)
     if party is not None and not here.topology.is_head:
-        from unisono.launch.member import take_part
+        from unisono.launch.member_run import take_part
 
         return take_part(request, loaded, here, party, interrupts=interrupts)
-    return Start(request, show, interrupts, began, party).run(loaded, here)
+    return HeadRun(request, show, interrupts, began, party).run(loaded, here)
 
 
 def _disagreed(error: UnisonoError, show: Show, began: float) -> dict[str, Any]:
     """Says what nodes or ranks disagree about, in the same words on all of them, and gives the result."""
     assert error.verdict is not None
     if not (isinstance(error, Disagreed) and error.said):
-        words.say(show, error.verdict, [problem.what for problem in error.problems[1:]])
+        verdict_exchange.say(show, error.verdict, [problem.what for problem in error.problems[1:]])
     return result_of(
         Ending(error.exit_code, NOTHING_DONE, error.verdict), run_id="", output_dir="", restarts=[],
         seconds=time.monotonic() - began,

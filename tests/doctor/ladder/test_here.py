@@ -8,8 +8,8 @@ import pytest
 from tests.doctor.bedside import Seen, doctor
 from unisono.doctor.ladder.attempt import attempt_here
 from unisono.doctor.ladder.record import Record, record_name
-from unisono.launch.command import Programs
 from unisono.plan import DeviceChoice
+from unisono.supervise.child_process import Programs
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

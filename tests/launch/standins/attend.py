@@ -15,13 +15,13 @@ from tests.agree.making import node
 from unisono.agree.reports import Interface, NodeReport
 from unisono.causes import Evidence, Verdict
 from unisono.errors import DataError, Disagreed, UnisonoError
-from unisono.launch.interrupts import Interrupts, Stopped
-from unisono.launch.nodes.agent import attend_meeting
-from unisono.launch.nodes.head import hold_meeting
-from unisono.launch.nodes.party import Party, Show, Standing
-from unisono.launch.nodes.refusal import refusals_told
-from unisono.launch.topology import Topology
 from unisono.plan import DeviceChoice
+from unisono.plan.topology import Topology
+from unisono.rendezvous.head_address import refusals_told
+from unisono.rendezvous.head_side import hold_meeting
+from unisono.rendezvous.member_side import attend_meeting
+from unisono.rendezvous.party import Party, Show, Standing
+from unisono.supervise.interrupts import Interrupts, Stopped
 
 
 def say(kind: str, **fields: Any) -> None:

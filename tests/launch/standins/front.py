@@ -8,10 +8,10 @@ import json
 import sys
 from pathlib import Path
 
-import unisono.launch.asked
+import unisono.launch.train_request
 from unisono.cli.app import main
-from unisono.launch.command import Programs
-from unisono.launch.verifier import Rhythm
+from unisono.remote_checkpoint.verifier import Rhythm
+from unisono.supervise.child_process import Programs
 
 HERE = Path(__file__).parent
 PROGRAMS = Programs(
@@ -19,7 +19,7 @@ PROGRAMS = Programs(
 )
 
 
-class Request(unisono.launch.asked.TrainRequest):
+class Request(unisono.launch.train_request.TrainRequest):
     """The same request, with the stand-ins as programs and with faults in the plan."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
@@ -32,5 +32,5 @@ class Request(unisono.launch.asked.TrainRequest):
 
 
 assert dataclasses.is_dataclass(Request)
-unisono.launch.asked.TrainRequest = Request  # type: ignore[misc]
+unisono.launch.train_request.TrainRequest = Request  # type: ignore[misc]
 main(sys.argv[2:])

@@ -3,11 +3,11 @@
 import json
 import sys
 
-import unisono.launch.asked
+import unisono.launch.train_request
 from unisono.cli.app import main
 
 
-class Request(unisono.launch.asked.TrainRequest):
+class Request(unisono.launch.train_request.TrainRequest):
     """The same request, with the test's port and keys."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
@@ -15,5 +15,5 @@ class Request(unisono.launch.asked.TrainRequest):
         object.__setattr__(self, "ssh", tuple(json.loads(sys.argv[1])))
 
 
-unisono.launch.asked.TrainRequest = Request  # type: ignore[misc]
+unisono.launch.train_request.TrainRequest = Request  # type: ignore[misc]
 main(sys.argv[2:])

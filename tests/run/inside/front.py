@@ -27,10 +27,10 @@ from unisono.integrations.border import (
     start_of,
 )
 from unisono.integrations.injection import injected
-from unisono.launch.signs import Signs
-from unisono.launch.watching import Watching
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
 from unisono.rundir import RunDir
+from unisono.supervise.rank_monitor import RankMonitor
+from unisono.supervise.stall_monitor import StallMonitor
 from unisono.watch import BeatMemory
 from unisono.watch.views import Collective
 
@@ -113,7 +113,7 @@ class Played:
     process: subprocess.Popen[str]
     guard: Guard
     ranks: _Ranks
-    watching: Watching
+    watching: StallMonitor
     log: Path
     messages: list[Message]
     brought: list[Brought] = field(default_factory=list)
@@ -206,7 +206,7 @@ def play(
     job = _Job(world_size)
     ranks = _Ranks(job, guard.folder, RunDir(folder / "run"))
     messages: list[Message] = []
-    watching = Watching(job, Signs(ranks, 0), None, messages.append)
+    watching = StallMonitor(job, RankMonitor(ranks, 0), None, messages.append)
     return Played(process, guard, ranks, watching, log, messages)
 
 

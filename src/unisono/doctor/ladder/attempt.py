@@ -14,10 +14,9 @@ from unisono.doctor.ladder.rungs import OWN, SETTABLE, Settings
 from unisono.errors import UnisonoError
 from unisono.events import Message
 from unisono.facts import read_environment
-from unisono.launch.command import Programs, child_environment
-from unisono.launch.rank_environment import DEBUG_COMM, misleading
-from unisono.launch.tasks import TaskProcess
 from unisono.plan import DeviceChoice
+from unisono.supervise.child_process import DEBUG_COMM, Programs, child_environment, misleading
+from unisono.supervise.task_process import TaskProcess
 from unisono.text import one_line
 
 STARTING_S = 120.0

@@ -7,7 +7,7 @@ from unisono.doctor.check import findings_of
 from unisono.doctor.examining import Examination
 from unisono.errors import UnfitError
 from unisono.files import parse_json
-from unisono.launch.tasks import refusal
+from unisono.supervise.task_process import refusal
 
 _DISAGREE = 3
 

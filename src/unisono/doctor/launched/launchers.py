@@ -1,9 +1,9 @@
 """Who starts the look on the nodes: a person or ssh, as without `--launcher`; or Ray, or Slurm."""
 
+from unisono.cluster.launchers import refuse_contradictions
 from unisono.doctor.asked import DoctorRequest
 from unisono.doctor.examining import Examination, examine, veiled
 from unisono.errors import UsageError
-from unisono.launch.launchers import refuse_contradictions
 
 
 def examine_where_asked(request: DoctorRequest) -> Examination:

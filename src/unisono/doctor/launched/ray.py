@@ -2,16 +2,16 @@
 
 import secrets
 
+from unisono.cluster.ray.ray_job import DRIVER, address_of, shape_of
 from unisono.doctor.asked import DoctorRequest
 from unisono.doctor.examining import Examination
 from unisono.doctor.launched.answer import examination_of, read_answer, without_answer
 from unisono.doctor.looking import read_config
 from unisono.facts import read_environment
-from unisono.launch.command import option_words
-from unisono.launch.nodes.ssh import carried_variables
-from unisono.launch.ray.session import DRIVER, address_of, shape_of
-from unisono.launch.resolved import config_yaml
-from unisono.launch.tasks import run_task
+from unisono.launch.train_request import config_yaml
+from unisono.rendezvous.ssh import carried_variables
+from unisono.supervise.child_process import option_words
+from unisono.supervise.task_process import run_task
 
 
 def examine_on_ray(request: DoctorRequest) -> Examination:

@@ -6,15 +6,15 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from unisono.cluster.slurm.controller import gives_out_gpus, partitions, refuse_what_cannot_be
+from unisono.cluster.slurm.job_request import gpus_of, nodes_of, words_of
+from unisono.cluster.slurm.srun_step import Step
 from unisono.config import LoadedConfig
 from unisono.doctor.asked import DoctorRequest
 from unisono.doctor.examining import Examination
 from unisono.doctor.launched.answer import examination_of, read_answer, without_answer
 from unisono.doctor.looking import read_config
-from unisono.launch.command import option_words
-from unisono.launch.slurm.asked import gpus_of, nodes_of, words_of
-from unisono.launch.slurm.cluster import gives_out_gpus, partitions, refuse_what_cannot_be
-from unisono.launch.slurm.step import Step
+from unisono.supervise.child_process import option_words
 from unisono.text import one_line, plain
 
 _EXITS = re.compile(r"^srun: (error: .*(Exited with exit code|Terminated)|Terminating|Job step aborted)")

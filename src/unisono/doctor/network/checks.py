@@ -18,7 +18,7 @@ from unisono.doctor.network.judging import (
 from unisono.facts.network import is_loopback
 from unisono.facts.processes import holder_of
 from unisono.facts.tcp import find_listener, read_firewall
-from unisono.launch.nodes.address import address_towards
+from unisono.rendezvous.head_address import address_towards
 from unisono.text import one_line
 
 _TORCHRUN_PORT = 29500

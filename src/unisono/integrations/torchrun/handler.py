@@ -199,7 +199,7 @@ class UnisonoRendezvous(RendezvousHandler):
         environment = dict(os.environ)  # noqa: TID251 - as above
         os.environ.pop("UNISONO_TOKEN", None)  # noqa: TID251 - as above
         companion = subprocess.Popen(
-            [sys.executable, "-m", "unisono.guard.companion"],
+            [sys.executable, "-m", "unisono.guard.torchrun_front"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

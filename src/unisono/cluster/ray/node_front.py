@@ -1,0 +1,65 @@
+"""`python -m unisono.cluster.ray.node_front REQUEST.json PID`: a node's front under Ray. Its messages go to stdout, a line each."""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from unisono.child import end_with_front
+from unisono.cluster.ray.cluster_health import LostNodes
+from unisono.errors import UnisonoError
+from unisono.events import Message, Reporter
+from unisono.launch.session import train
+from unisono.launch.train_request import TrainRequest
+from unisono.rendezvous.job_token import watch_lifeline
+
+LIFELINE = "-"
+
+
+def main(request: dict[str, Any], warden: int) -> int:
+    """Carries the node's part to its end; gives the exit code.
+
+    Args:
+        request: config, and in `asked` the fields of a TrainRequest; or in `look` the words of `unisono`, null in place of the config.
+        warden: the process that started this one, and with which it ends.
+    """
+    end_with_front(warden)
+    if "look" in request:  # it speaks for itself
+        words = [request["config"] if word is None else word for word in request["look"]]
+        os.execv(sys.executable, [sys.executable, "-m", "unisono", *words])  # noqa: S606 - no shell
+    reporter = Reporter(_own_stdout())
+
+    def show(message: Message) -> None:
+        reporter.send(**{name: value for name, value in message.items() if name != "time"})
+
+    config = Path(request["config"])
+    asked = TrainRequest(
+        config_path=config, token_file=LIFELINE, witness=LostNodes(config.parent), **request["asked"]
+    )
+    if asked.nodes == "1":  # with others it is watched by whoever reads the token
+        watch_lifeline()
+    try:
+        return int(train(asked, show)["exit_code"])
+    except UnisonoError as error:
+        reporter.send("start_refused", **error.to_json())
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the edge of a process: told, and printed whole
+        traceback.print_exc()
+        reporter.send(
+            "start_refused", exit_code=1, verdict=None,
+            problems=[{"what": f"a defect of unisono: {error!r}", "fix": "see the traceback in the log of that front"}],
+        )  # fmt: skip
+        return 1
+
+
+def _own_stdout() -> int:
+    """The pipe for messages. What anybody prints goes to stderr."""
+    fd = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return fd
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), int(sys.argv[2])))

@@ -1,0 +1,158 @@
+"""What launchers and ranks of a guarded program bring, to be compared with what the others bring, until all of them have. No I/O."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.compare import compare_launchers, compare_rank_facts
+from unisono.agree.display import name_node
+from unisono.agree.reports import NodeReport
+from unisono.causes import Verdict, find_cause
+from unisono.events import Message
+from unisono.integrations.border import LAUNCHER, Answer
+from unisono.plan import NodePlace, RankPlace
+
+_FIRST_LINE_S, _NEXT_LINES_S = 5.0, 10.0
+
+_Group = dict[int, tuple[int, Message, float]]
+"""By node of a launcher, or by rank: its node, what it brought, and when."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """All have brought something, and this came of it.
+
+    Attributes:
+        name: what was compared.
+        agreement: the outcome.
+        answers: by who is to hear them: the node, and the message for it.
+        complete_at: when the last one came, in seconds of the monotonic clock.
+    """
+
+    name: str
+    agreement: Agreement
+    answers: Sequence[tuple[int, Message]]
+    complete_at: float
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Some have brought something, and others have not.
+
+    Attributes:
+        name: what is to be compared.
+        since_s: since when the first one waits.
+        missing: who is waited for, for people.
+        hosts: of launchers that have not come.
+        is_due: whether it is time to say so.
+    """
+
+    name: str
+    since_s: float
+    missing: str
+    hosts: tuple[str, ...]
+    is_due: bool
+
+    @property
+    def line(self) -> str:
+        """What is said while one waits."""
+        who = (
+            "the program's launchers wait"
+            if self.name == LAUNCHER
+            else f"ranks wait, to compare {self.name},"
+        )
+        return f"{who} for {self.missing} ({self.since_s:.0f} s)"
+
+    @property
+    def verdict(self) -> Verdict:
+        """Once nobody waits any longer."""
+        known = find_cause("node_missing")
+        return Verdict(
+            cause="node_missing", when="before", hosts=self.hosts, fix=known.remedy if known else (),
+            summary=f"{self.missing} has not started its launcher within {self.since_s:.0f} s, and the others wait for it",
+            named_after_s=round(self.since_s, 3),
+        )  # fmt: skip
+
+
+@dataclass
+class LauncherFacts:
+    """All that is waited for.
+
+    Attributes:
+        nodes: all of them.
+        reports: of all nodes; empty for one node.
+        uneven: whether nodes may have unequal numbers of ranks.
+        store_host: where node 0 is reached.
+    """
+
+    nodes: Sequence[NodePlace]
+    reports: Sequence[NodeReport]
+    uneven: bool
+    store_host: str
+    _groups: dict[str, _Group] = field(default_factory=dict)
+    _told: dict[str, float] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def take(self, node_rank: int, message: Message, *, now: float) -> Compared | None:
+        """Takes what one of them brings; gives the outcome where it was the last."""
+        name = str(message["name"])
+        who = node_rank if name == LAUNCHER else int(message["rank"])
+        group = self._groups.setdefault(name, {})
+        group[who] = (node_rank, message, now)
+        if len(group) < (len(self.nodes) if name == LAUNCHER else int(message["world_size"])):
+            return None
+        del self._groups[name]
+        found = self._compare(name, group)
+        return Compared(
+            name, found, list(self._answers(name, group, found)), max(at for _, _, at in group.values())
+        )
+
+    def waiting(self, places: Mapping[int, RankPlace], *, now: float) -> list[Waiting]:
+        """What is waited for, of the ranks at these places."""
+        found = []
+        for name, group in self._groups.items():
+            since_s = now - min(at for _, _, at in group.values())
+            is_due = since_s >= _FIRST_LINE_S and now - self._told.get(name, 0.0) >= _NEXT_LINES_S
+            if is_due:
+                self._told[name] = now
+            absent = [node for node in self.nodes if node.node_rank not in group]
+            if name == LAUNCHER:
+                missing = ", ".join(name_node(node.node_rank, node.host) for node in absent)
+            else:
+                ranks = [place.label for rank, place in sorted(places.items()) if rank not in group]
+                missing = "; ".join(ranks[:4]) or "others"
+            hosts = tuple(node.host for node in absent) if name == LAUNCHER else ()
+            found.append(Waiting(name, since_s, missing, hosts, is_due))
+        return found
+
+    def _compare(self, name: str, group: _Group) -> Agreement:
+        if name == LAUNCHER:
+            nproc = {node: int(message["facts"].get("nproc") or 0) for node, (_, message, _) in group.items()}
+            started = {node: count for node, count in nproc.items() if count}
+            return (
+                compare_launchers(self.reports, started, uneven=self.uneven) if self.reports else Agreement()
+            )
+        hosts = {node.node_rank: node.host for node in self.nodes}
+        facts = {
+            rank: (node, hosts[node], dict(message["facts"])) for rank, (node, message, _) in group.items()
+        }
+        return compare_rank_facts(name, facts)
+
+    def _answers(self, name: str, group: _Group, found: Agreement) -> Iterator[tuple[int, Message]]:
+        text = found.fatal[0].summary if found.fatal else ""
+        facts = self._store(group) if name == LAUNCHER else {}
+        for node, message, _ in group.values():
+            answer = Answer(found.agreed, text, 3, {**facts, "node_rank": node} if facts else {})
+            value = {
+                "agreed": answer.agreed, "text": answer.text, "exit_code": answer.exit_code, "facts": answer.facts,
+            }  # fmt: skip
+            yield node, {"kind": "answer", "key": message["key"], "answer": value}
+
+    def _store(self, group: _Group) -> dict[str, Any]:
+        """Where torch's store is: node 0's launcher has bound its port, so that nobody can come between."""
+        port = group[0][1]["own"].get("store_port")
+        host = f"[{self.store_host}]" if ":" in self.store_host else self.store_host
+        return {"nodes": len(self.nodes), "store": f"{host}:{port}"}

@@ -1,0 +1,388 @@
+"""This node's part of a guarded program: the program, its ranks, and what its processes bring to agreements. Messages in, messages out.
+
+The head treats its own node as it treats the others: what is new here are the messages that a node sends, and what it wants done are those
+that it sends to nodes.
+"""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from unisono.errors import UsageError
+from unisono.events import Message
+from unisono.facts.processes import processes_below, variables_of
+from unisono.guard.program_ranks import ProgramRanks
+from unisono.guard.program_signals import Signals
+from unisono.integrations import border
+from unisono.integrations.border import VARIABLE
+from unisono.rundir import RunDir
+from unisono.text import one_line
+
+_KEEPER = Path(__file__).with_name("keeper.py")
+_STARTING_S = 60.0  # of a small process on a machine under load
+_CLOSING_S = 25.0  # more than the keeper takes at the most
+_SIGKILL = -int(signal.SIGKILL)
+
+
+class Program:
+    """The program and its keeper. As a context manager it leaves nothing behind.
+
+    Attributes:
+        pid: of the program.
+        returncode: None until it has ended, and all that it printed has been passed on; negative: the signal that ended it.
+        gone: the return code of the program alone, as soon as it has ended; what it has started may still be there.
+        is_keeper_lost: whether the keeper has ended first, as by SIGKILL; the kernel ends the program with it.
+        left: how many processes had outlived it, and were ended.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        folder: Path | None,
+        stdout_is_ours: bool = False,
+        reads: bool = True,
+    ) -> None:
+        """Starts it.
+
+        Args:
+            command: of the program.
+            environment: all of it.
+            log: gets what it prints, beside the front's own streams.
+            folder: of the border; the keeper removes it at the end.
+            stdout_is_ours: with `--json`: what the program writes to stdout goes to stderr.
+            reads: whether our stdin is the program's; otherwise it finds its end there.
+
+        Raises:
+            UsageError: if there is no such program, or it cannot be started.
+        """
+        self.pid = 0
+        self.returncode: int | None = None
+        self.gone: int | None = None
+        self.is_keeper_lost = False
+        self._mark = environment.get(VARIABLE, "")
+        self.left = 0
+        self._rest = b""
+        self._failed = ""
+        self._signals: list[int] = []
+        settings = {
+            "command": list(command), "environment": dict(environment), "log": str(log), "folder": str(folder or ""),
+            "json": stdout_is_ours,
+        }  # fmt: skip
+        self._keeper, self._report = _start(settings, environment, reads=reads)
+        limit = time.monotonic() + _STARTING_S
+        while not (self.pid or self._failed) and time.monotonic() < limit:
+            self.poll(0.2)
+        if not self.pid:
+            self.close()
+            raise _cannot_start(
+                f"{one_line(command[0], limit=200)} cannot be started: {self._failed or 'its keeper does not answer'}"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def keeper_pid(self) -> int:
+        """The process below which all that belongs to the program is."""
+        return self._keeper.pid
+
+    def fileno(self) -> int:
+        """Readable when there is news for `poll`."""
+        return self._report
+
+    def poll(self, timeout_s: float) -> int | None:
+        """Hears what the keeper says, after waiting for the first of it; gives the return code once the program has ended."""
+        if self.returncode is None and select.select([self._report], [], [], timeout_s)[0]:
+            data = os.read(self._report, 1 << 16)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._hear(line.decode("utf-8", "replace"))
+            if not data and self.returncode is None:  # the keeper itself was killed, and the program with it
+                self.returncode, self.is_keeper_lost = _SIGKILL, True
+        return self.returncode
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends the program a signal, as a terminal or `kill` would."""
+        self._tell(f"signal {int(number)}")
+
+    def note_seen(self) -> None:
+        """Has what has outlived the program ended, by its keeper or in its place."""
+        if self.is_keeper_lost:
+            self._end_marked()
+        else:
+            self._tell("seen")
+
+    def end(self) -> None:
+        """Ends the program and all that it started, at once; `poll` gives the return code then."""
+        self._tell("end")
+
+    def close(self) -> None:
+        """As `end`, and waits until nothing is left, in bounded time."""
+        if self._keeper.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._keeper.stdin.close()
+        try:
+            self._keeper.wait(_CLOSING_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()  # a process waits in the kernel; it ends as soon as its storage answers
+        if self.is_keeper_lost:
+            self._end_marked()
+        if self._report >= 0:
+            os.close(self._report)
+            self._report = -1
+
+    def _end_marked(self) -> None:
+        """In place of a keeper that is lost: ends what the program has started. Nobody adopts these; the variable of the border is in their environments."""
+        limit = time.monotonic() + _CLOSING_S
+        while self._mark and time.monotonic() < limit:
+            below = [
+                pid
+                for pid, _ in processes_below(1)
+                if variables_of(pid, [VARIABLE]).get(VARIABLE) == self._mark
+            ]
+            if not below:
+                break
+            for pid in below:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+    def _hear(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        match word:
+            case "started":
+                self.pid = int(rest)
+            case "gone":
+                self.gone = int(rest)
+            case "left":
+                self.left = int(rest)
+            case "ended":
+                self.returncode = int(rest)
+            case "failed":
+                self._failed = rest.partition(" ")[2]
+                self.returncode = 127
+            case _:
+                pass
+
+    def _tell(self, line: str) -> None:
+        assert self._keeper.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended
+            self._keeper.stdin.write(line.encode() + b"\n")
+            self._keeper.stdin.flush()
+
+
+def refuse_missing(word: str, path: str | None) -> None:
+    """A program that is not there, or cannot be started as it is, is refused before anything is made.
+
+    Args:
+        word: of the command line, the first one.
+        path: the variable PATH.
+
+    Raises:
+        UsageError: in that case.
+    """
+    found = shutil.which(word, path=path)
+    if found is None:
+        file, name = Path(word), one_line(word, limit=200)
+        if os.sep not in word or not file.exists():
+            raise _cannot_start(f"there is no program {name}")
+        if file.is_dir():
+            raise _cannot_start(f"{name} is a directory, not a program")
+        raise _cannot_start(
+            f"{name} is not executable",
+            f"chmod +x {name}, or start it by its interpreter: unisono run -- python {name}",
+        )
+    first = _first_line(Path(found))
+    interpreter = first[2:].split()[:1] if first.startswith(b"#!") else []
+    if interpreter and not Path(os.fsdecode(interpreter[0])).exists():
+        named = one_line(os.fsdecode(interpreter[0]), limit=200)
+        raise _cannot_start(
+            f"{one_line(found, limit=200)} cannot be started: its first line names the interpreter {named}, which does not exist",
+            "correct that line, or start it by an interpreter that exists: unisono run -- python SCRIPT",
+        )
+
+
+def _first_line(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.readline(512)
+    except OSError:  # a program need not be readable
+        return b""
+
+
+def _cannot_start(
+    what: str, fix: str = "give the program as you would type it: unisono run -- torchrun train.py"
+) -> UsageError:
+    return UsageError.of(what, where="the words after --", fix=fix)
+
+
+def _start(
+    settings: dict[str, object], environment: Mapping[str, str], *, reads: bool
+) -> tuple["subprocess.Popen[bytes]", int]:
+    """The keeper, and the end of the pipe on which it reports."""
+    read_end, write_end = os.pipe()
+    told = os.memfd_create("unisono-run", os.MFD_CLOEXEC)  # not in a file: an environment may hold secrets
+    stdin = os.dup(0) if reads else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.write(told, json.dumps({**settings, "report": write_end, "stdin": stdin}).encode())
+        os.lseek(told, 0, os.SEEK_SET)
+        keeper = subprocess.Popen(
+            [sys.executable, "-I", str(_KEEPER), str(told)], env=dict(environment), stdin=subprocess.PIPE,
+            pass_fds=(told, write_end, stdin), start_new_session=True,
+        )  # fmt: skip
+    except BaseException:  # raised again
+        os.close(read_end)
+        raise
+    finally:
+        for fd in (told, write_end, stdin):
+            os.close(fd)
+    return keeper, read_end
+
+
+PASSED_EVERYWHERE = (signal.SIGINT, signal.SIGTERM)
+"""What stops a program on one node stops it on all; SIGUSR1 means what the program makes of it, there alone."""
+
+
+@dataclass
+class LocalProgram:
+    """What runs on this node.
+
+    Attributes:
+        program: the program; None where only its launchers are agreed upon, by hand.
+        ranks: of this node.
+        folder: of the border.
+        run: the run's directory; None: nothing is kept.
+        signals: that the front has got.
+    """
+
+    program: Program | None
+    ranks: ProgramRanks
+    folder: Path
+    run: RunDir | None
+    signals: Signals
+    _told: bool = False
+    _is_orphaned: bool = False
+    _brought: dict[str, border.Brought] = field(default_factory=dict)
+    _events: dict[int, IO[str]] = field(default_factory=dict)
+
+    def news(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[Message]:
+        """What is new here, after waiting for the first of it, or for one of `also` to become readable."""
+        own = [self.program.fileno()] if self.program is not None and self.program.returncode is None else []
+        select.select([*own, *self.ranks.fds(), self.signals.fileno(), *also], [], [], timeout_s)
+        messages = self._passed_on()
+        messages += self._orphaned()
+        messages += self.ranks.news()
+        for message in messages:
+            if message["kind"] == "rank_said":
+                self._keep(int(message["rank"]), message["message"])
+        messages += [self._as_message(one) for one in self._new_facts()]
+        if self.program is not None and not self._told and self.program.poll(0) is not None:
+            messages += self.ranks.news(at_once=True)
+            messages.append(
+                {
+                    "kind": "program_ended",
+                    "returncode": self.program.returncode,
+                    "left": self.program.left,
+                    "oom_killed": self.ranks.oom_killed,
+                    "keeper_lost": self.program.is_keeper_lost,
+                }
+            )
+            self._told = True
+        return messages
+
+    def obey(self, message: Message) -> None:
+        """Does what the head wants done here."""
+        match message["kind"]:
+            case "answer":
+                brought = self._brought.pop(str(message["key"]), None)
+                if brought is not None:
+                    border.answer_facts(self.folder, brought, border.Answer(**message["answer"]))
+            case "stop" if self.program is not None:
+                self.program.signal(signal.Signals[str(message["signal"])])
+            case "end" if self.program is not None:
+                self.program.end()
+            case _:
+                pass
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the program has ended, and that has been told."""
+        return self._told or self.program is None
+
+    def close(self) -> None:
+        """Ends what is left, and closes files."""
+        if self.program is not None:
+            self.program.close()
+        self.ranks.close()
+        for file in self._events.values():
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _orphaned(self) -> list[Message]:
+        """The ends of ranks that came before the program's own. Those that come after it say nothing: the keeper ends what is left."""
+        if self.program is None or self._is_orphaned:
+            return []
+        self.program.poll(0)
+        if self.program.gone is None and not self.program.is_keeper_lost:
+            return []
+        messages = self.ranks.news(at_once=True)
+        self._is_orphaned = self.ranks.is_orphaned = True
+        self.program.note_seen()
+        return messages
+
+    def _passed_on(self) -> list[Message]:
+        """Signals of the front go to the program as they come."""
+        messages: list[Message] = []
+        for number in self.signals.take():
+            if self.program is not None:
+                self.program.signal(number)
+            messages.append({"kind": "asked", "signal": number.name})
+        return messages
+
+    def _new_facts(self) -> list[border.Brought]:
+        found = []
+        for one in border.brought_facts(self.folder):
+            name = f"{one.pid}-{one.name}"
+            if self._brought.get(name) != one:
+                self._brought[name] = one
+                found.append(one)
+        return found
+
+    @staticmethod
+    def _as_message(one: border.Brought) -> Message:
+        return {
+            "kind": "brought",
+            "key": f"{one.pid}-{one.name}",
+            **{k: v for k, v in asdict(one).items() if k != "pid"},
+        }
+
+    def _keep(self, rank: int, message: Message) -> None:
+        """A line in the rank's file of events. A disk that is full costs only that."""
+        if self.run is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            if rank not in self._events:
+                path = self.run.events(rank)
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._events[rank] = path.open("a", encoding="utf-8")
+            self._events[rank].write(json.dumps({"time": time.time(), **message}, ensure_ascii=False) + "\n")
+            self._events[rank].flush()

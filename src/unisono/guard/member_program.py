@@ -1,0 +1,138 @@
+"""A guarded program on a node that is not the head: what is new here goes to the head, and what it wants is done."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from unisono.causes import Verdict, find_cause
+from unisono.control.events import Left, Said
+from unisono.events import Message
+from unisono.guard.local_program import LocalProgram
+from unisono.guard.program_end import exit_code_of_program
+from unisono.rendezvous.member_side import Attendance
+from unisono.rendezvous.verdict_exchange import verdicts_in
+from unisono.supervise.postmortem import NodeLoss, name_loss
+from unisono.supervise.rank_monitor import MonitorReports
+from unisono.supervise.rank_supervisor import Show, say
+from unisono.text import one_line
+
+_POLL_S = 0.1
+_ENDING_S = 30.0
+
+
+@dataclass
+class MemberProgram:
+    """This node's front, from the start of the program to the head's last word.
+
+    Attributes:
+        attendance: at the meeting.
+        here: what runs on this node.
+        node_rank: of this node.
+        show: sees notes, warnings and the verdict.
+        diagnose: names the cause from what the program has printed here.
+        verdict: the one that all nodes tell; or this node's own, where the head is lost.
+        stopped: the signal by which the job was asked to stop; empty: none.
+        loss: the end of the connection, if the head said no last word before it.
+    """
+
+    attendance: Attendance
+    here: LocalProgram
+    node_rank: int
+    show: Show
+    diagnose: Callable[[], Verdict | None]
+    verdict: Verdict | None = None
+    stopped: str = ""
+    loss: NodeLoss | None = None
+    _code: int | None = None
+    _over: bool = False
+    _shown: set[str] = field(default_factory=set)
+
+    def run(self) -> None:
+        """Until the head has said its last word, or is lost."""
+        telling = MonitorReports(self.here.ranks, self.node_rank, self.attendance.send)
+        attempt = 0
+        try:
+            while not self._over:
+                for message in self.here.news(_POLL_S, also=[self.attendance.fileno()]):
+                    if message["kind"] == "registered" and message["attempt"] != attempt:
+                        attempt = message["attempt"]
+                        telling.close()  # the signs of ranks that were before are not those of the new ones
+                        telling = MonitorReports(self.here.ranks, self.node_rank, self.attendance.send)
+                    if message["kind"] == "rank_ended":
+                        telling.tell_views()
+                    self.attendance.send(message)
+                telling.tell()
+                for event in self.attendance.receive(0):
+                    self._take(event, telling)
+                    if self._over:  # what follows the last word is the head's goodbye
+                        break
+        finally:
+            telling.close()
+
+    def exit_code(self, own: int | None) -> int:
+        """Ours, or the program's.
+
+        Args:
+            own: how the program ended here; None: it has not.
+        """
+        if self.verdict is not None or own is None:
+            return self._code if self._code is not None else 5
+        if own == 0 and self._code:  # it ended badly elsewhere
+            return self._code
+        return exit_code_of_program(own)
+
+    def _take(self, event: Said | Left, telling: MonitorReports) -> None:
+        if isinstance(event, Left):
+            self._lost(event)
+            return
+        message = event.message
+        match message.get("kind"):
+            case "note" | "warning":
+                self.show(
+                    {
+                        **message,
+                        "time": time.time(),
+                        "text": one_line(str(message.get("text", "")), limit=1_000),
+                    }
+                )
+            case "verdict":
+                self._tell(Verdict.from_json(message["verdict"]))
+            case "look":
+                telling.look(message)
+            case "diagnose":
+                say(self.show, "reading what the program printed")
+                found = self.diagnose()
+                self.attendance.send({"kind": "diagnosed", "verdict": found.to_json() if found else None})
+            case "ended":
+                self._ended(message)
+            case _:
+                self.here.obey(message)
+
+    def _ended(self, message: Message) -> None:
+        self._over = True
+        self._code = int(message.get("exit_code", 1))
+        result = message.get("result") or {}
+        self.stopped = str(result.get("signal") or "")
+        for verdict in verdicts_in(message):
+            self._tell(verdict)
+        if not self.here.has_ended and self.here.program is not None:
+            self.here.program.end()
+            self.here.program.poll(_ENDING_S)
+
+    def _tell(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        if verdict.summary not in self._shown:
+            self._shown.add(verdict.summary)
+            self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+
+    def _lost(self, event: Left) -> None:
+        """The head is not heard any more: nothing here would be told of others, and they wait for us, if they are there."""
+        self._over = True
+        self.loss = NodeLoss.at_node(event, node_rank=self.node_rank, host=self.attendance.party.host)
+        verdict = name_loss(self.loss, head=str(self.attendance.welcome.get("head_host", "")))
+        known = find_cause(verdict.cause)
+        self._code = known.exit_code if known is not None else 4
+        self._tell(verdict)
+        if self.here.program is not None and not self.here.has_ended:
+            self.here.program.end()
+            self.here.program.poll(_ENDING_S)

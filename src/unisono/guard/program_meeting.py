@@ -1,0 +1,184 @@
+"""Where this front stands in a job that ssh or Slurm has laid out, and what it reports to the meeting before the program starts."""
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from unisono.agree.compare import keyed_arguments
+from unisono.agree.reports import Device, Interface, Limits, NodeReport, OutputFacts
+from unisono.facts import Environment, Machine, Probes
+from unisono.facts.environment import read_nccl_files
+from unisono.facts.limits import read_limits
+from unisono.facts.machine import Gpu
+from unisono.facts.network import NetworkProbe
+from unisono.facts.probes import SystemClock
+from unisono.facts.redaction import redact
+from unisono.facts.versions import code_digests, decisive_versions, versions_digest
+from unisono.guard.command import Command, comparable
+from unisono.guard.program_request import RunRequest, RunShape, read_shape
+from unisono.launch.srun_front import placed_by_slurm, token_of_step
+from unisono.plan.device_choice import visible_gpus
+from unisono.plan.topology import Accelerators, Topology, refuse_lone_node
+from unisono.rendezvous.head_address import is_this_machine
+from unisono.rendezvous.job_token import Token, make_token, read_token, watch_lifeline
+from unisono.rendezvous.party import Show, Standing
+from unisono.rendezvous.ssh import Remote, find_head
+
+
+def find_shape(
+    asked: RunRequest,
+    command: Command,
+    environment: Environment,
+    variables: Mapping[str, str],
+    accelerators: Accelerators,
+    network: NetworkProbe,
+) -> RunShape:
+    """The job of a command line, with `--hosts` and with the place that a Slurm step gives.
+
+    Args:
+        asked: our options.
+        command: the program's.
+        environment: of this process.
+        variables: all of them.
+        accelerators: that the program would see here.
+        network: of this machine.
+
+    Raises:
+        UsageError: as `read_shape`, or if there is no way to a host.
+    """
+    shape = read_shape(
+        asked, command, variables, accelerators,
+        is_here=lambda host: is_this_machine(host, network), placed=placed_by_slurm(environment.slurm_step, network),
+    )  # fmt: skip
+    refuse_lone_node(asked.launcher, asked.nodes, shape.topology)
+    return replace(shape, topology=find_head(shape.topology, network))
+
+
+def find_token(
+    asked: RunRequest, topology: Topology, environment: Environment, given: str | None
+) -> Token | None:
+    """The job's secret; None for one node. A front that was started over ssh ends with who started it.
+
+    Raises:
+        UsageError: if several nodes have none, or it is not private.
+    """
+    if topology.hosts and asked.token_file is None and given is None:
+        return make_token()
+    found = read_token(asked.token_file, given or token_of_step(environment), nodes=topology.nodes)
+    if found is not None and found.from_stdin:
+        watch_lifeline()
+    return found
+
+
+def with_our_programs(asked: RunRequest, variables: Mapping[str, str]) -> dict[str, str]:
+    """The program's environment: ssh gives a front a bare PATH, and torchrun and its like are beside the python that was asked for."""
+    if not asked.from_stdin:
+        return dict(variables)
+    path = [str(Path(sys.executable).parent), *filter(None, [variables.get("PATH")])]
+    return {**variables, "PATH": os.pathsep.join(path)}
+
+
+def remote_run(asked: RunRequest, output_dir: Path) -> Remote:
+    """The same program under the same guard, on another node; its directory there has the same path."""
+    return Remote(
+        ("run",),
+        {
+            "--join-timeout": f"{asked.join_timeout_s:g}", "--nproc": asked.nproc, "--devices": asked.devices,
+            "--output-dir": output_dir, "--uneven": asked.uneven or None, "--debug-comm": asked.debug_comm or None,
+        },
+        ("--", *asked.words),
+        asked.ssh,
+    )  # fmt: skip
+
+
+_MOST_BYTES = 64 << 20
+
+
+def make_report(
+    asked: RunRequest,
+    shape: RunShape,
+    standing: Standing,
+    *,
+    machine: Machine,
+    environment: Environment,
+    probes: Probes,
+    output_dir: Path,
+    show: Show | None = None,
+) -> NodeReport:
+    """This node's report.
+
+    Args:
+        asked: the command.
+        shape: of the job, as this node knows it.
+        standing: what the channel has told.
+        machine: this one.
+        environment: of this process, and of the program.
+        probes: network, clock and packages.
+        output_dir: of this node.
+        show: for what a person should know; not used.
+    """
+    del show
+    topology = shape.topology
+    ours = runs_in_our_environment(asked.words)
+    packages = probes.packages() if ours else {}
+    named = asked.devices if asked.devices is not None else environment.visible_devices
+    visible = visible_gpus(machine.gpus, named)
+    addresses = (
+        [probes.network.resolve(name) for name in (machine.host, topology.head_host)]
+        if topology.nodes > 1
+        else [[], []]
+    )
+    return NodeReport(
+        node_rank=topology.node_rank, host=machine.host, address=standing.address, pid=os.getpid(), nodes=topology.nodes,
+        nproc=topology.nproc, nproc_declared=topology.nproc_declared, nproc_origin=topology.nproc_origin,
+        device_kind="cuda" if visible else "cpu", chosen=[_device(gpu) for gpu in visible[: topology.nproc]],
+        visible=[_device(gpu) for gpu in visible], physical=[_device(gpu) for gpu in machine.gpus],
+        visible_variable=named, device_note=machine.gpu_note, variables=environment.variables,
+        nccl_files=read_nccl_files(named=environment.variables.get("NCCL_CONF_FILE")),
+        versions=decisive_versions(packages), environment_digest=versions_digest(packages) if packages else "", packages=packages,
+        code={**code_digests(), **_script(shape)}, config=_words(asked, shape), data_files=[], tokenizer_files=[], model_files=[],
+        output=OutputFacts(path=str(output_dir), writable=None, shared=None, free_bytes=None),
+        limits=Limits(**asdict(read_limits())), interfaces=[Interface(**asdict(one)) for one in probes.network.interfaces()],
+        host_addresses=addresses[0], head_addresses=addresses[1],
+        clock_offset_s=None if standing.clock_offset_s is None else standing.clock_offset_s + probes.clock.wall() - SystemClock().wall(),
+        probe_ports=list(standing.probe_ports),
+    )  # fmt: skip
+
+
+def runs_in_our_environment(words: tuple[str, ...]) -> bool:
+    """Whether a program is of the Python environment that unisono is in: of another one we know no versions."""
+    found = shutil.which(words[0]) if words else None
+    return found is None or Path(found).parent == Path(sys.executable).parent
+
+
+def _words(asked: RunRequest, shape: RunShape) -> dict[str, str]:
+    """The command without what says which node it is, without secrets and without the way to files that every node may keep elsewhere."""
+    words = keyed_arguments(comparable(shape.command))
+    found = {
+        key: redact(f"{key}={value}").removeprefix(f"{key}=") for key, value in words.items()
+    }  # some secrets only their name gives away
+    if asked.uneven:
+        found["--uneven"] = "given"
+    return found
+
+
+def _script(shape: RunShape) -> dict[str, str]:
+    """The digest of the script, if it is a file of a size that is one."""
+    path = Path(shape.command.script or "/")
+    try:
+        if path.is_file() and path.stat().st_size <= _MOST_BYTES:
+            return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16]}
+    except OSError:
+        pass  # the program itself will say so
+    return {}
+
+
+def _device(gpu: Gpu) -> Device:
+    return Device(
+        index=gpu.index, uuid=gpu.uuid, name=gpu.name, memory_bytes=gpu.memory_bytes, memory_free_bytes=gpu.memory_free_bytes,
+        bus_id=gpu.bus_id, numa_node=gpu.numa_node,
+    )  # fmt: skip

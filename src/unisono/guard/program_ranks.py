@@ -1,0 +1,454 @@
+"""The ranks of somebody else's program on this node: found by what they leave at the border, or by their environment; seen to their end."""
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unisono.events import Message
+from unisono.facts.limits import oom_kills
+from unisono.facts.processes import exit_status, processes_below, variables_of
+from unisono.integrations import border
+from unisono.integrations.border import Registration, start_of
+from unisono.plan import DeviceChoice, RankPlace
+from unisono.rundir import RunDir
+from unisono.supervise.local_ranks import LAST_WORDS, RankEnd
+from unisono.watch import BeatMemory
+
+_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRank:
+    """One process that its environment calls a rank.
+
+    Attributes:
+        registration: who it is.
+        launcher: the process that has started it.
+    """
+
+    registration: Registration
+    launcher: int
+
+
+@dataclass(frozen=True)
+class Search:
+    """The processes below one, as they are at one moment.
+
+    Attributes:
+        parents: of each.
+        said: which rank of how many a process is, by its environment. What a rank starts itself has the same one.
+        found: the ranks: of processes that say the same the first ancestor.
+    """
+
+    parents: Mapping[int, int]
+    said: Mapping[int, tuple[int, int]]
+    found: tuple[FoundRank, ...]
+
+    def is_below(self, pid: int, other: int) -> bool:
+        """Whether a process was started by another, or by what that has started."""
+        while pid in self.parents:
+            pid = self.parents[pid]
+            if pid == other:
+                return True
+        return False
+
+    def launcher_of(self, pid: int) -> int | None:
+        """The process that has started a rank, perhaps by way of a shell; None where the rank is not there."""
+        parent = self.parents.get(pid)
+        while parent is not None and parent in self.said and self.said[parent] == self.said.get(pid):
+            parent = self.parents.get(parent)
+        return parent
+
+
+def search(root: int, host: str) -> Search:
+    """Looks at all processes below one.
+
+    Args:
+        root: the process.
+        host: this node's name.
+    """
+    parents: dict[int, int] = {}
+    said: dict[int, tuple[int, int]] = {}
+    found: list[FoundRank] = []
+    for pid, parent in processes_below(root):
+        parents[pid] = parent
+        variables = variables_of(pid, _VARIABLES)
+        try:
+            rank, world_size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+            local_rank = int(variables["LOCAL_RANK"])
+            local_world_size = int(variables.get("LOCAL_WORLD_SIZE") or 1)
+            attempt = int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0)
+            restarts = int(variables.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+        except (KeyError, ValueError):
+            continue
+        said[pid] = (rank, world_size)
+        started = start_of(pid)
+        if said.get(parent) == (rank, world_size) or not 0 <= rank < world_size or started is None:
+            continue
+        registration = Registration(
+            pid, started, rank, local_rank, world_size, local_world_size, host, attempt=attempt, sees=(), restarts=restarts,
+        )  # fmt: skip
+        found.append(FoundRank(registration, parent))
+    return Search(parents, said, tuple(found))
+
+
+UNKNOWN_END = "how it ended is not known"
+_SEARCH_EVERY_S = 0.5
+_LOOK_EVERY_S = 0.1
+
+
+class ProgramDir(RunDir):
+    """A run's directory in which all that the program prints on a node is one log."""
+
+    def log(self, host: str, rank: int) -> Path:
+        """What the whole program printed on that node."""
+        del rank
+        return self.root / "logs" / f"{host}-program.log"
+
+
+@dataclass
+class Rank:
+    """One rank.
+
+    Attributes:
+        registration: who it is.
+        registered: whether it has said so itself; else its environment did, and only its end is seen.
+        last: `result`, `refused` or `crashed`, once it is told.
+        end: how it ended, once it has.
+        ended_at: when that was seen, in the kernel's ticks since boot.
+        grouped: whether it has been in a process group.
+    """
+
+    registration: border.Registration
+    registered: bool
+    pidfd: int
+    memory: BeatMemory | None = None
+    events: border.EventsOf | None = None
+    last: Message | None = None
+    phase: str = "start"
+    step: int = 0
+    end: RankEnd | None = None
+    ended_at: int = 0
+    grouped: bool = False
+
+    def close(self) -> None:
+        """Gives its memory and its descriptor back."""
+        if self.memory is not None:
+            self.memory.close()
+        os.close(self.pidfd)
+
+
+@dataclass
+class ProgramRanks:
+    """The ranks of this node, of their newest start. What supervise.rank_monitor looks at.
+
+    A launcher may start its ranks anew, and a program may start a launcher when another one has ended: each is a start. Of launchers that
+    run at the same time only the first one's ranks are watched.
+
+    Attributes:
+        folder: of the border.
+        run: the run's directory.
+        node_rank: of this node.
+        host: its name.
+        root: the process below which they are.
+        newest: which start these are of, from 0.
+        is_orphaned: whether the program itself has ended: whoever is left is ended by us.
+    """
+
+    folder: Path
+    run: RunDir
+    node_rank: int
+    host: str
+    root: int
+    newest: int = 0
+    is_orphaned: bool = False
+    _ranks: dict[int, Rank] = field(default_factory=dict)
+    _starts_before: int = 0  # those of launchers that have ended
+    _gone: set[tuple[int, int]] = field(default_factory=set)  # ranks of earlier starts
+    _unwatched: set[int] = field(default_factory=set)  # launchers of which it was said
+    _searched: float = 0.0
+    _looked: float = 0.0
+    _kills_before: int = field(default_factory=lambda: oom_kills() or 0)
+
+    @property
+    def places(self) -> list[RankPlace]:
+        """Of all that are known."""
+        return [self._place(self._ranks[number]) for number in sorted(self._ranks)]
+
+    @property
+    def world_size(self) -> int:
+        """As the ranks say; 0 while there are none."""
+        return max((rank.registration.world_size for rank in self._ranks.values()), default=0)
+
+    @property
+    def _restarts(self) -> int:
+        """How often their launcher starts them anew."""
+        return max((rank.registration.restarts for rank in self._ranks.values()), default=0)
+
+    @property
+    def oom_killed(self) -> bool | None:
+        """Whether the kernel has killed something for want of memory in this cgroup meanwhile; None where that cannot be read."""
+        kills = oom_kills()
+        return None if kills is None else kills > self._kills_before
+
+    @property
+    def beats(self) -> dict[int, BeatMemory]:
+        """Of those that leave signs of life."""
+        return {n: rank.memory for n, rank in self._ranks.items() if rank.memory is not None}
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether none is left; False while none is known."""
+        return bool(self._ranks) and all(rank.end is not None for rank in self._ranks.values())
+
+    @property
+    def unseen(self) -> list[int]:
+        """Ranks of which only the end is seen."""
+        return sorted(number for number, rank in self._ranks.items() if not rank.registered)
+
+    def pid(self, rank: int) -> int | None:
+        """Of a rank's process while it lives."""
+        known = self._ranks.get(rank)
+        return known.registration.pid if known is not None and known.end is None else None
+
+    def last_word(self, rank: int) -> Message | None:
+        """What a rank said last of itself, if that was its last word."""
+        known = self._ranks.get(rank)
+        return known.last if known is not None else None
+
+    def fds(self) -> list[int]:
+        """Readable when a rank has ended."""
+        return [rank.pidfd for rank in self._ranks.values() if rank.end is None]
+
+    def close(self) -> None:
+        """Gives memory and descriptors back; the ranks are not touched."""
+        for rank in self._ranks.values():
+            rank.close()
+        self._ranks.clear()
+
+    def news(self, *, at_once: bool = False) -> list[Message]:
+        """What is new: `registered` (who is there now), `rank_said`, `rank_ended`; as they go to the head."""
+        now = time.monotonic()
+        ended = self._take_ends()
+        if not (at_once or ended) and now - self._looked < _LOOK_EVERY_S:
+            return ended
+        self._looked = now
+        news, others = self._find(now)
+        said = [message for number in sorted(self._ranks) for message in self._hear(number)]
+        if news:
+            places = [place.model_dump(mode="json") for place in self.places]
+            others.insert(
+                0,
+                {"kind": "registered", "places": places, "world_size": self.world_size, "attempt": self.newest, "unseen": self.unseen, "restarts": self._restarts},
+            )  # fmt: skip
+        return [*others, *said, *ended]
+
+    # --- who is there
+
+    def _find(self, now: float) -> tuple[bool, list[Message]]:
+        """Takes in who is new: whether anybody is, or has said more of itself; and what is to be said of those that are not watched."""
+        changed = False
+        for one in border.registrations(self.folder):
+            changed |= self._take(one, registered=True)
+        others: list[Message] = []
+        if now - self._searched >= _SEARCH_EVERY_S:
+            self._searched = now
+            seen = search(self.root, self.host)
+            for found in seen.found:
+                changed |= self._take(found.registration, registered=False)
+            changed |= self._keep_to_one_launcher(seen)
+            others = [text for found in seen.found for text in self._of_another_launcher(found, seen)]
+        return changed, others
+
+    def _take(self, one: border.Registration, *, registered: bool) -> bool:
+        known = self._ranks.get(one.rank)
+        if known is not None and _who(known.registration) == _who(one):
+            return self._again(known, one, registered=registered)
+        start = self._start_of(one, known, registered=registered)
+        rank = self._open_process(one) if start is not None else None
+        if start is None or rank is None:
+            return False
+        if start > self.newest:
+            self._gone |= {_who(other.registration) for other in self._ranks.values()}
+            self.close()
+            self.newest, self._starts_before = start, start - one.attempt
+        elif known is not None:
+            known.close()
+        self._ranks[one.rank] = rank
+        if registered:
+            self._open(rank)
+        return True
+
+    def _start_of(self, one: border.Registration, known: Rank | None, *, registered: bool) -> int | None:
+        """Which start a process belongs to; None where it is not to be watched: of two that say they are the same rank the first counts."""
+        if _who(one) in self._gone:
+            return None
+        start = self._starts_before + one.attempt
+        if start <= self.newest and self._follows(one, known, registered=registered):
+            return self.newest + 1
+        is_free = start > self.newest or known is None or _runs(known, one, registered=registered)
+        return start if start >= self.newest and is_free else None
+
+    def _follows(self, one: border.Registration, known: Rank | None, *, registered: bool) -> bool:
+        """Whether a process is a rank of a launcher that the program has started when the ranks of another one had all ended.
+
+        What ranks leave behind has their environment, too; but it was there before they had ended, and does not register.
+        """
+        if not self.all_ended or (known is None and one.world_size == self.world_size):
+            return False
+        if registered:
+            return all(one.started > rank.registration.started for rank in self._ranks.values())
+        return all(one.started > rank.ended_at for rank in self._ranks.values())
+
+    def _keep_to_one_launcher(self, seen: Search) -> bool:
+        """Of launchers that start side by side, ranks of one and of the other may be seen first. Whether some are exchanged for those of one.
+
+        Ranks that have a launcher each, as a shell, stay: none of these has another rank.
+        """
+        living = {number: rank for number, rank in sorted(self._ranks.items()) if rank.end is None}
+        launchers = {number: seen.launcher_of(rank.registration.pid) for number, rank in living.items()}
+        one = next((launcher for launcher in launchers.values() if launcher is not None), None)
+        changed = False
+        for found in seen.found:
+            number = found.registration.rank
+            known = living.get(number)
+            if known is None or found.launcher != one or launchers[number] in (None, one):
+                continue
+            if (rank := self._open_process(found.registration)) is not None:
+                known.close()
+                self._ranks[number] = rank
+                changed = True
+        return changed
+
+    def _of_another_launcher(self, found: FoundRank, seen: Search) -> list[Message]:
+        """Says it, once for a launcher, where a rank of another one lives."""
+        known = self._ranks.get(found.registration.rank)
+        if known is None or known.end is not None or found.launcher in (self.root, *self._unwatched):
+            return []
+        pid, launcher = known.registration.pid, seen.launcher_of(known.registration.pid)
+        if launcher in (None, found.launcher) or seen.is_below(found.registration.pid, pid):
+            return []
+        self._unwatched.add(found.launcher)
+        text = (
+            f"process {found.launcher} starts ranks while those of process {launcher} run; one launcher at a time is watched, and of the"
+            " ranks of this one nothing is seen: give each an `unisono run` of its own"
+        )
+        return [{"kind": "unwatched", "text": text}]
+
+    def _again(self, known: Rank, one: border.Registration, *, registered: bool) -> bool:
+        """One that is known says more of itself."""
+        if not registered or known.end is not None:
+            return False
+        is_new = not known.registered or known.registration.uuid != one.uuid
+        known.registration = one
+        known.grouped |= one.grouped
+        if not known.registered:
+            self._open(known)
+        return is_new
+
+    @staticmethod
+    def _open_process(one: border.Registration) -> Rank | None:
+        """None where it is gone already."""
+        try:
+            pidfd = os.pidfd_open(one.pid)
+        except OSError:
+            return None
+        if border.start_of(one.pid) == one.started:
+            return Rank(one, registered=False, pidfd=pidfd)
+        os.close(pidfd)
+        return None
+
+    def _open(self, rank: Rank) -> None:
+        rank.registered = True
+        rank.events = border.EventsOf(self.folder, rank.registration.pid)
+        with contextlib.suppress(OSError):
+            rank.memory = border.memory_of(self.folder, rank.registration.pid)
+
+    def _place(self, rank: Rank) -> RankPlace:
+        one = rank.registration
+        uuid = one.uuid or None
+        device = DeviceChoice(
+            kind="cuda" if uuid else "cpu", uuid=uuid, name=uuid or "unknown", memory_bytes=0, bfloat16=False
+        )
+        return RankPlace(
+            rank=one.rank, node_rank=self.node_rank, local_rank=one.local_rank, host=self.host, device=device
+        )
+
+    # --- what they say, and how they end
+
+    def _hear(self, number: int) -> list[Message]:
+        rank = self._ranks[number]
+        said = rank.events.new() if rank.events is not None else []
+        for message in said:
+            if message["kind"] in LAST_WORDS:
+                rank.last = message
+            elif message["kind"] == "phase":
+                rank.phase = str(message.get("phase"))
+        return [{"kind": "rank_said", "rank": number, "message": message} for message in said]
+
+    def _take_ends(self) -> list[Message]:
+        alive = {rank.pidfd: number for number, rank in self._ranks.items() if rank.end is None}
+        news: list[Message] = []
+        for pidfd in select.select(list(alive), [], [], 0)[0] if alive else []:
+            number = alive[pidfd]
+            news += self._hear(number)
+            rank = self._ranks[number]
+            rank.end = self._end_of(number, rank)
+            rank.ended_at = _ticks()
+            news.append({"kind": "rank_ended", "end": rank.end.to_json(), "attempt": self.newest})
+        return news
+
+    def _end_of(self, number: int, rank: Rank) -> RankEnd:
+        code = exit_status(rank.pidfd, rank.registration.pid)
+        beat = rank.memory.read() if rank.memory is not None else None
+        last = rank.last
+        if last is None and code == 0:
+            last = {"kind": "result"}
+        earlier = any(other.end is not None for other in self._ranks.values())
+        by_launcher = code == -signal.SIGTERM and earlier and last is None
+        why = "its launcher ended it" if by_launcher else ""
+        return RankEnd(
+            rank=number, returncode=code if code is not None else 0, last=last, phase=beat.phase if beat else rank.phase,
+            step=max(0, beat.step - 1) if beat else rank.step, oom_killed=bool(self.oom_killed),
+            ended_by_us=why or (UNKNOWN_END if self._is_unknown(rank, code, last) else ""),
+        )  # fmt: skip
+
+    def _is_unknown(self, rank: Rank, code: int | None, last: Message | None) -> bool:
+        """Whether its end says nothing of why."""
+        if self.is_orphaned:
+            return last is None or last["kind"] != "result"
+        return last is None and (code is None or self._was_done(rank, code))
+
+    def _was_done(self, rank: Rank, code: int) -> bool:
+        """Whether nobody counted on it any more: it had left its process group. Ray ends its workers so, with status 1; the program's own code tells."""
+        said = (one for one in border.registrations(self.folder) if _who(one) == _who(rank.registration))
+        now = next(said, rank.registration)
+        return code > 0 and rank.grouped and not now.grouped
+
+
+def _who(one: border.Registration) -> tuple[int, int]:
+    """A process, also where its number is used again."""
+    return one.pid, one.started
+
+
+def _runs(known: Rank, one: border.Registration, *, registered: bool) -> bool:
+    """Whether what was taken for a rank by its environment is but the shell in which the rank itself runs."""
+    if known.registered or not registered or known.end is not None:
+        return False
+    return any(pid == one.pid for pid, _ in processes_below(known.registration.pid))
+
+
+def _ticks() -> int:
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))

@@ -1,0 +1,354 @@
+"""What the job is: our options, the program's arguments, and the environment, in this order; contradictions are refused. Pure."""
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from unisono.errors import Problem, UsageError
+from unisono.guard.command import Command, Job, Said, read_job
+from unisono.guard.program_signals import GRACE_S
+from unisono.integrations.injection import injected, why_deaf
+from unisono.plan.topology import (
+    DEFAULT_PORT,
+    Accelerators,
+    Placed,
+    Topology,
+    TopologyRequest,
+    parse_head,
+    parse_hosts,
+    read_topology,
+)
+from unisono.text import nearest
+
+_VARIABLES = {"nodes": "NNODES", "node_rank": "NODE_RANK", "nproc": "NPROC_PER_NODE", "head": "MASTER_ADDR"}
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """`unisono run`, as it was typed.
+
+    Attributes:
+        words: the program, after `--`.
+        nproc: `--nproc`.
+        nodes: `--nodes`.
+        node_rank: `--node-rank`.
+        head: `--head`.
+        token_file: `--token-file`.
+        join_timeout_s: `--join-timeout`, seconds.
+        grace_s: `--grace`: how long the program has to end after a signal, seconds.
+        output_dir: `--output-dir`; empty: `runs/run-<UTC time>-<pid>`.
+        uneven: `--uneven`: nodes may have unequal numbers of ranks.
+        debug_comm: `--debug-comm`.
+        json: `--json`.
+        devices: `--devices`, as it was typed: what the program may see.
+        hosts: `--hosts`, as it was typed: this machine and those that it starts over ssh, between commas.
+        ssh: the program that starts them, with options; tests have a port and keys of their own.
+        launcher: `--launcher`: who starts the fronts.
+    """
+
+    words: tuple[str, ...]
+    nproc: int | None = None
+    nodes: str | None = None
+    node_rank: int | None = None
+    head: str | None = None
+    token_file: str | None = None
+    join_timeout_s: float = 300.0
+    grace_s: float = GRACE_S
+    output_dir: str = ""
+    uneven: bool = False
+    debug_comm: bool = False
+    json: bool = False
+    devices: str | None = None
+    hosts: str | None = None
+    ssh: tuple[str, ...] = ("ssh",)
+    launcher: str | None = None
+
+    @property
+    def from_stdin(self) -> bool:
+        """Whether stdin is the lifeline of who started this front over ssh, and not the program's."""
+        return self.token_file == "-"  # noqa: S105 - the place of a secret
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """The job, as this node knows it.
+
+    Attributes:
+        topology: nodes, which one this is, the head, ranks here.
+        command: the program's command line, as it was read.
+        job: what it and the environment say by themselves.
+        own_rendezvous: whether the program meets the other nodes at a port of its own; then ours is another one.
+        notes: what a person should know before the start.
+    """
+
+    topology: Topology
+    command: Command
+    job: Job
+    own_rendezvous: bool
+    notes: tuple[str, ...] = field(default=())
+
+
+def read_shape(
+    asked: RunRequest,
+    command: Command,
+    variables: Mapping[str, str],
+    accelerators: Accelerators,
+    *,
+    is_here: Callable[[str], bool] = lambda _host: False,
+    placed: Placed | None = None,
+) -> RunShape:
+    """The job of a command line.
+
+    Args:
+        asked: our options.
+        command: the program's.
+        variables: of the environment.
+        accelerators: that the program would see here.
+        is_here: whether a host of `--hosts` is this machine.
+        placed: by a scheduler that has started one front on each node.
+
+    Raises:
+        UsageError: if two sources contradict each other, naming both; or if something is missing, or cannot be read.
+    """
+    job = read_job(command, variables)
+    _refuse_contradictions(asked, job, variables)
+    _refuse_elastic(asked, job)
+    own = (
+        command.kind in ("accelerate", "deepspeed")
+        or job.backend is not None
+        or "standalone" in command.options
+    )
+    merged, origins = _merged(job)
+    try:
+        topology = read_topology(
+            TopologyRequest(
+                nproc=asked.nproc, nodes=asked.nodes, node_rank=asked.node_rank, head=asked.head,
+                hosts=parse_hosts(asked.hosts), command="unisono run",
+            ),
+            merged, replace(accelerators, count=0) if asked.nproc is not None or job.nproc else accelerators,
+            is_here=is_here, placed=placed,
+        )  # fmt: skip
+    except UsageError as error:
+        raise UsageError(*(_in_its_words(problem, origins) for problem in error.problems)) from error
+    _refuse_other_hosts(asked, job, topology, variables)
+    topology = replace(
+        topology, origins={k: _as_said(v, origins) for k, v in topology.origins.items()},
+        nproc_origin=origins.get(topology.nproc_origin, topology.nproc_origin),
+        nproc_declared=topology.nproc_declared and not _is_automatic(job, asked),
+    )  # fmt: skip
+    topology, notes = _ports(asked, job, topology, own=own)
+    return RunShape(topology, command, job, own, notes)
+
+
+def _as_said(origin: str, origins: Mapping[str, str]) -> str:
+    """Where a value came from, which may be two names, each as it was said."""
+    return ", ".join(origins.get(name, name) for name in origin.split(", "))
+
+
+def _is_automatic(job: Job, asked: RunRequest) -> bool:
+    return asked.nproc is None and job.nproc is not None and not job.nproc.text.isdigit()
+
+
+def _merged(job: Job) -> tuple[dict[str, str], dict[str, str]]:
+    """What the program says, under the names that read_topology knows; and where each in truth was said."""
+    found = {
+        "NNODES": job.nodes, "NODE_RANK": job.node_rank, "NPROC_PER_NODE": job.nproc, "MASTER_ADDR": job.host, "MASTER_PORT": job.port,
+    }  # fmt: skip
+    said = {name: value for name, value in found.items() if value is not None}
+    if "MASTER_PORT" in said and said["MASTER_PORT"].text == "0":  # torch's word for any
+        del said["MASTER_PORT"]
+    merged = {name: value.text for name, value in said.items()}
+    if job.nodes is not None and ":" in job.nodes.text:
+        merged["NNODES"] = job.nodes.text.rpartition(":")[2]
+    if job.nproc is not None and job.nproc.text in ("cpu", "xpu"):
+        merged["NPROC_PER_NODE"] = "auto"
+    return merged, {name: value.origin for name, value in said.items()}
+
+
+def _in_its_words(problem: Problem, origins: Mapping[str, str]) -> Problem:
+    """A refusal that names the program's own option in place of the variable under which its value was handed on."""
+    texts = {name: getattr(problem, name) for name in ("what", "where", "why", "fix")}
+    for variable, origin in origins.items():
+        texts = {name: text.replace(variable, origin) for name, text in texts.items()}
+    return Problem(**texts)
+
+
+def _refuse_contradictions(asked: RunRequest, job: Job, variables: Mapping[str, str]) -> None:
+    """Our option and the program's argument, where both are given, must mean the same. A variable gives way to either."""
+    host, port = parse_head(asked.head, "--head") if asked.head is not None else (None, None)
+    pairs: list[tuple[str, object, Said | None]] = [
+        ("--nodes", asked.nodes, job.nodes), ("--node-rank", asked.node_rank, job.node_rank),
+        ("--nproc", asked.nproc, job.nproc), ("--head", host, job.host),
+    ]  # fmt: skip
+    problems = []
+    for option, ours, theirs in pairs:
+        if ours is None or theirs is None or theirs.origin in variables or _is_same(str(ours), theirs.text):
+            continue
+        problems.append(
+            Problem(
+                f"{option} {ours} and {theirs.origin} {theirs.text} contradict each other",
+                where="command line",
+                why="the program would do what its own argument says",
+                fix=f"give one of them, or the same in both: {option} {theirs.text}",
+            )
+        )
+    del port
+    if problems:
+        raise UsageError(*problems)
+
+
+def refuse_launcher(asked: RunRequest) -> None:
+    """A front of `run` stands beside the program on its own node: Ray and Slurm start fronts by the command that is typed there.
+
+    Raises:
+        UsageError: if `--launcher` names none, or one that contradicts the other options, or one that is asked for otherwise.
+    """
+    launcher, program = asked.launcher, shlex.join(asked.words)
+    if launcher in (None, "nodes"):
+        return
+    if launcher == "local":
+        if asked.hosts is not None or asked.nodes not in (None, "1"):
+            raise UsageError.of(
+                "--launcher local is for one node, and several are asked for", where="command line", fix="leave out --launcher",
+            )  # fmt: skip
+        return
+    if launcher == "slurm":
+        fix = f"in a batch script or after salloc: srun --ntasks-per-node=1 unisono run -- {program}"
+    elif launcher == "ray":
+        fix = f"--hosts a,b for its nodes; a program that starts its ranks by Ray itself needs neither: unisono run -- {program}"
+    else:
+        near = nearest(launcher, ["local", "nodes", "ray", "slurm"])
+        fix = f"did you mean `{near}`?" if near else "choose one of local, nodes, or leave it out"
+        raise UsageError.of(f"there is no launcher {launcher}", where="--launcher", fix=fix)
+    raise UsageError.of(
+        f"run does not go to {launcher.capitalize()} by itself, as train does", where="--launcher",
+        why="somebody else's program is started on each node as it is", fix=fix,
+    )  # fmt: skip
+
+
+def _refuse_other_hosts(
+    asked: RunRequest, job: Job, topology: Topology, variables: Mapping[str, str]
+) -> None:
+    """With `--hosts` one command line is for all nodes: the program's own arguments must not say another number, or which node it is."""
+    if asked.hosts is None:
+        return
+    rank, nodes = job.node_rank, job.nodes
+    if rank is not None and rank.origin not in variables:
+        raise UsageError.of(
+            f"--hosts starts the same program on every node, and {rank.origin} {rank.text} says which one it is", where="command line",
+            fix=f"leave out {rank.origin}: every node is told",
+        )  # fmt: skip
+    if nodes is not None and nodes.origin not in variables and not _is_same(str(topology.nodes), nodes.text):
+        raise UsageError.of(
+            f"--hosts makes {topology.nodes} nodes with this one, and {nodes.origin} says {nodes.text}", where="command line",
+            fix=f"leave out {nodes.origin}, or name as many hosts",
+        )  # fmt: skip
+
+
+def _is_same(ours: str, theirs: str) -> bool:
+    if not theirs[:1].isdigit() and theirs in ("auto", "gpu", "cpu", "xpu"):
+        return True  # no number of its own
+    spans = {ours, f"{ours}:{ours}"}
+    return theirs in spans or (theirs.isdigit() and ours.isdigit() and int(theirs) == int(ours))
+
+
+def _refuse_elastic(asked: RunRequest, job: Job) -> None:
+    """A job whose number of nodes may change cannot agree on it."""
+    for text, origin in (
+        (asked.nodes, "--nodes"),
+        (job.nodes.text, job.nodes.origin) if job.nodes else (None, ""),
+    ):
+        low, colon, high = (text or "").partition(":")
+        if colon and low != high:
+            raise UsageError.of(
+                f"{origin} {text}: `run` guards jobs of a fixed number of nodes", where="command line",
+                why="before the start all nodes compare what they are about to do, and must know how many they are",
+                fix=f"{origin} {high}",
+            )  # fmt: skip
+
+
+def _ports(asked: RunRequest, job: Job, topology: Topology, *, own: bool) -> tuple[Topology, tuple[str, ...]]:
+    """The control channel takes the head's port, unless the program itself waits there: then the next one."""
+    if topology.nodes == 1 or not own:
+        return topology, ()
+    theirs = int(job.port.text) if job.port is not None and job.port.text.isdigit() else None
+    if theirs is None or topology.head_port != theirs:
+        return topology, ()
+    origin = job.port.origin if job.port is not None else ""
+    if (
+        asked.head is not None
+        and parse_head(asked.head, "--head")[1] == theirs
+        and asked.head.endswith(str(theirs))
+    ):
+        raise UsageError.of(
+            f"--head {asked.head} and {origin} {theirs} want the same port", where="command line",
+            why="the fronts speak to each other before and while the program does", fix=f"--head {topology.head_host}:{theirs + 1}",
+        )  # fmt: skip
+    port = theirs + 1 if theirs < 65_535 else DEFAULT_PORT
+    note = f"the program meets at port {theirs} itself ({origin}); the fronts take {port}"
+    return replace(topology, head_port=port), (note,)
+
+
+_OURS = ("UNISONO_TOKEN", "UNISONO_GUARD")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the program is started with.
+
+    Attributes:
+        environment: all of it.
+        notes: what was set that a person may want to know.
+    """
+
+    environment: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def surroundings_of(
+    asked: RunRequest, shape: RunShape, environment: Mapping[str, str], *, guard_file: Path, store: tuple[str, int] | None
+) -> Surroundings:  # fmt: skip
+    """The program's environment.
+
+    Args:
+        asked: our options.
+        shape: of the job.
+        environment: of this process.
+        guard_file: of the border.
+        store: of several nodes: where torch's store will be, on node 0.
+    """
+    found = {name: value for name, value in environment.items() if name not in _OURS}
+    notes: list[str] = []
+    deaf = why_deaf(asked.words)
+    if deaf is not None:
+        notes.append(f"{deaf}: of its ranks only deaths are seen")
+    found = injected(found, guard_file)
+    topology = shape.topology
+    if asked.devices is not None:
+        found["CUDA_VISIBLE_DEVICES"] = asked.devices
+    if asked.nproc is not None:
+        found |= {"NPROC_PER_NODE": str(asked.nproc), "PET_NPROC_PER_NODE": str(asked.nproc)}
+    if asked.debug_comm:
+        found |= {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"}
+    if topology.nodes == 1 or store is None:
+        return Surroundings(found, tuple(notes))
+    host, port = store
+    place = {"NNODES": str(topology.nodes), "NODE_RANK": str(topology.node_rank)}
+    found |= place | {"PET_NNODES": str(topology.nodes)}
+    if shape.own_rendezvous:
+        found["PET_NODE_RANK"] = str(
+            topology.node_rank
+        )  # our rendezvous knows it, and torchrun would warn that it does not
+    else:
+        found |= {
+            "MASTER_ADDR": host, "MASTER_PORT": str(port), "PET_MASTER_ADDR": host, "PET_MASTER_PORT": str(port),
+            "PET_RDZV_BACKEND": "unisono", "PET_RDZV_ENDPOINT": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            "PET_RDZV_CONF": f"rank={topology.node_rank}",
+        }  # fmt: skip
+    if shape.command.kind == "llamafactory" and found.get("FORCE_TORCHRUN", "") not in ("1", "true", "True"):
+        found["FORCE_TORCHRUN"] = "1"
+        notes.append(
+            "FORCE_TORCHRUN=1 is set: with one device LLaMA-Factory would train on each node by itself"
+        )
+    return Surroundings(found, tuple(notes))

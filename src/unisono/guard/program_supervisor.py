@@ -1,0 +1,454 @@
+"""What the head makes of what all nodes tell of a guarded program: who disagrees, who died first, when it is over."""
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.reports import NodeReport
+from unisono.causes import Verdict
+from unisono.control.events import Event, Left, Said
+from unisono.control.server import HeadServer
+from unisono.events import Message
+from unisono.guard.launcher_facts import LauncherFacts
+from unisono.guard.local_program import PASSED_EVERYWHERE, LocalProgram
+from unisono.guard.program_end import ProgramEnd, for_program, is_gone_wrong
+from unisono.guard.program_ranks import UNKNOWN_END
+from unisono.guard.program_signals import Stopping
+from unisono.integrations.border import LAUNCHER
+from unisono.plan import DeviceChoice, NodePlace, RankPlace
+from unisono.rendezvous.verdict_exchange import node_refused
+from unisono.supervise.decision import ended_well
+from unisono.supervise.evidence import RawEvidence
+from unisono.supervise.local_ranks import RankEnd
+from unisono.supervise.postmortem import NodeLoss, apart, first_cause, is_victim, name_death, name_loss
+from unisono.supervise.rank_monitor import RankMonitor
+from unisono.supervise.rank_supervisor import Show, say
+from unisono.supervise.stall_monitor import StallMonitor
+from unisono.text import one_line
+from unisono.watch import Look
+
+
+@dataclass(frozen=True)
+class ProgramJob:
+    """Who takes part, as far as it is known; ranks that have not been heard of are there without a place."""
+
+    nodes: Sequence[NodePlace]
+    ranks: Sequence[RankPlace]
+    total_steps: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    def on_node(self, node_rank: int) -> Sequence[RankPlace]:
+        """The ranks of one node."""
+        return [place for place in self.ranks if place.node_rank == node_rank]
+
+
+_POLL_S = 0.1
+_SETTLE_S = 0.3  # a death elsewhere may be on its way, and be the cause of this one
+_ONLY_VICTIMS_S = 3.0
+_LAUNCHER_S = 8.0  # for the program to say and do by itself what it does when a rank is gone
+_OTHERS_S = 10.0  # for programs on other nodes, when one has ended badly
+_ENDING_S = 30.0
+_LEFT_S = 3.0
+_RESTART_S = 120.0  # for a launcher to start its ranks anew; torchrun alone gives the old ones 30 s
+_ALONE_S = 60.0  # a rank is one once it has loaded torch, which takes long where files come over a network
+_NOWHERE = DeviceChoice(kind="cpu", name="unknown", memory_bytes=0, bfloat16=False)
+NOBODY_YET = f"no rank has told of itself in {_ALONE_S:.0f} s: until one does, only deaths are seen"
+
+
+@dataclass
+class ProgramSupervisor:
+    """The head of a guarded program, from its start on every node to its end.
+
+    Attributes:
+        here: this node.
+        nodes: all of them.
+        reports: of all nodes; empty for one node.
+        server: the other nodes; None where there are none.
+        show: sees notes, warnings and the verdict.
+        uneven: whether nodes may have unequal numbers of ranks.
+        restarts: how often the program's launcher starts its ranks anew by itself.
+        store_host: where node 0 is reached.
+        join_timeout_s: how long launchers wait for each other.
+        only_launchers: it is over once these agree, or do not.
+        verdict: once there is one.
+        exit_code: that goes with it.
+        programs: how the program ended, by node.
+        gone_wrong: how it ended on the first node on which it did not end well; None: on none.
+        framework: that the program trains with, once it has made a step; empty: not known.
+        asked: the first signal that some front got.
+        agreements: what came of comparing what was brought.
+        raw: what was gathered of ranks, where the watch ended them.
+        looks: the same.
+        last_death: of a rank, after which the launcher was to start the ranks anew.
+        stopping: how long the program may take to end after a signal.
+        beside: called some times a second while the program runs.
+    """
+
+    here: LocalProgram
+    nodes: Sequence[NodePlace]
+    reports: Sequence[NodeReport]
+    server: HeadServer | None
+    show: Show
+    uneven: bool = False
+    restarts: int = 0
+    store_host: str = ""
+    join_timeout_s: float = 300.0
+    only_launchers: bool = False
+    verdict: Verdict | None = None
+    programs: dict[int, int] = field(default_factory=dict)
+    gone_wrong: ProgramEnd | None = None
+    framework: str = ""
+    asked: signal.Signals | None = None
+    agreements: Agreement = field(default_factory=Agreement)
+    raw: dict[int, RawEvidence] = field(default_factory=dict)
+    looks: dict[int, Look] = field(default_factory=dict)
+    last_death: Verdict | None = None
+    stopping: Stopping = field(default_factory=Stopping)
+    beside: Callable[[], object] = lambda: None
+    _places: dict[int, RankPlace] = field(default_factory=dict)
+    _world: int = 0
+    _is_seen: bool = False
+    _early_since: float | None = None
+    _launchers_agree: bool = False
+    _attempt: int = 0
+    _ends: dict[int, RankEnd] = field(default_factory=dict)
+    _lost: dict[int, NodeLoss] = field(default_factory=dict)
+    _signs: RankMonitor | None = None
+    _watching: StallMonitor | None = None
+    _brought: LauncherFacts = field(init=False)
+    _trouble: float | None = None
+    _end_by: float | None = None
+    _bad_program: float | None = None
+    _ended_all: bool = False
+    _began: float = field(default_factory=time.monotonic)
+    _said: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._brought = LauncherFacts(self.nodes, self.reports, self.uneven, self.store_host)
+
+    def run(self) -> None:
+        """Until the program has ended on every node that is still there."""
+        try:
+            while not self._is_over():
+                self._hear(_POLL_S)
+                self._look()
+                self.beside()
+                self._decide(time.monotonic())
+            self._decide_at_the_end()
+        finally:
+            if self._signs is not None:
+                self._signs.close()
+
+    def _is_over(self) -> bool:
+        if self.only_launchers and (self._launchers_agree or self.verdict is not None):
+            return True
+        here = {node.node_rank for node in self.nodes} - set(self._lost)
+        if here <= set(self.programs):
+            return True
+        return self._end_by is not None and time.monotonic() > self._end_by + _ENDING_S
+
+    # --- hearing
+
+    def _hear(self, timeout_s: float) -> None:
+        also = [self.server.fileno()] if self.server is not None else []
+        for message in self.here.news(timeout_s, also=also):
+            self._take(0, message)
+        for event in self.server.receive(0) if self.server is not None else []:
+            self._take_event(event)
+
+    def _take_event(self, event: Event) -> None:
+        if isinstance(event, Left):
+            if event.node_rank not in self.programs:
+                self._lost[event.node_rank] = NodeLoss.at_head(event)
+                self._note_trouble()
+        elif isinstance(event, Said):
+            try:
+                self._take(event.node_rank, event.message)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                host = self.nodes[event.node_rank].host
+                why = f"sent what cannot be read: {one_line(str(error), limit=200)}"
+                self._lost[event.node_rank] = NodeLoss(event.node_rank, host, why)
+                self._note_trouble()
+
+    def _take(self, node_rank: int, message: Message) -> None:
+        match message["kind"]:
+            case "registered":
+                self._take_ranks(node_rank, message)
+            case "rank_said":
+                self._take_said(int(message["rank"]), dict(message["message"]))
+            case "rank_ended" if int(message["attempt"]) == self._attempt:
+                self._take_end(RankEnd.from_json(message["end"]))
+            case "unwatched":
+                self._warn("unguarded", one_line(str(message["text"]), limit=1_000))
+            case "brought":
+                self._take_facts(node_rank, message)
+            case "program_ended":
+                self._take_program(node_rank, int(message["returncode"]), message)
+            case "asked":
+                self._take_signal(node_rank, signal.Signals[str(message["signal"])])
+            case "refused" if self.verdict is None:  # it could not start the program after all
+                self._name(node_refused(node_rank, self.nodes[node_rank].host, message), end_in_s=0.0)
+            case "beats" | "looked" if self._watching is not None:
+                self._watching.heard(node_rank, message)
+            case _:
+                pass  # a newer node says more
+
+    def _take_ranks(self, node_rank: int, message: Message) -> None:
+        attempt = int(message["attempt"])
+        if attempt < self._attempt:
+            return
+        if attempt > self._attempt:
+            self._begin_again(attempt)
+        self.restarts = max(
+            self.restarts, int(message.get("restarts", 0))
+        )  # a launcher that the program starts by itself has its own
+        self._world = max(self._world, min(int(message["world_size"]), 1 << 16))
+        for value in message["places"]:
+            place = RankPlace.model_validate(value)
+            if place.node_rank == node_rank and 0 <= place.rank < self._world:
+                self._places[place.rank] = place
+        self._is_seen = self._is_seen or len(message["unseen"]) < len(message["places"])
+        if len(self._places) == self._world and self._watching is None:
+            self._signs = self._signs or RankMonitor(self.here.ranks, 0)
+            self._watching = StallMonitor(self.job, self._signs, self.server, self.show)
+
+    def _begin_again(self, attempt: int) -> None:
+        """The program's launcher has started its ranks anew, or the program its next launcher: what was found of those before is history."""
+        if self._attempt or self._places:
+            self._say(f"the program has started its ranks anew, or others (start {attempt + 1})")
+        self._attempt = attempt
+        self._places.clear()
+        self._ends.clear()
+        self._world, self._watching, self._trouble, self._end_by, self.verdict = 0, None, None, None, None
+        if self._signs is not None:
+            self._signs.close()
+            self._signs = None
+
+    def _take_said(self, rank: int, message: Message) -> None:
+        if message["kind"] == "framework":
+            self.framework = one_line(str(message.get("name", "")), limit=100)
+        elif message["kind"] in ("note", "warning", "unguarded"):
+            text = f"rank {rank}: {one_line(str(message.get('text', '')), limit=1_000)}"
+            kind = "note" if message["kind"] == "note" else "warning"
+            more = {"kind": kind, "time": message.get("time") or time.time(), "text": text}
+            self.show({"code": "unguarded", "fix": "", **message, **more})
+        elif (
+            message["kind"] == "refused" and isinstance(message.get("verdict"), dict) and self.verdict is None
+        ):
+            # A callback has compared the ranks by itself: all of them have these words, and end by them.
+            self._name(Verdict.from_json(message["verdict"]), end_in_s=_LAUNCHER_S)
+
+    def _take_end(self, end: RankEnd) -> None:
+        if (
+            end.rank in self._ends or end.ended_by_us == UNKNOWN_END
+        ):  # neither well nor badly: others' ends will tell
+            return
+        if self._ended_all:  # by us, on every node
+            return
+        self._ends[end.rank] = end
+        if not ended_well(end):
+            self._note_trouble()
+
+    def _take_program(self, node_rank: int, returncode: int, message: Message) -> None:
+        self.programs[node_rank] = returncode
+        if is_gone_wrong(returncode) and self.gone_wrong is None:
+            oom_killed = message.get("oom_killed")
+            self.gone_wrong = ProgramEnd(
+                node_rank, self.nodes[node_rank].host, returncode, bool(oom_killed) if oom_killed is not None else None,
+                keeper_lost=bool(message.get("keeper_lost")),
+            )  # fmt: skip
+            self._bad_program = time.monotonic()
+
+    def _take_signal(self, node_rank: int, number: signal.Signals) -> None:
+        if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+            return
+        self.asked = self.asked or number
+        text = self.stopping.ask(number, node_rank, time.monotonic()) if not self.only_launchers else None
+        if text is not None:
+            self._say(text)
+        if number in PASSED_EVERYWHERE:
+            for node in self.nodes:
+                if node.node_rank != node_rank:
+                    self._do(node.node_rank, {"kind": "stop", "signal": number.name})
+
+    # --- agreements
+
+    def _take_facts(self, node_rank: int, message: Message) -> None:
+        if message["name"] == LAUNCHER:  # one that the program starts by itself has its own --max-restarts
+            self.restarts = max(self.restarts, int(message["own"].get("max_restarts", 0)))
+        compared = self._brought.take(node_rank, message, now=time.monotonic())
+        if compared is None:
+            return
+        found = compared.agreement
+        self.agreements = self.agreements.merged(found)
+        for node, answer in compared.answers:
+            self._do(node, answer)
+        self._launchers_agree = self._launchers_agree or (compared.name == LAUNCHER and found.agreed)
+        if found.fatal:
+            after_s = round(time.monotonic() - compared.complete_at, 3)
+            self._name(found.fatal[0].model_copy(update={"named_after_s": after_s}), end_in_s=0.5)
+
+    def _tell_who_is_waited_for(self, now: float) -> None:
+        for waiting in self._brought.waiting(self._places, now=now):
+            if waiting.is_due:
+                self._say(waiting.line)
+            if waiting.name == LAUNCHER and waiting.since_s > self.join_timeout_s and self.verdict is None:
+                self._name(waiting.verdict, end_in_s=0.0)
+
+    # --- judging
+
+    @property
+    def job(self) -> ProgramJob:
+        """As far as it is known."""
+        host = self.nodes[0].host
+        ranks = [
+            self._places.get(rank)
+            or RankPlace(rank=rank, node_rank=0, local_rank=0, host=host, device=_NOWHERE)
+            for rank in range(self._world)
+        ]
+        return ProgramJob(self.nodes, ranks)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self._tell_who_is_waited_for(now)
+        if not self._is_seen and self.verdict is None and now - self._began > _ALONE_S and not self._brought:
+            self._say_once(NOBODY_YET)
+        if self._watching is None or self._ended_all:
+            return
+        found = self._lasting(self._watching.look(), now)
+        if found is not None and self.verdict is None and self.asked is None and self._trouble is None:
+            self._gather()
+            self._name(found, end_in_s=0.0)
+
+    def _lasting(self, found: Verdict | None, now: float) -> Verdict | None:
+        """Ranks of somebody else's program leave one by one, as they like: that one has left counts once the others still wait later."""
+        if found is None or not self._has_left(found):
+            self._early_since = None
+            return found
+        self._early_since = self._early_since or now
+        return found if now - self._early_since >= _LEFT_S else None
+
+    def _has_left(self, found: Verdict) -> bool:
+        """Whether the ranks that are named have said their last word; those that wait in another collective than the rest have not."""
+        views = self._watching.picture.views if self._watching is not None else {}
+        return found.cause == "unequal_steps" and any(
+            rank in views and views[rank].told_result for rank in found.ranks
+        )
+
+    def _gather(self) -> None:
+        """Keeps what a verdict can cite, while it is there."""
+        if self._watching is not None:
+            self.raw = self._watching.raw()
+            self.looks = dict(self._watching.picture.looks)
+
+    def _decide(self, now: float) -> None:
+        if self._trouble is not None and self.verdict is None and self.asked is None:
+            found = self._first_death(now)
+            if found is not None:
+                if self._may_begin_again(now):
+                    self._warn_once(found)
+                else:
+                    self._gather()
+                    self._name(found, end_in_s=_LAUNCHER_S)
+        if self._bad_program is not None and now - self._bad_program > _OTHERS_S:
+            self._end_by = self._end_by or now
+        if self.stopping.end_by is not None and now >= self.stopping.end_by and not self._ended_all:
+            self._say(self.stopping.late)
+            self._end_by = now
+        if self._end_by is not None and now >= self._end_by and not self._ended_all:
+            self._ended_all = True
+            for node in self.nodes:
+                self._do(node.node_rank, {"kind": "end"})
+
+    def _decide_at_the_end(self) -> None:
+        """Names a rank that left while others counted on it, where all of it went so fast that nothing was named: what is printed does not say so."""
+        if self._trouble is None or self.verdict is not None or self.asked is not None or self._lost:
+            return
+        culprit = first_cause(list(self._ends.values()))
+        if (
+            culprit is not None
+            and culprit.last is not None
+            and culprit.last["kind"] == "result"
+            and culprit.rank < self._world
+        ):
+            after_s = round(time.monotonic() - self._trouble, 3)
+            self._name(name_death(culprit, self.job, after_s=after_s), end_in_s=0.0)
+
+    def _may_begin_again(self, now: float) -> bool:
+        """Whether the program's launchers are all there, and still have time to start the ranks anew by themselves."""
+        assert self._trouble is not None
+        return (
+            self.restarts > 0
+            and not self._lost
+            and self._bad_program is None
+            and now - self._trouble < _RESTART_S
+        )
+
+    def _first_death(self, now: float) -> Verdict | None:
+        """The verdict on the rank or node whose end caused the others'; None while more may be heard, or nobody can be named."""
+        assert self._trouble is not None
+        since_s = now - self._trouble
+        if self._watching is not None:
+            self._watching.see()
+        picture = self._watching.picture if self._watching is not None else None
+        own = [end for end in self._ends.values() if not ended_well(end) and not is_victim(end)]
+        if self._lost and not own:
+            loss = next(iter(self._lost.values()))
+            return name_loss(loss, head=self.nodes[0].host, after_s=since_s)
+        culprit = first_cause(list(self._ends.values()))
+        killed = culprit is not None and culprit.returncode < 0 and culprit.returncode != -signal.SIGABRT
+        if not killed and since_s < (_SETTLE_S if culprit is not None else _ONLY_VICTIMS_S):
+            return None
+        found = apart(picture, culprit)
+        if found is not None:
+            return found.model_copy(update={"named_after_s": round(since_s, 3)})
+        if culprit is None or culprit.rank >= self._world:
+            return None  # what was printed may say more; it is read at the end
+        return name_death(culprit, self.job, after_s=round(since_s, 3), seen=picture)
+
+    def _name(self, verdict: Verdict, *, end_in_s: float) -> None:
+        self.verdict = verdict = for_program(verdict, self.framework)
+        self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+        if self.server is not None:
+            self.server.tell_all({"kind": "verdict", "verdict": verdict.to_json()})
+        self._end_by = min(self._end_by or float("inf"), time.monotonic() + end_in_s)
+
+    def _warn_once(self, verdict: Verdict) -> None:
+        """The launcher will start the ranks anew by itself, if it can."""
+        if verdict.summary in self._said:
+            return
+        self._said.add(verdict.summary)
+        text = f"{verdict.summary}; its launcher may start the ranks anew (--max-restarts)"
+        self._warn(verdict.cause, text)
+        self.last_death = verdict
+
+    def _warn(self, code: str, text: str) -> None:
+        self.show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": ""})
+
+    def _note_trouble(self) -> None:
+        if self._trouble is None:
+            self._trouble = time.monotonic()
+
+    # --- telling
+
+    def _do(self, node_rank: int, message: Message) -> None:
+        if node_rank == 0:
+            self.here.obey(message)
+        elif self.server is not None:
+            self.server.send(node_rank, message)
+
+    def _say(self, text: str) -> None:
+        say(self.show, text)
+        if self.server is not None:
+            self.server.tell_all({"kind": "note", "text": text})
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)

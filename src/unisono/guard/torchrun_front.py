@@ -1,0 +1,182 @@
+"""A front for a torchrun that was started by hand: it holds the meeting of the nodes, answers torchrun, and ends.
+
+    python -m unisono.guard.torchrun_front      started by integrations.torchrun.handler, which gives a line of settings on stdin
+
+It prints the path of the border's guard.json on stdout, and on stderr what a front of `unisono run` would say.
+"""
+
+import json
+import os
+import select
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.agree.compare import compare_programs
+from unisono.agree.reports import NodeReport
+from unisono.errors import Disagreed, UnisonoError
+from unisono.events import Message
+from unisono.facts import Probes, read_environment, read_machine, take_token
+from unisono.guard.border_directory import border
+from unisono.guard.command import Job, read_command
+from unisono.guard.local_program import LocalProgram
+from unisono.guard.member_program import MemberProgram
+from unisono.guard.program_meeting import make_report
+from unisono.guard.program_ranks import ProgramDir, ProgramRanks
+from unisono.guard.program_request import RunRequest, RunShape
+from unisono.guard.program_signals import Signals
+from unisono.guard.program_supervisor import ProgramSupervisor
+from unisono.integrations.border import Guard
+from unisono.plan import NodePlace
+from unisono.plan.topology import Topology
+from unisono.rendezvous.head_side import hold_meeting
+from unisono.rendezvous.job_token import read_token
+from unisono.rendezvous.member_side import attend_meeting
+from unisono.rendezvous.party import MakeReport, Party, Standing
+from unisono.rendezvous.verdict_exchange import last_word
+from unisono.supervise.rank_supervisor import say
+from unisono.text import one_line
+
+_READING_S = 60.0  # it looks 50 times a second, on a machine that may have much to do
+
+
+def main() -> int:
+    """Reads the settings, and agrees."""
+    settings = json.loads(sys.stdin.readline())
+    try:
+        return _Companion.of(settings).run()
+    except Disagreed as error:
+        if not error.said and error.verdict is not None:
+            _show({"kind": "verdict", **error.verdict.to_json()})
+        return error.exit_code
+    except UnisonoError as error:
+        for line in error.lines():
+            _print(line)
+        return error.exit_code
+
+
+@dataclass
+class _Companion:
+    shape: RunShape
+    asked: RunRequest
+    party: Party
+    run_id: str
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "_Companion":
+        token = read_token(None, take_token(), nodes=int(settings["nodes"]))
+        assert token is not None, "several nodes have a token"
+        words = tuple(str(word) for word in settings["words"])
+        nproc = settings["nproc"]
+        topology = Topology(
+            nodes=int(settings["nodes"]), node_rank=int(settings["node_rank"]), head_host=str(settings["host"]),
+            head_port=int(settings["port"]), nproc=int(nproc or 1), nproc_declared=nproc is not None,
+            nproc_origin="--nproc-per-node" if nproc is not None else "not known",
+        )  # fmt: skip
+        host = read_machine(lambda: ([], "")).host
+        party = Party(
+            topology=topology, token=token.secret, host=host, show=_show, join_timeout_s=float(settings["wait_s"]),
+            command="torchrun --rdzv-backend unisono",
+        )  # fmt: skip
+        shape = RunShape(topology, read_command(words), Job(), own_rendezvous=False)
+        return cls(
+            shape, RunRequest(words, uneven=bool(settings["uneven"])), party, f"by-hand-{settings['pid']}"
+        )
+
+    def run(self) -> int:
+        topology = self.shape.topology
+        with border() as folder, Signals() as signals:
+            store = f"[{topology.head_host}]" if ":" in topology.head_host else topology.head_host
+            guard = Guard(
+                folder, self.run_id, os.getpid(), topology.node_rank, topology.nodes, self.party.host, store=f"{store}:0",
+                uneven=self.asked.uneven, options={"join_timeout_s": self.party.join_timeout_s},
+            )  # fmt: skip
+            sys.stdout.write(f"{guard.write()}\n")
+            sys.stdout.flush()
+            ranks = ProgramRanks(
+                folder, ProgramDir(Path("/nowhere")), topology.node_rank, self.party.host, os.getpid()
+            )
+            here = LocalProgram(None, ranks, folder, None, signals)
+            code = self._as_head(here) if topology.is_head else self._as_member(here)
+            _wait_for_reader(folder)
+            return code
+
+    def _as_head(self, here: LocalProgram) -> int:
+        with hold_meeting(
+            self.party, self._maker(), tries_collective=False,
+            compare=lambda reports: compare_programs(reports, uneven=self.asked.uneven),
+        ) as meeting:  # fmt: skip
+            nodes = [
+                NodePlace(
+                    node_rank=r.node_rank,
+                    host=r.host,
+                    address=r.address,
+                    nproc=r.nproc,
+                    nproc_origin=r.nproc_origin,
+                )
+                for r in meeting.reports
+            ]
+            meeting.tell_all({"kind": "start"})
+            judging = ProgramSupervisor(
+                here, nodes, meeting.reports, meeting.server, _show, uneven=self.asked.uneven, only_launchers=True,
+                store_host=meeting.server.address[0], join_timeout_s=self.party.join_timeout_s,
+            )  # fmt: skip
+            judging.run()
+            code = 0 if judging.verdict is None else 3
+            meeting.end(
+                {**last_word([judging.verdict] if judging.verdict else [], exit_code=code), "result": {}}
+            )
+            if code == 0:
+                say(_show, f"{len(nodes)} nodes agree: {', '.join(str(node.nproc) for node in nodes)} ranks")
+            return code
+
+    def _as_member(self, here: LocalProgram) -> int:
+        with attend_meeting(self.party, self._maker(), tries_collective=False) as attendance:
+            attendance.wait_for("start")
+            attending = MemberProgram(attendance, here, self.shape.topology.node_rank, _show, lambda: None)
+            attending.run()
+            return attending.exit_code(None) if attending.verdict is not None else 0
+
+    def _maker(self) -> MakeReport:
+        machine, environment = read_machine(Probes().devices), read_environment()
+
+        def make(standing: Standing, _show: object) -> NodeReport:
+            return make_report(
+                self.asked, self.shape, standing, machine=machine, environment=environment, probes=Probes(), output_dir=Path.cwd()
+            )  # fmt: skip
+
+        return make
+
+
+def _wait_for_reader(folder: Path) -> None:
+    """torchrun closes our stdin once it has read its answer, which is gone with the border."""
+    if any(folder.glob("answer-*.json")):
+        select.select([sys.stdin], [], [], _READING_S)
+
+
+def _show(message: Message) -> None:
+    """As `unisono run` does, in lines on stderr."""
+    match message["kind"]:
+        case "note":
+            _print(f"unisono: {one_line(str(message['text']))}")
+        case "warning":
+            _print(f"unisono: warning: {one_line(str(message['text']))}")
+        case "verdict":
+            from unisono.causes import Verdict
+
+            body = {name: value for name, value in message.items() if name not in ("kind", "time")}
+            for line in Verdict.from_json(body).lines():
+                _print(line)
+        case _:
+            pass
+
+
+def _print(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

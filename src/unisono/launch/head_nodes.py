@@ -1,0 +1,243 @@
+"""The head with the other nodes, from their call to the last word: what happens between the meeting and the ranks."""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.reports import NodeReport
+from unisono.agree.training import PreparedFacts, compare_prepared
+from unisono.causes import Verdict, find_cause
+from unisono.config import LoadedConfig
+from unisono.errors import Disagreed
+from unisono.launch.meeting_entry import prepared_facts, report_maker
+from unisono.launch.outcome import Ending, result_of
+from unisono.launch.planning import LocalNode
+from unisono.launch.run_records import Table
+from unisono.launch.train_request import TrainRequest, Witness
+from unisono.plan import RunPlan
+from unisono.remote_checkpoint.rescue import RescuedStep
+from unisono.rendezvous.party import Party
+from unisono.rendezvous.ssh import SshFronts, remote_train, start_others
+from unisono.rendezvous.verdict_exchange import last_word
+from unisono.rundir import RunDir
+from unisono.supervise.interrupts import Interrupts
+from unisono.supervise.rank_supervisor import Attempt, Show
+from unisono.text import validation_words
+
+if TYPE_CHECKING:
+    from unisono.control.server import HeadServer
+    from unisono.rendezvous.meeting import Meeting
+    from unisono.rendezvous.rejoin import Question, ReportAgain
+
+
+_PREPARED_S = (
+    24 * 3600.0
+)  # tokenising may take hours; a node that dies or refuses meanwhile is heard of at once
+
+
+@dataclass
+class HeadNodes:
+    """All nodes, agreed.
+
+    Attributes:
+        meeting: the others; from the start of the ranks on its server is read by who conducts them.
+        table: what goes into agreement.json.
+    """
+
+    meeting: "Meeting"
+    table: Table
+    _rounds: int = 0
+
+    def prepare(self, work: Callable[[Show], dict[str, Any]]) -> dict[str, Any]:
+        """Has every node prepare its data and model; gives what came of it here.
+
+        Raises:
+            Disagreed: if they are not the same everywhere, or a node refuses.
+        """
+        self.meeting.tell_all({"kind": "prepare"})
+        prepared = self.meeting.aside(work)
+        answers = self.meeting.gather("prepared", timeout_s=_PREPARED_S, what="the prepared data")
+        try:
+            facts = {rank: PreparedFacts.model_validate(answer["facts"]) for rank, answer in answers.items()}
+        except (KeyError, ValidationError) as error:
+            raise Disagreed.of(
+                "a node's account of its data cannot be read",
+                why=validation_words(error) if isinstance(error, ValidationError) else f"{error} is missing",
+            ) from error
+        self.meeting.judge(compare_prepared({0: prepared_facts(prepared), **facts}, self.meeting.reports))
+        self.table.of_nodes = self.meeting.agreement
+        return prepared
+
+    def bring_back(self, work: Callable[[Show], bool]) -> bool:
+        """Has this node fetch what the run goes on from, while the others wait and are told how far it is; gives what `work` gives.
+
+        Raises:
+            Disagreed: if a node refuses or is lost meanwhile.
+        """
+        return self.meeting.aside(work, everywhere=True)
+
+    def hand_over(self, plan: RunPlan) -> "HeadServer":
+        """Tells all nodes the plan, on which they start their ranks; gives the connections to conduct them by."""
+        self.meeting.tell_all({"kind": "plan", "plan": plan.to_json()})
+        return self.meeting.server
+
+    def collect(
+        self, plan: RunPlan, attempt: Attempt, found: RescuedStep, *, checkpoints: Path, interrupts: Interrupts
+    ) -> None:  # fmt: skip
+        """Adds what the ranks of the other nodes, which have ended, have kept in memory."""
+        from unisono.remote_checkpoint.rescue import collect
+
+        with contextlib.suppress(
+            OSError
+        ):  # a head's disk that is full or read-only: the rescue says what is missing
+            collect(plan, self.meeting.server, attempt, found, checkpoints=checkpoints, interrupts=interrupts)
+
+    def can_do_without(self, nodes: Collection[int]) -> bool:
+        """Whether enough nodes are left without these, as --nodes MIN:MAX has it. Node 0 is always needed."""
+        left = [rank for rank in self.meeting.roll.hosts if rank not in nodes]
+        return 0 in left and len(left) >= self.meeting.party.topology.enough
+
+    def leave_out(
+        self, nodes: Collection[int], verdict: Verdict, *, done: dict[str, Any] | None = None
+    ) -> None:
+        """Goes on without nodes, for the reason of the verdict. One that still listens is told so, and ends.
+
+        Args:
+            nodes: by their numbers.
+            verdict: what is wrong with them.
+            done: what the run has come to with them, as in result.json; None where they had no ranks, and have been asked whether they can go on.
+        """
+        word = last_word([verdict])
+        if done is not None:
+            ending = Ending(4, done, verdict)
+            result = result_of(ending, run_id="", output_dir="", restarts=[], seconds=0.0)
+            word |= {"exit_code": 4, "problems": [], "result": result}
+        for rank in nodes:
+            self.meeting.server.send(rank, word)
+            self.meeting.leave_out(
+                rank, f"is not let in again: the job goes on without it ({verdict.summary})"
+            )
+
+    def agree_again(self, make_report: "ReportAgain", question: "Question") -> None:
+        """The short agreement before ranks are started again. Where --nodes MIN:MAX allows it, nodes that are not fit are left out.
+
+        Args:
+            make_report: makes this node's report.
+            question: for all nodes.
+
+        Raises:
+            Disagreed: with the verdict that all nodes have been told.
+        """
+        found = None
+        while found is None:
+            found = self._round(make_report, question)
+        known = {verdict.summary for verdict in self.meeting.agreement.verdicts}
+        news = [verdict for verdict in found.verdicts if verdict.summary not in known]
+        self.meeting.judge(Agreement(found.checks, news))
+        self.table.of_nodes = self.meeting.agreement
+
+    def _round(self, make_report: "ReportAgain", question: "Question") -> Agreement | None:
+        """What came of asking all nodes; None where some were left out, and the rest is to be asked again."""
+        from unisono.rendezvous.meeting import Objection
+        from unisono.rendezvous.rejoin import head_again
+
+        self._rounds += 1
+        try:
+            with self.meeting.tentatively():
+                return head_again(self.meeting, make_report, question, round_=self._rounds)
+        except Objection as objection:
+            if not objection.nodes or not self.can_do_without(objection.nodes):
+                self.meeting.refuse(objection.verdicts, nodes=objection.nodes)
+            self.leave_out(objection.nodes, objection.verdicts[0])
+            self.meeting.note(objection.verdicts[0].summary, everywhere=True)
+            return None
+
+    def tell_verdict(self, verdict: Verdict) -> None:
+        """Says on all nodes what has ended the ranks; whether the run goes on is said later."""
+        self.meeting.tell_all({"kind": "verdict", **verdict.to_json()})
+
+    def end(self, result: dict[str, Any], ending: Ending) -> None:
+        """Says the last word: how the run ended. Where it has been said already, nothing."""
+        if self.meeting.is_over:
+            return
+        verdicts = [ending.verdict.to_json()] if ending.verdict else []  # to be kept; it has been said
+        problems = ending.error.to_json()["problems"] if ending.error else []
+        self.meeting.end(
+            {
+                "kind": "ended",
+                "exit_code": ending.exit_code,
+                "verdicts": verdicts,
+                "problems": problems,
+                "result": result,
+            }
+        )
+
+
+@contextlib.contextmanager
+def together(
+    request: TrainRequest,
+    loaded: LoadedConfig,
+    here: LocalNode,
+    party: Party,
+    *,
+    welcome: dict[str, Any],
+    table: Table,
+) -> Iterator[HeadNodes]:
+    """Brings all nodes together; whatever leaves the context is told to them.
+
+    Raises:
+        Disagreed: with the verdict that all nodes have been told.
+    """
+    from unisono.rendezvous.head_side import hold_meeting
+
+    def start(address: tuple[str, int]) -> SshFronts:
+        logs = RunDir(Path(loaded.config.output_dir)).log("", 0).parent
+        return start_others(
+            remote_train(request),
+            here.topology,
+            party.token,
+            address,
+            logs=logs,
+            variables=here.environment.variables,
+        )
+
+    def keep(reports: Sequence[NodeReport], agreement: Agreement) -> None:
+        table.nodes, table.of_nodes = list(reports), agreement
+
+    with hold_meeting(
+        party, report_maker(request, loaded, here), welcome=welcome, keep=keep,
+        start_others=start if here.topology.hosts else None,
+    ) as meeting:  # fmt: skip
+        yield HeadNodes(meeting, table)
+
+
+def with_witness(ending: Ending, attempt: Attempt, plan: RunPlan, witness: Witness | None) -> Ending:
+    """The ending, whose verdict on a lost node says why it is gone, where a witness knows; else as it is.
+
+    The head sees a connection that closes, and a memory monitor that ends a node's front leaves no other trace.
+    """
+    loss = attempt.decision.loss if attempt.decision is not None else None
+    if witness is None or loss is None or loss.lost_head or ending.verdict is None:
+        return ending
+    told = witness.of_lost(loss.node_rank)
+    if told is None:
+        return ending
+    known, waited_s = told
+    own = ending.verdict
+    ours = {"evidence": (*known.evidence, *own.evidence), "fix": tuple(dict.fromkeys((*known.fix, *own.fix)))}
+    if known.cause == own.cause:
+        return replace(ending, verdict=own.model_copy(update=ours))
+    cause = find_cause(known.cause)
+    verdict = known.model_copy(
+        update={
+            "ranks": tuple(place.rank for place in plan.on_node(loss.node_rank)), "hosts": own.hosts, "fix": known.fix,
+            "evidence": ours["evidence"], "step": attempt.step or None,
+            "named_after_s": own.named_after_s + waited_s if own.named_after_s is not None else None,
+        }
+    )  # fmt: skip
+    return replace(ending, verdict=verdict, exit_code=cause.exit_code if cause else ending.exit_code)

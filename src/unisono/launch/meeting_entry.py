@@ -1,0 +1,127 @@
+"""This node's front on its way to the others: who it is, what it reports, and what it has prepared."""
+
+from dataclasses import replace
+from typing import Any
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.compare import compare_nodes
+from unisono.agree.reports import NodeReport
+from unisono.agree.training import PreparedFacts
+from unisono.causes import Verdict, find_cause
+from unisono.config import LoadedConfig
+from unisono.errors import Disagreed, UnfitError, UnisonoError, UsageError
+from unisono.facts import Environment, read_machine
+from unisono.facts.machine import Gpu
+from unisono.launch.node_report import look_at_files, look_at_output, make_node_report
+from unisono.launch.planning import LocalNode
+from unisono.launch.srun_front import placed_by_slurm
+from unisono.launch.train_request import TrainRequest
+from unisono.plan import DataSummary, ModelFacts
+from unisono.plan.topology import Accelerators, Topology, read_topology
+from unisono.rendezvous.head_address import tell_refusal
+from unisono.rendezvous.job_token import make_token, read_token, watch_lifeline
+from unisono.rendezvous.party import MakeReport, Party, Show, Standing
+
+_LOOPBACK = "127.0.0.1"
+
+
+def party_of(request: TrainRequest, topology: Topology, *, host: str, token: str | None, show: Show) -> Party:
+    """This node, as it comes to the meeting; where it was started by --hosts, it ends with who started it.
+
+    Args:
+        request: what was asked.
+        topology: of several nodes.
+        host: this machine's name.
+        token: UNISONO_TOKEN, or None.
+        show: sees notes and warnings.
+
+    Raises:
+        UsageError: if there is no token, or it is not private.
+    """
+    if topology.hosts and request.token_file is None and token is None:
+        secret = make_token()
+    else:
+        found = read_token(request.token_file, token, nodes=topology.nodes)
+        assert found is not None, "several nodes have a token"
+        secret = found
+    if secret.from_stdin:
+        watch_lifeline()
+    return Party(
+        topology=topology, token=secret.secret, host=host, show=show, join_timeout_s=request.join_timeout_s,
+        programs=request.programs, network=request.probes.network, command=request.command,
+    )  # fmt: skip
+
+
+def tell_early_refusal(
+    request: TrainRequest, environment: Environment, error: UnisonoError, *, token: str | None, show: Show
+) -> None:
+    """Tells the other nodes that this one does not start, though not even its config could be read."""
+    asked = replace(
+        request.topology, nproc=1, devices=()
+    )  # how many ranks it would have had is no matter now
+    try:
+        placed = placed_by_slurm(environment.slurm_step, request.probes.network)
+        topology = read_topology(asked, environment.leftovers, Accelerators(0), placed=placed)
+        if topology.nodes == 1 or topology.hosts:
+            return
+        party = party_of(request, topology, host=read_machine(_no_devices).host, token=token, show=show)
+    except (
+        UnisonoError
+    ):  # not even the way to the others is known; this node says what is wrong, and they name it missing
+        return
+    tell_refusal(party, error)
+
+
+def report_maker(request: TrainRequest, loaded: LoadedConfig, here: LocalNode) -> MakeReport:
+    """What makes this node's report once the channel has told where it stands."""
+
+    def make(standing: Standing, show: Show) -> NodeReport:
+        return make_node_report(
+            loaded=loaded, here=here, standing=standing,
+            files=look_at_files(loaded, here, programs=request.programs, show=show),
+            output=look_at_output(loaded, standing), probes=request.probes,
+        )  # fmt: skip
+
+    return make
+
+
+def look_alone(request: TrainRequest, loaded: LoadedConfig, here: LocalNode) -> tuple[NodeReport, Agreement]:
+    """The report of the only node of a job of several ranks, and what its settings, limits and devices are good for."""
+    standing = Standing(_LOOPBACK, {}, 0.0, [])
+    report = make_node_report(
+        loaded=loaded, here=here, standing=standing, files={},
+        output=look_at_output(loaded, standing), probes=request.probes,
+    )  # fmt: skip
+    return report, compare_nodes([report])
+
+
+def refusal_alone(verdict: Verdict, *, again: bool = False) -> UnisonoError:
+    """The error where the only node of a job is refused: it has nobody to disagree with, so that its exit code is 6 or 2, never 3.
+
+    Args:
+        verdict: why.
+        again: whether that is before a restart: what was asked for was fit then, and it is the machine that has changed.
+    """
+    known = find_cause(verdict.cause)
+    unfit = again or (known is not None and known.exit_code == UnfitError.exit_code)
+    return (UnfitError if unfit else UsageError).of(
+        verdict.summary, where=verdict.phase or "", fix="; ".join(verdict.fix), verdict=verdict
+    )
+
+
+def is_about_nodes(error: UnisonoError) -> bool:
+    """Whether it came of comparing nodes or ranks, be it a single node with what it needs; its verdict is then kept in the run's directory."""
+    phase = (error.verdict.phase if error.verdict is not None else None) or ""
+    return isinstance(error, Disagreed) or phase.startswith("agree.")
+
+
+def prepared_facts(prepared: dict[str, Any]) -> PreparedFacts:
+    """What nodes compare of what the task `prepare` gave."""
+    return PreparedFacts.of(
+        DataSummary.model_validate(prepared["data"]), ModelFacts.model_validate(prepared["model"])
+    )
+
+
+def _no_devices() -> tuple[list[Gpu], str]:
+    """A probe that asks no driver: only the host's name is wanted."""
+    return [], ""

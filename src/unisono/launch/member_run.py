@@ -1,0 +1,349 @@
+"""A start on a node that is not the head: it takes part, carries out the head's plan, and ends as the head says."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from unisono.agree.reports import NodeReport
+from unisono.causes import Verdict, find_cause
+from unisono.config import LoadedConfig
+from unisono.errors import Disagreed, UnfitError, UsageError
+from unisono.events import Message
+from unisono.files import make_private_dir, read_object, write_json
+from unisono.launch.meeting_entry import prepared_facts, report_maker
+from unisono.launch.member_supervisor import LastWord, LostHead, Serving
+from unisono.launch.node_report import look_again
+from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
+from unisono.launch.planning import LocalNode, prepare
+from unisono.launch.received_plan import accept_plan
+from unisono.launch.run_records import read_progress, writing_for_head
+from unisono.launch.train_request import TrainRequest
+from unisono.plan import RunPlan
+from unisono.remote_checkpoint.shard_transfer import clear_parts
+from unisono.rendezvous.member_side import Attendance, attend_meeting
+from unisono.rendezvous.party import MakeReport, Party, Standing
+from unisono.rendezvous.rejoin import Question, node_again
+from unisono.rundir import RunDir
+from unisono.rundir.lock import Holder, RunLock, named_in
+from unisono.rundir.result import RunResult, set_verdict, write_result
+from unisono.rundir.start import set_aside
+from unisono.supervise.bounded_io import RunsDisk, refuse_if_silent
+from unisono.supervise.child_process import interface_name, rank_environments
+from unisono.supervise.interrupts import Interrupts, exit_code_of
+from unisono.supervise.local_ranks import LocalRanks, SharedMemory, keeping_ranks
+from unisono.supervise.postmortem import NodeLoss
+from unisono.supervise.rank_supervisor import Show
+from unisono.text import plain
+
+
+def take_part(
+    request: TrainRequest, loaded: LoadedConfig, here: LocalNode, party: Party, *, interrupts: Interrupts
+) -> dict[str, Any]:
+    """Carries this node's part to its end; gives the head's result, with this node's output_dir.
+
+    Raises:
+        Disagreed: with the words that all nodes have been told.
+        EndedByVerdict: if the head is lost while ranks ran.
+    """
+    show, began = party.show, time.monotonic()
+    disk = RunsDisk(Path(loaded.config.output_dir), show)
+    seen = _Seen(report_maker(request, loaded, here))
+    try:
+        with attend_meeting(party, seen.make) as attendance:
+            attendance.wait_for("prepare")
+            shared = seen.shares_output
+            with _own_directory(request, loaded, here, shared=shared, show=show) as run:
+                heads = disk.write("who holds the run", partial(named_in, run.lock)) if shared else None
+                member = _Member(
+                    request, loaded, here, attendance, interrupts, show, run, shared, seen.report, disk
+                )
+                last = member.run()
+                if isinstance(last, LostHead):
+                    attendance.link.close()  # it is over; what follows may take a while
+                    own = _Orphan(run, last, heads, shared, show, disk, began)
+                    return own.end(asked=interrupts.first)
+    except Disagreed as error:
+        if seen.has_own_output:
+            disk.write(
+                "why the job was refused",
+                partial(_keep_refusal, RunDir(Path(loaded.config.output_dir)), error),
+            )
+        raise
+    head = str(attendance.welcome.get("head_host", ""))
+    return _keep(run, last.message, head=head, shared=shared, show=show, disk=disk)
+
+
+@dataclass
+class _Seen:
+    """Makes this node's report, and remembers whether its output_dir is the head's."""
+
+    maker: MakeReport
+    shares_output: bool = False
+    has_own_output: bool = False
+    """The head's mark was looked for in it, and is not there."""
+    report: NodeReport = field(init=False)
+
+    def make(self, standing: Standing, show: Show) -> NodeReport:
+        report = self.report = self.maker(standing, show)
+        self.shares_output = report.output.shared is True
+        self.has_own_output = report.output.shared is False
+        return report
+
+
+@dataclass
+class _Member:
+    request: TrainRequest
+    loaded: LoadedConfig
+    here: LocalNode
+    attendance: Attendance
+    interrupts: Interrupts
+    show: Show
+    run_dir: RunDir
+    shared: bool
+    first: NodeReport
+    disk: RunsDisk
+
+    def run(self) -> LastWord | LostHead:
+        """Prepares, and then serves one plan after the other until the last word."""
+        prepared = self.attendance.aside(
+            lambda show: prepare(
+                self.request, self.loaded, self.here.environment, ledger=not self.shared, show=show
+            )
+        )
+        facts = prepared_facts(prepared).to_json()
+        self.attendance.send({"kind": "prepared", "facts": facts})
+        message = self.attendance.wait_for("plan")
+        while True:
+            plan = accept_plan(
+                message.get("plan"), own=self.loaded.config, node_rank=self.here.topology.node_rank,
+                host=self.here.machine.host, devices=self.here.devices, prepared=prepared,
+            )  # fmt: skip
+            last = self._serve(plan)
+            if isinstance(last, LostHead) or last.is_final:
+                return last
+            try:
+                message = node_again(self.attendance, last.message, self._look_again)
+            except Disagreed:
+                if self.attendance.head_gone is None:
+                    raise
+                own = NodeLoss.at_node(
+                    self.attendance.head_gone,
+                    node_rank=self.here.topology.node_rank,
+                    host=self.here.machine.host,
+                )
+                return LostHead(plan.nodes[0].host, own, plan.resume.step if plan.resume else 0, plan)
+            if message["kind"] == "ended":
+                return LastWord(message)
+
+    def _look_again(self, standing: Standing, question: Question) -> NodeReport:
+        return look_again(self.request, self.loaded, self.here, self.first, standing, question)
+
+    def _serve(self, plan: RunPlan) -> LastWord | LostHead:
+        node_rank = self.here.topology.node_rank
+        plan_file = self.run_dir.node_plan(node_rank)
+
+        def write_plan() -> None:
+            for folder in (plan_file.parent, self.run_dir.events(0).parent, self.run_dir.log("", 0).parent):
+                make_private_dir(folder)
+            write_json(plan_file, plan.to_json(), mode=0o600)
+
+        try:
+            self.disk.need("this node's copy of the plan", write_plan)
+        except OSError as error:
+            raise UnfitError.of(
+                f"this node's copy of the plan cannot be written: {error.strerror or error}", where=str(error.filename or plan_file),
+                fix="make room there or give it back to its owner, or set another output_dir",
+            ) from error  # fmt: skip
+        self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
+        own = ", ".join(str(place.rank) for place in plan.on_node(node_rank))
+        text = f"node {node_rank} ({self.here.machine.host}): starting rank {own} of {plan.world_size}; steps are shown by node 0"
+        self.show({"kind": "note", "time": time.time(), "text": text})
+        interface = interface_name(self.request.probes.network.interfaces(), plan.node(node_rank).address)
+        environments = rank_environments(
+            plan, node_rank, variables=self.here.leftovers, interface=interface, debug_comm=self.request.debug_comm
+        )  # fmt: skip
+        kept = SharedMemory(keeping_ranks(plan, node_rank))
+        local = LocalRanks(
+            plan.on_node(node_rank), self.run_dir, plan_file, self.request.programs, environments,
+            from_step=plan.resume.step if plan.resume else 0, talks=True, kept=kept,
+        )  # fmt: skip
+        parts = None if plan.node(node_rank).shares_output else self.run_dir.checkpoints
+        try:
+            if parts is not None:  # of a front that was killed
+                self.disk.need("what is left of unfinished checkpoints", partial(clear_parts, parts))
+            with kept:
+                return Serving(
+                    self.attendance,
+                    local,
+                    self.interrupts,
+                    self.show,
+                    plan=plan,
+                    disk=self.disk,
+                    checkpoints=parts,
+                ).run()
+        finally:
+            self.disk.write("this node's copy of the plan", partial(_remove_plan, plan_file))
+            if parts is not None:
+                self.disk.write("what is left of unfinished checkpoints", partial(clear_parts, parts))
+
+
+def _remove_plan(path: Path) -> None:
+    """A copy for this node's ranks; plan.json on the head is the one that stays."""
+    with contextlib.suppress(OSError):  # another node's copy is beside it, or the disk is gone: no matter now
+        path.unlink()
+        path.parent.rmdir()
+
+
+@contextlib.contextmanager
+def _own_directory(
+    request: TrainRequest, loaded: LoadedConfig, here: LocalNode, *, shared: bool, show: Show
+) -> Iterator[RunDir]:
+    """This node's output_dir: the head's, or one of its own, which is then locked here.
+
+    Raises:
+        UsageError: if it is a run of its own that has nothing to do with the head's.
+        UnfitError: if its storage does not answer.
+    """
+    run = RunDir(Path(loaded.config.output_dir))
+    refuse_if_silent(run.root)
+    if shared:
+        yield run
+        return
+    _refuse_another_run(run, fresh=request.fresh, show=show)
+    make_private_dir(run.root)
+    lock = RunLock(run.lock)
+    note = lock.acquire(here.machine.host, os.getpid())
+    if note:
+        show({"kind": "note", "time": time.time(), "text": note})
+    try:
+        yield run
+    finally:
+        lock.release()
+
+
+def _keep_refusal(run: RunDir, error: Disagreed) -> None:
+    """Copies of verdict.json and result.json for a node that does not see the head's; a run of this node's own stays as it is."""
+    if error.verdict is None or run.plan.exists():
+        return
+    with contextlib.suppress(OSError):  # a disk that is full or read-only may be what the verdict is about
+        make_private_dir(run.root)
+        set_verdict(run, error.verdict)
+        verdict = error.verdict.to_json()
+        write_result(
+            run,
+            RunResult(
+                outcome="disagreed", exit_code=error.exit_code, output_dir=str(run.root), verdict=verdict
+            ),
+        )
+
+
+def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
+    """A directory in which this node was the head itself holds checkpoints, and is not to be mixed with another run's logs."""
+    plan = read_object(run.plan)
+    if not plan:
+        return
+    if fresh:
+        text = f"the earlier run is now {set_aside(run)}"
+        show({"kind": "note", "time": time.time(), "text": text})
+        return
+    raise UsageError.of(
+        f"{run.root} holds a run of this node's own", where="output_dir",
+        why="the head's output_dir is not seen from here, and this node's would be mixed with that run",
+        fix="set another output_dir, or pass --fresh on every node",
+    )  # fmt: skip
+
+
+@dataclass
+class _Orphan:
+    """This node, after the end of the connection to a head that said no last word.
+
+    Attributes:
+        run: this node's directory.
+        last: what is known.
+        heads: the head, as its lock named it while it lived; None where its directory is not seen here.
+        shared: whether the directory is the head's.
+        show: sees what is said.
+        disk: of the directory.
+        began: when this front began, in monotonic seconds.
+    """
+
+    run: RunDir
+    last: LostHead
+    heads: Holder | None
+    shared: bool
+    show: Show
+    disk: RunsDisk
+    began: float
+
+    def end(self, *, asked: signal.Signals | None) -> dict[str, Any]:
+        """Says who is gone, writes it down where that is this node's to do, and gives the result.
+
+        Args:
+            asked: the signal by which the job was asked to stop. Then a head that goes first is how it ends, and no fault.
+        """
+        verdict = self.last.verdict
+        known = find_cause(verdict.cause)
+        fields = {**NOTHING_DONE, "step": self.last.step}
+        if self.shared:
+            fields = self.disk.write("how far the run is", partial(read_progress, self.run)) or fields
+        if asked is None:
+            self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+            ending = Ending(known.exit_code if known else 4, fields, verdict)
+        else:
+            text = f"{verdict.summary}; it was asked to stop, and what it has saved is in its output_dir"
+            self.show({"kind": "note", "time": time.time(), "text": text})
+            ending = Ending(exit_code_of(asked), fields)
+        result = result_of(
+            ending, run_id=self.last.plan.run_id, output_dir=str(self.run.root), restarts=[],
+            seconds=time.monotonic() - self.began,
+        )  # fmt: skip
+        self.disk.write("how the run ended", partial(self._write, ending, result))
+        return result if self.shared else {**result, "held_by": f"node 0 ({plain(self.last.head)})"}
+
+    def _write(self, ending: Ending, result: dict[str, Any]) -> None:
+        """The head's own files are the head's to write, as long as it lives; of a dead one nobody else would."""
+        verdicts = [ending.verdict] if ending.verdict is not None else []
+        if not self.shared:
+            _write_end(self.run, verdicts, result)
+            return
+        with writing_for_head(self.run.lock, self.heads, self.last.loss) as is_ours:
+            if is_ours:
+                _write_end(self.run, verdicts, result)
+
+
+def _write_end(run: RunDir, verdicts: Sequence[Verdict], result: dict[str, Any]) -> None:
+    for verdict in verdicts:
+        set_verdict(run, verdict)
+    write_result(run, RunResult.from_json(result))
+
+
+def _cited_from(verdict: Verdict, *, head: str) -> Verdict:
+    """The verdict as it is kept on another disk than the head's: the files that it cites are there, and not here."""
+    folder = RunDir(Path()).evidence.name + "/"
+    evidence = [
+        one.model_copy(update={"where": f"{one.where}, on node 0 ({plain(head)})"})
+        if one.where.startswith(folder)
+        else one
+        for one in verdict.evidence
+    ]
+    return verdict.model_copy(update={"evidence": tuple(evidence)})
+
+
+def _keep(
+    run: RunDir, message: Message, *, head: str, shared: bool, show: Show, disk: RunsDisk
+) -> dict[str, Any]:
+    """Keeps how the run ended, where the head's directory is not seen here. A verdict on the ranks has been shown already."""
+    result = {**dict(message.get("result") or {}), "exit_code": int(message.get("exit_code", 1))}
+    verdicts = [_cited_from(Verdict.from_json(value), head=head) for value in message.get("verdicts") or []]
+    problems = message.get("problems") or []
+    if problems:
+        show({"kind": "refused", "time": time.time(), "problems": problems})
+    if not shared:
+        disk.write("how the run ended", partial(_write_end, run, verdicts, result))
+    return result if shared else {**result, "held_by": f"node 0 ({plain(head)})"}

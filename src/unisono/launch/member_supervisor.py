@@ -1,0 +1,224 @@
+"""The part of a node that is not the head: it carries out the head's plan with its own ranks, and ends as the head says."""
+
+import contextlib
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unisono.causes import Verdict
+from unisono.control.events import Left
+from unisono.control.transfer.sending import Outcome, Transfers
+from unisono.events import Message
+from unisono.plan import RunPlan
+from unisono.remote_checkpoint.rescue import KeptSender
+from unisono.remote_checkpoint.shard_transfer import ShardSender
+from unisono.supervise.bounded_io import RunsDisk
+from unisono.supervise.interrupts import Interrupts
+from unisono.supervise.local_ranks import LocalRanks, RankEnd, RankNews
+from unisono.supervise.postmortem import NodeLoss, name_loss
+from unisono.supervise.rank_monitor import MonitorReports
+from unisono.supervise.rank_supervisor import Show
+
+if TYPE_CHECKING:
+    from unisono.rendezvous.member_side import Attendance
+
+
+_POLL_S = 0.2
+_HEAD_ANSWERS_S = 3.0
+_PASSED_ON = ("warning", "ready", "shard_written", "shard_moves", "asked", "digest")
+"""What the head hears of a rank's messages, beside its report and its end."""
+
+
+@dataclass(frozen=True)
+class LastWord:
+    """What the head said at the end: `ended` with exit code, verdicts and result; `again` before a new start of the ranks."""
+
+    message: Message
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the ranks are not to be started again."""
+        return self.message["kind"] == "ended"
+
+
+@dataclass(frozen=True)
+class LostHead:
+    """The connection to the head is over without a last word; this node has ended its ranks.
+
+    Attributes:
+        head: node 0's host.
+        loss: what is known of the end of the connection.
+        step: the last step that this node's ranks are known to have finished.
+        plan: that they were started on.
+    """
+
+    head: str
+    loss: NodeLoss
+    step: int
+    plan: RunPlan
+
+    @property
+    def verdict(self) -> Verdict:
+        """Who is gone, as the head says it, too, if it lives."""
+        return name_loss(self.loss, head=self.head)
+
+
+@dataclass
+class Serving:
+    """Runs this node's ranks for the head, until it says the last word.
+
+    Attributes:
+        link: this node's place at the head.
+        local: the ranks; started and ended here.
+        interrupts: signals that ask to stop; they are told to the head.
+        show: sees what is worth a line here.
+        plan: that the ranks are started on.
+        disk: this node's output_dir.
+        checkpoints: where the ranks write their parts of checkpoints, which are then sent to the head; None: the head sees them.
+    """
+
+    link: "Attendance"
+    local: LocalRanks
+    interrupts: Interrupts
+    show: Show
+    plan: RunPlan
+    disk: RunsDisk
+    checkpoints: Path | None = None
+    _shards: ShardSender | None = field(default=None, init=False)
+    _kept: KeptSender | None = field(default=None, init=False)
+    _telling: MonitorReports = field(init=False)
+    _told_stop: bool = field(default=False, init=False)
+    _told_again_at: float | None = field(default=None, init=False)
+    _told_gone: bool = field(default=False, init=False)
+
+    def run(self) -> LastWord | LostHead:
+        """Until the end; the ranks are gone then."""
+        self._telling = MonitorReports(self.local, self._node_rank, self.link.send)
+        with self.local, contextlib.closing(self._telling), Transfers(self.link.link) as transfers:
+            self._make_senders(transfers)
+            self.interrupts.collect()
+            self.link.send({"kind": "ranks_started"})
+            while True:
+                for news in self.local.poll(_POLL_S, also=[self.link.fileno(), transfers.fileno()]):
+                    self._pass_on(news)
+                for outcome in transfers.outcomes():
+                    self._take_outcome(outcome)
+                for event in self.link.receive(0):
+                    if isinstance(event, Left):
+                        own = NodeLoss.at_node(event, node_rank=self._node_rank, host=self._host)
+                        return self._lost(own, "the head is gone")
+                    last = self._obey(event.message)
+                    if last is not None:
+                        return last
+                self._telling.tell()
+                self._tell_stop()
+                if self._head_is_late():
+                    why = f"it did not answer a second signal within {_HEAD_ANSWERS_S:g} s"
+                    own = NodeLoss(self._node_rank, self._host, why, _HEAD_ANSWERS_S, lost_head=True)
+                    return self._lost(own, "a second signal")
+
+    @property
+    def _head(self) -> str:
+        return self.plan.nodes[0].host
+
+    @property
+    def _node_rank(self) -> int:
+        return self.local.places[0].node_rank
+
+    @property
+    def _host(self) -> str:
+        return self.local.places[0].host
+
+    def _lost(self, loss: NodeLoss, why: str) -> LostHead:
+        """Ends the ranks, after a look at how far they are."""
+        step = max(self.local.from_step, *self.local.finished_steps())
+        self.local.end(why)
+        return LostHead(self._head, loss, step, self.plan)
+
+    def _take_outcome(self, outcome: Outcome) -> None:
+        for sender in (self._shards, self._kept):
+            if sender is not None:
+                sender.ended(outcome)
+
+    def _make_senders(self, transfers: Transfers) -> None:
+        if self.checkpoints is not None:
+            self._shards = ShardSender(transfers, self.checkpoints, self._tell, self.disk.later)
+        if self.local.kept is not None:
+            self._kept = KeptSender(transfers, self.local.kept, self.link.send)
+
+    def _pass_on(self, news: RankNews) -> None:
+        if isinstance(news, RankEnd):
+            self._telling.tell_views()
+            self.link.send({"kind": "rank_ended", "end": news.to_json()})
+        elif news.message["kind"] == "rank_report":
+            self.link.send(news.message)
+        elif news.message["kind"] == "shard_written" and self._shards is not None:
+            self._shards.written(news.rank, news.message)
+        elif news.message["kind"] in _PASSED_ON:
+            self._tell(news.rank, news.message)
+        self._tell_gone()
+
+    def _tell(self, rank: int, message: Message) -> None:
+        """Tells the head what a rank has said."""
+        self.link.send({"kind": "rank_said", "rank": rank, "message": message})
+
+    def _obey(self, message: Message) -> LastWord | None:
+        match message["kind"]:
+            case "go":
+                self.local.tell(message)
+            case "stop":
+                number = signal.Signals[str(message["signal"])]
+                self.interrupts.ask(number, where=f"node 0 ({self._head})")
+                self._told_stop = True
+                self.local.signal(number)
+            case "end":
+                self.local.end(str(message.get("why", "")))
+                for news in self.local.poll(0):
+                    self._pass_on(news)  # the last of them says, once, that all are gone
+                self._tell_gone()
+            case "look":
+                self._telling.look(message)
+            case "kept_wanted" if self._kept is not None:
+                self._kept.wanted()
+            case "verdict":
+                self._say_verdict(message)
+            case "note":
+                self.show({"kind": "note", "time": time.time(), "text": str(message.get("text", ""))})
+            case "ended" | "again":
+                self.local.end("the run is over")
+                return LastWord(message)
+            case _:
+                pass  # a newer head or node says more; what it says beside is not for us
+        return None
+
+    def _say_verdict(self, message: Message) -> None:
+        try:
+            verdict = Verdict.from_json({k: v for k, v in message.items() if k not in ("kind", "time")})
+        except ValueError:  # of a newer head; its last word follows
+            return
+        self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+
+    def _tell_gone(self) -> None:
+        """Once: a second word of it would reach the head in the next start of the ranks, and be taken for theirs."""
+        if self.local.all_ended and not self._told_gone:
+            self._told_gone = True
+            self.link.send({"kind": "all_ended"})
+
+    def _tell_stop(self) -> None:
+        """A signal here is a wish of the whole job: the head tells everybody, and the ranks agree on the step."""
+        first = self.interrupts.first
+        if first is None:
+            return
+        if not self._told_stop:
+            self._told_stop = True
+            self.link.send({"kind": "stop", "signal": first.name})
+        if self.interrupts.twice and self._told_again_at is None:
+            self._told_again_at = time.monotonic()
+            self.link.send({"kind": "stop", "signal": first.name, "again": True})
+
+    def _head_is_late(self) -> bool:
+        """Whether a second signal was told and nothing came of it."""
+        at = self._told_again_at
+        return at is not None and time.monotonic() - at > _HEAD_ANSWERS_S

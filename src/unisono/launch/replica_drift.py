@@ -1,0 +1,128 @@
+"""Beside the ranks of the head: compares what they tell of their weights, and names the replica that has drifted."""
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from unisono.agree.agreement import majority, odd_first, partition
+from unisono.agree.display import Member, culprit_hosts, culprit_ranks, name_all
+from unisono.causes import Evidence, Verdict, find_cause
+from unisono.events import Message
+from unisono.plan import RankPlace, RunPlan
+from unisono.supervise.rank_supervisor import Show
+
+_KEPT_STEPS = 16
+"""Steps of which some ranks have told and others not yet; ranks of one group are never that far apart."""
+_SHOWN_GROUPS = 6
+
+
+@dataclass(frozen=True)
+class DriftReport:
+    """What a rank told after a step: the digest of its weights, and what decides how it rounds."""
+
+    digest: str
+    arithmetic: str
+
+
+class ReplicaDrift:
+    """A companion for one start of the ranks."""
+
+    def __init__(self, plan: RunPlan, show: Show) -> None:
+        """Has heard nothing yet.
+
+        Args:
+            plan: of the start.
+            show: sees a warning where a difference is no fault.
+        """
+        self._plan = plan
+        self._show = show
+        self._told: dict[int, dict[int, DriftReport]] = defaultdict(dict)
+        self._equal_at: int | None = None
+        self._verdict: Verdict | None = None
+        self._warned = False
+
+    def heard(self, rank: int, message: Message) -> None:
+        """Takes a digest; compares when all ranks have told theirs of a step."""
+        if message["kind"] != "digest" or self._verdict is not None:
+            return
+        step = int(message["step"])
+        here = self._told[step]
+        here[rank] = DriftReport(str(message["digest"]), str(message["arithmetic"]))
+        if len(here) == self._plan.world_size:
+            self._compare(step, self._told.pop(step))
+        while len(self._told) > _KEPT_STEPS:
+            self._told.pop(min(self._told))
+
+    def look(self) -> Verdict | None:
+        """The verdict, once there is one."""
+        return self._verdict
+
+    def finish(self) -> None:
+        """Nothing is held."""
+
+    def _compare(self, step: int, found: dict[int, DriftReport]) -> None:
+        if len({said.digest for said in found.values()}) == 1:
+            self._equal_at = step
+        elif len({said.arithmetic for said in found.values()}) == 1:
+            self._verdict = name_drift(self._plan.ranks, found, step=step, equal_at=self._equal_at)
+        elif not self._warned:
+            self._warned = True
+            self._show(_rounding(found, step))
+
+
+def name_drift(
+    places: Sequence[RankPlace], found: Mapping[int, DriftReport], *, step: int, equal_at: int | None
+) -> Verdict:
+    """Who holds other weights than the rest. Without a majority nobody is blamed.
+
+    Args:
+        places: of the ranks.
+        found: what each told, by rank; at least two of them differ.
+        step: after which they told it.
+        equal_at: the last step after which all were equal, if there was one in this start.
+    """
+    who = [Member(place.node_rank, rank, place.host) for rank, place in enumerate(places)]
+    groups = partition((who[rank], said.digest) for rank, said in sorted(found.items()))
+    most = majority(groups)
+    odd = [one for group in groups if most is not None and group is not most for one in group.members]
+    since = f"they were equal after step {equal_at}" if equal_at is not None else "it is the first comparison"
+    if odd:
+        verb = "holds" if len(odd) == 1 else "hold"
+        summary = f"{name_all(odd)} {verb} other weights than the other ranks after step {step}; {since}"
+    else:
+        summary = (
+            f"ranks hold different weights after step {step}, and most of them do not agree on any; {since}"
+        )
+    evidence = [
+        Evidence(where=name_all(group.members), text=f"digest of the trained weights: {group.value}")
+        for group in odd_first(groups, odd)[:_SHOWN_GROUPS]
+    ]
+    return Verdict(
+        cause="replicas_diverged", when="during", summary=summary, ranks=culprit_ranks(odd), hosts=culprit_hosts(odd), phase="update",
+        step=step, evidence=tuple(evidence), fix=_fix(culprit_ranks(odd), equal_at), confidence=1.0 if odd else 0.5,
+    )  # fmt: skip
+
+
+def _fix(ranks: tuple[int, ...], equal_at: int | None) -> tuple[str, ...]:
+    """The catalogue's, after what is known of the checkpoints here: rank 0 writes them."""
+    known = find_cause("replicas_diverged")
+    general = known.remedy if known is not None else ()
+    if ranks and 0 not in ranks:
+        return ("checkpoints are of rank 0, which is with the majority: they are good", *general[1:])
+    if equal_at is not None:
+        return (
+            f"go back to a checkpoint of step {equal_at} or before: move the later folders out of checkpoints/, since they may hold weights that"
+            " have drifted, and give the same command",
+            *general[1:],
+        )
+    return general
+
+
+def _rounding(found: Mapping[int, DriftReport], step: int) -> Message:
+    kinds = " and ".join(sorted({said.arithmetic for said in found.values()}))
+    return {
+        "kind": "warning", "time": time.time(), "code": "replicas_round_differently",
+        "text": f"the weights of the ranks are not bit-equal after step {step}: {kinds} round differently. Drift of a rank cannot be told from that here",
+        "fix": "train on devices of one kind",
+    }  # fmt: skip

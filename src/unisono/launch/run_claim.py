@@ -1,0 +1,223 @@
+"""Takes a run's directory for one start: decided, made, locked; and given back, with nothing left if nothing came of it."""
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.checkpoint.manifest import user_key
+from unisono.checkpoint.resume import resume_point
+from unisono.checkpoint.store import CheckpointStore
+from unisono.checkpoint.verify import Damage
+from unisono.config import RunConfig
+from unisono.errors import UsageError
+from unisono.facts import Environment
+from unisono.files import make_private_dir, read_text, write_text
+from unisono.launch.train_request import TrainRequest
+from unisono.plan import ResumePoint, RunPlan
+from unisono.remote_checkpoint.download import remove_half_a_copy
+from unisono.rundir import RunDir
+from unisono.rundir.continuing import check_same_run, unneeded
+from unisono.rundir.lock import RunLock
+from unisono.rundir.start import StartDecision, decide_start, set_aside
+from unisono.supervise.bounded_io import refuse_if_silent
+from unisono.supervise.rank_supervisor import Show
+
+
+def find_resume_point(
+    run: RunDir, decision: StartDecision, environment: Environment, show: Show, *, trust: bool = False
+) -> tuple[ResumePoint | None, str]:
+    """The newest intact checkpoint, what is wrong with newer ones told; None where the run has none yet. And the reason.
+
+    Args:
+        run: its directory.
+        decision: what the start is.
+        environment: for the user's key.
+        show: sees a warning for each finding.
+        trust: `--trust`: take one that is not signed by this user, too.
+
+    Raises:
+        IntegrityError: if there are checkpoints and none can be read.
+    """
+    store = CheckpointStore(run.checkpoints, key=user_key(environment.settings_dir))
+
+    def on_damage(path: Path, damage: Damage) -> None:
+        if damage.kind == "foreign" and trust:  # it is gone on from, and the reason of the start says so
+            return
+        fix = "pass --trust to go on from it all the same" if damage.kind == "foreign" else ""
+        text = f"{path.name}: {damage}"
+        show(
+            {"kind": "warning", "time": time.time(), "code": f"checkpoint_{damage.kind}", "text": text, "fix": fix}
+        )  # fmt: skip
+
+    return resume_point(store, decision, on_damage, trust=trust)
+
+
+def with_changes(plan: RunPlan, run: RunDir, decision: StartDecision, request: TrainRequest) -> RunPlan:
+    """The plan with a line for each thing that has changed since the start before, and with what was allowed.
+
+    Raises:
+        UsageError: if it would be another run, and that was not allowed.
+    """
+    lines: list[str] = []
+    allowed = plan.allowed
+    if plan.resume is not None:
+        found = check_same_run(run, plan.to_json(), request.probes.packages(), allow=request.allowed)
+        lines, allowed = found.lines, found.allowed
+    elif decision.kind == "fresh":
+        lines = unneeded(request.allowed)
+    if request.trust and (plan.resume is None or not plan.resume.trust):
+        lines = [*lines, "--trust was not needed: there is no checkpoint of somebody else to go on from"]
+    return plan.model_copy(update={"warnings": [*plan.warnings, *lines], "allowed": allowed})
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What a start writes over before its ranks train, as the start before has left it.
+
+    The next start compares with what really ran. So a start that came to nothing puts these files back.
+    """
+
+    files: dict[Path, str]
+
+    @classmethod
+    def of(cls, run: RunDir) -> "Earlier":
+        """Reads them; those that are not there are left out."""
+        found = {}
+        for path in (run.config, run.environment, run.data, run.plan):
+            with contextlib.suppress(OSError, ValueError):
+                found[path] = read_text(path)
+        return cls(found)
+
+    def put_back(self) -> None:
+        """Writes back what has changed, the plan last."""
+        for path, text in self.files.items():
+            with contextlib.suppress(OSError):  # a full disk: the next start then compares with this one
+                if read_text(path) != text:
+                    write_text(path, text, mode=0o600)
+
+
+@dataclass
+class Claim:
+    """A directory that is ours until the end of the start.
+
+    Attributes:
+        run: its names.
+        decision: what this start is: fresh, resume or extend.
+        made: whether this start made the directory.
+        earlier: what the start before has left, to be put back.
+        lock: of the directory, held.
+        worth_keeping: whether something came of it; otherwise a directory that was made is removed again.
+        trained: whether ranks were ready to train; otherwise the plan of the start before is put back.
+    """
+
+    run: RunDir
+    decision: StartDecision
+    made: bool
+    earlier: Earlier
+    lock: RunLock
+    worth_keeping: bool = False
+    trained: bool = False
+
+    def decide_again(self, config: RunConfig, *, allow: frozenset[str]) -> None:
+        """What this start is, now that a run was brought into the directory.
+
+        Raises:
+            UsageError: if it is another run than the config means.
+        """
+        self.worth_keeping = True
+        self.decision = decide_start(self.run, config, resume=True, fresh=False, allow=allow)
+        self.earlier = Earlier.of(self.run)
+
+
+@contextlib.contextmanager
+def claim(
+    config: RunConfig,
+    *,
+    host: str,
+    port: int = 0,
+    resume: bool,
+    fresh: bool,
+    say: Callable[[str], None],
+    allow: frozenset[str] = frozenset(),
+) -> Iterator[Claim]:
+    """Decides, makes the directory, locks it, and decides again under the lock.
+
+    Args:
+        config: of this start; its output_dir is what is claimed.
+        host: this node.
+        port: on which the job's other nodes are met; 0 where there are none.
+        resume: `--resume`.
+        fresh: `--fresh`.
+        say: shows a line.
+        allow: keys of the config that may have changed.
+
+    Raises:
+        UsageError: if the directory is taken, finished, another run's, or cannot be written.
+        UnfitError: if its storage does not answer.
+    """
+    run = RunDir(Path(config.output_dir))
+    refuse_if_silent(run.root)
+    decide_start(run, config, resume=resume, fresh=fresh, allow=allow)  # refuses before anything is touched
+    if fresh and run.root.exists() and any(run.root.iterdir()):
+        with _locked(run, host, port, say):  # nobody renames a run under the feet of one that lives
+            moved = set_aside(run)
+        say(f"the earlier run is now {moved}")
+    missing, made = not run.root.exists(), False
+    _make(run)
+    try:
+        with _locked(run, host, port, say) as lock:
+            made = missing  # from here on: who is refused may not take away what another start has just made
+            if remove_half_a_copy(run):
+                say(f"what a start that was killed had begun to bring into {run.root} is removed")
+            decision = decide_start(run, config, resume=resume, fresh=False, allow=allow)
+            claimed = Claim(run, decision, made, Earlier.of(run), lock)
+            try:
+                yield claimed
+            finally:
+                made = claimed.made and not claimed.worth_keeping
+                puts_back = claimed.decision.kind != "fresh" and not claimed.trained
+                if (made or puts_back) and not _is_in_place(lock):
+                    made = puts_back = False  # what somebody else has put at the path stays as it is
+                if puts_back:
+                    claimed.earlier.put_back()
+    finally:
+        if made:
+            shutil.rmtree(run.root, ignore_errors=True)
+
+
+def _make(run: RunDir) -> None:
+    try:
+        make_private_dir(run.root)
+    except OSError as error:
+        raise UsageError.of(
+            f"the run's directory {run.root} cannot be made", where="output_dir", why=str(error),
+            fix="set output_dir to a directory that you may write",
+        ) from error  # fmt: skip
+    if not os.access(run.root, os.W_OK | os.X_OK):
+        raise UsageError.of(
+            f"the run's directory {run.root} cannot be written", where="output_dir", why="it is not yours to write in",
+            fix="set output_dir to a directory that you may write",
+        )  # fmt: skip
+
+
+def _is_in_place(lock: RunLock) -> bool:
+    try:
+        return lock.is_in_place()
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _locked(run: RunDir, host: str, port: int, say: Callable[[str], None]) -> Iterator[RunLock]:
+    lock = RunLock(run.lock)
+    note = lock.acquire(host, os.getpid(), port=port)
+    if note:
+        say(note)
+    try:
+        yield lock
+    finally:
+        lock.release()

@@ -1,0 +1,156 @@
+"""Writes what a start leaves in the run's directory beside the worker's own files."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.reports import NodeReport, RankReport
+from unisono.checkpoint.store import CheckpointStore, step_of
+from unisono.config import RunConfig
+from unisono.errors import UnisonoError
+from unisono.facts import package_versions
+from unisono.facts.versions import versions_digest
+from unisono.files import make_private_dir, read_object, write_json, write_text
+from unisono.launch.outcome import outcome_of
+from unisono.launch.train_request import config_yaml
+from unisono.plan import RunPlan
+from unisono.rundir import RunDir
+from unisono.rundir.lock import BEAT_S, Holder, standing_in
+from unisono.rundir.metrics import iterate_metrics
+from unisono.rundir.result import RunResult, read_result, set_verdict, write_result
+from unisono.supervise.postmortem import NodeLoss
+
+_ENDS_S = 3.0
+_WATCH_S = 3 * BEAT_S
+
+
+def write_decision(run: RunDir, plan: RunPlan) -> None:
+    """Writes config.yaml, plan.json and environment.json: all that is decided before the ranks start; and agreement.json of one rank."""
+    for folder in (run.checkpoints, run.events(0).parent, run.log(plan.host, 0).parent):
+        make_private_dir(folder)
+    write_text(run.config, config_yaml(plan.config, command=f"unisono train {run.config}"), mode=0o600)
+    versions = package_versions()
+    digest = versions_digest(versions)
+    write_json(run.environment, {"schema": 1, "digest": digest, "packages": versions})
+    if plan.world_size == 1:
+        write_json(run.agreement, _agreement(plan, versions_digest_=digest))
+    write_json(run.plan, plan.to_json(), mode=0o600)
+
+
+def read_progress(run: RunDir) -> dict[str, Any]:
+    """How far a run is, by the files in its directory; for who has to say how it ended in place of a head that is gone.
+
+    Its keys are those of result.json. A checkpoint is not read through: whoever resumes from it does that.
+    """
+    known: dict[str, Any] = {
+        "step": 0, "tokens": 0, "loss": None, "eval": {}, "tokens_per_second": None, "checkpoint": None, "weights": None,
+    }  # fmt: skip
+    for line in iterate_metrics(run.metrics):
+        known["step"] = line["step"]
+        if "eval_loss" in line:
+            known["eval"] = {"loss": line["eval_loss"]}
+        else:
+            known |= {name: line[name] for name in ("tokens", "loss", "tokens_per_second") if name in line}
+    saved = CheckpointStore(run.checkpoints, key=b"").list()  # only names are read
+    if saved:
+        known["checkpoint"] = str(saved[-1])
+        known["step"] = max(known["step"], step_of(saved[-1].name))
+    return known
+
+
+@contextlib.contextmanager
+def writing_for_head(lock: Path, head: Holder | None, loss: NodeLoss) -> Iterator[bool]:
+    """Whether a lost head's files are this node's to write: it has ended, and nobody has started there since. Nobody starts meanwhile.
+
+    Args:
+        lock: of the head's directory.
+        head: as the lock named it while it lived; None where it did not.
+        loss: the end of the connection to it.
+    """
+    if head is None or not loss.lost_head:  # a head that has given this node up lives
+        yield False
+        return
+    # Of a process that ends the kernel closes connections and locks one after the other; one that was only silent may beat.
+    limit_s, watch_s = (0.0, _WATCH_S) if loss.is_cut else (_ENDS_S, 0.0)
+    with standing_in(lock, head, limit_s=limit_s, watch_s=watch_s) as is_ours:
+        yield is_ours
+
+
+def note_in_plan(run: RunDir, **fields: Any) -> None:
+    """Adds to plan.json what the ranks have found out since it was written. One that is gone or damaged is left alone."""
+    plan = read_object(run.plan)
+    if plan and any(plan.get(name) != value for name, value in fields.items()):
+        write_json(run.plan, {**plan, **fields}, mode=0o600)
+
+
+@dataclass
+class Table:
+    """What every node and rank brought, and what came of comparing it.
+
+    Attributes:
+        nodes: by node rank.
+        ranks: by rank, of the newest start.
+        of_nodes: what came of comparing nodes.
+        of_ranks: what came of comparing ranks; None before all have reported.
+    """
+
+    nodes: Sequence[NodeReport] = ()
+    ranks: Sequence[RankReport] = ()
+    of_nodes: Agreement | None = None
+    of_ranks: Agreement | None = None
+
+    def add_ranks(self, reports: Mapping[int, RankReport], agreement: Agreement | None) -> None:
+        """Takes what the ranks of a start have brought."""
+        self.ranks = [reports[rank] for rank in sorted(reports)]
+        self.of_ranks = agreement
+
+
+def write_agreement(run: RunDir, table: Table) -> None:
+    """Writes agreement.json of several ranks."""
+    found = Agreement().merged(*(a for a in (table.of_nodes, table.of_ranks) if a is not None))
+    outcome = "refused" if not found.agreed else "agreed" if table.of_ranks is not None else "unfinished"
+    body = {
+        "schema": 1, "outcome": outcome, "nodes": [report.to_json() for report in table.nodes],
+        "ranks": [report.to_json() for report in table.ranks], **found.to_json(),
+    }  # fmt: skip
+    write_json(run.agreement, body)
+
+
+def keep_refusal(run: RunDir, config: RunConfig, table: Table, error: UnisonoError, *, command: str) -> None:
+    """Keeps why nodes or ranks did not agree: agreement.json, verdict.json, result.json. A finished run's result stays."""
+    found = table.of_nodes or Agreement()
+    if error.verdict is not None and not found.fatal:
+        table.of_nodes = found.merged(Agreement.found("joining", error.verdict))
+    if not run.config.exists():
+        write_text(run.config, config_yaml(config, command=command), mode=0o600)
+    write_agreement(run, table)
+    before = read_result(run)
+    if before is not None and before.is_completed:
+        return
+    set_verdict(run, error.verdict)
+    verdict = error.verdict.to_json() if error.verdict else None
+    write_result(
+        run,
+        RunResult.model_validate(
+            {
+                "outcome": outcome_of(error.exit_code),
+                "exit_code": error.exit_code,
+                "output_dir": str(run.root),
+                "verdict": verdict,
+            }
+        ),
+    )
+
+
+def _agreement(plan: RunPlan, *, versions_digest_: str) -> dict[str, Any]:
+    """One node, one rank: what it brought, and that there was nobody to disagree with."""
+    report = {
+        "node_rank": 0, "host": plan.host, "nproc_per_node": 1, "world_size": 1, "device": plan.device.model_dump(mode="json"),
+        "config_digest": plan.config_digest, "data_digest": plan.data.digest, "model_digest": plan.model.digest,
+        "environment_digest": versions_digest_, "threads": plan.threads, "dtype": plan.dtype,
+        "resume_step": plan.resume.step if plan.resume else 0, "ignored_variables": plan.ignored_variables,
+    }  # fmt: skip
+    return {"schema": 1, "nodes": [report], "verdicts": [], "outcome": "agreed"}

@@ -1,0 +1,240 @@
+"""What a training start was asked for, and the config that comes of it."""
+
+import glob
+import os
+import shlex
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from unisono import __version__
+from unisono.causes import Verdict
+from unisono.compat.load import load_own_config
+from unisono.config import LoadedConfig, RunConfig
+from unisono.errors import UsageError
+from unisono.facts import Environment, Probes
+from unisono.facts.slurm import SlurmStep
+from unisono.plan.device_choice import device_words
+from unisono.plan.topology import TopologyRequest, parse_hosts
+from unisono.remote_checkpoint.verifier import Rhythm
+from unisono.rundir.changes import read_allowed
+from unisono.supervise.child_process import Programs
+
+
+class Witness(Protocol):
+    """Whoever started the fronts."""
+
+    def of_lost(self, node_rank: int) -> tuple[Verdict, float] | None:
+        """Why a node is gone, and how many seconds that word was waited for; None where there is none in bounded time."""
+
+
+def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
+    """The same config with every path absolute. Hub ids, URLs and `builtin:` names stay as they are.
+
+    A name is taken for a path when something is there under it, seen from `base`.
+    """
+    body = config.model_dump(mode="json", by_alias=True)
+    for section, key in (("model", "path"), ("model", "tokenizer"), ("data", "template"), ("data", "eval")):
+        body[section][key] = _absolute(body[section][key], base)
+    body["data"]["train"] = _absolute_sources(body["data"]["train"], base)
+    body["output_dir"] = str(_joined(config.output_dir, base))
+    return RunConfig.model_validate(body)
+
+
+def config_yaml(config: RunConfig, *, command: str) -> str:
+    """The text of config.yaml: runnable as it is."""
+    body = config.model_dump(mode="json", by_alias=True)
+    return (
+        f"# Written by unisono {__version__}: everything that was asked for, defaults included.\n"
+        f"# Run it again with: {command}\n"
+        + yaml.safe_dump(body, sort_keys=False, allow_unicode=True, width=110)
+    )
+
+
+def _absolute_sources(train: Any, base: Path) -> Any:
+    if isinstance(train, list):
+        return [
+            {**entry, "path": _absolute(entry["path"], base)}
+            if isinstance(entry, dict)
+            else _absolute(entry, base)
+            for entry in train
+        ]
+    return _absolute(train, base)
+
+
+def _absolute(value: Any, base: Path) -> Any:
+    if not isinstance(value, str) or not value or "://" in value:
+        return value
+    path = _joined(value, base)
+    there = path.exists() or (glob.has_magic(value) and _matches(path))
+    return str(path) if there else value
+
+
+def _joined(value: str, base: Path) -> Path:
+    return Path(os.path.normpath(base / Path(value).expanduser()))
+
+
+def _matches(pattern: Path) -> bool:
+    """Whether a glob pattern finds anything."""
+    return next(glob.iglob(str(pattern), recursive=True), None) is not None  # noqa: PTH207 - Path.glob takes no absolute pattern
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """One `unisono train`: the command line's part, and what tests put in place of the machine.
+
+    Attributes:
+        config_path: the YAML file.
+        overrides: `key.sub=value`, laid over it.
+        resume: also start where nothing exists, and extend a finished run.
+        fresh: rename what is there, and begin.
+        allow: `--allow` as it was typed: what may make another run of one that goes on. Node 0 decides.
+        trust: go on from a checkpoint that is not signed with this user's key, too. Node 0 decides.
+        devices: `--devices` as it was typed: indices or UUIDs between commas.
+        restarts: in place of the config's.
+        nproc: ranks on this node.
+        nodes: how many there are: a number, or MIN:MAX.
+        node_rank: which of them this is.
+        head: where node 0 is: HOST or HOST:PORT.
+        hosts: `--hosts` as it was typed: this machine and those that it starts over ssh, between commas.
+        token_file: a file with the job's secret; `-`: the first line of stdin, whose end is then this front's end.
+        join_timeout_s: how long the nodes wait for each other.
+        launcher: who starts the fronts: local, nodes, ray, slurm; None: this one, and whoever has the same command.
+        ray_address: of the Ray cluster; None: the one that RAY_ADDRESS names, or that runs on this machine.
+        partition: of the Slurm cluster.
+        time: the limit of a Slurm job, as Slurm writes it.
+        origins: where each value of the config came from, where another front has resolved it; None: as it is read here.
+        debug_comm: ranks say more about their communication.
+        rehearse: several ranks make a checkpoint after the first step, which is read back.
+        limit_rows: only so many rows are read; a rehearsal's.
+        programs: what is started as worker and task.
+        ssh: the program that starts `--hosts`, with options; tests have a port and keys of their own.
+        probes: what this machine is asked through.
+        faults: written into the plan; only tests and drills do.
+        rhythm: how checkpoints are read again while the run goes on; tests are in a hurry.
+        witness: what who has started the fronts knows of a lost node; None where nobody knows more than the head.
+    """
+
+    config_path: Path
+    overrides: tuple[str, ...] = ()
+    resume: bool = False
+    fresh: bool = False
+    allow: tuple[str, ...] = ()
+    trust: bool = False
+    devices: str | None = None
+    restarts: int | None = None
+    nproc: int | None = None
+    nodes: str | None = None
+    node_rank: int | None = None
+    head: str | None = None
+    hosts: str | None = None
+    token_file: str | None = None
+    join_timeout_s: float = 300.0
+    launcher: str | None = None
+    ray_address: str | None = None
+    origins: dict[str, str] | None = None
+    partition: str | None = None
+    time: str | None = None
+    debug_comm: bool = False
+    rehearse: bool = True
+    limit_rows: int | None = None
+    programs: Programs = field(default_factory=Programs)
+    ssh: tuple[str, ...] = ("ssh",)
+    probes: Probes = field(default_factory=Probes)
+    faults: dict[str, Any] = field(default_factory=dict)
+    rhythm: Rhythm = field(default_factory=Rhythm)
+    witness: Witness | None = None
+
+    @property
+    def command(self) -> str:
+        """The command line that it came from, near enough to be pasted."""
+        options = (("--nproc", self.nproc), ("--devices", self.devices))
+        given = [f"{name} {value}" for name, value in options if value is not None]
+        return " ".join(["unisono train", str(self.config_path), *map(shlex.quote, self.overrides), *given])
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """What `--allow` names.
+
+        Raises:
+            UsageError: with each word that names nothing.
+        """
+        return read_allowed(self.allow)
+
+    @property
+    def topology(self) -> TopologyRequest:
+        """What it says about nodes and ranks.
+
+        Raises:
+            UsageError: if a list has an empty place.
+        """
+        return TopologyRequest(
+            nproc=self.nproc, nodes=self.nodes, node_rank=self.node_rank, head=self.head,
+            devices=device_words(self.devices), hosts=parse_hosts(self.hosts), command=self.command,
+        )  # fmt: skip
+
+
+def load_asked(request: TrainRequest) -> LoadedConfig:
+    """The config with overrides and options laid over it, its paths absolute.
+
+    Raises:
+        ConfigError: with every problem that was found.
+        UsageError: if the options contradict each other.
+    """
+    if request.resume and request.fresh:
+        raise UsageError.of(
+            "--resume and --fresh contradict each other", where="command line",
+            fix="--resume goes on with the run, --fresh renames it and begins anew",
+        )  # fmt: skip
+    _ = request.allowed  # a misspelt key is refused before anything else is looked at
+    overrides = request.overrides
+    if request.restarts is not None:
+        overrides = (*overrides, f"restarts={request.restarts}")
+    loaded = load_own_config(request.config_path, overrides)
+    origins = loaded.origins if request.origins is None else request.origins
+    return replace(loaded, config=with_absolute_paths(loaded.config, Path.cwd()), origins=origins)
+
+
+def refuse_live_launcher(environment: Environment, request: TrainRequest) -> None:
+    """unisono starts its ranks itself; under a launcher each of its processes would train the same run.
+
+    Raises:
+        UsageError: if this process is one of several ranks of torchrun or srun.
+    """
+    _refuse_several_tasks(environment.slurm_step, request)
+    launcher = environment.live_launcher
+    if launcher is None:
+        return
+    variable = "TORCHELASTIC_RUN_ID" if launcher == "torchrun" else "SLURM_NTASKS"
+    nodes = environment.slurm_nodes or 1
+    many = launcher == "srun" and nodes > 1
+    start = {"torchrun": "", "srun": "srun --ntasks-per-node=1 " if many else "srun --ntasks=1 "}[launcher]
+    here = environment.leftovers.get("LOCAL_WORLD_SIZE", "")
+    ranks = f" --nproc {here}" if here.isdigit() and int(here) > 1 and request.nproc is None else ""
+    raise UsageError.of(
+        f"unisono train was started by {launcher} as one of {environment.world_size} ranks",
+        where=f"WORLD_SIZE={environment.world_size}, {variable} is set",
+        why="it starts its ranks itself; started several times, all would train the same run",
+        fix=f"run it once{' on each node' if many else ''}: {start}{request.command}{ranks}",
+    )
+
+
+def _refuse_several_tasks(step: SlurmStep | None, request: TrainRequest) -> None:
+    """Also without WORLD_SIZE: each task would take the run's directory for its own.
+
+    Raises:
+        UsageError: if this process is one of several tasks of a step on its node.
+    """
+    if step is None or step.tasks <= step.nodes:
+        return
+    each, rest = divmod(step.tasks, step.nodes)
+    ranks = f" --nproc {each}" if request.nproc is None and not rest else ""
+    start = "srun --ntasks-per-node=1" if step.nodes > 1 else "srun --ntasks=1"
+    raise UsageError.of(
+        f"unisono train was started by srun as one of {step.tasks} tasks on {step.nodes} node{'' if step.nodes == 1 else 's'}",
+        where=f"step {step.name}, SLURM_STEP_NUM_TASKS={step.tasks}",
+        why="it starts its ranks itself; started several times, all would train the same run",
+        fix=f"one task on each node: {start} {request.command}{ranks}",
+    )

@@ -1,0 +1,170 @@
+"""Chooses the devices of a node's ranks. Pure: the machine and the environment are handed in."""
+
+from unisono.errors import UsageError
+from unisono.facts import Machine
+from unisono.facts.machine import Gpu
+from unisono.plan import DeviceChoice
+from unisono.plan.topology import Accelerators
+
+_BFLOAT16_SINCE = (8, 0)  # Ampere
+
+
+def usable_accelerators(
+    machine: Machine, *, wish: str, visible: str | None, torch_version: str = ""
+) -> Accelerators:
+    """How many accelerators ranks could use here, by the config's `device`; what `read_topology` infers from."""
+    if wish == "cpu":
+        return Accelerators(0, "device: cpu")
+    gpus = visible_gpus(machine.gpus, visible)
+    why_not = _why_none(machine, gpus, visible, torch_version)
+    if why_not:
+        return Accelerators(0, why_not)
+    return Accelerators(len(gpus), f"CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "")
+
+
+def choose_devices(
+    machine: Machine,
+    *,
+    wish: str,
+    named: tuple[str, ...],
+    visible: str | None,
+    nproc: int,
+    torch_version: str = "",
+) -> tuple[list[DeviceChoice], str]:
+    """The devices of this node's ranks, by local rank, and where the choice came from.
+
+    Args:
+        machine: this machine.
+        wish: the config's `device`: auto, cpu or cuda.
+        named: `--devices`: physical indices or UUIDs; none: the first that are visible.
+        visible: CUDA_VISIBLE_DEVICES, or None where it is not set.
+        nproc: ranks on this node; on a CPU they share its memory.
+        torch_version: of the installed torch; `+cpu` in it means that it cannot use an accelerator.
+
+    Raises:
+        UsageError: if there is no such device, it may not be used, or there are too few.
+    """
+    if wish == "cpu":
+        if named:
+            raise UsageError.of(
+                f"--devices {','.join(named)} names an accelerator, but the config says `device: cpu`",
+                where="command line", fix="leave out --devices, or pass device=cuda",
+            )  # fmt: skip
+        return [_cpu(machine, nproc)] * nproc, "device: cpu"
+    gpus = visible_gpus(machine.gpus, visible)
+    why_not = _why_none(machine, gpus, visible, torch_version)
+    if not named and wish == "auto" and why_not:
+        return [_cpu(machine, nproc)] * nproc, f"auto: {why_not}"
+    if why_not:
+        raise UsageError.of(
+            "there is no CUDA device for this run", where="--devices" if named else "device", why=why_not,
+            fix="set `device: cpu`, or mend what the line above says",
+        )  # fmt: skip
+    if named:
+        chosen = [_named(gpus, machine.gpus, word, visible) for word in named]
+        _refuse_repeated(named, chosen)
+        return [_cuda(gpu) for gpu in chosen], "--devices"
+    _refuse_too_few(nproc, gpus, visible)
+    return [_cuda(gpu) for gpu in gpus[:nproc]], f"{wish}: {_first_of(nproc, gpus)}"
+
+
+def device_words(text: str | None) -> tuple[str, ...]:
+    """`--devices`, word by word.
+
+    Raises:
+        UsageError: if there is nothing between two commas.
+    """
+    if text is None:
+        return ()
+    words = tuple(word.strip() for word in text.split(","))
+    if not all(words):
+        raise UsageError.of(
+            f"--devices {text!r} has an empty place",
+            where="command line",
+            fix="as in --devices 0,1 (index or UUID)",
+        )
+    return words
+
+
+def _first_of(nproc: int, gpus: list[Gpu]) -> str:
+    if len(gpus) == nproc:
+        return "the visible one" if nproc == 1 else f"the {nproc} visible ones"
+    first = "the first" if nproc == 1 else f"the first {nproc}"
+    return f"{first} of {len(gpus)} visible; --devices picks {'another' if nproc == 1 else 'others'}"
+
+
+def _refuse_too_few(nproc: int, gpus: list[Gpu], visible: str | None) -> None:
+    if nproc > len(gpus):
+        raise UsageError.of(
+            f"{nproc} ranks need {nproc} accelerators, and {len(gpus)} can be used here",
+            where="this machine" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}",
+            why="every rank has one device of its own", fix=f"pass --nproc {len(gpus)}, or device=cpu",
+        )  # fmt: skip
+
+
+def _refuse_repeated(words: tuple[str, ...], chosen: list[Gpu]) -> None:
+    seen: dict[str, str] = {}
+    for word, gpu in zip(words, chosen, strict=True):
+        if gpu.uuid in seen:
+            raise UsageError.of(
+                f"--devices names one device twice: {seen[gpu.uuid]} and {word} are {gpu.index} ({gpu.uuid})",
+                where="command line", why="two ranks on one device fail or wait for each other",
+                fix="name each device once",
+            )  # fmt: skip
+        seen[gpu.uuid] = word
+
+
+def visible_gpus(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
+    """Those of the machine's GPUs that CUDA_VISIBLE_DEVICES lets through, in its order."""
+    if visible is None:
+        return gpus
+    found = []
+    for word in (part.strip() for part in visible.split(",")):
+        gpu = _match(gpus, word)
+        if gpu is None:  # as CUDA does: an entry that is no device ends the list
+            break
+        found.append(gpu)
+    return found
+
+
+def _match(gpus: list[Gpu], word: str) -> Gpu | None:
+    if word.isascii() and word.isdigit():
+        return next((gpu for gpu in gpus if gpu.index == int(word)), None)
+    near = [gpu for gpu in gpus if word and gpu.uuid.lower().startswith(word.lower())]
+    return near[0] if len(near) == 1 else None
+
+
+def _why_none(machine: Machine, gpus: list[Gpu], visible: str | None, torch_version: str) -> str:
+    """Why no accelerator can be used; empty where one can."""
+    if not machine.gpus:
+        return machine.gpu_note or "no accelerator was found"
+    if not gpus:
+        return f"CUDA_VISIBLE_DEVICES={visible} hides the {len(machine.gpus)} that are here"
+    if "+cpu" in torch_version:
+        return f"torch {torch_version} is built without CUDA"
+    return ""
+
+
+def _named(gpus: list[Gpu], everything: list[Gpu], word: str, visible: str | None) -> Gpu:
+    gpu = _match(gpus, word)
+    if gpu is not None:
+        return gpu
+    known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus)
+    hidden = _match(everything, word) is not None
+    raise UsageError.of(
+        f"there is no device {word} for this run", where="command line, --devices",
+        why=f"CUDA_VISIBLE_DEVICES={visible} hides it" if hidden else "", fix=f"one of {known}",
+    )  # fmt: skip
+
+
+def _cpu(machine: Machine, nproc: int) -> DeviceChoice:
+    return DeviceChoice(
+        kind="cpu", name=machine.cpu_name, memory_bytes=machine.memory_available_bytes // nproc, bfloat16=machine.cpu_bfloat16,
+    )  # fmt: skip
+
+
+def _cuda(gpu: Gpu) -> DeviceChoice:
+    return DeviceChoice(
+        kind="cuda", index=gpu.index, uuid=gpu.uuid, name=gpu.name, memory_bytes=gpu.memory_free_bytes,
+        bfloat16=gpu.capability >= _BFLOAT16_SINCE,
+    )  # fmt: skip

@@ -1,0 +1,299 @@
+"""The first checkpoint of several ranks, tried whole while training goes on: is it read back as it was written, and will all of them fit?
+
+What would break after ten hours breaks in the first minute. (`--rehearse` is another thing: a small run, elsewhere.)
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.causes import Evidence, Verdict
+from unisono.checkpoint.retention import DiskSpace, Rules, max_on_disk
+from unisono.errors import IntegrityError, Problem, RankDied, UnfitError, UnisonoError
+from unisono.events import Message
+from unisono.files import read_object
+from unisono.plan import ResumePoint, RunPlan
+from unisono.rundir import RunDir
+from unisono.supervise.child_process import Programs, child_environment
+from unisono.supervise.rank_supervisor import Show
+from unisono.supervise.task_process import TaskProcess, cannot_start
+from unisono.units import show_bytes, show_seconds
+
+_PATIENCE_S = 60.0
+_TIMES_WRITING = 20.0
+"""Reading back is slow when it has taken longer than this many times the writing, and longer than the patience."""
+
+
+def with_rehearsal(plan: RunPlan, run: RunDir, *, wanted: bool) -> RunPlan:
+    """The plan, with the rehearsal where it is due: in a new run of several ranks, where they are laid out otherwise than before, and after a failure of storage.
+
+    Args:
+        plan: of this start.
+        run: whose plan.json is still that of the start before.
+        wanted: whether it was not turned off.
+    """
+    same_ranks = _laid_out(plan.to_json()) == _laid_out(read_object(run.plan))
+    failed = read_object(run.result).get("outcome") in ("unfit", "corrupt")  # perhaps at this very point
+    due = wanted and plan.world_size > 1 and (plan.resume is None or failed or not same_ranks)
+    return plan.model_copy(update={"rehearse": due})
+
+
+def still_due(plan: RunPlan, resume: ResumePoint | None) -> bool:
+    """Whether a start that died is to rehearse again: it has left no checkpoint of its own."""
+    before = plan.resume.step if plan.resume else None
+    return plan.rehearse and before == (resume.step if resume else None)
+
+
+def _laid_out(plan: dict[str, Any]) -> tuple[object, ...]:
+    nodes = [(node.get("host"), node.get("nproc")) for node in plan.get("nodes") or []]
+    return plan.get("world_size"), plan.get("strategy"), nodes
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the ranks said of a checkpoint: where it is, its size, the seconds it took, and those in which nothing else was done."""
+
+    step: int
+    path: Path
+    bytes: int
+    seconds: float
+    blocking_s: float
+
+
+class FirstCheckpoint:
+    """Beside the ranks: has the first checkpoint read back, and says what all of them will take."""
+
+    def __init__(self, plan: RunPlan, *, programs: Programs, leftovers: dict[str, str], show: Show) -> None:
+        """For one start of the ranks.
+
+        Args:
+            plan: of the start.
+            programs: what is started to read it back.
+            leftovers: variables that a task is not to see.
+            show: sees what is said.
+        """
+        self._plan = plan
+        self._programs = programs
+        self._leftovers = leftovers
+        self._show = show
+        self._saved: Saved | None = None
+        self._error: UnisonoError | None = None
+        self._task: TaskProcess | None = None
+        self._held: Message | None = None
+        self._room: DiskSpace | None = None
+        self._began = 0.0
+        self._is_over = not plan.rehearse
+
+    def heard(self, rank: int, message: Message) -> None:
+        """Waits for what becomes of the rehearsed step's checkpoint."""
+        if rank != 0 or self._saved is not None or message.get("step") != self._plan.rehearsed_step:
+            return
+        if message["kind"] == "checkpoint":
+            self._saved = Saved(
+                int(message["step"]), Path(message["path"]), int(message["bytes"]), float(message["seconds"]),
+                float(message.get("blocking_s") or 0.0),
+            )  # fmt: skip
+        elif message["kind"] == "warning" and message.get("code") == "checkpoint_failed":
+            self._error = _not_written(message, host=self._plan.host)
+
+    def pass_on(self, message: Message) -> None:
+        """Shows a message. The first checkpoint's waits until it is read back, and then has `estimate`: what all of them will take."""
+        if (
+            message["kind"] == "checkpoint"
+            and message["step"] == self._plan.rehearsed_step
+            and not self._is_over
+        ):
+            self._held = message
+        else:
+            self._show(message)
+
+    def look(self) -> UnisonoError | None:
+        """What the run cannot live with, once that is known."""
+        if self._is_over or self._error is not None or self._saved is None:
+            return self._error
+        try:
+            if self._task is None:
+                self._start(self._saved)
+            assert self._task is not None
+            for message in self._task.news():
+                self._take(message, self._saved)
+        except RankDied as error:  # it says nothing of the checkpoint; one that is damaged is refused
+            self._end()
+            self._warn(
+                "rehearsal_died", f"the first checkpoint was not read back: {error}", error.problems[0].fix
+            )
+        except UnisonoError as error:
+            self._end()
+            if self._saved.path.exists():  # else it was pruned meanwhile: in a run that saves at every step
+                self._error = _not_read_back(self._saved, error)
+        self._tell_if_slow(self._saved)
+        return self._error
+
+    def finish(self) -> None:
+        """A run that is over before its rehearsal has nothing to fear for."""
+        self._end()
+
+    def _start(self, saved: Saved) -> None:
+        environment = child_environment(threads=1, without=self._leftovers)  # the ranks have the other cores
+        request = {"path": str(saved.path), "run_id": self._plan.run_id}
+        self._began = time.monotonic()
+        try:
+            self._task = TaskProcess("rehearsed", request, programs=self._programs, environment=environment)
+        except OSError as error:
+            raise cannot_start("rehearsed", error) from error
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._task is not None:
+            self._task.close(patience_s=0)
+            self._task = None
+        self._release()
+
+    def _release(self, found: dict[str, Any] | None = None) -> None:
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._show({**held, "estimate": found} if found is not None else held)
+
+    def _take(self, message: Message, saved: Saved) -> None:
+        if message["kind"] == "room":
+            self._room = DiskSpace(message["free_bytes"], message["own_bytes"], tuple(message["steps"]))
+            self._error = _refusal(self._plan, saved, self._room)
+            if self._error is not None:
+                self._release(estimate(self._plan, saved, self._room, read_s=None))
+                self._end()
+        elif message["kind"] == "result" and self._room is not None:
+            read_s = float(message["seconds"])
+            self._release(estimate(self._plan, saved, self._room, read_s=read_s))
+            self._end()
+            text = summary(self._plan, saved, self._room, read_s=read_s)
+            self._show({"kind": "note", "time": time.time(), "text": text})
+
+    def _tell_if_slow(self, saved: Saved) -> None:
+        patience = slow_after(saved.seconds)
+        if self._is_over or time.monotonic() - self._began < patience:
+            return
+        self._end()
+        self._warn(
+            "rehearsal_is_slow",
+            f"the first checkpoint was not read back within {show_seconds(patience)}: {saved.path} took {show_seconds(saved.seconds)} to write",
+            "look at the storage; `unisono checkpoint verify RUN` reads it again",
+        )  # fmt: skip
+
+    def _warn(self, code: str, text: str, fix: str) -> None:
+        self._show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": fix})
+
+
+def summary(plan: RunPlan, saved: Saved, room: DiskSpace, *, read_s: float) -> str:
+    """What is known now about all checkpoints of the run, in a line."""
+    due = steps_due(plan, saved.step)
+    line = (
+        f"rehearsal: checkpoint of {show_bytes(saved.bytes)} in {show_seconds(saved.seconds)} ({show_seconds(saved.blocking_s)} of it blocking),"
+        f" read back and verified in {show_seconds(read_s)}"
+    )
+    if not due:
+        return f"{line}; it is the only one"
+    at_once = at_most(plan, room.steps, due)
+    return (
+        f"{line}; {how_many_more(plan, due)}, at most {at_once} on disk: {show_bytes(at_once * saved.bytes)} of"
+        f" {show_bytes(room.bytes)} free; {show_seconds(len(due) * saved.seconds)} in all"
+    )
+
+
+def estimate(plan: RunPlan, saved: Saved, room: DiskSpace, *, read_s: float | None) -> dict[str, Any]:
+    """The same for programs. `read_back_s` is null where it was not read to its end, since they do not fit."""
+    due = steps_due(plan, saved.step)
+    at_once = at_most(plan, room.steps, due) if due else len(room.steps)
+    return {
+        "more": len(due), "at_once": at_once, "bytes": at_once * saved.bytes, "free_bytes": room.bytes,
+        "seconds": len(due) * saved.seconds, "read_back_s": read_s,
+    }  # fmt: skip
+
+
+def slow_after(writing_s: float) -> float:
+    """The seconds after which reading back is slow, by those that writing took."""
+    return max(_PATIENCE_S, _TIMES_WRITING * writing_s)
+
+
+def how_many_more(plan: RunPlan, due: Sequence[int]) -> str:
+    """`12 more every 200 steps`."""
+    if len(due) == 1:
+        return f"one more at step {due[0]}"
+    return f"{len(due)} more every {plan.checkpoint_every} steps"
+
+
+def steps_due(plan: RunPlan, step: int) -> list[int]:
+    """The steps of the checkpoints after one; those of a best evaluation come beside."""
+    every, last = plan.checkpoint_every, plan.total_steps
+    steps = list(range((step // every + 1) * every, last + 1, every))
+    return steps if last <= step or last in steps[-1:] else [*steps, last]
+
+
+def at_most(plan: RunPlan, there: Sequence[int], due: Sequence[int], *, keep: int | None = None) -> int:
+    """How many checkpoints there are at the same time at the most, with what is there and with those that are due."""
+    section = plan.config.checkpoint
+    rules = Rules(keep or section.keep, plan.keep_every)
+    return max_on_disk(there, due, rules, best=section.best is not None)
+
+
+def _refusal(plan: RunPlan, saved: Saved, room: DiskSpace) -> UnfitError | None:
+    """Why the checkpoints of the whole run do not fit; None if they do."""
+    due = steps_due(plan, saved.step)
+    at_once = at_most(plan, room.steps, due)
+    needed = at_once * saved.bytes
+    if not due or needed <= room.bytes:
+        return None
+    section = plan.config.checkpoint
+    stay = [f"checkpoint.keep is {section.keep}, and one more is there while it is written"]
+    stay += ["the last one that was read back stays until a newer one was"]
+    stay += ["the best stays, too"] if section.best else []
+    stay += [f"those at every {plan.keep_every} steps stay for ever"] if plan.keep_every else []
+    missing = show_bytes(needed - room.bytes)
+    lower = next(
+        (k for k in range(section.keep - 1, 0, -1) if at_most(plan, room.steps, due, keep=k) * saved.bytes <= room.bytes), None
+    )  # fmt: skip
+    fix = f"free {missing} there" + (f", or set checkpoint.keep={lower}" if lower else "")
+    if plan.keep_every:
+        fix += ", or leave out checkpoint.keep_every"
+    problem = Problem(
+        f"the checkpoints of this run do not fit: up to {at_once} at a time take {show_bytes(needed)}, and there are {show_bytes(room.bytes)}",
+        str(saved.path.parent),
+        f"the one of step {saved.step} took {show_bytes(saved.bytes)}; {'; '.join(stay)}; {show_bytes(room.free_bytes)} are free"
+        f" beside the {show_bytes(room.own_bytes)} of those that are there",
+        f"{fix}, or set output_dir to a larger disk; then run the same command again, which goes on from step {saved.step}",
+    )  # fmt: skip
+    return UnfitError(problem, verdict=_storage_unfit(problem, plan.host, saved.step))
+
+
+def _storage_unfit(problem: Problem, host: str, step: int) -> Verdict:
+    """The verdict on the head's disk, which all checkpoints would end on."""
+    return Verdict(
+        cause="storage_unfit", when="during", hosts=(host,), summary=problem.what, phase="save", step=step,
+        evidence=(Evidence(where=problem.where, text=problem.why),), fix=(problem.fix,),
+    )  # fmt: skip
+
+
+def _not_written(message: Message, *, host: str) -> UnfitError:
+    told = message.get("verdict")
+    fatal = {"severity": "fatal", "hosts": (host,)}
+    verdict = Verdict.from_json(told).model_copy(update=fatal) if isinstance(told, dict) else None
+    return UnfitError.of(
+        f"the first checkpoint could not be written: {message.get('text', '')}", where=str(message.get("where", "")),
+        why="it is made after the first step so that what cannot be saved is not trained for hours", fix=str(message.get("fix", "")),
+        verdict=verdict,
+    )  # fmt: skip
+
+
+def _not_read_back(saved: Saved, error: UnisonoError) -> UnisonoError:
+    """In the class of what was found: damage, or a storage that fails."""
+    kind = type(error) if isinstance(error, UnfitError) else IntegrityError
+    problems = [
+        Problem(
+            f"the first checkpoint is not read back as it was written: {problem.what}", problem.where,
+            problem.why or f"step {saved.step} was read again in a fresh process, from the disk: a later one would be damaged as well",
+            problem.fix or "test this disk and the memory of this machine, or set output_dir to another one; then start anew with --fresh",
+        )
+        for problem in error.problems
+    ]  # fmt: skip
+    return kind(*problems)

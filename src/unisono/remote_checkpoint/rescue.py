@@ -1,0 +1,301 @@
+"""After a death: makes a checkpoint of the newest step that the ranks have kept in memory, where it is newer than what is on disk."""
+
+import contextlib
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint.manifest import FileEntry
+from unisono.checkpoint.snapshot import StepSnapshot, read_slots
+from unisono.checkpoint.store import CheckpointStore, temporary_name
+from unisono.checkpoint.writer import STATE, StorageFailed, TensorFile, group_file, state_text, write_files
+from unisono.control.events import Arrived, Left, Said
+from unisono.control.server import HeadServer
+from unisono.control.transfer.content import Offer, Refused
+from unisono.control.transfer.receiving import Receiving
+from unisono.control.transfer.sending import Outcome, Transfers
+from unisono.events import Message
+from unisono.plan import RunPlan
+from unisono.rendezvous.verdict_exchange import stop_of
+from unisono.rundir import RunDir
+from unisono.rundir.metrics import MetricsWriter, cut_after
+from unisono.storage_errors import reason, words
+from unisono.supervise.interrupts import Interrupts
+from unisono.supervise.local_ranks import SharedMemory, keeping_ranks
+from unisono.supervise.postmortem import NodeLoss
+from unisono.supervise.rank_supervisor import Attempt, Show
+from unisono.units import parse_seconds
+
+
+@dataclass
+class RescuedStep:
+    """What the ranks have left in memory.
+
+    Attributes:
+        steps: of each rank, the whole ones, newest first.
+        damage: of each rank, what is wrong with the rest.
+    """
+
+    steps: dict[int, list[StepSnapshot]] = field(default_factory=dict)
+    damage: dict[int, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def here(cls, memory: SharedMemory) -> "RescuedStep":
+        """What the ranks of this node, which have ended, have left."""
+        found = cls()
+        for rank in memory.ranks:
+            found.steps[rank], found.damage[rank] = memory.read(rank)
+        return found
+
+
+def choose(steps: Mapping[int, Sequence[StepSnapshot]], *, holders: Sequence[int]) -> list[StepSnapshot]:
+    """The newest state that is whole: one piece for each holder. Empty where there is none.
+
+    Args:
+        steps: of each rank, what it has kept.
+        holders: the ranks that hold a part each; none where every rank holds everything.
+    """
+    if not holders:
+        everything = [kept for rank in sorted(steps) for kept in steps[rank]]
+        return [max(everything, key=lambda kept: kept.sequence)] if everything else []
+    of_each = [{kept.sequence: kept for kept in steps.get(rank, ())} for rank in holders]
+    common = set.intersection(*map(set, of_each))
+    return [kept[max(common)] for kept in of_each] if common else []
+
+
+def ended_with_result(attempt: Attempt) -> bool:
+    """Whether the ranks have saved what there was themselves."""
+    return attempt.last is not None and attempt.last["kind"] == "result" and attempt.decision is None
+
+
+def is_elsewhere(plan: RunPlan, attempt: Attempt) -> bool:
+    """Whether other nodes hold parts of what is to be rescued."""
+    away = any(keeping_ranks(plan, node.node_rank) for node in plan.nodes if node.node_rank != 0)
+    return away and attempt.ready and not ended_with_result(attempt)
+
+
+def rescue(
+    run: RunDir, plan: RunPlan, attempt: Attempt, found: RescuedStep, *, store: CheckpointStore, show: Show
+) -> bool:
+    """Makes the checkpoint where the ranks died, and says so. Gives whether there is a new one; `attempt` then knows of it.
+
+    Args:
+        run: the run's directory.
+        plan: that the ranks had.
+        attempt: how they ended; all of them are gone.
+        found: what they have left.
+        store: of the run.
+        show: sees what is said.
+    """
+    if ended_with_result(attempt):
+        return False
+    for rank, damage in found.damage.items():
+        for what in damage:
+            _warn(show, "snapshot_refused", f"what rank {rank} kept in memory is not used: {what}")
+    holders = [place.rank for place in plan.ranks] if plan.strategy == "fsdp" else []
+    pieces = choose(found.steps, holders=holders)
+    if not pieces:
+        missing = [str(rank) for rank in holders if not found.steps.get(rank)]
+        if missing and any(found.steps.values()):
+            _say(show, f"what is left in memory is not whole: nothing of rank {', '.join(missing)}")
+        return False
+    step, began = pieces[0].step, time.monotonic()
+    try:
+        on_disk = store.newest_intact(run_id=plan.run_id)
+        if on_disk is not None and on_disk.step >= step:
+            return False
+        _complete_metrics(run, pieces[0], show)
+        path = _save(plan, pieces, store=store)
+    except (StorageFailed, OSError, ValueError) as error:  # ValueError: another node sent no rank's state
+        _warn(show, "checkpoint_failed", f"step {step}, kept in memory, cannot be saved: {_why(error)}")
+        return False
+    _tell(plan, attempt, pieces[0], path, seconds=time.monotonic() - began, show=show)
+    return True
+
+
+def _why(error: StorageFailed | OSError | ValueError) -> str:
+    if isinstance(error, StorageFailed):
+        return "; ".join(text for problem in error.problems for text in (problem.what, problem.why) if text)
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{words(error)}{where}; {reason(error)}"
+    return str(error)
+
+
+def _complete_metrics(run: RunDir, kept: StepSnapshot, show: Show) -> None:
+    """Puts the lines of the step in place of those that are there: some, one that is torn, or none."""
+    warning = cut_after(run.metrics, kept.step - 1).warning()
+    if warning is not None:
+        show({"kind": "warning", "time": time.time(), **warning})
+    writer = MetricsWriter(run.metrics)
+    try:
+        for line in kept.lines:
+            writer.append(line)
+        writer.sync()
+    finally:
+        writer.close()
+
+
+def _save(plan: RunPlan, pieces: Sequence[StepSnapshot], *, store: CheckpointStore) -> Path:
+    groups, shards = list(pieces[0].layout.groups), len(pieces)
+    files = [
+        TensorFile(group_file(group, number, shards), piece.parts(group))
+        for group in groups
+        for number, piece in enumerate(pieces)
+    ]
+    texts = {STATE: state_text(groups, pieces[0].values, shards=shards)}
+
+    def write(directory: Path) -> dict[str, FileEntry]:
+        written = write_files(directory, files, texts)
+        return {name: entry.model_copy(update={"host": plan.host}) for name, entry in written.items()}
+
+    return store.save(
+        pieces[0].step, write, run_id=plan.run_id, config_digest=plan.config_digest, world_size=plan.world_size,
+        threads=plan.threads, holder=plan.host,
+    )  # fmt: skip
+
+
+def _tell(
+    plan: RunPlan, attempt: Attempt, kept: StepSnapshot, path: Path, *, seconds: float, show: Show
+) -> None:
+    """Says what came of it, to people and to those who count steps and checkpoints."""
+    lost = attempt.step - kept.step
+    messages: list[dict[str, Any]] = []
+    if lost < 0:  # it was done, but its message did not come through
+        messages += [{"kind": "step", **line} for line in kept.lines if "eval_loss" not in line]
+    size = sum(file.stat().st_size for file in path.iterdir())
+    messages.append(
+        {"kind": "checkpoint", "step": kept.step, "path": str(path), "bytes": size, "seconds": seconds, "blocking_s": 0.0}
+    )  # fmt: skip
+    for message in messages:
+        attempt.note(message)
+        show({**message, "time": time.time()})
+    rest = "nothing is lost" if lost <= 0 else f"the {lost} after it are lost"
+    who = _who(plan, attempt)
+    _say(show, f"{who}: step {kept.step} was kept in memory and is now checkpoint {path.name}; {rest}")
+
+
+def _who(plan: RunPlan, attempt: Attempt) -> str:
+    decision = attempt.decision
+    if decision is not None and decision.culprit is not None:
+        return f"{plan.ranks[decision.culprit.rank].label} died"
+    if decision is not None and decision.loss is not None:
+        return f"node {decision.loss.node_rank} ({decision.loss.host}) is lost"
+    return "the ranks are gone"
+
+
+def _warn(show: Show, code: str, text: str) -> None:
+    show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": ""})
+
+
+def _say(show: Show, text: str) -> None:
+    show({"kind": "note", "time": time.time(), "text": text})
+
+
+WANTED = "kept_wanted"
+SENT = "kept_sent"
+_KEPT = "kept"
+_LIMIT_S = 60.0
+"""Without a piece for so long, nothing more comes."""
+_AT_LEAST_S = 2.0
+_FOR_THE_RESCUE_S = 1.0
+
+
+class KeptSender:
+    """On a node that is not the head.
+
+    Args:
+        transfers: to the head.
+        memory: of this node's ranks.
+        send: sends the head a message.
+    """
+
+    def __init__(self, transfers: Transfers, memory: SharedMemory, send: Callable[[Message], None]) -> None:
+        self._transfers = transfers
+        self._memory = memory
+        self._send = send
+        self._waits_for: set[int] = set()
+
+    def wanted(self) -> None:
+        """The head asks; the ranks have ended."""
+        for rank in self._memory.ranks:
+            content = self._memory.content(rank)
+            if content is not None:
+                self._waits_for.add(self._transfers.send(content, {"kind": _KEPT, "rank": rank}))
+        if not self._waits_for:
+            self._send({"kind": SENT})
+
+    def ended(self, outcome: Outcome) -> None:
+        """One of them is at the head, or it is not; the head knows."""
+        if outcome.transfer in self._waits_for:
+            self._waits_for.discard(outcome.transfer)
+            if not self._waits_for:
+                self._send({"kind": SENT})
+
+
+def collect(
+    plan: RunPlan, server: HeadServer, attempt: Attempt, found: RescuedStep, *, checkpoints: Path, interrupts: Interrupts
+) -> None:  # fmt: skip
+    """Adds what the ranks of the other nodes have kept. A node that is lost meanwhile is noted in `attempt`.
+
+    Args:
+        plan: that the ranks had; all of them have ended.
+        server: the connections of the nodes.
+        attempt: how it ended.
+        found: what is known; more is added.
+        checkpoints: the head's directory of checkpoints, in which files are until they are read.
+        interrupts: a wish to stop that a node tells meanwhile is noted there.
+    """
+    waiting = {node.node_rank for node in plan.nodes[1:]} - {loss.node_rank for loss in attempt.lost}
+    began = time.monotonic()
+    with (
+        _folder(checkpoints) as folder,
+        Receiving(server, {_KEPT: lambda offer: _place(plan, folder, offer)}) as receiving,
+    ):
+        for node_rank in waiting:
+            server.send(node_rank, {"kind": WANTED})
+        while waiting and time.monotonic() < _limit(plan, interrupts, began, receiving.moved):
+            for event in server.receive(0.2):
+                match event:
+                    case Arrived(label={"kind": "kept", "rank": int(rank)}, path=Path() as path):
+                        found.steps[rank], found.damage[rank] = read_slots(memoryview(path.read_bytes()))
+                    case Said(message={"kind": "kept_sent"}):
+                        waiting.discard(event.node_rank)
+                    case Said(message={"kind": "stop", "signal": name, **rest}):
+                        stopped = stop_of(name, plan.node(event.node_rank).host)
+                        interrupts.ask(stopped.number, where=stopped.where, again=rest.get("again") is True)
+                    case Left():
+                        waiting.discard(event.node_rank)
+                        attempt.lost.append(NodeLoss.at_head(event))
+                    case _:
+                        pass  # the last words of ranks that are gone
+
+
+def _limit(plan: RunPlan, interrupts: Interrupts, began: float, moved: float) -> float:
+    """When it goes on with what has come, in monotonic seconds: a job that is asked to stop has its grace time, and no more."""
+    if interrupts.first is None:
+        return moved + _LIMIT_S
+    grace = 0.0 if interrupts.twice else parse_seconds(plan.config.grace)
+    return min(moved + _LIMIT_S, max(began + _AT_LEAST_S, interrupts.at + grace - _FOR_THE_RESCUE_S))
+
+
+def _place(plan: RunPlan, folder: Path, offer: Offer) -> Path:
+    rank: Any = offer.label.get("rank")
+    if rank not in [place.rank for place in plan.on_node(offer.node_rank)]:
+        raise Refused(f"rank {rank!r:.20} is none of node {offer.node_rank}")
+    return folder / f"kept-{int(rank):05d}"
+
+
+@contextlib.contextmanager
+def _folder(checkpoints: Path) -> Iterator[Path]:
+    """One that is swept at the next start, should this front die."""
+    folder = checkpoints / temporary_name(0, secrets.token_hex(4))
+    folder.mkdir(mode=0o700, parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,261 @@
+"""Beside the ranks: copies of published checkpoints go to checkpoint.storage, by a child process, one at a time."""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.errors import RankDied, UnfitError, UnisonoError
+from unisono.events import Message
+from unisono.plan import RunPlan
+from unisono.rundir import RunDir
+from unisono.supervise.child_process import Programs, child_environment
+from unisono.supervise.interrupts import Interrupts
+from unisono.supervise.rank_supervisor import Show
+from unisono.supervise.task_process import TaskProcess, cannot_start
+from unisono.units import parse_seconds, show_bytes, show_seconds
+
+STALLED_S = 120.0
+"""An upload that has made no progress for so long is ended, and tried again with the next checkpoint."""
+_STAYS = "it is whole in the output_dir; a start that goes on with the run uploads it"
+_FOR_THE_RESULT_S = 0.5
+_SAYS_EVERY_S = 10.0
+
+
+def storage_url(storage: str, output_dir: Path) -> str:
+    """Where copies of this run's directory are: below the storage, under the directory's name."""
+    return f"{storage.rstrip('/')}/{output_dir.name}"
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What came of one upload.
+
+    Attributes:
+        path: the checkpoint, here.
+        bytes: that went up; 0 if it was there already.
+        seconds: that took.
+        checksum: of its manifest.
+        error: why it is not there; None if it is.
+    """
+
+    path: Path
+    bytes: int = 0
+    seconds: float = 0.0
+    checksum: str = ""
+    error: UnisonoError | None = None
+
+    @property
+    def step(self) -> int:
+        """Whose it is."""
+        return _step_of(self.path)
+
+
+class Uploading:
+    """A companion that lives over all starts of the ranks in one start of the run. Use it as a context: it leaves no child behind."""
+
+    def __init__(
+        self, plan: RunPlan, run: RunDir, *, programs: Programs, leftovers: dict[str, str], interrupts: Interrupts, show: Show
+    ) -> None:  # fmt: skip
+        """Begins with what was published before and may not be there yet.
+
+        Args:
+            plan: of the run.
+            run: its directory.
+            programs: what is started.
+            leftovers: variables that a task is not to see.
+            interrupts: wishes to stop.
+            show: sees what is said.
+        """
+        assert plan.config.checkpoint.storage is not None
+        self._plan = plan
+        self._run = run
+        self._url = storage_url(plan.config.checkpoint.storage, run.root)
+        self._programs = programs
+        self._leftovers = leftovers
+        self._interrupts = interrupts
+        self._show = show
+        self._due: Path | None = self._newest()
+        self._task: TaskProcess | None = None
+        self._path = Path()
+        self._done_bytes = self._of_bytes = 0
+        self._moved = 0.0
+        self._ending = False
+        self._expected: int | None = None
+        self.first: Copied | None = None
+        """What came of the copy that is expected."""
+        self.uploaded: Path | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the copies of all runs of this name are."""
+        return self._url
+
+    def __enter__(self) -> "Uploading":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def heard(self, rank: int, message: Message) -> None:
+        """A checkpoint is published: it is the next to go."""
+        if rank == 0 and message["kind"] == "checkpoint":
+            if self._due is not None and self._task is not None:
+                text = f"{self._due.name} is not copied to {self._url}: uploads are slower than checkpoints, and a newer one is there"
+                self._say(text)
+            self._due = Path(str(message["path"]))
+
+    def expect(self, step: int) -> None:
+        """Somebody else judges the next copy of this step or a later one: what comes of it is in `first`, and a failure is not warned of."""
+        self._expected, self.first = step, None
+
+    def expect_nothing(self) -> None:
+        """From here on each failure is a warning again."""
+        self._expected = None
+
+    def look(self) -> UnisonoError | None:
+        """Goes on; a storage that fails does not end the run."""
+        if self._task is None:
+            self._begin()
+            return None
+        try:
+            for message in self._task.news():
+                self._take(message)
+                if self._task is None:
+                    return None
+        except UnisonoError as error:
+            self._failed(error)
+            return None
+        if time.monotonic() - self._moved > STALLED_S:
+            self._failed(self._stalled())
+        return None
+
+    def finish(self) -> None:
+        """The ranks have ended; the run may go on. Its end is `wait`."""
+
+    def wait(self) -> None:
+        """Waits for the newest checkpoint to be there, as long as its upload makes progress; after a wish to stop, for what is left of `grace`.
+
+        Where the run has ended because its first copy failed, nothing is waited for.
+        """
+        if self.first is not None and self.first.error is not None:
+            self._close()
+            return
+        newest = self._newest()
+        if newest is not None and newest not in (self.uploaded, self._path if self._task else None):
+            self._due = newest
+        self._ending = True
+        said = time.monotonic()
+        while self._task is not None or self._due is not None:
+            limit = self._end_of_grace()
+            if self._interrupts.twice or time.monotonic() >= limit:
+                break
+            self.look()
+            if time.monotonic() - said > _SAYS_EVERY_S:
+                said = time.monotonic()
+                at_most = f"; at most {show_seconds(limit - said)} more" if limit < math.inf else ""
+                self._say(f"waiting for {self._progress()}{at_most}")
+            time.sleep(0.05)
+        if self._task is not None or self._due is not None:
+            left = self._due or self._path
+            self._warn(
+                f"the newest checkpoint, {left}, is not in {self._url}: its upload was not done in time",
+                _STAYS,
+            )
+        self._close()
+
+    def _end_of_grace(self) -> float:
+        """In monotonic seconds; the wish to stop may come while the end is waited for."""
+        if self._interrupts.first is None:
+            return math.inf
+        return self._interrupts.at + parse_seconds(self._plan.config.grace) - _FOR_THE_RESULT_S
+
+    def _newest(self) -> Path | None:
+        found = [path for path in self._run.checkpoints.glob("step-*") if path.name[5:].isdigit()]
+        return max(found, key=_step_of, default=None)
+
+    def _begin(self) -> None:
+        if self._due is None:
+            return
+        self._path, self._due = self._due, None
+        if not self._path.is_dir():  # pruned before its turn came
+            return
+        request = {
+            "action": "upload", "url": self._url, "run_id": self._plan.run_id, "path": str(self._path),
+            "keep": self._plan.config.checkpoint.keep, "keep_every": self._plan.keep_every,
+            "best": self._plan.config.checkpoint.best is not None, "beside": str(self._run.root),
+        }  # fmt: skip
+        environment = child_environment(threads=1, without=self._leftovers)  # the ranks have the other cores
+        self._done_bytes = self._of_bytes = 0
+        try:
+            self._task = TaskProcess("storage", request, programs=self._programs, environment=environment)
+        except OSError as error:  # no room in /tmp, no more processes: nothing that training should end for
+            self._failed(cannot_start("storage", error))
+        self._moved = time.monotonic()
+
+    def _take(self, message: Message) -> None:
+        self._moved = time.monotonic()
+        if message["kind"] == "progress":
+            self._done_bytes, self._of_bytes = int(message["bytes"]), int(message["of"])
+        elif message["kind"] == "result":
+            self._close()
+            if message["pruned"]:
+                text = f"{self._path.name} is not copied to {self._url}: it was pruned here before its copy began; checkpoints come faster than uploads"
+                self._say(text)
+                return
+            self.uploaded = self._path
+            if self._is_expected():
+                self.first = Copied(self._path, message["bytes"], message["seconds"], message["checksum"])
+                self._expected = None
+            if message["bytes"]:
+                size, seconds = show_bytes(message["bytes"]), show_seconds(message["seconds"])
+                self._say(f"{self._path.name} is in {self._url}/{self._plan.run_id}: {size} in {seconds}")
+
+    def _is_expected(self) -> bool:
+        return self._expected is not None and _step_of(self._path) >= self._expected
+
+    def _stalled(self) -> UnfitError:
+        text = f"nothing moved for {show_seconds(STALLED_S)} ({self._progress()})"
+        return UnfitError.of(text, where="checkpoint.storage", fix="look at the storage and the network")
+
+    def _failed(self, error: UnisonoError) -> None:
+        """Says what, where, why and how to mend it, or leaves that to whoever expects this copy."""
+        self._close()
+        if self._is_expected() and not isinstance(error, RankDied):  # a death says nothing of the storage
+            self.first, self._expected = Copied(self._path, error=error), None
+            return
+        what = f"{self._path.name} was not copied to {self._url}: "
+        problem = error.problems[0]
+        self._warn(
+            what + "; ".join(part for part in (problem.what, problem.why) if part),
+            f"{problem.fix or 'see there'}; {self._and_then()}",
+        )
+
+    def _and_then(self) -> str:
+        return _STAYS if self._ending else "training goes on, and the next checkpoint is tried again"
+
+    def _progress(self) -> str:
+        share = (
+            f", {self._done_bytes / self._of_bytes:.0%} of {show_bytes(self._of_bytes)}"
+            if self._of_bytes
+            else ""
+        )
+        return f"the upload of {(self._due or self._path).name}{share}"
+
+    def _close(self) -> None:
+        if self._task is not None:
+            self._task.close(patience_s=0)
+            self._task = None
+
+    def _say(self, text: str) -> None:
+        self._show({"kind": "note", "time": time.time(), "text": text})
+
+    def _warn(self, text: str, fix: str) -> None:
+        self._show(
+            {"kind": "warning", "time": time.time(), "code": "upload_failed", "text": text, "fix": fix}
+        )
+
+
+def _step_of(path: Path) -> int:
+    """Of a checkpoint's directory."""
+    return int(path.name[len("step-") :])

@@ -1,0 +1,160 @@
+"""Node 0's side of the meeting: it waits for the others, compares, tries the network, and tells everybody what came of it."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.compare import compare_nodes
+from unisono.agree.reports import NodeReport
+from unisono.errors import Disagreed
+from unisono.rendezvous.head_address import tell_refusal
+from unisono.rendezvous.meeting import Keep, Meeting
+from unisono.rendezvous.network_trial import collective_task, head_collective, head_dials, listen
+from unisono.rendezvous.party import BackgroundWork, MakeReport, Party, Standing
+from unisono.rendezvous.ssh import SshFronts
+
+_POLL_S = 0.2
+_BUSY_POLL_S = 0.02
+_FIRST_LINE_S = 2.0
+_NEXT_LINES_S = 10.0
+_LEFT_OUT = "is too late: the job has started without it"
+
+
+def hold_meeting(
+    party: Party,
+    make_report: MakeReport,
+    *,
+    welcome: dict[str, Any] | None = None,
+    run_nonce: str = "",
+    epoch: int = 0,
+    keep: Keep | None = None,
+    start_others: Callable[[tuple[str, int]], SshFronts] | None = None,
+    compare: Callable[[Sequence[NodeReport]], Agreement] = compare_nodes,
+    tries_collective: bool = True,
+    trial: Callable[[Meeting], None] | None = None,
+) -> Meeting:
+    """Brings all nodes together, up to the point where each could prepare its data. Called by node 0's front.
+
+    Use what it gives as a context manager: whatever leaves it is told to all nodes.
+
+    Args:
+        party: this node.
+        make_report: makes its report, in a thread of its own.
+        welcome: for everybody who comes in; `nonce_file` is the name of the file that `facts.storage.leave_nonce` gave.
+        run_nonce: of this start; made where it is empty.
+        epoch: which attempt of the run this is.
+        keep: told what is known of the nodes after each judgement, also of the one that ends the meeting.
+        start_others: with --hosts: starts the other fronts, which call the address that it is given (`ssh.start_others`).
+        compare: judges the reports.
+        tries_collective: whether one process of each node takes part in a collective; the nodes must be told the same.
+        trial: of the network, in the place of dials and collective; the nodes must have their part of it.
+
+    Raises:
+        Disagreed: with the verdict that all nodes have been told.
+    """
+    try:
+        meeting = Meeting(party, welcome=welcome, run_nonce=run_nonce, epoch=epoch, keep=keep)
+    except Disagreed as error:  # the others call an address that this machine could still answer on
+        if error.verdict is not None and error.verdict.cause == "hostname_loopback":
+            tell_refusal(party, error)
+        raise
+    try:
+        others = _start_others(meeting, start_others)
+        with listen(meeting.server.address[0], party.token, meeting.run_nonce) as listener:
+            _assemble(meeting, make_report, listener.ports, others)
+            meeting.judge(compare(meeting.reports))
+            if len(meeting.reports) > 1:
+                _try(meeting, trial, tries_collective=tries_collective)
+        meeting.tell_all({"kind": "agreed"})
+    except BaseException as error:  # told to all nodes, and raised again
+        meeting.__exit__(type(error), error, error.__traceback__)
+        raise
+    return meeting
+
+
+def _try(meeting: Meeting, trial: Callable[[Meeting], None] | None, *, tries_collective: bool) -> None:
+    if trial is not None:
+        trial(meeting)
+    elif tries_collective:
+        try_network(meeting)
+    else:
+        meeting.judge(head_dials(meeting))
+
+
+def try_network(meeting: Meeting) -> None:
+    """Every node dials the others, and one process on each takes part in a small collective.
+
+    Raises:
+        Disagreed: if that shows something that forbids the start.
+    """
+    present = [report.node_rank for report in meeting.reports]
+    with collective_task(meeting.reports[0], present, meeting.party.programs) as task:
+        meeting.judge(head_dials(meeting))
+        meeting.judge(head_collective(meeting, task))
+
+
+def _start_others(meeting: Meeting, start: Callable[[tuple[str, int]], SshFronts] | None) -> SshFronts | None:
+    """Starts the other fronts; they are ended with the meeting."""
+    if start is None:
+        return None
+    others = start(meeting.server.address)
+    meeting.afterwards.append(others.close)
+    meeting.note(
+        "started over ssh: " + ", ".join(f"node {one.node_rank} on {one.host}" for one in others.fronts)
+    )
+    return others
+
+
+def _assemble(
+    meeting: Meeting, make_report: MakeReport, probe_ports: list[int], others: SshFronts | None
+) -> None:
+    """Waits until all nodes are here and have reported, this one included.
+
+    Args:
+        meeting: that has just begun.
+        make_report: makes this node's report.
+        probe_ports: at which this node answers the dial matrix.
+        others: the fronts that this node has started.
+
+    Raises:
+        Disagreed: if some never come, one refuses, or one has another token.
+    """
+    standing = Standing(meeting.server.address[0], meeting.welcome, 0.0, probe_ports)
+    own = BackgroundWork(lambda show: make_report(standing, show))
+    roll = meeting.roll
+    next_line = meeting.began + _FIRST_LINE_S
+    while not roll.complete:
+        meeting.listen(_POLL_S if 0 in roll.reports else _BUSY_POLL_S)
+        meeting.pass_on(own)
+        if own.done and 0 not in roll.reports:
+            roll.reports[0] = own.result()
+        now = time.monotonic()
+        if now >= next_line and not roll.complete:
+            meeting.note(roll.waiting_line(now - meeting.began), everywhere=True)
+            next_line = now + _NEXT_LINES_S
+        _see_who_is_lost(meeting, now - meeting.began, others)
+    meeting.joined()
+
+
+def _see_who_is_lost(meeting: Meeting, waited_s: float, others: SshFronts | None) -> None:
+    """Ends the meeting where a node will not come any more, or has not come in time."""
+    roll, topology = meeting.roll, meeting.party.topology
+    missing = roll.missing
+    failures = others.failures() if others and missing else {}
+    lost = {rank: failures[rank] for rank in missing if rank in failures}
+    if lost and roll.nodes - len(roll.left_out) - len(lost) < topology.enough:
+        meeting.refuse(list(lost.values()))
+    for rank, verdict in lost.items():
+        meeting.leave_out(rank, _LEFT_OUT)
+        meeting.note(f"the job does without node {rank}: {verdict.summary}", everywhere=True)
+    missing = roll.missing
+    if not missing or waited_s <= meeting.party.join_timeout_s:
+        return
+    if len(roll.hosts) < topology.enough:
+        names = {front.node_rank: front.name for front in others.fronts} if others else None
+        meeting.refuse(roll.absence(waited_s, names=names))
+    why = "; ".join(verdict.summary for verdict in roll.absence(waited_s))
+    for rank in missing:
+        meeting.leave_out(rank, _LEFT_OUT)
+    meeting.note(f"starting with {len(roll.hosts)} of {roll.nodes} nodes: {why}", everywhere=True)

@@ -1,0 +1,237 @@
+"""The network between the nodes, tried before anything is started: every node dials the others, then one small collective with the real back-end."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import ValidationError
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.dial_matrix import compare_network
+from unisono.agree.display import name_node
+from unisono.agree.reports import DialReport, NodeReport
+from unisono.causes import Evidence, Verdict, find_cause
+from unisono.control.echo import EchoListener, reach_key
+from unisono.control.reach import Peer, choose_peers, dial_all
+from unisono.errors import Disagreed, UnisonoError
+from unisono.events import Message
+from unisono.facts import read_environment
+from unisono.rendezvous.party import HeadSide, NodeSide
+from unisono.supervise.child_process import (
+    INTERFACE_VARIABLES,
+    Programs,
+    child_environment,
+    interface_name,
+    misleading,
+)
+from unisono.supervise.task_process import TaskProcess
+from unisono.text import one_line
+
+_DIALLING_S = 45.0
+"""Three patient trials on each of three ports, and room for a machine that is busy."""
+
+
+def listen(address: str, token: bytes, run_nonce: str) -> EchoListener:
+    """Answers the other nodes' dialling on this address until it is closed."""
+    return EchoListener(address, reach_key(token, run_nonce))
+
+
+def head_dials(meeting: HeadSide) -> Agreement:
+    """Lets every node dial its peers, the head too, and judges what they saw.
+
+    Raises:
+        Disagreed: if a node does not answer.
+    """
+    peers = [
+        Peer(report.node_rank, report.host, report.address, tuple(report.probe_ports))
+        for report in meeting.reports
+    ]
+    for peer in peers[1:]:
+        chosen = choose_peers(peers, peer.node_rank)
+        asked = {
+            "kind": "dial",
+            "peers": [other.to_json() for other in chosen],
+            "present": [one.node_rank for one in peers],
+        }
+        meeting.server.send(peer.node_rank, asked)
+    key = reach_key(meeting.party.token, meeting.run_nonce)
+    own = meeting.aside(lambda _show: dial_all(choose_peers(peers, 0), key, source=0))
+    said = meeting.gather("reached", timeout_s=_DIALLING_S, what="its dialling of the other nodes")
+    found = [DialReport.model_validate(asdict(one)) for one in own]
+    for node_rank, message in sorted(said.items()):
+        found += _reached(node_rank, message)
+    return compare_network(found, meeting.reports)
+
+
+def node_dials(attendance: NodeSide, asked: Message) -> None:
+    """Dials whom the head names in `dial`, and tells it what was seen.
+
+    Raises:
+        Disagreed: with the head's words, if it ends the job first.
+    """
+    peers = _peers(asked)
+    key = reach_key(attendance.party.token, str(attendance.welcome["run_nonce"]))
+    source = attendance.party.topology.node_rank
+    found = attendance.aside(lambda _show: dial_all(peers, key, source=source))
+    attendance.send({"kind": "reached", "reached": [asdict(one) for one in found]})
+
+
+def present_in(asked: Message, *, own: int) -> list[int]:
+    """The numbers of the nodes that take part, as the head's `dial` names them.
+
+    Raises:
+        Disagreed: if this node is none of them.
+    """
+    found = asked.get("present")
+    if not isinstance(found, list) or own not in found or not all(isinstance(rank, int) for rank in found):
+        raise Disagreed.of(
+            f"the head names the nodes that take part, and node {own} is none of them", why="its unisono is another one",
+            fix="install the same unisono on all nodes",
+        )  # fmt: skip
+    return found
+
+
+def _peers(message: Message) -> list[Peer]:
+    found = []
+    for value in message.get("peers") or []:
+        try:
+            found.append(Peer.from_json(value))
+        except ValueError:  # of a head of another version; what it does not hear of is unknown to it
+            continue
+    return found
+
+
+def _reached(node_rank: int, message: Mapping[str, Any]) -> list[DialReport]:
+    """What a node says it saw; nobody speaks for another node."""
+    found = []
+    for value in message.get("reached") or []:
+        try:
+            one = DialReport.model_validate(value)
+        except ValidationError:  # what cannot be read is as if it had not been tried: the pair is unknown
+            continue
+        found += [one] if one.source == node_rank else []
+    return found
+
+
+DEADLINE_S = 15.0
+_STARTING_S = 120.0  # for a machine under load to import torch; the deadline counts from there
+_ENDING_S = 10.0
+
+
+@contextmanager
+def collective_task(report: NodeReport, present: Sequence[int], programs: Programs) -> Iterator[TaskProcess]:
+    """The process of this node that will take part. It imports torch meanwhile, and then waits to be told where the store is.
+
+    Args:
+        report: of this node.
+        present: the numbers of the nodes that take part, one process each.
+        programs: what is started as task.
+    """
+    body = {
+        "rank": sorted(present).index(report.node_rank), "world_size": len(present), "backend": "nccl" if report.device_kind == "cuda" else "gloo",
+        "device_index": 0 if report.device_kind == "cuda" else None, "store_host": report.address,
+        "deadline_s": DEADLINE_S, "names": [f"node {rank}" for rank in sorted(present)],
+    }  # fmt: skip
+    with TaskProcess(
+        "collective", body, talks=True, programs=programs, environment=_environment(report)
+    ) as task:
+        yield task
+
+
+def head_collective(meeting: HeadSide, task: TaskProcess) -> Agreement:
+    """Lets one process on every node take part in a collective, and judges what came of it.
+
+    Raises:
+        Disagreed: if a node does not answer.
+    """
+    reports = meeting.reports
+    messages = task.messages()
+    own = meeting.aside(lambda _show: _until_ready(messages))
+    said = meeting.gather("collective_ready", timeout_s=_STARTING_S, what="a process with torch")
+    starts = {0: own, **said}
+    if all(start.get("ok") is True for start in starts.values()):
+        store = [meeting.server.address[0], own["port"]]
+        meeting.tell_all({"kind": "collective", "store": store})
+        task.send({"kind": "collective", "store": store})
+        own = meeting.aside(lambda _show: _outcome(messages))
+        said = meeting.gather("collective", timeout_s=DEADLINE_S + _ENDING_S, what="the collective")
+        starts = {0: own, **said}
+    return _judge(starts, reports)
+
+
+def node_collective(attendance: NodeSide, task: TaskProcess) -> None:
+    """Takes part when the head says so, and tells it what came of it.
+
+    Raises:
+        Disagreed: with the head's words, if it ends the job meanwhile.
+    """
+    messages = task.messages()
+    attendance.send({"kind": "collective_ready", **attendance.aside(lambda _show: _until_ready(messages))})
+    asked = attendance.wait_for("collective")
+    task.send({"kind": "collective", "store": asked.get("store")})
+    attendance.send({"kind": "collective", **attendance.aside(lambda _show: _outcome(messages))})
+
+
+def _environment(report: NodeReport) -> dict[str, str]:
+    """As the ranks will have it: what the user has set about communication, and the interface that the nodes reach each other on."""
+    leftovers = misleading(read_environment().leftovers, world_size=2)
+    device = report.places[0] if report.places else None
+    environment = child_environment(threads=1, without=leftovers, device=device)
+    interface = interface_name(report.interfaces, report.address)
+    for name in INTERFACE_VARIABLES if interface else ():
+        environment.setdefault(name, str(interface))
+    return environment
+
+
+def _until_ready(messages: Iterator[Message]) -> dict[str, Any]:
+    """`ok`, and rank 0's `port`, once torch is imported and the process waits for the store; or `text`, why not."""
+    port = None
+    try:
+        for message in messages:
+            if message["kind"] == "store":
+                port = int(message["port"])
+            if message.get("phase") == "collective.store":
+                return {"ok": True, "port": port}
+    except UnisonoError as error:
+        return {"ok": False, "text": _said(error)}
+    return {"ok": False, "text": "it ended before it could take part"}
+
+
+def _outcome(messages: Iterator[Message]) -> dict[str, Any]:
+    try:
+        for message in messages:
+            if message["kind"] == "result":
+                return {name: message.get(name) for name in ("ok", "text", "seconds", "missing")}
+    except UnisonoError as error:
+        return {"ok": False, "text": _said(error)}
+    return {"ok": False, "text": "it ended without a result"}
+
+
+def _said(error: UnisonoError) -> str:
+    return one_line("; ".join(f"{p.what} {p.why}" for p in error.problems), limit=400)
+
+
+def _judge(said: dict[int, dict[str, Any]], reports: list[NodeReport]) -> Agreement:
+    bad = {rank: message for rank, message in said.items() if message.get("ok") is not True}
+    if not bad:
+        slowest = max(float(message.get("seconds") or 0.0) for message in said.values())
+        return Agreement.noted(
+            "network.collective", "pass", f"one process on each of {len(reports)} nodes added a number in {slowest:.1f} s"
+        )  # fmt: skip
+    hosts = {report.node_rank: report.host for report in reports}
+    evidence = tuple(
+        Evidence(
+            where=name_node(rank, hosts[rank]), text=one_line(str(message.get("text") or "?"), limit=300)
+        )
+        for rank, message in sorted(bad.items())[:8]
+    )
+    odd = sorted(bad) if len(bad) < len(reports) - len(bad) else []
+    known = find_cause("address_unreachable")
+    who = ", ".join(name_node(rank, hosts[rank]) for rank in sorted(bad)[:8])
+    verdict = Verdict(
+        cause="address_unreachable", when="before", hosts=tuple(hosts[rank] for rank in odd), phase="agree.network",
+        summary=f"one process on each node was to add a number with the others, and it failed on {who}: {evidence[0].text}",
+        evidence=evidence, fix=known.remedy if known else (),
+    )  # fmt: skip
+    return Agreement.found("network.collective", verdict)

@@ -1,0 +1,160 @@
+"""What both sides of a meeting share: what a node brings, what the channel answers, and work in a thread of its own while the front listens."""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from unisono.agree.reports import NodeReport
+from unisono.control.server import HeadServer
+from unisono.events import Message
+from unisono.facts.network import NetworkProbe, SystemNetwork
+from unisono.plan.topology import Topology
+from unisono.supervise.child_process import Programs
+
+Show = Callable[[Message], None]
+
+
+@dataclass(frozen=True)
+class Party:
+    """This node, as it comes to the meeting.
+
+    Attributes:
+        topology: the shape of the job as this node knows it; `head_host` is set.
+        token: the job's secret.
+        host: this machine's name.
+        show: sees notes and warnings; called from the caller's thread only.
+        join_timeout_s: how long the nodes wait for each other.
+        programs: what is started as task.
+        network: resolves names.
+        command: the command line, for the lines that a person is to type.
+    """
+
+    topology: Topology
+    token: bytes = field(repr=False)
+    host: str
+    show: Show
+    join_timeout_s: float = 300.0
+    programs: Programs = field(default_factory=Programs)
+    network: NetworkProbe = field(default_factory=SystemNetwork)
+    command: str = "unisono train CONFIG"
+
+    @property
+    def label(self) -> str:
+        """How this node is written."""
+        return f"node {self.topology.node_rank} ({self.host})"
+
+    @property
+    def head(self) -> str:
+        """HOST:PORT of the head, as it was asked for."""
+        host, port = self.topology.head_host, self.topology.head_port
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a node's report needs to know from the channel.
+
+    Attributes:
+        address: on which this node reaches the head, and is reached.
+        welcome: what the head says to everybody who comes in.
+        clock_offset_s: this node's wall clock minus the head's; None: not measured; 0.0 on the head.
+        probe_ports: at which this node answers the dial matrix.
+    """
+
+    address: str
+    welcome: dict[str, Any]
+    clock_offset_s: float | None
+    probe_ports: list[int]
+
+
+MakeReport = Callable[[Standing, Show], NodeReport]
+"""Makes this node's report. It runs in a thread of its own, since digests of large files take minutes; what it shows is
+passed on. A UnisonoError that it raises is told to all nodes."""
+
+
+Result = TypeVar("Result")
+
+
+class HeadSide(Protocol):
+    """Node 0's."""
+
+    party: Party
+    server: HeadServer
+    run_nonce: str
+
+    @property
+    def reports(self) -> list[NodeReport]:
+        """Of all nodes, by node rank."""
+        ...
+
+    def tell_all(self, message: Message) -> None:
+        """Sends a message to all other nodes."""
+        ...
+
+    def aside(self, work: Callable[[Show], Result]) -> Result:
+        """Does something that takes long, and listens to the nodes meanwhile."""
+        ...
+
+    def gather(self, kind: str, *, timeout_s: float, what: str = "") -> dict[int, Message]:
+        """One message of a kind from every other node, by node rank."""
+        ...
+
+
+class NodeSide(Protocol):
+    """Every other node's."""
+
+    party: Party
+    welcome: dict[str, Any]
+
+    def send(self, message: Message) -> None:
+        """Sends a message to the head."""
+        ...
+
+    def aside(self, work: Callable[[Show], Result]) -> Result:
+        """Does something that takes long, and listens to the head meanwhile."""
+        ...
+
+    def wait_for(self, *kinds: str) -> Message:
+        """The next message of one of these kinds."""
+        ...
+
+
+class BackgroundWork(Generic[Result]):
+    """Starts at once. What the work shows waits in `shown`, so that only the front's own thread speaks to people.
+
+    The thread is a daemon: a front that ends does not wait for it, and the task that it may have started ends with it.
+    """
+
+    def __init__(self, work: Callable[[Callable[[Message], None]], Result]) -> None:
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._outcome: list[Result] = []
+        self._error: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, args=(work,), name="aside", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        return not self._thread.is_alive()
+
+    def shown(self) -> list[Message]:
+        """What the work has shown since the last call."""
+        found = []
+        while not self._messages.empty():
+            found.append(self._messages.get())
+        return found
+
+    def result(self) -> Result:
+        """What came of it; raises what the work raised."""
+        self._thread.join()
+        if self._error:
+            raise self._error[0]
+        return self._outcome[0]
+
+    def _run(self, work: Callable[[Callable[[Message], None]], Result]) -> None:
+        try:
+            self._outcome.append(work(self._messages.put))
+        except BaseException as error:  # noqa: BLE001 - raised again by `result`, in the front's thread
+            self._error.append(error)

@@ -1,0 +1,296 @@
+"""Starts the fronts of `--hosts` over ssh, and ends them: each holds on to its stdin, and ends itself when that closes."""
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+from unisono.agree.display import name_node
+from unisono.causes import Evidence, Verdict
+from unisono.causes.variables import find_variable
+from unisono.errors import UsageError
+from unisono.facts.network import NetworkProbe, is_loopback
+from unisono.launch.train_request import TrainRequest
+from unisono.plan.topology import Topology
+from unisono.rendezvous.head_address import address_towards
+from unisono.supervise.child_process import option_words
+from unisono.supervise.task_process import tail_of
+from unisono.text import one_line
+
+_OPTIONS = (
+    "-T",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ConnectTimeout=10",
+    "-o",
+    "ServerAliveInterval=5",
+    "-o",
+    "ServerAliveCountMax=3",
+)
+_SSH_FAILED = 255
+_TAIL_LINES = 6
+_NOT_CARRIED = (
+    "NNODES",
+    "NODE_RANK",
+    "NPROC_PER_NODE",
+    "MASTER_",
+    "RDZV_",
+    "TORCHELASTIC_",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "RANK",
+)
+"""They say what this node is, and nothing of the others."""
+
+
+@dataclass(frozen=True)
+class Remote:
+    """What each of the other nodes is to run, besides where it stands.
+
+    Attributes:
+        words: of `unisono`: `train`, CONFIG, key=value …
+        options: by their names, as `option_words` takes them.
+        tail: what comes after all options: `--` and a program.
+        ssh: the client, with its options; tests have a port and keys of their own.
+    """
+
+    words: tuple[str, ...]
+    options: Mapping[str, object] = field(default_factory=dict)
+    tail: tuple[str, ...] = ()
+    ssh: tuple[str, ...] = ("ssh",)
+
+
+def remote_train(request: TrainRequest) -> Remote:
+    """The same training, on another node."""
+    return Remote(
+        ("train", str(request.config_path), *request.overrides),
+        {
+            "--join-timeout": f"{request.join_timeout_s:g}", "--nproc": request.nproc, "--devices": request.devices,
+            "--restarts": request.restarts, "--debug-comm": request.debug_comm or None,
+        },
+        ssh=request.ssh,
+    )  # fmt: skip
+
+
+@dataclass
+class SshFront:
+    """One front on another host.
+
+    Attributes:
+        node_rank: of the node.
+        host: as `--hosts` has it.
+        process: the ssh client here.
+        output: what the remote front printed.
+    """
+
+    node_rank: int
+    host: str
+    process: "subprocess.Popen[bytes]"
+    output: IO[bytes]
+
+    @property
+    def name(self) -> str:
+        """The host without a user's name."""
+        return self.host.rpartition("@")[2]
+
+
+@dataclass
+class SshFronts:
+    """The fronts that this node has started. As a context manager it leaves none behind.
+
+    Attributes:
+        fronts: by node rank, from 1.
+        logs: the folder with what each printed.
+    """
+
+    fronts: list[SshFront]
+    logs: Path
+    _folder: "tempfile.TemporaryDirectory[str] | None" = field(default=None, repr=False)
+
+    def __enter__(self) -> "SshFronts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def failures(self) -> dict[int, Verdict]:
+        """A verdict for each front that has ended, by node rank. It counts for a node that is not in the meeting (any more)."""
+        return {
+            front.node_rank: self._failure(front) for front in self.fronts if front.process.poll() is not None
+        }
+
+    def tail(self, node_rank: int) -> list[str]:
+        """The last lines that a front printed."""
+        front = next(front for front in self.fronts if front.node_rank == node_rank)
+        lines = [one_line(line, limit=300) for line in tail_of(front.output).splitlines()]
+        return [line for line in lines if line][-_TAIL_LINES:]
+
+    def close(self, *, patience_s: float = 5.0) -> None:
+        """Closes their stdin, on which they end themselves; waits a bounded time, then ends the ssh clients here."""
+        for front in self.fronts:
+            if front.process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    front.process.stdin.close()
+        limit = time.monotonic() + patience_s
+        for front in self.fronts:
+            try:
+                front.process.wait(max(0.0, limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                front.process.kill()
+                front.process.wait()
+            front.output.close()
+        self.fronts = []
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _failure(self, front: SshFront) -> Verdict:
+        who = name_node(front.node_rank, front.name)
+        tail = self.tail(front.node_rank)
+        code = front.process.returncode
+        if code == _SSH_FAILED:
+            why, fix = (
+                "ssh could not start it",
+                f"ssh -o BatchMode=yes {front.host} true   # must work without a question",
+            )
+        elif code < 0:
+            why, fix = f"its ssh client was killed by signal {-code}", "start the command again"
+        else:
+            why = f"its front ended with exit code {code} before it had called the head"
+            fix = f"see what it printed, and run the same on {front.host} by hand"
+        last = f": {tail[-1]}" if tail else ""
+        return Verdict(
+            cause="node_missing", when="before", hosts=(front.name,), phase="agree.call",
+            summary=f"{who} is not here: {why}{last}", fix=(fix,),
+            evidence=tuple(Evidence(where=f"{who}, its output", text=line) for line in tail),
+        )  # fmt: skip
+
+
+def find_head(topology: Topology, network: NetworkProbe) -> Topology:
+    """The topology with the head's address: with --hosts and without --head the one that this machine has towards them.
+
+    Its port is then left to the system (0). A topology that has an address, or no other nodes, stays as it is.
+
+    Raises:
+        UsageError: if there is no way to any of the hosts, or no single address for all.
+    """
+    if not topology.hosts or topology.head_host:
+        return topology
+    towards = {host: address_towards(host, network) for host in topology.hosts}
+    lost = [host for host, address in towards.items() if not address]
+    if lost:
+        raise UsageError.of(
+            f"--hosts: {', '.join(lost)} {'has' if len(lost) == 1 else 'have'} no address here", where="command line",
+            fix="give names that `getent hosts NAME` knows, or addresses",
+        )  # fmt: skip
+    addresses = sorted(set(towards.values()), key=lambda address: (is_loopback(address), address))
+    if len(addresses) > 1:
+        ways = ", ".join(f"{address} towards {host}" for host, address in towards.items())
+        raise UsageError.of(
+            "--hosts: this machine has another address towards each of them", where="command line", why=ways,
+            fix=f"name the one that all of them reach: --head {addresses[0]}",
+        )  # fmt: skip
+    origins = {**topology.origins, "head": "the address of this machine towards --hosts"}
+    return replace(topology, head_host=addresses[0], head_port=0, origins=origins)
+
+
+def start_others(
+    remote: Remote,
+    topology: Topology,
+    token: bytes,
+    head: tuple[str, int],
+    *,
+    logs: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> SshFronts:
+    """Starts a front on each of the topology's hosts, in the same working directory with the same python.
+
+    Args:
+        remote: what each is to run.
+        topology: of this node; its `hosts` are started.
+        token: written to each front's stdin, which stays open as its lifeline.
+        head: where they call.
+        logs: a folder for what they print (`HOST-front.log`); None: a private one that goes with `close`.
+        variables: of this node's environment (`Environment.variables`); those that must be equal everywhere are set there.
+
+    Raises:
+        UsageError: if there is no ssh here.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="unisono-ssh-") if logs is None else None
+    place = Path(folder.name) if folder else logs
+    assert place is not None
+    place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    started = SshFronts([], place, folder)
+    carried = carried_variables(variables or {})
+    try:
+        for node_rank, host in enumerate(topology.hosts, start=1):
+            command = remote_command(remote, topology, node_rank, head, variables=carried)
+            started.fronts.append(_start(remote.ssh, node_rank, host, command, token, place))
+    except BaseException:  # a start that is half done leaves nobody behind; raised again
+        started.close()
+        raise
+    return started
+
+
+def remote_command(
+    remote: Remote,
+    topology: Topology,
+    node_rank: int,
+    head: tuple[str, int],
+    *,
+    variables: Mapping[str, str] | None = None,
+) -> str:
+    """What the remote shell runs: `cd DIR && exec PYTHON -m unisono train …`, every word quoted, without the token."""
+    host, port = head
+    place = {
+        "--nodes": topology.nodes, "--node-rank": node_rank, "--head": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        "--token-file": "-",
+    }  # fmt: skip
+    options = option_words({**place, **remote.options})
+    words = [sys.executable, "-m", "unisono", *remote.words, *options, *remote.tail]
+    setting = (
+        ["env", *(f"{name}={value}" for name, value in sorted((variables or {}).items()))]
+        if variables
+        else []
+    )
+    return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([*setting, *words])}"
+
+
+def carried_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those of this node's variables that must be equal on all nodes and say nothing of this one alone."""
+    found = {}
+    for name, value in variables.items():
+        known = find_variable(name)
+        if known is not None and known.group == "equal" and not name.startswith(_NOT_CARRIED):
+            found[name] = value
+    return found
+
+
+def _start(ssh: Sequence[str], node_rank: int, host: str, command: str, token: bytes, logs: Path) -> SshFront:
+    path = logs / f"{host.rpartition('@')[2].replace(':', '-')}-front.log"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    output = os.fdopen(fd, "ab", buffering=0)
+    try:
+        process = subprocess.Popen(
+            [*ssh, *_OPTIONS, "--", host, command], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        output.close()
+        raise UsageError.of(
+            f"--hosts needs {ssh[0]}, and it cannot be started", where="this machine", why=error.strerror or str(error),
+            fix="install an ssh client, or run the command on every node with --nodes, --node-rank and --head",
+        ) from error  # fmt: skip
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended already: `failures` says why
+        process.stdin.write(token + b"\n")
+        process.stdin.flush()
+    return SshFront(node_rank, host, process, output)

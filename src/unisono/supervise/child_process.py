@@ -1,0 +1,379 @@
+"""A child process of the front: its command line and environment, its messages on a pipe, its output in a file, and its certain end."""
+
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol, Self
+
+from unisono.events import Message, read_message
+from unisono.facts.network import is_loopback
+from unisono.files import make_private_dir
+from unisono.plan import DeviceChoice, RunPlan
+from unisono.rundir import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """The programs a front starts. Tests hand in others."""
+
+    worker: tuple[str, ...] = (sys.executable, "-m", "unisono.worker")
+    task: tuple[str, ...] = (sys.executable, "-m", "unisono.task")
+
+
+def worker_command(
+    programs: Programs, *, plan: Path, events: Path, report_fd: int, snapshot_fd: int | None = None, beat_fds: Sequence[int] = ()
+) -> list[str]:  # fmt: skip
+    """The command line of one rank."""
+    kept = ["--snapshot-fd", str(snapshot_fd)] if snapshot_fd is not None else []
+    beats = ["--beat-fds", ",".join(map(str, beat_fds))] if beat_fds else []
+    return [*programs.worker, str(plan), "--events", str(events), *kept, *beats, *_ties(report_fd)]
+
+
+def task_command(programs: Programs, name: str, *, request: Path, report_fd: int) -> list[str]:
+    """The command line of a task."""
+    return [*programs.task, name, str(request), *_ties(report_fd)]
+
+
+def _ties(report_fd: int) -> list[str]:
+    return ["--report-fd", str(report_fd), "--front-pid", str(os.getpid())]
+
+
+def option_words(options: Mapping[str, object]) -> list[str]:
+    """Options by their names as words of a command line: those of None are left out, those of True stand alone."""
+    words: list[str] = []
+    for name, value in options.items():
+        words += [] if value is None else [name] if value is True else [name, str(value)]
+    return words
+
+
+def child_environment(
+    *, threads: int, without: Iterable[str] = (), device: DeviceChoice | None = None
+) -> dict[str, str]:
+    """The environment of a child: ours, with the thread count of the plan and without what would mislead it.
+
+    Args:
+        threads: of OpenMP and MKL; part of what makes a run repeatable.
+        without: names to leave out, as RANK and MASTER_ADDR are on one device.
+        device: the only accelerator that the child may see, or none; None leaves what is visible as it is.
+    """
+    gone = {*without, "UNISONO_TOKEN"}
+    environment = {name: value for name, value in os.environ.items() if name not in gone}
+    environment |= {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",  # what a killed worker printed last is what one wants to read
+        "PYTHONFAULTHANDLER": "1",  # a segmentation fault leaves its Python stack in the log
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    environment.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # Threads that spin while they wait are only quick where nothing else runs: beside other work steps took six times as long.
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # peft 0.21 asks transformers 5.23 by an old name; the warning would be the last line of every rank's log.
+    environment.setdefault("PYTHONWARNINGS", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+    if device is not None:
+        environment["TOKENIZERS_PARALLELISM"] = "false"  # it warns and stalls where a process forks
+        environment["CUDA_VISIBLE_DEVICES"] = (device.uuid or "") if device.kind == "cuda" else ""
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order in which indices are shown
+    return environment
+
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_ABOUT_COMMUNICATION = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_")
+DEBUG_COMM = {
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_CPP_LOG_LEVEL": "INFO",
+    "NCCL_DEBUG": "INFO",
+    "TORCH_SHOW_CPP_STACKTRACES": "1",
+}
+"""What --debug-comm sets for processes that talk to each other."""
+_RECORDED = "200"
+"""Collectives that torch's flight recorder keeps. Without the variable gloo's keeps one. On or off is 2 µs of CPU time for a collective, and
+how many it keeps costs nothing (torch 2.13)."""
+
+
+def misleading(leftovers: Iterable[str], *, world_size: int) -> list[str]:
+    """The variables of other launchers that ranks are started without; several ranks keep what is about communication."""
+    if world_size == 1:
+        return list(leftovers)
+    return [name for name in leftovers if not name.startswith(_ABOUT_COMMUNICATION)]
+
+
+class HasAddresses(Protocol):
+    """A network interface, as `facts.network` finds it or a report has it."""
+
+    @property
+    def name(self) -> str:
+        """As the system calls it."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Without their prefix lengths."""
+
+    @property
+    def loopback(self) -> bool:
+        """Whether it leads back to this machine."""
+
+
+def interface_name(interfaces: Iterable[HasAddresses], address: str) -> str | None:
+    """The interface that has the address; None where it cannot be said, and the libraries choose.
+
+    127.0.0.2 and its like are in no list, and are the loopback's.
+    """
+    known = list(interfaces)
+    found = next((one.name for one in known if address in one.addresses), None)
+    if found is None and is_loopback(address):
+        return next((one.name for one in known if one.loopback), None)
+    return found
+
+
+def rank_environments(
+    plan: RunPlan, node_rank: int, *, variables: Mapping[str, str], interface: str | None, debug_comm: bool
+) -> list[dict[str, str]]:
+    """The environment of every rank of a node, by local rank. Where libraries are to write files, their folder is made.
+
+    Args:
+        plan: who is where.
+        node_rank: of this node.
+        variables: of other launchers, as this node has them; what would mislead goes.
+        interface: the one that has the address by which the other nodes reach this one; what the user has set stands.
+        debug_comm: whether collectives are checked and the libraries tell what they do, NCCL in a file of each rank in evidence/; slow.
+    """
+    without = misleading(variables, world_size=plan.world_size)
+    places = plan.on_node(node_rank)
+    found = []
+    for place in places:
+        environment = child_environment(threads=plan.threads, without=without, device=place.device)
+        if plan.world_size > 1:
+            environment |= {
+                "RANK": str(place.rank),
+                "LOCAL_RANK": str(place.local_rank),
+                "WORLD_SIZE": str(plan.world_size),
+                "LOCAL_WORLD_SIZE": str(len(places)),
+            }
+            for name in INTERFACE_VARIABLES if interface else ():
+                environment.setdefault(name, str(interface))
+            environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
+            if debug_comm:
+                environment |= DEBUG_COMM | _nccl_file(plan, place.rank)
+        found.append(environment)
+    return found
+
+
+def _nccl_file(plan: RunPlan, rank: int) -> dict[str, str]:
+    folder = RunDir(Path(plan.output_dir)).evidence
+    try:
+        make_private_dir(folder)
+    except OSError:
+        return {}  # NCCL tells it in the rank's log, then
+    return {"NCCL_DEBUG_FILE": str(folder / f"nccl-rank-{rank:05d}.log")}
+
+
+_PIPE_BYTES = (
+    1 << 20
+)  # minutes of messages, so that a front that is stopped (Ctrl-Z) does not stop its worker
+_CHUNK_BYTES = 1 << 16
+_POLL_S = 0.2
+_KILLED_S = 3.0  # for the end after SIGKILL, also where much memory is given back
+
+
+class ChildProcess:
+    """A worker or a task. It leads a session of its own, so a terminal's Ctrl-C reaches the front alone.
+
+    As a context manager it leaves no process behind: neither the child nor what the child started.
+
+    Attributes:
+        pid: of the process.
+        returncode: None until it has ended; negative: the signal that ended it.
+        is_beyond_reach: it was killed, and has not ended: it waits in the kernel. It is not waited for any more.
+        started: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        command: Callable[[int], list[str]],
+        *,
+        environment: dict[str, str],
+        output: int | IO[Any],
+        talks: bool = False,
+        inherits: Sequence[int] = (),
+    ) -> None:
+        """Starts it.
+
+        Args:
+            command: gives the command line from the number of the pipe that it reports on.
+            environment: all of it.
+            output: a file for what it prints; never a pipe, which could fill and block it.
+            talks: whether `send` will be used; otherwise it reads from nowhere.
+            inherits: file descriptors that it gets under the same numbers.
+        """
+        read_end, write_end = os.pipe()
+        with contextlib.suppress(OSError, AttributeError):  # a smaller pipe works, too
+            fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        try:
+            self._process = subprocess.Popen(
+                command(write_end), env=environment, pass_fds=(write_end, *inherits), start_new_session=True,
+                stdin=subprocess.PIPE if talks else subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        except BaseException:  # no process, no pipe; raised again
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
+        os.set_blocking(read_end, False)
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError, AttributeError):
+                fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            os.set_blocking(self._process.stdin.fileno(), False)  # this end alone
+        self._unsent = b""
+        self._fd = read_end
+        self._open = True
+        self._rest = b""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(read_end, selectors.EVENT_READ)
+        self.pid = self._process.pid
+        self.returncode: int | None = None
+        self.is_beyond_reach = False
+        self._killed_at: float | None = None
+        self.started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end(patience_s=0)
+
+    def read(self, timeout_s: float = _POLL_S) -> list[Message]:
+        """The messages that have come, after waiting for the first of them at most `timeout_s`."""
+        self._send_more()
+        if not self._open:
+            self._reap(timeout_s)
+            return []
+        if not self._selector.select(timeout_s):
+            if self._has_ended():  # a grandchild may hold the pipe open
+                messages = self._drain()
+                self._close()
+                self._reap(timeout_s)
+                return messages
+            return []
+        return self._drain()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended and all its messages have been read."""
+        return self.returncode is not None and not self._open
+
+    @property
+    def fileno(self) -> int | None:
+        """The pipe that its messages come on, readable also when it dies; None once that is closed."""
+        return self._fd if self._open else None
+
+    def send(self, message: Message) -> None:
+        """Writes a message to the child's stdin, as a line. A child that is gone is seen by `read`.
+
+        It never waits for a child that is stopped or busy: what its pipe does not take follows with the next `read`.
+        """
+        assert self._process.stdin is not None
+        self._unsent += (json.dumps(message, ensure_ascii=False) + "\n").encode()
+        self._send_more()
+
+    def _send_more(self) -> None:
+        stdin = self._process.stdin
+        while self._unsent and stdin is not None and not stdin.closed:
+            try:
+                self._unsent = self._unsent[os.write(stdin.fileno(), self._unsent) :]
+            except BlockingIOError:
+                return
+            except OSError:  # the child is gone
+                self._unsent = b""
+
+    def close_input(self) -> None:
+        """Tells the child that nothing more will be sent."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the child alone."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kills it and all that it started, and does not wait for the end."""
+        if self.returncode is None:
+            self._killed_at = self._killed_at or time.monotonic()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def end(self, *, patience_s: float) -> None:
+        """Ends it: by SIGTERM if there is patience, at last by SIGKILL, with all that it started."""
+        if self.returncode is None and patience_s > 0:
+            self.signal(signal.SIGTERM)
+            limit = time.monotonic() + patience_s
+            while not self._has_ended() and time.monotonic() < limit:
+                time.sleep(0.02)
+        if self.returncode is None:
+            self.kill()
+            self._collect()
+        self._close()
+        if self._process.stdin is not None:
+            self.close_input()
+
+    def _drain(self) -> list[Message]:
+        data = b""
+        while len(data) < 16 * _CHUNK_BYTES:
+            try:
+                chunk = os.read(self._fd, _CHUNK_BYTES)
+            except BlockingIOError:
+                break
+            if not chunk:
+                self._close()
+                break
+            data += chunk
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        found = (read_message(line.decode("utf-8", "replace")) for line in lines)
+        return [message for message in found if message is not None]
+
+    def _has_ended(self) -> bool:
+        """Whether the process is dead; it is not reaped yet, so its number cannot mean another one."""
+        if self.returncode is not None:
+            return True
+        flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return os.waitid(os.P_PID, self.pid, flags) is not None
+
+    def _reap(self, timeout_s: float) -> None:
+        """Waits for a child whose pipe is closed, and ends what it left behind."""
+        limit = time.monotonic() + timeout_s
+        while not self._has_ended():
+            if time.monotonic() >= limit:
+                return
+            time.sleep(0.01)
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)  # data loaders and the like; the leader is dead already
+            self._collect()
+
+    def _collect(self) -> None:
+        """Takes the exit status. SIGKILL ends everything but a thread that waits for storage in the kernel: the wait is bounded."""
+        since_s = time.monotonic() - (self._killed_at or time.monotonic())
+        try:
+            self.returncode = self._process.wait(max(0.1, _KILLED_S - since_s))
+        except subprocess.TimeoutExpired:
+            self.returncode, self.is_beyond_reach = -signal.SIGKILL, True
+
+    def _close(self) -> None:
+        if self._open:
+            self._open = False
+            self._selector.close()
+            os.close(self._fd)

@@ -1,0 +1,346 @@
+"""The ranks of one node: their processes, messages, logs, and their certain end. The front is their only owner."""
+
+import contextlib
+import mmap
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Self
+
+from unisono.checkpoint.snapshot import StepSnapshot, read_slots
+from unisono.events import Message
+from unisono.facts.limits import oom_kills
+from unisono.facts.processes import stuck_threads
+from unisono.plan import RankPlace, RunPlan
+from unisono.rundir import RunDir
+from unisono.supervise.bounded_io import Hung, unless_stuck
+from unisono.supervise.child_process import ChildProcess, Programs, worker_command
+from unisono.supervise.rank_logs import FollowedLog, LogTimes, Rate
+from unisono.supervise.task_process import tail_of
+from unisono.watch import BeatMemory
+
+_REPLICAS = 2  # a copy of rank 0 for the case that its memory is damaged; more would only cost memory
+
+
+class SharedMemory:
+    """One piece of memory for each rank that keeps its steps: the front's own, inherited by the rank. Use it as a context."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._fds: dict[int, int] = {}
+        for rank in ranks:
+            with contextlib.suppress(
+                OSError
+            ):  # no file descriptors left, or no such call here: then nothing is kept
+                self._fds[rank] = os.memfd_create(f"unisono-rank-{rank}", os.MFD_CLOEXEC)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Gives the memory back. What `read` gave keeps its own."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Those that have memory."""
+        return sorted(self._fds)
+
+    def fd(self, rank: int) -> int | None:
+        """For the rank's process; None if it keeps nothing."""
+        return self._fds.get(rank)
+
+    def read(self, rank: int) -> tuple[list[StepSnapshot], list[str]]:
+        """What the rank, which has ended, has kept, newest first; and what is wrong with the rest."""
+        content = self.content(rank)
+        return read_slots(content) if content is not None else ([], [])
+
+    def content(self, rank: int) -> memoryview | None:
+        """All of the rank's memory; None where nothing was written to it."""
+        size = os.fstat(self._fds[rank]).st_size
+        return memoryview(mmap.mmap(self._fds[rank], size, prot=mmap.PROT_READ)) if size else None
+
+
+def keeping_ranks(plan: RunPlan, node_rank: int) -> list[int]:
+    """The ranks of a node that keep their steps.
+
+    Of an adapter's run those who together hold all of its state: all where it is sharded, else the first ones of the head's node. What
+    is trained without an adapter is too large for it.
+    """
+    if plan.config.adapter is None:
+        return []
+    places = [place.rank for place in plan.on_node(node_rank)]
+    if plan.strategy == "fsdp":
+        return places
+    return places[:_REPLICAS] if node_rank == 0 else []
+
+
+LAST_WORDS = ("result", "refused", "crashed")
+_LEAVES_WITHIN_S = 5.0  # after its last word, where that is no result
+
+
+@dataclass(frozen=True, slots=True)
+class RankMessage:
+    """A rank sent a message."""
+
+    rank: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How a rank's process ended.
+
+    Attributes:
+        rank: which.
+        returncode: of the process; negative: a signal.
+        last: its last word: `result`, `refused` or `crashed`; None if it died without one.
+        phase: the last phase it told.
+        step: the last step it finished.
+        tail: the end of what it printed.
+        oom_killed: whether the kernel killed something for memory in this cgroup meanwhile.
+        ended_by_us: why its front ended it, if it did.
+    """
+
+    rank: int
+    returncode: int
+    last: Message | None
+    phase: str
+    step: int
+    tail: str = ""
+    oom_killed: bool = False
+    ended_by_us: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the way to the head."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Reads what to_json gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: if it is no such object.
+        """
+        last = value["last"]
+        if last is not None and not (isinstance(last, dict) and isinstance(last.get("kind"), str)):
+            raise ValueError("the last word of a rank is no message")
+        return cls(
+            rank=int(value["rank"]), returncode=int(value["returncode"]), last=last, phase=str(value["phase"]),
+            step=int(value["step"]), tail=str(value["tail"]), oom_killed=bool(value["oom_killed"]),
+            ended_by_us=str(value["ended_by_us"]),
+        )  # fmt: skip
+
+
+RankNews = RankMessage | RankEnd
+
+
+@dataclass
+class _Rank:
+    place: RankPlace
+    child: ChildProcess
+    log: IO[bytes]
+    times: LogTimes
+    followed: FollowedLog
+    phase: str = "start"
+    step: int = 0
+    last: Message | None = None
+    ended_by_us: str = ""
+    told_end: bool = False
+    last_at: float = 0.0
+
+    def note(self, message: Message) -> None:
+        match message["kind"]:
+            case "phase":
+                self.phase = str(message.get("phase"))
+            case "step":
+                self.phase, self.step = "train", int(message["step"])
+            case kind:
+                self.last = message if kind in LAST_WORDS else self.last
+
+
+@dataclass
+class LocalRanks:
+    """Starts the ranks of this node, and leaves none behind: use it as a context.
+
+    Attributes:
+        places: the ranks, by local rank.
+        run: the run's directory; logs and events go there.
+        plan_file: what the ranks read.
+        programs: what is started.
+        environments: of each rank, in the order of `places`.
+        from_step: where they go on from.
+        talks: whether they wait for a word on stdin, as several ranks do before their first collective.
+        kept: memory in which some ranks keep their newest step; it outlives them.
+        beats: of each rank, its signs of life, which outlive it, too.
+    """
+
+    places: Sequence[RankPlace]
+    run: RunDir
+    plan_file: Path
+    programs: Programs
+    environments: Sequence[dict[str, str]]
+    from_step: int = 0
+    talks: bool = False
+    kept: SharedMemory | None = None
+    beats: dict[int, BeatMemory] = field(default_factory=dict, init=False)
+    _ranks: dict[int, _Rank] = field(default_factory=dict, init=False)
+    _kills_before: int = field(default=0, init=False)
+    _rate: Rate = field(default_factory=Rate, init=False)
+
+    def __enter__(self) -> Self:
+        self._kills_before = oom_kills() or 0
+        try:
+            for place, environment in zip(self.places, self.environments, strict=True):
+                self.beats[place.rank] = BeatMemory(place.rank)
+                self._ranks[place.rank] = self._start(place, environment)
+        except BaseException:  # the ranks that were started do not outlive the one that could not be
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self._ranks.values():
+            rank.child.end(patience_s=0)
+            rank.times.close()
+            rank.log.close()
+        for memory in self.beats.values():
+            memory.close()
+        self.beats.clear()
+
+    def pid(self, rank: int) -> int | None:
+        """Of the rank's process while it lives."""
+        member = self._ranks.get(rank)
+        return member.child.pid if member is not None and member.child.returncode is None else None
+
+    def last_word(self, rank: int) -> Message | None:
+        """`result`, `refused` or `crashed` of a rank, once it has been heard."""
+        member = self._ranks.get(rank)
+        return member.last if member is not None else None
+
+    def finished_steps(self) -> list[int]:
+        """Of each rank whose signs of life can be read now, the step before the one that it works on."""
+        read = [memory.read() for memory in self.beats.values()]
+        return [max(0, beat.step - 1) for beat in read if beat is not None]
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every rank has ended, and its end has been told by `poll`."""
+        return all(rank.told_end for rank in self._ranks.values())
+
+    def poll(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[RankNews]:
+        """What the ranks have said and which have ended, after waiting for the first news at most `timeout_s`.
+
+        Args:
+            timeout_s: seconds.
+            also: file descriptors whose readiness ends the waiting, too.
+        """
+        waiting = [rank.child.fileno for rank in self._ranks.values() if rank.child.fileno is not None]
+        quick = any(not rank.told_end and rank.child.fileno is None for rank in self._ranks.values())
+        select.select([*waiting, *also], [], [], 0.01 if quick else timeout_s)
+        news: list[RankNews] = []
+        for number, rank in self._ranks.items():
+            if rank.told_end:
+                continue
+            for message in rank.child.read(0):
+                rank.note(message)
+                news.append(RankMessage(number, message))
+            news += [RankMessage(number, warning) for warning in (*rank.times.note(), *rank.followed.news())]
+            self._end_if_it_should_have(rank)
+            if rank.child.ended:
+                rank.told_end = True
+                news += [RankMessage(number, hit) for hit in _last_hits(rank)]
+                if rank.child.is_beyond_reach:
+                    news.append(RankMessage(number, _beyond_reach(rank)))
+                news.append(self._end_of(rank))
+        return news
+
+    def tell(self, message: Message, *, rank: int | None = None) -> None:
+        """Sends a line to one rank, or to all."""
+        for number, member in self._ranks.items():
+            if rank in (None, number) and not member.child.ended:
+                member.child.send(message)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to every rank that lives."""
+        for rank in self._ranks.values():
+            rank.child.signal(number)
+
+    def end(self, why: str) -> None:
+        """Ends every rank that lives, with all that it started, at once."""
+        alive = [rank for rank in self._ranks.values() if not rank.told_end]
+        for rank in alive:
+            rank.ended_by_us = rank.ended_by_us or why
+            rank.child.kill()  # all first, so that none sees another's end
+        for rank in alive:
+            rank.child.end(patience_s=0)
+
+    def _end_if_it_should_have(self, rank: _Rank) -> None:
+        """A rank that has refused leaves at once, unless a thread of it waits for storage."""
+        if rank.last is None or rank.last["kind"] == "result" or rank.child.ended:
+            return
+        rank.last_at = rank.last_at or time.monotonic()
+        if time.monotonic() - rank.last_at > _LEAVES_WITHIN_S:
+            rank.child.end(patience_s=0)
+
+    def _start(self, place: RankPlace, environment: dict[str, str]) -> _Rank:
+        path = self.run.log(place.host, place.rank)
+        log = open_log(path)
+        kept = self.kept.fd(place.rank) if self.kept is not None else None
+        try:
+            child = ChildProcess(
+                lambda fd: worker_command(
+                    self.programs, plan=self.plan_file, events=self.run.events(place.rank), report_fd=fd, snapshot_fd=kept,
+                    beat_fds=self.beats[place.rank].fds,
+                ),
+                environment=environment, output=log, talks=self.talks, inherits=(*(() if kept is None else (kept,)), *self.beats[place.rank].fds),
+            )  # fmt: skip
+        except BaseException:  # raised again
+            log.close()
+            raise
+        followed = FollowedLog(log, place.rank, self._rate)
+        return _Rank(
+            place, child, log, LogTimes(log, path, grew=followed.grew), followed, step=self.from_step
+        )
+
+    def _end_of(self, rank: _Rank) -> RankEnd:
+        return RankEnd(
+            rank=rank.place.rank, returncode=rank.child.returncode or 0, last=rank.last, phase=rank.phase, step=rank.step,
+            tail=_tail_of(rank.log), oom_killed=(oom_kills() or 0) > self._kills_before, ended_by_us=rank.ended_by_us,
+        )  # fmt: skip
+
+
+def _beyond_reach(rank: _Rank) -> Message:
+    """What is said of a process that not even SIGKILL ends."""
+    threads = (
+        "; ".join(map(str, stuck_threads(rank.child.pid))) or "the kernel does not say what it waits for"
+    )
+    text = f"process {rank.child.pid} of {rank.place.label} was killed and has not ended: {threads}"
+    fix = "it ends as soon as its storage answers; nothing waits for it"
+    return {"kind": "warning", "time": time.time(), "code": "rank_beyond_reach", "text": text, "fix": fix}
+
+
+def _last_hits(rank: _Rank) -> list[Message]:
+    """What the log says at its end: mostly why."""
+    with contextlib.suppress(Hung, OSError):  # the end of the log, which is asked for next, says so
+        unless_stuck(lambda: rank.followed.grew(os.fstat(rank.log.fileno()).st_size))
+    return rank.followed.news()
+
+
+def _tail_of(log: IO[bytes]) -> str:
+    try:
+        return unless_stuck(lambda: tail_of(log))
+    except Hung as hung:
+        return f"the end of the log cannot be read: {hung}"
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """The rank's log, for appending; only its owner may read it, since ranks print what they like."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    return os.fdopen(fd, "ab", buffering=0)

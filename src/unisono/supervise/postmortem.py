@@ -1,0 +1,232 @@
+"""What ended a start that did not hand over a result: a verdict from what is known of it. Pure."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from unisono.causes import Evidence, Verdict, find_cause
+from unisono.control.events import Left
+from unisono.plan import RankPlace
+from unisono.supervise.job import Job
+from unisono.supervise.local_ranks import RankEnd
+from unisono.supervise.task_process import how_it_ended
+from unisono.text import one_line
+from unisono.watch import Picture, RankView
+from unisono.watch.mismatch import mismatch
+from unisono.watch.verdicts import describe_activity
+
+_TAIL_LINES = 3
+_STOOD_S = 0.2  # a rank that lives and has beaten since is no longer where it was seen
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLoss:
+    """A node that is not connected to the head any more.
+
+    Attributes:
+        node_rank: of that node.
+        host: its name.
+        why: one line for people.
+        silent_s: seconds from the last sign of life to the end of the connection, where that is long; else 0.
+        is_cut: whether the line, or either end of it, may be cut; see control.events.Left.
+        lost_head: whether it is the node that does not hear the head any more, rather than the head that does not hear the node.
+    """
+
+    node_rank: int
+    host: str
+    why: str
+    silent_s: float = 0.0
+    is_cut: bool = False
+    lost_head: bool = False
+
+    @classmethod
+    def at_head(cls, left: Left) -> "NodeLoss":
+        """As the head sees the end of a connection."""
+        return cls(left.node_rank, left.host, left.why, left.silent_s, left.is_cut, lost_head=left.gave_up)
+
+    @classmethod
+    def at_node(cls, left: Left, *, node_rank: int, host: str) -> "NodeLoss":
+        """As that node sees the end of its connection to the head."""
+        return cls(node_rank, host, left.why, left.silent_s, left.is_cut, lost_head=not left.gave_up)
+
+
+def is_victim(end: RankEnd) -> bool:
+    """Whether a rank ended only because another one was gone: it says so itself, or its front ended it."""
+    if end.ended_by_us:
+        return True
+    return end.last is not None and end.last["kind"] == "crashed" and bool(end.last.get("peer_lost"))
+
+
+def first_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """The rank whose end caused those of the others; None where all of them only lost a peer.
+
+    Args:
+        ends: in the order in which they were heard of.
+    """
+    bad = [end for end in ends if end.last is None or end.last["kind"] != "result"]
+    own = [end for end in bad if not is_victim(end)]
+    # A signal has no other rank as its cause, except SIGABRT, by which torch ends a rank whose peer is gone.
+    by_signal = [end for end in own if end.returncode < 0 and end.returncode != -signal.SIGABRT]
+    if own:
+        return (by_signal or own)[0]
+    early = [end for end in ends if end not in bad]  # left with a result while others still counted on it
+    return early[0] if early and bad else None
+
+
+def apart(seen: Picture | None, culprit: RankEnd | None) -> Verdict | None:
+    """Whether ranks died because they were in different collectives: gloo ends those that get another size than they wait for.
+
+    Of ranks that have only lost each other one may have come a collective further, and that is the network's doing.
+    """
+    if seen is None:
+        return None
+    died_at = _place(seen.views.get(culprit.rank)) if culprit is not None else None
+    stood = [
+        v
+        for v in seen.views.values()
+        if v.has_ended or v.idle_s >= _STOOD_S or (died_at is not None and _place(v) == died_at)
+    ]
+    in_collectives = {v.rank: v for v in stood if v.beat is not None and v.beat.phase == "comm"}
+    if culprit is None or is_victim(culprit):
+        counts = {(v.beat.step, v.beat.comm) for v in in_collectives.values() if v.beat is not None}
+        if len(counts) != 1:
+            return None
+    elif culprit.returncode != -signal.SIGABRT or culprit.rank not in in_collectives:
+        return None
+    return mismatch(seen, list(in_collectives.values())) if len(in_collectives) > 1 else None
+
+
+def _place(view: RankView | None) -> tuple[int, int] | None:
+    """Which collective of which step a rank is in; None outside of any. Who is where the dead one was has not gone on, however lately it came."""
+    if view is None or view.beat is None or view.beat.phase != "comm":
+        return None
+    return view.beat.step, view.beat.comm
+
+
+def name_death(
+    end: RankEnd, plan: Job, *, after_s: float | None = None, seen: Picture | None = None
+) -> Verdict:
+    """The verdict on a rank that crashed, was killed, or left without a word."""
+    place = plan.ranks[end.rank]
+    where = place.label
+    at = f"in phase {end.phase}" + (f" after step {end.step}" if end.step else " before step 1")
+    cause, what, evidence = _how(end, where)
+    view = seen.views.get(end.rank) if seen is not None else None
+    if view is not None and view.beat is not None:
+        evidence.append(Evidence(where=where, text=f"last sign of life: {describe_activity(view)}"))
+    evidence += _tail(end, where)
+    known = find_cause(cause)
+    return Verdict(
+        cause=cause, when="during", summary=f"{where} {what.format(at=at)}", ranks=(place.rank,), hosts=(place.host,),
+        phase=end.phase, step=end.step or None, evidence=tuple(evidence), fix=known.remedy if known else (),
+        named_after_s=after_s,
+    )  # fmt: skip
+
+
+def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
+    """Cause, what happened with `{at}` for the place in the run, and the evidence."""
+    last = end.last
+    if last is not None and last["kind"] == "crashed":
+        place, error = str(last.get("where", "")), str(last.get("error", ""))
+        text = one_line(error, limit=200).replace("{", "{{").replace("}", "}}")
+        return (
+            "user_code_error",
+            f"ended by an exception {{at}}: {text}",
+            [Evidence(where=f"{where}, {place}", text=error)],
+        )
+    if last is not None and last["kind"] == "result":
+        step = last.get("step", end.step)
+        text = f"it handed over its result after step {step}, while others still counted on it"
+        return "unequal_steps", "left before the others {at}", [Evidence(where=where, text=text)]
+    how = how_it_ended(end.returncode)
+    if end.returncode == -signal.SIGKILL and end.oom_killed:
+        text = "killed by SIGKILL; the cgroup's oom_kill count grew meanwhile"
+        return (
+            "host_oom_killed",
+            "was killed by the kernel for want of memory {at}",
+            [Evidence(where=where, text=text)],
+        )
+    if end.returncode == -signal.SIGXFSZ:
+        text = f"{how}: the system sends it where a file would become larger than `ulimit -f` allows"
+        return "ulimit", "was ended by the limit of the file size {at}", [Evidence(where=where, text=text)]
+    if end.returncode < 0:
+        return "rank_killed", f"was {how} {{at}}", [Evidence(where=where, text=how)]
+    return "user_code_error", f"left by itself {{at}}: {how}", [Evidence(where=where, text=how)]
+
+
+def name_victims(ends: Sequence[RankEnd], plan: Job, *, after_s: float | None = None) -> Verdict:
+    """The verdict where every rank says that it lost a peer and none ended by itself: nobody can be named."""
+    evidence = tuple(_lost_peer(end, plan.ranks[end.rank]) for end in ends if end.last is not None)[:8]
+    known = find_cause("rank_died_first")
+    return Verdict(
+        cause="rank_died_first", when="during", evidence=evidence, fix=known.remedy if known else (), named_after_s=after_s,
+        summary=f"{len(ends)} of {plan.world_size} ranks lost the connection to another one, and none is known to have ended by itself; "
+        "what the silent rank or the network did is missing to name one",
+    )  # fmt: skip
+
+
+def name_loss(loss: NodeLoss, *, head: str, after_s: float = 0.0) -> Verdict:
+    """The verdict on the end of a connection between a node and the head: the same words on both.
+
+    A closed connection means that the other side's process is gone. A silent one whose machine still acknowledges what is sent means that the
+    process there is stopped. Where nothing is acknowledged, the head names the node, and a node that lost the head names itself as cut off.
+
+    Args:
+        loss: what is known of it.
+        head: node 0's host.
+        after_s: seconds from the end of the connection to this word.
+    """
+    since_s = round(loss.silent_s + after_s, 3)
+    if not loss.lost_head:
+        return name_lost_node(loss, after_s=since_s)
+    if not loss.is_cut:
+        return name_lost_node(replace(loss, node_rank=0, host=head), after_s=since_s)
+    return name_cut_off(loss, head=head, after_s=since_s)
+
+
+def name_lost_node(loss: NodeLoss, *, after_s: float | None = None) -> Verdict:
+    """The verdict on a node whose front is gone."""
+    where = f"node {loss.node_rank} ({loss.host})"
+    return Verdict(
+        cause="node_unreachable", when="during", hosts=(loss.host,), named_after_s=after_s,
+        summary=f"{where} is not heard any more: {one_line(loss.why, limit=200)}",
+        evidence=(Evidence(where="the control channel", text=f"{where}: {one_line(loss.why, limit=200)}"),),
+        fix=_remedy_of(loss, where),
+    )  # fmt: skip
+
+
+def _remedy_of(loss: NodeLoss, where: str) -> tuple[str, ...]:
+    """What to do: the network is to be looked at only where nothing came through it."""
+    known = find_cause("node_unreachable")
+    remedy = known.remedy if known else ()
+    if loss.is_cut:
+        return remedy
+    if loss.silent_s:
+        first = f"on {where}: `ps -eo pid,stat,args | grep unisono` shows a stopped process as T, and `kill -CONT PID` continues it; `uptime` shows the load"
+    else:
+        first = f"look at the terminal or the log of unisono on {where}; `dmesg | grep -i -E 'oom|killed process'` there shows whether the kernel killed it"
+    return (first, *remedy[1:])
+
+
+def name_cut_off(own: NodeLoss, *, head: str, after_s: float | None = None) -> Verdict:
+    """The verdict of a node that does not hear the head any more, on itself."""
+    where = f"node {own.node_rank} ({own.host})"
+    known = find_cause("node_unreachable")
+    text = f"it lost the connection to the head, node 0 ({head}): {one_line(own.why, limit=200)}"
+    return Verdict(
+        cause="node_unreachable", when="during", hosts=(own.host,), named_after_s=after_s, summary=f"{where} is cut off: {text}",
+        evidence=(Evidence(where=f"{where}, the control channel", text=text),), fix=known.remedy if known else (),
+    )  # fmt: skip
+
+
+def _lost_peer(end: RankEnd, place: RankPlace) -> Evidence:
+    assert end.last is not None
+    return Evidence(where=place.label, text=one_line(str(end.last.get("error", "")), limit=200))
+
+
+def _tail(end: RankEnd, where: str) -> list[Evidence]:
+    """The last lines of its log; what a traceback says is told already."""
+    lines = [line for line in end.tail.splitlines() if line.strip()]
+    if end.last is not None or not lines:
+        return []
+    return [Evidence(where=f"{where}, log", text=one_line(line, limit=300)) for line in lines[-_TAIL_LINES:]]

@@ -1,0 +1,321 @@
+"""The logs of this node's ranks while they grow: lines that mean something become events (never a verdict), and each growth is noted with its time."""
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from unisono.aside import Aside
+from unisono.causes import Evidence, Verdict
+from unisono.causes.signatures import LINE_LIMIT, Signature, find_signature, match_line
+from unisono.errors import UnisonoError
+from unisono.events import Message
+from unisono.facts.redaction import redact
+from unisono.plan import RankPlace
+from unisono.text import one_line
+
+_CLOSE_S = 1.0
+# A thousandth of Python's memory. The file is opened by the process, too: that alone can hang.
+_APPEND = ("sh", "-c", 'umask 077; exec cat >> "$1"', "sh")
+
+
+class Appender:
+    """Appends to one file. The process is begun with the first line, and ends with whoever began it, as soon as its disk answers."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_over = False
+
+    def add(self, line: bytes) -> None:
+        """Hands a line, of 4,096 bytes at the most, over and waits for nothing. After an error nothing more is tried.
+
+        Raises:
+            OSError: if the process has given up (what it wrote to is full or gone), or does not take any more.
+        """
+        if self._is_over:
+            return
+        try:
+            os.write(self._pipe(), line)  # whole or not at all, up to PIPE_BUF
+        except BlockingIOError:
+            self._is_over = True
+            raise OSError(None, "the storage does not answer") from None
+        except BrokenPipeError:
+            self._is_over = True
+            raise OSError(None, self._last_words() or "the file cannot be written") from None
+
+    def close(self) -> None:
+        """Lets it finish what it has, if the disk answers within a second; else what it still has is lost, and it ends when the disk lets it."""
+        process, self._process, self._is_over = self._process, None, True
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stderr is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        process.stderr.close()
+        try:
+            process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            threading.Thread(target=process.wait, name="reap", daemon=True).start()
+
+    def _pipe(self) -> int:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                (*_APPEND, str(self._path)), bufsize=0, start_new_session=True,  # not ended by the terminal's Ctrl-C
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            )  # fmt: skip
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)
+        assert self._process.stdin is not None
+        return self._process.stdin.fileno()
+
+    def _last_words(self) -> str:
+        """Why it gave up, in its own words."""
+        assert self._process is not None
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        said = (self._process.stderr.read() or b"").decode(errors="replace").strip()
+        return said.splitlines()[-1] if said else ""
+
+
+CODE = "log_signature"
+MOST_A_MINUTE = 20
+KEPT_HITS = 8
+_LOOK_BYTES = 64 << 10
+_BEHIND_BYTES = 512 << 10
+"""A log that grows faster than it is read is followed at its end; what lies between is not looked at, and stays in the file."""
+_SHOWN_CHARS = 300
+_CITED_RANKS = 4
+_CITED_HITS = 3
+_TOLD_KINDS = ("warning", "error", "death")
+_TOLD_ANYHOW = ("traceback", "exception", "python_error")
+"""What ends a rank is its last word, and what does not is its own affair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A line of a rank's log that has a signature.
+
+    Attributes:
+        rank: whose log it is.
+        signature: the id.
+        cause: of the catalogue, or None.
+        text: the line, bounded, without control characters and without what is a secret by its looks.
+        time: UTC, seconds: when it was seen.
+    """
+
+    rank: int
+    signature: str
+    cause: str | None
+    text: str
+    time: float
+
+    def to_message(self) -> Message:
+        """As a warning, which the screen shows."""
+        known = find_signature(self.signature)
+        said = f" ({known.source.partition(',')[0].partition(':')[0]})" if known else ""
+        return {
+            "kind": "warning", "time": self.time, "code": CODE, "text": f"its log says{said}: {self.text}",
+            "fix": f"`unisono explain {self.cause}` says what that may mean" if self.cause else "", "signature": self.signature,
+            "cause": self.cause, "line": self.text,
+        }  # fmt: skip
+
+
+class Lines:
+    """Cuts bytes that come in pieces into lines. A carriage return ends a line, too: progress bars are written so."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._too_long = False
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that are whole now. Of a line that is longer than what is looked at its head is given, once."""
+        *whole, rest = data.replace(b"\r", b"\n").split(b"\n")
+        found = []
+        for piece in whole:
+            if not self._too_long:
+                found.append((self._rest + piece)[: 4 * LINE_LIMIT])
+            self._rest, self._too_long = b"", False
+        if not self._too_long:
+            self._rest += rest
+            if len(self._rest) > 4 * LINE_LIMIT:
+                found.append(self._rest[: 4 * LINE_LIMIT])
+                self._rest, self._too_long = b"", True
+        return [line.decode("utf-8", "replace") for line in found if line]
+
+
+class Rate:
+    """So many a minute, over all that share it."""
+
+    def __init__(self, most: int = MOST_A_MINUTE, clock: Callable[[], float] = time.monotonic) -> None:
+        self._times: deque[float] = deque(maxlen=most)
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    def allows(self) -> bool:
+        """Whether one more may be told now; then it counts."""
+        with self._lock:
+            now = self._clock()
+            if len(self._times) == self._times.maxlen and now - self._times[0] < 60:
+                return False
+            self._times.append(now)
+            return True
+
+
+class FollowedLog:
+    """One rank's log, from its size at the start on. Reading is done by whoever knows that it has grown, in a thread that may hang."""
+
+    def __init__(self, log: IO[bytes], rank: int, rate: Rate) -> None:
+        """Begins at the end of what is there: an earlier start's lines are history.
+
+        Args:
+            log: open for reading; its position is not used.
+            rank: whose it is.
+            rate: how much may be told.
+        """
+        self._fd = log.fileno()
+        self._rank = rank
+        self._rate = rate
+        self._lines = Lines()
+        self._place = os.fstat(self._fd).st_size
+        self._seen: set[str] = set()
+        self._news: deque[Message] = deque()
+        self._lock = threading.Lock()
+
+    def grew(self, size: int) -> None:
+        """Reads what is new, up to a bound.
+
+        Raises:
+            OSError: if it cannot be read.
+        """
+        with self._lock:
+            if size - self._place > _BEHIND_BYTES:
+                self._place = size - _LOOK_BYTES
+                self._lines = Lines()
+            while self._place < size:
+                data = os.pread(self._fd, min(_LOOK_BYTES, size - self._place), self._place)
+                if not data:  # somebody has cut it
+                    self._place = size
+                    return
+                self._place += len(data)
+                for line in self._lines.feed(data):
+                    self._look_at(line)
+
+    def news(self) -> list[Message]:
+        """What has been found since the last call."""
+        found = []
+        while self._news:
+            found.append(self._news.popleft())
+        return found
+
+    def _look_at(self, line: str) -> None:
+        for signature in _telling(match_line(line)):
+            if signature.id not in self._seen and self._rate.allows():
+                self._seen.add(signature.id)
+                text = one_line(redact(line[:LINE_LIMIT]), limit=_SHOWN_CHARS)
+                self._news.append(
+                    Hit(self._rank, signature.id, signature.cause, text, time.time()).to_message()
+                )
+
+
+def _telling(found: list[Signature]) -> list[Signature]:
+    """What a line is told for: once, for what points to a cause rather than for what does not."""
+    told = [one for one in found if one.kind in _TOLD_KINDS and one.id not in _TOLD_ANYHOW]
+    return sorted(told, key=lambda one: one.cause is None)[:1]
+
+
+class LogEvents:
+    """A companion of the head: keeps the last hits of each rank of all nodes, for whoever needs evidence."""
+
+    def __init__(self, places: Sequence[RankPlace]) -> None:
+        """For one start of the ranks.
+
+        Args:
+            places: of all ranks, in order.
+        """
+        self._places = places
+        self._hits: dict[int, deque[Hit]] = defaultdict(lambda: deque(maxlen=KEPT_HITS))
+
+    def heard(self, rank: int, message: Message) -> None:
+        """Takes a hit."""
+        if message["kind"] == "warning" and message.get("code") == CODE:
+            cause = message.get("cause")
+            hit = Hit(
+                rank, str(message.get("signature", "")), str(cause) if cause else None, str(message.get("line", "")), float(message["time"]),
+            )  # fmt: skip
+            self._hits[rank].append(hit)
+
+    def look(self) -> UnisonoError | None:
+        """Nothing: a line of a log ends no run."""
+        return None
+
+    def finish(self) -> None:
+        """Nothing is held."""
+
+    def hits(self, rank: int) -> list[Hit]:
+        """The last ones of a rank, oldest first."""
+        return list(self._hits[rank]) if rank in self._hits else []
+
+    def cited(self, verdict: Verdict) -> Verdict:
+        """The verdict, with the last hits of its culprits as evidence. They change nothing of who or what."""
+        found = [
+            Evidence(where=f"the log of {self._places[rank].label}", text=hit.text)
+            for rank in verdict.ranks[:_CITED_RANKS]
+            for hit in self.hits(rank)[-_CITED_HITS:]
+        ]
+        return verdict.model_copy(update={"evidence": (*verdict.evidence, *found)})
+
+
+class LogTimes:
+    """The times of one log. Looking is done aside, and writing by a process of its own: the front waits for no disk, also not at its end."""
+
+    def __init__(self, log: IO[bytes], path: Path, *, grew: Callable[[int], None]) -> None:
+        """Begins with what is there.
+
+        Args:
+            log: open for as long as this is not closed.
+            path: of the log.
+            grew: is told the new size, aside as well; may raise OSError.
+        """
+        self._grew = grew
+        self._log = log
+        self._path = path.with_suffix(".times")
+        self._appender = Appender(self._path)
+        self._size = os.fstat(log.fileno()).st_size
+        self._warnings: list[Message] = []
+        self._aside = Aside("log-times", self._failed, most=1)
+
+    def note(self) -> list[Message]:
+        """Has a look taken, if the last one is over; gives a warning, once, where that does not work."""
+        self._aside.do(self._look)
+        warnings, self._warnings = self._warnings, []
+        return warnings
+
+    def close(self) -> None:
+        """Lets the last look come to its end, if the disk answers; then the log may be closed."""
+        self._aside.finish(_CLOSE_S)
+        self._appender.close()
+
+    def _look(self) -> None:
+        """A line is written only where the log has grown."""
+        size = os.fstat(self._log.fileno()).st_size
+        if size == self._size:
+            return
+        self._size = size
+        self._grew(size)
+        self._appender.add(json.dumps([round(time.time(), 3), size]).encode() + b"\n")
+
+    def _failed(self, why: str) -> None:
+        text = f"{self._path} is not kept from here on: {why}; `unisono logs` merges this rank's log less finely, and the run goes on"
+        self._warnings.append(
+            {"kind": "warning", "time": time.time(), "code": "log_times", "text": text, "fix": "look at that file system"}
+        )  # fmt: skip

@@ -1,0 +1,260 @@
+"""What a node's front sees of its own ranks (beats, processes, stacks on request), and its reports of them to the head."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from unisono.aside import Aside
+from unisono.events import Message
+from unisono.facts.accelerators import GpuUtilization, gpu_utilization
+from unisono.facts.processes import (
+    ThreadCounters,
+    child_states,
+    io_bytes,
+    read_stat,
+    read_thread,
+    wait_channel,
+)
+from unisono.facts.tcp import retransmitting_connections
+from unisono.plan import RankPlace
+from unisono.supervise.evidence import RawEvidence, end_of_log
+from unisono.supervise.job import RanksHere
+from unisono.supervise.stack_collection import StackCollection
+from unisono.watch import PHASES, Beat, Look, ProcessView, RankView, phase_named
+
+_GAP_S = 2.0  # a front that did not look for so long was stopped, suspended or starved itself
+_IDLE_S = 1.0  # of a rank that moves, its process tells nothing new
+_MOVING_EVERY_S = 5.0
+_PULSE_S = 1.0  # it comes at least twice a second; a machine with too much to do has it wait
+_GONE_STATES = ("Z", "X")
+_LINKS_EVERY_S = 1.0  # the kernel's tables are long where there are many connections
+_LOG_S = 1.0
+_MUCH_BYTES = 16 << 20  # what is read or written beside a large file is less
+
+
+@dataclass
+class _Seen:
+    """Of one rank: what was there when it was last looked at, and since when that has not changed."""
+
+    beat: Beat | None = None
+    idle_s: float = 0.0
+    pulse_idle_s: float = 0.0
+    process: ProcessView = field(default_factory=ProcessView)
+    process_at: float | None = None
+    read_and_written: int = 0
+    moves: ThreadCounters | None = None
+
+
+class RankMonitor:
+    """The signs of this node's ranks.
+
+    It reads memory and files of the kernel, and neither needs anything of the ranks nor waits for them.
+    """
+
+    def __init__(self, local: RanksHere, node_rank: int, *, use: GpuUtilization | None = None) -> None:
+        """Knows nothing yet.
+
+        Args:
+            local: the ranks; they may not have been started yet.
+            node_rank: of this node.
+            use: how busy devices are; the default asks the driver where there is one.
+        """
+        self._local = local
+        self._node_rank = node_rank
+        self._use = use or gpu_utilization()
+        self._seen: dict[int, _Seen] = {}
+        self._last: float | None = None
+        self._looking: dict[int, StackCollection] = {}
+        self._raw: dict[int, RawEvidence] = {}
+        self._links: list[str] = []
+        self._links_at: float | None = None
+        self._reading = Aside("ends of logs")
+        self._logs: dict[int, str] = {}
+        self._log_s = _LOG_S
+
+    def close(self) -> None:
+        """Ends what looks have started. The ranks are not touched."""
+        for looking in self._looking.values():
+            looking.close()
+        self._looking.clear()
+
+    def views(self, now: float) -> list[RankView]:
+        """Every rank as it is now; called a few times a second.
+
+        Idleness is counted from the moment at which a change was last seen, by the caller's clock: no rank's clock is believed. Where
+        more than 2 s have passed since the last call the front itself was away, and that time is nobody's idleness.
+
+        Args:
+            now: monotonic seconds.
+        """
+        passed = now - self._last if self._last is not None else 0.0
+        self._last = now
+        counted = passed if passed <= _GAP_S else 0.0
+        return [self._view(place, now=now, passed=counted) for place in self._local.places]
+
+    def look(self, ranks: Iterable[int]) -> None:
+        """Begins to gather stacks and the flight recorder of some ranks; does not wait. Others' ranks, and those looked at now, are left out."""
+        for rank in ranks:
+            memory = self._local.beats.get(rank)
+            if memory is not None and rank not in self._looking:
+                self._looking[rank] = StackCollection(
+                    rank, self._local.pid(rank), memory, now=time.monotonic()
+                )
+
+    def looks(self) -> list[Look]:
+        """The looks that have been completed since the last call; each is within 1.5 s."""
+        found = []
+        for rank, looking in list(self._looking.items()):
+            if rank not in self._local.beats:  # the ranks are gone, and their memory is
+                self._drop(rank)
+                continue
+            seen = self._seen.get(rank)
+            has_pulse = seen is None or seen.pulse_idle_s < _PULSE_S
+            look = looking.result(time.monotonic(), has_pulse=has_pulse)
+            if look is not None:
+                self._raw[rank] = looking.raw
+                self._drop(rank)
+                found.append(look)
+        return found
+
+    def raw(self, rank: int) -> RawEvidence:
+        """What the last look at a rank has gathered, as it was written, and the end of its log; in bounded sizes, safe to be shown.
+
+        A log whose storage does not answer is waited for once, for a second, and not again.
+        """
+        place = next(place for place in self._local.places if place.rank == rank)
+        path = self._local.run.log(place.host, rank)
+        self._reading.do(lambda: self._logs.update({rank: end_of_log(path)}))
+        if not self._reading.finish(self._log_s):
+            self._log_s = 0.0
+        return replace(self._raw.get(rank, RawEvidence()), log=self._logs.get(rank, "")).bounded()
+
+    def forget(self) -> None:
+        """What looks have gathered is history: it goes on again."""
+        self._raw.clear()
+
+    def links(self) -> list[str]:
+        """Connections of the ranks on which what was sent is not acknowledged. Reads a line for every connection of the machine."""
+        now = time.monotonic()
+        if self._links_at is None or now - self._links_at >= _LINKS_EVERY_S:
+            self._links_at = now
+            pids = [pid for place in self._local.places if (pid := self._local.pid(place.rank)) is not None]
+            self._links = [str(link) for link in retransmitting_connections(pids)]
+        return self._links
+
+    def _drop(self, rank: int) -> None:
+        self._looking.pop(rank).close()
+
+    def _view(self, place: RankPlace, *, now: float, passed: float) -> RankView:
+        seen = self._seen.setdefault(place.rank, _Seen())
+        memory = self._local.beats.get(place.rank)
+        self._note(seen, memory.read() if memory is not None else None, passed=passed)
+        pid = self._local.pid(place.rank)
+        if pid is not None and seen.idle_s > _IDLE_S and _may_last(seen.beat) and _handles_files(seen, pid):
+            seen.idle_s = 0.0
+        if pid is None:
+            seen.process = ProcessView(cpu_s=seen.process.cpu_s)
+        elif seen.idle_s > _IDLE_S or seen.process_at is None or now - seen.process_at >= _MOVING_EVERY_S:
+            seen.process = self._process(pid, place, is_idle=seen.idle_s > _IDLE_S)
+            seen.process_at = now
+        word = (self._local.last_word(place.rank) or {}).get("kind")
+        # One that has refused or crashed is the cause itself, and on its way out, which storage that hangs makes long.
+        return RankView(
+            rank=place.rank, node_rank=self._node_rank, beat=seen.beat, idle_s=seen.idle_s, pulse_idle_s=seen.pulse_idle_s,
+            process=seen.process, has_ended=pid is None or seen.process.state in _GONE_STATES or word in ("refused", "crashed"),
+            told_result=word == "result",
+        )  # fmt: skip
+
+    @staticmethod
+    def _note(seen: _Seen, beat: Beat | None, *, passed: float) -> None:
+        before = seen.beat
+        if beat is None and before is not None:
+            beats = pulses = True  # written so fast that no two readings agreed
+        else:
+            beats = beat is not None and (before is None or beat.version != before.version)
+            pulses = beat is not None and beat.pulse_ns != (before.pulse_ns if before is not None else 0)
+        seen.idle_s = 0.0 if beats else seen.idle_s + passed
+        seen.pulse_idle_s = 0.0 if pulses else seen.pulse_idle_s + passed
+        seen.beat = beat or before
+
+    def _process(self, pid: int, place: RankPlace, *, is_idle: bool) -> ProcessView:
+        stat = read_stat(pid)
+        if stat is None:
+            return ProcessView()
+        if not is_idle:
+            return ProcessView(state=stat.state, cpu_s=stat.cpu_s)
+        uuid = place.device.uuid
+        return ProcessView(
+            state=stat.state, waits_in=wait_channel(pid), cpu_s=stat.cpu_s, children=child_states(pid),
+            gpu_percent=self._use.percent(uuid) if uuid else None,
+        )  # fmt: skip
+
+
+def _may_last(beat: Beat | None) -> bool:
+    """Whether the rank does what takes as long as files are large: it loads, resumes, saves, or writes the result."""
+    if beat is None:
+        return False
+    phase = PHASES[phase_named(beat.phase)]
+    return not phase.in_step and not phase.waits
+
+
+def _handles_files(seen: _Seen, pid: int) -> bool:
+    """Whether a rank has read or written much since it was last asked, or is in the midst of what the disk does for it, as at a sync."""
+    now, look = io_bytes(pid), read_thread(pid, pid)
+    moves = look.moves if look is not None and look.is_uninterruptible else None
+    much = now - seen.read_and_written >= _MUCH_BYTES
+    disk = moves is not None and seen.moves is not None and moves != seen.moves
+    if much or not seen.read_and_written:
+        seen.read_and_written = now
+    seen.moves = moves
+    return much or disk
+
+
+_EVERY_S = 0.5
+_LINKS_FOR_S = 15.0  # while something is suspected the head asks again and again
+
+
+class MonitorReports:
+    """What a node other than the head's says of its ranks. Nothing here waits."""
+
+    def __init__(self, local: RanksHere, node_rank: int, send: Callable[[Message], None]) -> None:
+        """Nothing has been told yet.
+
+        Args:
+            local: this node's ranks.
+            node_rank: of this node.
+            send: to the head.
+        """
+        self._local = local
+        self._send = send
+        self._signs = RankMonitor(local, node_rank)
+        self._next = 0.0
+        self._links_until = 0.0
+
+    def look(self, message: Message) -> None:
+        """The head suspects something; other nodes' ranks that it may name are left out."""
+        self._links_until = time.monotonic() + _LINKS_FOR_S
+        self._signs.look([int(rank) for rank in message["ranks"]])
+
+    def tell(self) -> None:
+        """Called as often as one likes. Says nothing once all ranks are gone: the head may have begun the next start then."""
+        if self._local.all_ended:
+            return
+        now = time.monotonic()
+        if now >= self._next:
+            self.tell_views()
+        for look in self._signs.looks():
+            raw = {str(look.rank): self._signs.raw(look.rank).to_json()}
+            self._send({"kind": "looked", "looks": [look.to_json()], "raw": raw})
+
+    def tell_views(self) -> None:
+        """At once: of a rank that has ended it is the last sign of life, and goes before the word of its end."""
+        now = time.monotonic()
+        self._next = now + _EVERY_S
+        links = self._signs.links() if now < self._links_until else []
+        views = [view.to_json() for view in self._signs.views(now)]
+        self._send({"kind": "beats", "views": views, "links": links})
+
+    def close(self) -> None:
+        """Ends what was started for looks."""
+        self._signs.close()

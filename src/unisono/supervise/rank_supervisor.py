@@ -1,0 +1,406 @@
+"""One start of the ranks, from their first process to their last word, as the head conducts it."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import ValidationError
+
+from unisono.agree.agreement import Agreement
+from unisono.agree.reports import RankReport
+from unisono.causes import Verdict
+from unisono.control.events import Arrived, Event, Left, Said
+from unisono.errors import UnisonoError
+from unisono.events import Message
+from unisono.plan import RunPlan
+from unisono.rendezvous.verdict_exchange import node_refused
+from unisono.supervise.decision import Decider, Decision
+from unisono.supervise.evidence import RawEvidence
+from unisono.supervise.interrupts import Interrupts, NewestCheckpoint, Stopping
+from unisono.supervise.local_ranks import LAST_WORDS, LocalRanks, RankEnd, RankNews
+from unisono.supervise.postmortem import NodeLoss
+from unisono.supervise.rank_monitor import RankMonitor
+from unisono.supervise.stall_monitor import StallMonitor
+from unisono.text import one_line
+from unisono.watch import Picture
+
+if TYPE_CHECKING:
+    from unisono.control.server import HeadServer
+    from unisono.remote_checkpoint.shard_transfer import ShardArrivals
+
+
+class Companion(Protocol):
+    """Lives for one start of the ranks. Nothing in it may block: what takes long is done in a thread or a process of its own."""
+
+    def heard(self, rank: int, message: Message) -> None:
+        """Is told each message of a rank that the head hears; rank 0 tells of steps and of checkpoints."""
+
+    def look(self) -> UnisonoError | Verdict | None:
+        """Called some times a second. An error or a verdict ends the ranks, and is how the run ends."""
+
+    def finish(self) -> None:
+        """The ranks have ended, or are about to be ended. Must return in bounded time."""
+
+
+Show = Callable[[Message], None]
+
+_POLL_S = 0.2
+_TEARDOWN_S = 20.0  # results are final before teardown begins, so one that hangs is ended without loss
+_GONE_S = 10.0  # for the other nodes to say that their ranks are gone
+_WAITING_EVERY_S = 10.0
+_OF_SHARDS = ("shard_written", "shard_moves", "shards_over")
+_ONLY_OF_RANK_0 = ("phase", "step", "eval", "sample", "checkpoint", "ready", "note")
+
+
+def say(show: Show, text: str) -> None:
+    """A line for people."""
+    show({"kind": "note", "time": time.time(), "text": text})
+
+
+@dataclass
+class Attempt:
+    """What is known of one start of the ranks.
+
+    Attributes:
+        from_step: the step it went on from.
+        step: the last step that rank 0 finished.
+        checkpoint: the newest checkpoint, or None.
+        saved_step: the step of it.
+        ready: whether rank 0 has loaded everything and trains; before that there is nothing of its own to save.
+        last: rank 0's last word: `result`, `refused` or `crashed`; None if it died without one.
+        decision: why the ranks were ended, if they were.
+        decided_at: when that was known, in monotonic seconds.
+        asked_to_stop: the signal that some front got.
+        seconds: from its start to its end.
+        ends: of the ranks, by rank.
+        lost: nodes that are gone, or that did not say that their ranks are.
+        picture: what was seen of the ranks last.
+        raw: what was gathered of the ranks, as it was written, where something ended them.
+    """
+
+    from_step: int
+    step: int
+    checkpoint: str | None
+    saved_step: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    ready: bool = False
+    last: Message | None = None
+    decision: Decision | None = None
+    decided_at: float | None = None
+    asked_to_stop: signal.Signals | None = None
+    seconds: float = 0.0
+    evals: dict[str, Any] = field(default_factory=dict)
+    ends: dict[int, RankEnd] = field(default_factory=dict)
+    lost: list[NodeLoss] = field(default_factory=list)
+    picture: Picture | None = None
+    raw: dict[int, RawEvidence] = field(default_factory=dict)
+
+    def note(self, message: Message) -> None:
+        """Keeps what a message of rank 0 tells."""
+        match message["kind"]:
+            case "step":
+                self.step = int(message["step"])
+                self.tokens = int(message.get("tokens") or 0)
+                self.loss = message.get("loss")
+                self.tokens_per_second = message.get("tokens_per_second")
+            case "ready":
+                self.ready = True
+            case "checkpoint":
+                self.checkpoint, self.saved_step = str(message.get("path")), int(message["step"])
+            case "eval":
+                if message.get("eval_loss") is not None:
+                    self.evals["loss"] = message["eval_loss"]
+            case kind:
+                self.last = message if kind in LAST_WORDS else self.last
+
+
+def run_attempt(
+    plan: RunPlan,
+    *,
+    local: LocalRanks,
+    server: "HeadServer | None",
+    interrupts: Interrupts,
+    show: Show,
+    on_agreement: Callable[[Mapping[int, RankReport], Agreement], None],
+    companions: Sequence[Companion] = (),
+) -> Attempt:
+    """Starts the ranks of this node, conducts those of all nodes, and waits for their end.
+
+    Args:
+        plan: written to plan.json on every node already.
+        local: the ranks of this node; started and ended here.
+        server: the connections of the other nodes, which start theirs on the same plan; None where there are none.
+        interrupts: signals that ask to stop.
+        show: sees the messages.
+        on_agreement: is told what the ranks have brought and what came of comparing it, before they go on.
+        companions: hear what the ranks say, and may end them.
+    """
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(local)
+        interrupts.collect()
+        conducting = _RankSupervision(plan, local, server, interrupts, show, on_agreement, companions)
+        stack.callback(conducting.signs.close)
+        if server is not None:
+            from unisono.remote_checkpoint.shard_transfer import (
+                taking_shards,  # one node alone needs no channel
+            )
+
+            conducting.shards = stack.enter_context(taking_shards(plan, server, local.run.checkpoints))
+        try:
+            conducting.run()
+            conducting.attempt.picture = conducting.watching.picture
+            if conducting.attempt.decision is not None:
+                conducting.attempt.raw = conducting.watching.raw()
+        finally:
+            for companion in companions:
+                companion.finish()
+    attempt = conducting.attempt
+    attempt.seconds = time.monotonic() - began
+    attempt.ends = conducting.conductor.ends
+    attempt.lost = conducting.conductor.lost
+    return attempt
+
+
+class _RankSupervision:
+    def __init__(
+        self,
+        plan: RunPlan,
+        local: LocalRanks,
+        server: "HeadServer | None",
+        interrupts: Interrupts,
+        show: Show,
+        on_agreement: Callable[[Mapping[int, RankReport], Agreement], None],
+        companions: Sequence[Companion],
+    ) -> None:
+        self.plan = plan
+        self._companions = companions
+        self._on_agreement = on_agreement
+        self.conductor = Decider(plan)
+        step = plan.resume.step if plan.resume else 0
+        self.attempt = Attempt(step, step, plan.resume.path if plan.resume else None, saved_step=step)
+        self.shards: ShardArrivals | None = None
+        self._local = local
+        self._server = server
+        self._show = show
+        self._interrupts = interrupts
+        self.signs = RankMonitor(local, 0)
+        self.watching = StallMonitor(
+            plan, self.signs, server, show, stall_after=plan.config.watch.stall_after
+        )
+        self._stopping = Stopping(interrupts, grace=plan.config.grace, show=self._show_everywhere)
+        self._away = {node.node_rank for node in plan.nodes if node.node_rank != 0}
+        self._final_since: float | None = None
+        self._told = time.monotonic()
+
+    def run(self) -> None:
+        """Until all have ended, well or by a decision."""
+        while not self._is_over():
+            self._hear(_POLL_S)
+            self.attempt.asked_to_stop = self._interrupts.first
+            if self._local_result() and time.monotonic() - self._since_result() > _TEARDOWN_S:
+                self._end_all("teardown took too long")
+                return
+            self._tell_of_arrivals()
+            self._ask_companions()
+            decision = self.conductor.decide(now=time.monotonic())
+            if decision is not None and not self.conductor.has_result:
+                self.attempt.decision, self.attempt.decided_at = decision, time.monotonic()
+                self.watching.see()
+                self._end_all("another rank ended the run" if self.plan.world_size > 1 else "")
+                return
+            self._pass_on_stop()
+            self._tell_who_is_waited_for()
+
+    def _is_over(self) -> bool:
+        ended = len(self.conductor.ends) == self.plan.world_size
+        return self.conductor.is_over or (ended and self.conductor.has_result)
+
+    def _local_result(self) -> bool:
+        return self.attempt.last is not None and self.attempt.last["kind"] == "result"
+
+    def _since_result(self) -> float:
+        if self._final_since is None:
+            self._final_since = time.monotonic()
+        return self._final_since
+
+    def _hear(self, timeout_s: float) -> None:
+        """Takes in what ranks and nodes have said, after waiting for the first of it."""
+        server = self._server
+        for news in self._local.poll(timeout_s, also=[server.fileno()] if server else []):
+            self._take_news(news)
+        for event in server.receive(0) if server else []:
+            self._take_event(event)
+
+    def _take_news(self, news: RankNews) -> None:
+        if isinstance(news, RankEnd):
+            self.conductor.rank_ended(news, now=time.monotonic())
+        else:
+            self._take_message(news.rank, news.message)
+
+    def _take_message(self, rank: int, message: Message) -> None:
+        if message["kind"] == "rank_report":
+            self._take_report(RankReport.model_validate(message["report"]))
+            return
+        for companion in self._companions:
+            companion.heard(rank, message)
+        if message["kind"] == "digest":
+            return
+        if message["kind"] in _OF_SHARDS:
+            self._take_word_of_shards(rank, message)
+            return
+        if message["kind"] == "asked":  # of the rank itself, or the echo of what was passed on
+            self._interrupts.ask(signal.Signals[str(message["signal"])], where=self.plan.ranks[rank].label)
+            return
+        if rank == 0:
+            self.attempt.note(message)
+        elif message["kind"] in _ONLY_OF_RANK_0:
+            return
+        if message["kind"] not in LAST_WORDS:
+            self._show(self._placed(rank, message))
+
+    def _tell_of_arrivals(self) -> None:
+        if self.shards is not None and (moves := self.shards.moves()) is not None:
+            self._local.tell(moves, rank=0)
+
+    def _placed(self, rank: int, message: Message) -> Message:
+        """The message with whose it is: of rank 0, who speaks for all, only where it tells of its own storage."""
+        if rank == 0 and (message.get("code") != "storage_blocked" or self.plan.world_size == 1):
+            return message
+        where = {"place": self.plan.ranks[rank].label} if len(self.plan.nodes) > 1 else {}
+        return {**message, "rank": rank, **where}
+
+    def _take_word_of_shards(self, rank: int, message: Message) -> None:
+        """Of ranks that write a checkpoint together. Rank 0 hears of the others' parts; when it is done with one, the head hears it."""
+        if message["kind"] == "shards_over":
+            if rank == 0 and self.shards is not None:
+                self.shards.given_up(str(message.get("temporary")))
+        elif message["kind"] == "shard_written" and self.shards is not None:
+            self._local.tell(self.shards.confirmed(rank, message), rank=0)
+        else:
+            self._local.tell({**message, "rank": rank}, rank=0)
+
+    def _ask_companions(self) -> None:
+        """One may have found what the run cannot live with; so may the watch."""
+        verdict = self.watching.look()
+        if verdict is not None:
+            self.conductor.judged(verdict)
+        for companion in self._companions:
+            found = companion.look()
+            if isinstance(found, Verdict):
+                self.conductor.judged(found)
+            elif found is not None:
+                self.conductor.refused_by_us(found)
+
+    def _take_report(self, report: RankReport) -> None:
+        store = self.conductor.rank_reported(report)
+        if self.conductor.agreement is not None:
+            self._on_agreement(self.conductor.reports, self.conductor.agreement)
+        if store is None:
+            return
+        go = {"kind": "go", "store": list(store)}
+        self._local.tell(go)
+        if self._server is not None:
+            self._server.tell_all(go)
+        self._say(f"all {self.plan.world_size} ranks agree")
+
+    def _take_event(self, event: Event) -> None:
+        now = time.monotonic()
+        if isinstance(event, Left):
+            if event.node_rank in self._away:
+                self.conductor.node_lost(NodeLoss.at_head(event), now=now)
+        elif isinstance(event, Arrived) and self.shards is not None:
+            self.shards.arrived(event)
+        elif isinstance(event, Said) and event.node_rank in {node.node_rank for node in self.plan.nodes}:
+            try:
+                self._take_said(event.node_rank, event.message)
+            except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
+                why = f"sent what cannot be read: {one_line(str(error), limit=200)}"
+                host = self.plan.node(event.node_rank).host
+                self.conductor.node_lost(NodeLoss(event.node_rank, host, why), now=now)
+
+    def _take_said(self, node_rank: int, message: Message) -> None:
+        own = {place.rank for place in self.plan.on_node(node_rank)}
+        match message["kind"]:
+            case "rank_report":
+                report = RankReport.model_validate(message["report"])
+                if report.rank in own:
+                    self._take_report(report)
+            case "rank_said" if int(message["rank"]) in own:
+                self._take_message(int(message["rank"]), dict(message["message"]))
+            case "rank_ended" if int(message["end"]["rank"]) in own:
+                self.conductor.rank_ended(RankEnd.from_json(message["end"]), now=time.monotonic())
+            case "beats" | "looked":
+                self.watching.heard(node_rank, message)
+            case "all_ended":
+                self._away.discard(node_rank)
+            case "refused":  # it has not started its ranks, so there are none to wait for
+                self._away.discard(node_rank)
+                host = self.plan.node(node_rank).host
+                self.conductor.node_refused(node_refused(node_rank, host, message))
+            case "stop":
+                node = self.plan.node(node_rank)
+                where = f"node {node_rank} ({node.host})"
+                number = signal.Signals[str(message["signal"])]
+                self._interrupts.ask(number, where=where, again=message.get("again") is True)
+            case _:
+                pass  # a newer head or node says more; what it says beside is not for us
+
+    def _end_all(self, why: str) -> None:
+        """Ends what still lives, everywhere, and waits until it is gone."""
+        if self._server is not None:
+            self._server.tell_all({"kind": "end", "why": why})
+        self._local.end(why)
+        limit = time.monotonic() + _GONE_S
+        lost = {loss.node_rank for loss in self.conductor.lost}
+        while time.monotonic() < limit and (self._away - lost or not self._local.all_ended):
+            self._hear(0.05)
+            lost = {loss.node_rank for loss in self.conductor.lost}
+        for node_rank in sorted(self._away - lost):
+            why = f"it did not say within {_GONE_S:g} s that its ranks are gone"
+            self.conductor.lost.append(NodeLoss(node_rank, self.plan.node(node_rank).host, why))
+
+    def _pass_on_stop(self) -> None:
+        attempt = self.attempt
+        kept = self.plan.config.adapter is not None
+        newest = NewestCheckpoint(
+            attempt.checkpoint, step=attempt.saved_step, reached=attempt.step, kept=kept
+        )
+        word = self._stopping.due(ready=attempt.ready, newest=newest, finished=self._local_result())
+        if word == "signal":
+            assert self._interrupts.first is not None
+            number = signal.SIGINT if self._interrupts.first is signal.SIGINT else signal.SIGTERM
+            self._local.signal(number)
+            if self._server is not None:
+                self._server.tell_all({"kind": "stop", "signal": number.name})
+        elif word == "end":
+            self._end_all("it was asked to stop and did not in time")
+
+    def _tell_who_is_waited_for(self) -> None:
+        """While some ranks are ready and others are not, says which."""
+        missing = [place for place in self.plan.ranks if place.rank not in self.conductor.reports]
+        now = time.monotonic()
+        if not self.conductor.reports or not missing or now - self._told < _WAITING_EVERY_S:
+            return
+        self._told = now
+        here = self.plan.world_size - len(missing)
+        self._say(f"{here} of {self.plan.world_size} ranks are ready; waiting for {_names(missing)}")
+
+    def _say(self, text: str) -> None:
+        self._show({"kind": "note", "time": time.time(), "text": text})
+
+    def _show_everywhere(self, message: Message) -> None:
+        """Shows a line here, and on the other nodes."""
+        self._show(message)
+        if self._server is not None:
+            self._server.tell_all({"kind": "note", "text": message["text"]})
+
+
+def _names(places: Sequence[Any]) -> str:
+    shown = ", ".join(place.label for place in places[:4])
+    return shown + (f" and {len(places) - 4} more" if len(places) > 4 else "")

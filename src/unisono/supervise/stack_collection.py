@@ -1,0 +1,187 @@
+"""A closer look at one rank: its stack and its flight recorder, gathered without waiting for it."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import IO
+
+from unisono.facts.processes import frozen_cgroup, has_handler, read_stat
+from unisono.supervise.child_process import ChildProcess
+from unisono.supervise.evidence import RawEvidence
+from unisono.supervise.task_process import how_it_ended
+from unisono.text import one_line
+from unisono.watch import BeatMemory, Look
+from unisono.watch.rank_dumps import main_thread_of_faulthandler, main_thread_of_py_spy, read_flight
+
+LIMIT_S = 1.5
+_ANSWERS_S = 0.5  # faulthandler needs some milliseconds, on a machine where nothing else runs
+_SETTLED_S = 0.03  # it writes thread by thread; after so long without another one it has done
+_PY_SPY_BYTES = 1 << 20
+_NO_SIGNAL = {
+    "T": "the process is stopped, and no signal reaches it",
+    "t": "the process is held by a tracer, and no signal reaches it",
+    "Z": "the process has ended",
+}
+
+
+class StackCollection:
+    """One look, from its beginning until something is known or its time is over. Nothing here waits.
+
+    Attributes:
+        rank: which.
+        raw: what was gathered.
+    """
+
+    def __init__(self, rank: int, pid: int | None, memory: BeatMemory, *, now: float) -> None:
+        """Asks the rank's threads, by a signal and by its memory.
+
+        Args:
+            rank: which.
+            pid: of its process; None if that has ended.
+            memory: of the rank.
+            now: monotonic seconds.
+        """
+        self.rank = rank
+        self.raw = RawEvidence()
+        self._pid = pid
+        self._memory = memory
+        self._began = now
+        self._since = memory.stacks_bytes
+        self._size, self._grown_at = self._since, now
+        self._request = memory.ask()
+        self._spy: _PySpy | None = None
+        self._frozen = frozen_cgroup(pid) if pid is not None else None
+        self._why_not = self._signal()
+
+    def result(self, now: float, *, has_pulse: bool) -> Look | None:
+        """What is known, once it is known or time is over.
+
+        Args:
+            now: monotonic seconds.
+            has_pulse: whether the rank's second thread lives, which leaves the flight recorder's dump.
+        """
+        if self._pid is None or now - self._began >= LIMIT_S:
+            return self._finish()
+        stacks_are_here = self._stacks_are_here(now)
+        if not stacks_are_here and (self._why_not or now - self._began >= _ANSWERS_S):
+            stacks_are_here = self._spy_is_done(self._pid)
+        beat = self._memory.read()
+        is_answered = beat is not None and beat.answered >= self._request
+        return self._finish() if stacks_are_here and (is_answered or not has_pulse) else None
+
+    def close(self) -> None:
+        """Ends what was started for it."""
+        if self._spy is not None:
+            self._spy.close()
+
+    def _signal(self) -> str:
+        """Asks faulthandler in the rank; gives why that could not be."""
+        if self._pid is None:
+            return "the process has ended"
+        stat = read_stat(self._pid)
+        state = stat.state if stat is not None else "Z"
+        if self._frozen is not None:
+            return f"the process is frozen by its control group {self._frozen}, and no signal reaches it"
+        if state in _NO_SIGNAL:
+            return _NO_SIGNAL[state]
+        number = self._memory.stacks_signal
+        if not number:
+            return "the program has left no signal free"
+        if not has_handler(self._pid, number):  # its default would end the process
+            return "the process is too young to tell its stack"
+        try:
+            os.kill(self._pid, number)
+        except OSError as error:
+            return f"the process cannot be signalled: {error.strerror}"
+        return ""
+
+    def _stacks_are_here(self, now: float) -> bool:
+        size = self._memory.stacks_bytes
+        if size != self._size:
+            self._size, self._grown_at = size, now
+        is_settled = size > self._since and now - self._grown_at >= _SETTLED_S
+        return is_settled and bool(main_thread_of_faulthandler(self._stacks()))
+
+    def _stacks(self) -> str:
+        return self._memory.stacks(since=self._since).decode("utf-8", "replace")
+
+    def _spy_is_done(self, pid: int) -> bool:
+        """Asks another program, where there is one; whether no more is to be expected of it."""
+        if self._spy is None:
+            program = py_spy()
+            if program is None:
+                return bool(self._why_not)  # a signal may still be answered
+            self._spy = _PySpy(program, pid)
+        return self._spy.has_ended()
+
+    def _finish(self) -> Look:
+        stacks, flight_text = self._stacks(), self._flight_text()
+        flight = read_flight(flight_text)
+        stack, how = main_thread_of_faulthandler(stacks, trains=flight.thread), "faulthandler"
+        if not stack:
+            stack, how, stacks = self._by_spy(stacks)
+        self.raw = RawEvidence(stacks, flight_text)
+        return Look(
+            rank=self.rank, stack=stack, how=how, begun=flight.begun, completed=flight.completed, rows=tuple(self._memory.rows()), recurs=flight.recurs,
+            may_step=flight.may_step,
+            note=f"its control group {self._frozen} is frozen" if self._frozen is not None else "",
+        )  # fmt: skip
+
+    def _by_spy(self, stacks: str) -> tuple[tuple[str, ...], str, str]:
+        """The stack, how it was got, and the text; or why there is none."""
+        late = f"the process did not answer a signal within {LIMIT_S:g} s"
+        why = self._why_not or (late if not stacks else "faulthandler has left out the main thread")
+        if self._spy is None:
+            return (), why, stacks
+        printed = self._spy.printed
+        stack = main_thread_of_py_spy(printed, pid=self._pid or 0)
+        if stack:
+            return stack, "py-spy", printed
+        return (), f"{why}; py-spy: {self._spy.why_nothing}", stacks
+
+    def _flight_text(self) -> str:
+        beat = self._memory.read()
+        is_answered = beat is not None and beat.answered >= self._request
+        return self._memory.answer().decode("utf-8", "replace") if is_answered else ""
+
+
+class _PySpy:
+    """`py-spy dump` of a process, which is not held for it: it may be stopped, or wait where no signal reaches it."""
+
+    def __init__(self, program: Path, pid: int) -> None:
+        self._output: IO[bytes] = os.fdopen(os.memfd_create("unisono-py-spy", os.MFD_CLOEXEC), "w+b")
+        command = [str(program), "dump", "--nonblocking", "--json", "--pid", str(pid)]
+        try:
+            self._child = ChildProcess(lambda _: command, environment={}, output=self._output)
+        except BaseException:  # raised again
+            self._output.close()
+            raise
+
+    def has_ended(self) -> bool:
+        self._child.read(0)
+        return self._child.ended
+
+    @property
+    def printed(self) -> str:
+        return os.pread(self._output.fileno(), _PY_SPY_BYTES, 0).decode("utf-8", "replace")
+
+    @property
+    def why_nothing(self) -> str:
+        code = self._child.returncode
+        if code is None:
+            return "has not ended in time"
+        return one_line(self.printed, limit=200) or how_it_ended(code)
+
+    def close(self) -> None:
+        self._child.end(patience_s=0)
+        self._output.close()
+
+
+def py_spy() -> Path | None:
+    """The program, beside this Python or on the path; the extra `watch` brings it."""
+    beside = Path(sys.executable).parent / "py-spy"
+    if beside.exists():
+        return beside
+    found = shutil.which("py-spy")
+    return Path(found) if found else None

@@ -1,0 +1,230 @@
+"""Runs tasks (prepare, preview, generate, chat, eval, export) as processes, and brings their refusals back as errors."""
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, Self
+
+from unisono.causes import Verdict
+from unisono.child import TEMPLATE_HAS_NO_END
+from unisono.errors import (
+    DataError,
+    Disagreed,
+    EndedByVerdict,
+    IntegrityError,
+    Problem,
+    RankDied,
+    UnfitError,
+    UnisonoError,
+    UsageError,
+)
+from unisono.events import Message
+from unisono.facts import read_environment, read_machine
+from unisono.facts.machine import Gpu
+from unisono.supervise.child_process import ChildProcess, Programs, child_environment, task_command
+from unisono.text import one_line
+from unisono.units import show_seconds
+
+_BY_EXIT_CODE: dict[int, type[UnisonoError]] = {
+    2: UsageError, 3: Disagreed, 4: EndedByVerdict, 5: RankDied, 6: UnfitError, 7: IntegrityError,
+}  # fmt: skip
+_TAIL_BYTES = 8_000
+
+
+def run_task(
+    name: str,
+    request: dict[str, Any],
+    *,
+    on_message: Callable[[Message], None] | None = None,
+    programs: Programs | None = None,
+    silence_s: float | None = None,
+) -> dict[str, Any]:
+    """Runs a task to its end; gives the fields of its `result` message.
+
+    Args:
+        name: one of `unisono.task.__main__.TASKS`.
+        request: what the task's `run` gets.
+        on_message: sees every message before the last.
+        programs: what to start; the default is ours.
+        silence_s: seconds without a message after which it is ended; None: it may be silent for ever.
+
+    Raises:
+        UnisonoError: what the task refused, in the class of its exit code.
+        UnfitError: if it was silent for too long.
+        RankDied: if it crashed or was killed.
+    """
+    with TaskProcess(name, request, programs=programs) as task:
+        last: Message = {}
+        for message in task.messages(silence_s=silence_s):
+            last = message
+            if message["kind"] != "result" and on_message is not None:
+                on_message(message)
+    return {key: value for key, value in last.items() if key not in ("kind", "time")}
+
+
+class TaskProcess:
+    """A task that is talked to while it runs: start it as a context, `send` to it, read its `messages`."""
+
+    def __init__(
+        self,
+        name: str,
+        request: dict[str, Any],
+        *,
+        talks: bool = False,
+        programs: Programs | None = None,
+        environment: dict[str, str] | None = None,
+        printed: Path | None = None,
+    ) -> None:
+        """Starts the task.
+
+        Args:
+            name: one of `unisono.task.__main__.TASKS`.
+            request: what the task's `run` gets.
+            talks: whether `send` will be used.
+            programs: what to start; the default is ours.
+            environment: all of it; the default is this process's, without what would mislead a task.
+            printed: a file for what it prints, which is made; the default goes with the task.
+        """
+        self.name = name
+        self._folder = tempfile.TemporaryDirectory(prefix="unisono-")  # mode 0700: requests hold prompts
+        path = Path(self._folder.name) / "request.json"
+        path.write_text(json.dumps(request, ensure_ascii=False), encoding="utf-8")
+        self._printed: IO[bytes] = (printed or Path(self._folder.name) / "printed").open("w+b")
+        started = programs or Programs()
+        self._child = ChildProcess(
+            lambda fd: task_command(started, name, request=path, report_fd=fd),
+            environment=environment or _environment(),
+            output=self._printed, talks=talks,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def messages(self, *, silence_s: float | None = None) -> Iterator[Message]:
+        """Every message until the task has ended; the last is `result`.
+
+        Args:
+            silence_s: seconds without a message that are too many; None: none are.
+
+        Raises:
+            UnisonoError: what the task refused, in the class of its exit code.
+            UnfitError: if it was silent for too long.
+            RankDied: if it crashed or was killed.
+        """
+        heard = time.monotonic()
+        while not self._child.ended:
+            found = self._child.read()
+            heard = time.monotonic() if found else heard
+            if silence_s is not None and time.monotonic() - heard > silence_s:
+                raise UnfitError.of(f"nothing has moved for {show_seconds(silence_s)}", where=self.name)
+            for message in found:
+                yield self._sound(message)
+                if message["kind"] == "result":
+                    return
+        raise self._ended()
+
+    def news(self) -> list[Message]:
+        """The messages that are here now, without waiting; the last of all is `result`, after which nothing is to be asked for.
+
+        Raises:
+            UnisonoError: what the task refused, in the class of its exit code.
+            RankDied: if it crashed or was killed.
+        """
+        found = [self._sound(message) for message in self._child.read(0)]
+        if not found and self._child.ended:
+            raise self._ended()
+        return found
+
+    def _sound(self, message: Message) -> Message:
+        if message["kind"] == "refused":
+            raise refusal(message)
+        if message["kind"] == "crashed":
+            raise self._died(f"{message['error']} ({message.get('where', '')})")
+        return message
+
+    def send(self, message: Message) -> None:
+        """Sends a JSON line to the task's stdin; needs `talks=True`."""
+        self._child.send(message)
+
+    def interrupt(self) -> None:
+        """Sends SIGINT, as when an answer is to end early."""
+        self._child.signal(signal.SIGINT)
+
+    def close(self, *, patience_s: float = 2.0) -> None:
+        """Ends the task: its input is closed, and what does not end by itself is ended."""
+        self._child.close_input()
+        self._child.end(patience_s=patience_s)
+        self._printed.close()
+        self._folder.cleanup()
+
+    def _ended(self) -> UnisonoError:
+        if self._child.returncode == -TEMPLATE_HAS_NO_END:
+            return DataError.of(
+                "the chat template does not come to an end", where="data.template, or the tokenizer's chat template",
+                why="rendering one conversation used up its CPU time within a single operation, which cannot be interrupted",
+                fix="fix the template, or set data.template to a file with another one",
+            )  # fmt: skip
+        return self._died(how_it_ended(self._child.returncode or 0))
+
+    def _died(self, how: str) -> RankDied:
+        return RankDied.of(
+            f"the task {self.name} ended: {one_line(how, limit=300)}",
+            why=one_line(tail_of(self._printed), limit=2000),
+            fix="run it again with --debug, and report it if it is not the memory or the disk",
+        )
+
+
+def _environment() -> dict[str, str]:
+    here = read_environment()
+    threads = here.omp_num_threads or read_machine(_no_devices).cores
+    return child_environment(threads=threads, without=here.leftovers)
+
+
+def refusal(message: Message) -> UnisonoError:
+    """The error that a `refused` message stands for, in the class of its exit code."""
+    kind = _BY_EXIT_CODE.get(int(message.get("exit_code", 1)), UnisonoError)
+    fields = ("what", "where", "why", "fix")
+    problems = [
+        Problem(**{f: str(p.get(f, "")) for f in fields})
+        for p in message.get("problems") or [{"what": "refused"}]
+    ]
+    verdict = message.get("verdict")
+    return kind(*problems, verdict=Verdict.from_json(verdict) if verdict else None)
+
+
+def cannot_start(name: str, error: OSError) -> RankDied:
+    """What is said of a task that the system does not let begin."""
+    place = f"{error.filename}: " if error.filename else ""
+    return RankDied.of(
+        f"the task {name} cannot be started: {place}{error.strerror or error}",
+        fix="look at the room in the directory for temporary files, and at the limits of memory and processes",
+    )
+
+
+def how_it_ended(returncode: int) -> str:
+    """`killed by SIGKILL` or `exit status 3, without a word`."""
+    if returncode < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-returncode).name}"
+        return f"killed by signal {-returncode}"
+    return f"exit status {returncode}, without a word"
+
+
+def tail_of(printed: IO[bytes]) -> str:
+    """The end of what a child printed."""
+    size = os.fstat(printed.fileno()).st_size
+    start = max(0, size - _TAIL_BYTES)
+    return os.pread(printed.fileno(), _TAIL_BYTES, start).decode("utf-8", "replace")
+
+
+def _no_devices() -> tuple[list[Gpu], str]:
+    """A probe that asks no driver: a task's threads do not depend on accelerators."""
+    return [], ""
