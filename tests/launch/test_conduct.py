@@ -12,7 +12,6 @@ from tests.watch.seeing import picture, view
 from unisono.causes import Verdict
 from unisono.launch.outcome import ending_of
 from unisono.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
-from unisono.rendezvous.verdict_exchange import node_refused
 from unisono.supervise.decision import Decider, Decision
 from unisono.supervise.local_ranks import RankEnd
 from unisono.supervise.postmortem import (
@@ -22,6 +21,7 @@ from unisono.supervise.postmortem import (
     name_death,
     name_lost_node,
     name_victims,
+    node_refused,
 )
 from unisono.supervise.rank_supervisor import Attempt
 from unisono.watch import RankView

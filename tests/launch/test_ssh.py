@@ -23,6 +23,7 @@ from tests.ports import free_port
 from tests.sshd import ssh_server
 from unisono.errors import UsageError
 from unisono.facts.network import SystemNetwork
+from unisono.launch.head_nodes import remote_train
 from unisono.launch.train_request import TrainRequest
 from unisono.plan.topology import Accelerators, Topology, TopologyRequest, read_topology
 from unisono.rendezvous.head_address import address_towards, is_this_machine
@@ -32,7 +33,6 @@ from unisono.rendezvous.ssh import (  # fmt: skip
     carried_variables,
     find_head,
     remote_command,
-    remote_train,
     start_others,
 )
 

@@ -29,7 +29,7 @@ from unisono.integrations.border import VARIABLE
 from unisono.rundir import RunDir
 from unisono.text import one_line
 
-_KEEPER = Path(__file__).with_name("keeper.py")
+_KEEPER = Path(__file__).with_name("subreaper.py")
 _STARTING_S = 60.0  # of a small process on a machine under load
 _CLOSING_S = 25.0  # more than the keeper takes at the most
 _SIGKILL = -int(signal.SIGKILL)

@@ -10,8 +10,7 @@ from unisono.events import Message
 from unisono.guard.local_program import LocalProgram
 from unisono.guard.program_end import exit_code_of_program
 from unisono.rendezvous.member_side import Attendance
-from unisono.rendezvous.verdict_exchange import verdicts_in
-from unisono.supervise.postmortem import NodeLoss, name_loss
+from unisono.supervise.postmortem import NodeLoss, name_loss, verdicts_in
 from unisono.supervise.rank_monitor import MonitorReports
 from unisono.supervise.rank_supervisor import Show, say
 from unisono.text import one_line

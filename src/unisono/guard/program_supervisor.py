@@ -18,11 +18,18 @@ from unisono.guard.program_ranks import UNKNOWN_END
 from unisono.guard.program_signals import Stopping
 from unisono.integrations.border import LAUNCHER
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
-from unisono.rendezvous.verdict_exchange import node_refused
 from unisono.supervise.decision import ended_well
 from unisono.supervise.evidence import RawEvidence
 from unisono.supervise.local_ranks import RankEnd
-from unisono.supervise.postmortem import NodeLoss, apart, first_cause, is_victim, name_death, name_loss
+from unisono.supervise.postmortem import (
+    NodeLoss,
+    apart,
+    first_cause,
+    is_victim,
+    name_death,
+    name_loss,
+    node_refused,
+)
 from unisono.supervise.rank_monitor import RankMonitor
 from unisono.supervise.rank_supervisor import Show, say
 from unisono.supervise.stall_monitor import StallMonitor

@@ -22,7 +22,7 @@ from unisono.launch.train_request import TrainRequest, Witness
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.rescue import RescuedStep
 from unisono.rendezvous.party import Party
-from unisono.rendezvous.ssh import SshFronts, remote_train, start_others
+from unisono.rendezvous.ssh import Remote, SshFronts, start_others
 from unisono.rendezvous.verdict_exchange import last_word
 from unisono.rundir import RunDir
 from unisono.supervise.interrupts import Interrupts
@@ -241,3 +241,15 @@ def with_witness(ending: Ending, attempt: Attempt, plan: RunPlan, witness: Witne
         }
     )  # fmt: skip
     return replace(ending, verdict=verdict, exit_code=cause.exit_code if cause else ending.exit_code)
+
+
+def remote_train(request: TrainRequest) -> Remote:
+    """The same training, on another node."""
+    return Remote(
+        ("train", str(request.config_path), *request.overrides),
+        {
+            "--join-timeout": f"{request.join_timeout_s:g}", "--nproc": request.nproc, "--devices": request.devices,
+            "--restarts": request.restarts, "--debug-comm": request.debug_comm or None,
+        },
+        ssh=request.ssh,
+    )  # fmt: skip

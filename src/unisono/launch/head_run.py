@@ -261,8 +261,15 @@ class HeadRun:
         first = FirstCheckpoint(
             plan, programs=self.request.programs, leftovers=here.leftovers, show=recorder.show
         )
+        shards = None
+        if server is not None:
+            from unisono.remote_checkpoint.shard_transfer import (
+                taking_shards,  # one node alone needs no channel
+            )
+
+            shards = taking_shards(plan, server, run.checkpoints)
         return run_attempt(
-            plan, local=local, server=server, interrupts=self.interrupts, show=first.pass_on, on_agreement=keep,
+            plan, local=local, server=server, interrupts=self.interrupts, show=first.pass_on, on_agreement=keep, shards=shards,
             companions=[
                 watch,
                 first,

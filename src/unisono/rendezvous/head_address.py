@@ -17,6 +17,7 @@ from unisono.rendezvous import verdict_exchange
 from unisono.rendezvous.party import Party
 from unisono.rendezvous.verdict_exchange import disagreement
 from unisono.rundir.lock import Holder, Taken
+from unisono.supervise.postmortem import node_refused
 
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 
@@ -161,7 +162,7 @@ def tell_refusal(party: Party, error: UnisonoError) -> None:
     verdict = error.verdict if isinstance(error, Disagreed) else None
     with contextlib.suppress(UnisonoError):
         if rank == 0:
-            say_to_callers(party, verdict or verdict_exchange.node_refused(0, party.host, error.to_json()))
+            say_to_callers(party, verdict or node_refused(0, party.host, error.to_json()))
         else:
             _call_the_head(party, error)
 

@@ -22,6 +22,7 @@ from unisono.rendezvous.party import BackgroundWork, Party, Show
 from unisono.rendezvous.roll_call import RollCall
 from unisono.rendezvous.verdict_exchange import disagreement, last_word
 from unisono.supervise.interrupts import Stopped
+from unisono.supervise.postmortem import node_refused
 
 Result = TypeVar("Result")
 Keep = Callable[[Sequence[NodeReport], Agreement], None]
@@ -253,7 +254,7 @@ class Meeting:
             where = error.where or name_node(0, host)
             self.end(verdict_exchange.stop_word(Stopped(error.number, where)))
             return
-        verdict = verdict_exchange.node_refused(0, host, verdict_exchange.refusal_of(error))
+        verdict = node_refused(0, host, verdict_exchange.refusal_of(error))
         if isinstance(error, Disagreed) and error.verdict is not None:
             verdict = error.verdict
         self.end(last_word([verdict]))
@@ -361,7 +362,7 @@ class Meeting:
                 if verdict is not None:
                     self.refuse([verdict])
             case "refused":
-                self.refuse([verdict_exchange.node_refused(node_rank, host, message)], nodes=[node_rank])
+                self.refuse([node_refused(node_rank, host, message)], nodes=[node_rank])
             case "stop":
                 raise verdict_exchange.stop_of(message.get("signal"), name_node(node_rank, host))
             case kind:

@@ -15,6 +15,7 @@ from unisono.rendezvous.head_address import refuse_unusable_head
 from unisono.rendezvous.network_trial import collective_task, listen, node_collective, node_dials, present_in
 from unisono.rendezvous.party import BackgroundWork, MakeReport, Party, Show, Standing
 from unisono.supervise.interrupts import Stopped
+from unisono.supervise.postmortem import verdicts_in
 from unisono.text import one_line
 
 Result = TypeVar("Result")
@@ -172,7 +173,7 @@ class Attendance:
         stopped = verdict_exchange.stop_in(message)
         if stopped is not None:
             raise stopped
-        verdicts = verdict_exchange.verdicts_in(message)
+        verdicts = verdicts_in(message)
         if not verdicts:
             verdicts = [
                 verdict_exchange.head_lost(

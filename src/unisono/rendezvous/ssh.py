@@ -17,7 +17,6 @@ from unisono.causes import Evidence, Verdict
 from unisono.causes.variables import find_variable
 from unisono.errors import UsageError
 from unisono.facts.network import NetworkProbe, is_loopback
-from unisono.launch.train_request import TrainRequest
 from unisono.plan.topology import Topology
 from unisono.rendezvous.head_address import address_towards
 from unisono.supervise.child_process import option_words
@@ -67,18 +66,6 @@ class Remote:
     options: Mapping[str, object] = field(default_factory=dict)
     tail: tuple[str, ...] = ()
     ssh: tuple[str, ...] = ("ssh",)
-
-
-def remote_train(request: TrainRequest) -> Remote:
-    """The same training, on another node."""
-    return Remote(
-        ("train", str(request.config_path), *request.overrides),
-        {
-            "--join-timeout": f"{request.join_timeout_s:g}", "--nproc": request.nproc, "--devices": request.devices,
-            "--restarts": request.restarts, "--debug-comm": request.debug_comm or None,
-        },
-        ssh=request.ssh,
-    )  # fmt: skip
 
 
 @dataclass

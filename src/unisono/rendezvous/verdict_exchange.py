@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono.agree.display import name_node
-from unisono.agree.membership import lost_node, refused_node
+from unisono.agree.membership import lost_node
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.errors import Disagreed, Problem, UnisonoError
 from unisono.events import Message
@@ -33,25 +33,6 @@ def last_word(verdicts: Sequence[Verdict], *, exit_code: int = Disagreed.exit_co
     return {
         "kind": "ended", "exit_code": exit_code, "verdicts": [verdict.to_json() for verdict in verdicts], "result": None,
     }  # fmt: skip
-
-
-def verdicts_in(message: dict[str, Any]) -> list[Verdict]:
-    """The verdicts of an `ended` message; what is none is left out."""
-    found = []
-    for value in message.get("verdicts") or []:
-        try:
-            found.append(Verdict.from_json(value))
-        except (ValueError, TypeError):  # a head of another version: its other verdicts still count
-            continue
-    return found
-
-
-def node_refused(node_rank: int, host: str, error: dict[str, Any]) -> Verdict:
-    """A node does not start, for a reason of its own. `error`: what `UnisonoError.to_json` gave there; it is from another machine."""
-    problems = [problem for problem in error.get("problems") or [] if isinstance(problem, dict)]
-    verdict = error.get("verdict")
-    own = verdicts_in({"verdicts": [verdict]}) if verdict else []
-    return refused_node(node_rank, host, problems, verdict=own[0] if own else None)
 
 
 def stop_word(stopped: Stopped) -> dict[str, Any]:

@@ -4,8 +4,10 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from unisono.agree.membership import refused_node
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.control.events import Left
+from unisono.events import Message
 from unisono.plan import RankPlace
 from unisono.supervise.job import Job
 from unisono.supervise.local_ranks import RankEnd
@@ -230,3 +232,22 @@ def _tail(end: RankEnd, where: str) -> list[Evidence]:
     if end.last is not None or not lines:
         return []
     return [Evidence(where=f"{where}, log", text=one_line(line, limit=300)) for line in lines[-_TAIL_LINES:]]
+
+
+def verdicts_in(message: Message) -> list[Verdict]:
+    """The verdicts of an `ended` message; what is none is left out."""
+    found = []
+    for value in message.get("verdicts") or []:
+        try:
+            found.append(Verdict.from_json(value))
+        except (ValueError, TypeError):  # a head of another version: its other verdicts still count
+            continue
+    return found
+
+
+def node_refused(node_rank: int, host: str, error: Message) -> Verdict:
+    """A node does not start, for a reason of its own. `error`: what `UnisonoError.to_json` gave there; it is from another machine."""
+    problems = [problem for problem in error.get("problems") or [] if isinstance(problem, dict)]
+    verdict = error.get("verdict")
+    own = verdicts_in({"verdicts": [verdict]}) if verdict else []
+    return refused_node(node_rank, host, problems, verdict=own[0] if own else None)

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,12 +17,11 @@ from unisono.control.events import Arrived, Event, Left, Said
 from unisono.errors import UnisonoError
 from unisono.events import Message
 from unisono.plan import RunPlan
-from unisono.rendezvous.verdict_exchange import node_refused
 from unisono.supervise.decision import Decider, Decision
 from unisono.supervise.evidence import RawEvidence
 from unisono.supervise.interrupts import Interrupts, NewestCheckpoint, Stopping
 from unisono.supervise.local_ranks import LAST_WORDS, LocalRanks, RankEnd, RankNews
-from unisono.supervise.postmortem import NodeLoss
+from unisono.supervise.postmortem import NodeLoss, node_refused
 from unisono.supervise.rank_monitor import RankMonitor
 from unisono.supervise.stall_monitor import StallMonitor
 from unisono.text import one_line
@@ -29,7 +29,6 @@ from unisono.watch import Picture
 
 if TYPE_CHECKING:
     from unisono.control.server import HeadServer
-    from unisono.remote_checkpoint.shard_transfer import ShardArrivals
 
 
 class Companion(Protocol):
@@ -58,6 +57,23 @@ _ONLY_OF_RANK_0 = ("phase", "step", "eval", "sample", "checkpoint", "ready", "no
 def say(show: Show, text: str) -> None:
     """A line for people."""
     show({"kind": "note", "time": time.time(), "text": text})
+
+
+class ShardPort(Protocol):
+    """Where the checkpoint parts of other nodes' ranks arrive (`remote_checkpoint.shard_transfer`)."""
+
+    def arrived(self, event: Arrived, /) -> None:
+        """A part is here, or did not get here."""
+
+    def moves(self) -> Message | None:
+        """From time to time, while a part is on its way: what to tell rank 0."""
+
+    def given_up(self, temporary: str, /) -> None:
+        """Rank 0 waits for no part of this checkpoint any more."""
+
+    def confirmed(self, rank: int, message: Message, /) -> Message:
+        """The word of a rank that its part is written, for rank 0: with what is missing of it here."""
+        ...
 
 
 @dataclass
@@ -128,6 +144,7 @@ def run_attempt(
     show: Show,
     on_agreement: Callable[[Mapping[int, RankReport], Agreement], None],
     companions: Sequence[Companion] = (),
+    shards: "AbstractContextManager[ShardPort] | None" = None,
 ) -> Attempt:
     """Starts the ranks of this node, conducts those of all nodes, and waits for their end.
 
@@ -139,6 +156,7 @@ def run_attempt(
         show: sees the messages.
         on_agreement: is told what the ranks have brought and what came of comparing it, before they go on.
         companions: hear what the ranks say, and may end them.
+        shards: takes in the checkpoint parts of other nodes' ranks; None where every rank writes to this node's disk.
     """
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -146,12 +164,8 @@ def run_attempt(
         interrupts.collect()
         conducting = _RankSupervision(plan, local, server, interrupts, show, on_agreement, companions)
         stack.callback(conducting.signs.close)
-        if server is not None:
-            from unisono.remote_checkpoint.shard_transfer import (
-                taking_shards,  # one node alone needs no channel
-            )
-
-            conducting.shards = stack.enter_context(taking_shards(plan, server, local.run.checkpoints))
+        if shards is not None:
+            conducting.shards = stack.enter_context(shards)
         try:
             conducting.run()
             conducting.attempt.picture = conducting.watching.picture
@@ -184,7 +198,7 @@ class _RankSupervision:
         self.conductor = Decider(plan)
         step = plan.resume.step if plan.resume else 0
         self.attempt = Attempt(step, step, plan.resume.path if plan.resume else None, saved_step=step)
-        self.shards: ShardArrivals | None = None
+        self.shards: ShardPort | None = None
         self._local = local
         self._server = server
         self._show = show
