@@ -26,7 +26,7 @@ from unisono.config.describe import describe_field, section_in
 from unisono.config.schema import RunConfig, Section
 from unisono.doctor.check import AREAS, Check
 from unisono.doctor.registry import CATALOGUE as CHECKS
-from unisono.rundir.layout import RunDir
+from unisono.rundir import RunDir
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 WIDTH = 100  # columns of a help text

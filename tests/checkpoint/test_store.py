@@ -14,7 +14,7 @@ from unisono.checkpoint.resume import require_intact, resume_point
 from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.writer import StorageFailed, StorageFull
 from unisono.errors import IntegrityError
-from unisono.rundir.start import StartDecision
+from unisono.rundir.start_decision import StartDecision
 
 if TYPE_CHECKING:
     from unisono.checkpoint.verify import Damage

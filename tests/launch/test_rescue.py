@@ -16,7 +16,7 @@ from unisono.config import RunConfig
 from unisono.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
 from unisono.remote_checkpoint.rescue import RescuedStep, choose, rescue
 from unisono.rundir import RunDir
-from unisono.rundir.metrics import MetricsWriter, read_metrics
+from unisono.rundir.records import MetricsWriter, read_metrics
 from unisono.supervise.decision import Decision
 from unisono.supervise.local_ranks import RankEnd, SharedMemory, keeping_ranks
 from unisono.supervise.postmortem import NodeLoss

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from unisono.config import RunConfig
 from unisono.config.describe import all_keys
 from unisono.errors import UsageError
-from unisono.rundir.changes import (
+from unisono.rundir.config_changes import (
     NAMES,
     RULES,
     changes_between,
@@ -47,7 +47,7 @@ some_changes = st.dictionaries(st.sampled_from(sorted(CHANGES)), st.none(), max_
 @pytest.mark.parametrize("key", LEAVES)
 def test_somebody_has_thought_about_every_key(key: str) -> None:
     rule = rule_of(key)
-    assert rule in RULES.values(), f"{key} has no place in the table of rundir/changes.py"
+    assert rule in RULES.values(), f"{key} has no place in the table of rundir/config_changes.py"
     assert rule.says or rule.kind in ("silent", "decided", "contents")
     assert (rule.kind == "contents") == (rule.name in NAMES)
 

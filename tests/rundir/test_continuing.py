@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from unisono.config import RunConfig
 from unisono.errors import UsageError
 from unisono.rundir import RunDir
-from unisono.rundir.changes import Finding, not_allowed
-from unisono.rundir.continuing import Continuing, check_same_run, find_changes, unneeded
+from unisono.rundir.config_changes import ChangeFinding, not_allowed
+from unisono.rundir.plan_changes import ResumeChanges, check_same_run, find_changes, unused_allowances
 
 SPLIT = {"rows": 40, "sequences": 40, "tokens": 400, "loss_tokens": 200}
 
@@ -51,11 +51,11 @@ def plan(*, without: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
     return found
 
 
-def changed(before: dict[str, Any], after: dict[str, Any], **packages: str) -> list[Finding]:
+def changed(before: dict[str, Any], after: dict[str, Any], **packages: str) -> list[ChangeFinding]:
     return find_changes(before, after, {}, packages)
 
 
-def names(found: list[Finding]) -> list[str]:
+def names(found: list[ChangeFinding]) -> list[str]:
     return [finding.name for finding in found if finding.verdict != "line"]
 
 
@@ -229,7 +229,7 @@ def test_only_packages_that_numbers_depend_on_are_named() -> None:
     assert [f.text for f in found] == ["torch is 2.14.0, and was 2.13.0: losses may not agree to the bit"]
 
 
-def start(tmp_path: Path, after: dict[str, Any], *allow: str, torch: str = "1") -> Continuing:
+def start(tmp_path: Path, after: dict[str, Any], *allow: str, torch: str = "1") -> ResumeChanges:
     return check_same_run(RunDir(tmp_path), after, {"torch": torch}, allow=frozenset(allow))
 
 
@@ -240,7 +240,7 @@ def write(tmp_path: Path, before: dict[str, Any]) -> None:
 
 def test_the_earlier_start_is_read_from_its_directory(tmp_path: Path) -> None:
     write(tmp_path, PLAN)
-    assert start(tmp_path, PLAN) == Continuing([], [])
+    assert start(tmp_path, PLAN) == ResumeChanges([], [])
     assert start(tmp_path, PLAN, torch="2").lines[0].startswith("torch is 2, and was 1")
 
 
@@ -271,6 +271,6 @@ def test_what_was_allowed_is_kept_over_all_starts(tmp_path: Path) -> None:
 
 def test_what_was_allowed_in_vain_is_told(tmp_path: Path) -> None:
     write(tmp_path, PLAN)
-    assert start(tmp_path, PLAN, "data").lines == unneeded(frozenset({"data"}))
-    assert "--allow data was not needed" in unneeded(frozenset({"data"}))[0]
-    assert start(tmp_path, plan(model__digest="m2"), "model", "seed").lines[1:] == unneeded(frozenset({"seed"}))  # fmt: skip
+    assert start(tmp_path, PLAN, "data").lines == unused_allowances(frozenset({"data"}))
+    assert "--allow data was not needed" in unused_allowances(frozenset({"data"}))[0]
+    assert start(tmp_path, plan(model__digest="m2"), "model", "seed").lines[1:] == unused_allowances(frozenset({"seed"}))  # fmt: skip

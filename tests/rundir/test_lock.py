@@ -16,7 +16,7 @@ from tests.nproc.disks import on_a_device
 from unisono.errors import UsageError
 from unisono.facts.processes import stuck_threads
 from unisono.rundir import lock as lock_file
-from unisono.rundir.lock import RunLock, named_in, read_holder, standing_in
+from unisono.rundir.lock import RunLock, locked_if_ended, read_holder, recorded_holder
 
 HOLD = """
 import os, sys
@@ -114,13 +114,13 @@ def test_who_stands_in_for_a_holder_does_so_only_once_that_is_dead_and_before_an
 ) -> None:
     path = tmp_path / "out" / "run.lock"
     with _holder(path) as holder:
-        dead = named_in(path)
+        dead = recorded_holder(path)
         assert dead is not None
         assert dead.pid == holder.pid
-        with standing_in(path, dead, limit_s=0) as is_ours:
+        with locked_if_ended(path, dead, limit_s=0) as is_ours:
             assert not is_ours, "it lives"
         holder.send_signal(signal.SIGKILL)
-        with standing_in(path, dead, limit_s=30) as is_ours:
+        with locked_if_ended(path, dead, limit_s=30) as is_ours:
             assert is_ours
             with pytest.raises(UsageError):
                 RunLock(path).acquire("host-a", os.getpid())
@@ -130,12 +130,12 @@ def test_who_stands_in_for_a_holder_does_so_only_once_that_is_dead_and_before_an
         assert note is not None, "who came between has left the dead holder's name"
         assert str(dead.pid) in note
         assert path.read_bytes() != before
-    with standing_in(path, dead, limit_s=0) as is_ours:
+    with locked_if_ended(path, dead, limit_s=0) as is_ours:
         assert not is_ours, "the file is gone"
     with _holder(path) as other:
         other.kill()
         other.wait(30)
-        with standing_in(path, dead, limit_s=1) as is_ours:
+        with locked_if_ended(path, dead, limit_s=1) as is_ours:
             assert not is_ours, "another start has been here since"
 
 

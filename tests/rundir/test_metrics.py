@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.rundir.metrics import Cut, MetricsWriter, best_evaluated, cut_after, read_metrics, without_nan
+from unisono.rundir.records import (
+    MetricsWriter,
+    Truncation,
+    best_evaluated,
+    read_metrics,
+    truncate_after,
+    without_nan,
+)
 
 
 def _write(path: Path, steps: range) -> None:
@@ -47,7 +54,7 @@ def test_cutting_leaves_each_step_once(tmp_path: Path) -> None:
     _write(path, range(1, 8))
     with path.open("a") as file:
         file.write('{"step": 7, "eval_loss": 1.0}\n{"step": 8, "lo')
-    assert cut_after(path, 5) == Cut(later=4)
+    assert truncate_after(path, 5) == Truncation(later=4)
     _write(path, range(6, 8))
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
 
@@ -57,14 +64,14 @@ def test_an_evaluation_that_is_due_again_is_cut_and_its_step_stays(tmp_path: Pat
     path.write_text(
         '{"step": 2}\n{"step": 2, "eval_loss": 1.0}\n{"step": 3}\n{"step": 3, "eval_loss": 1.0}\n{"step": 4}\n'
     )
-    assert cut_after(path, 3, evaluated=False) == Cut(later=2)
+    assert truncate_after(path, 3, evaluated=False) == Truncation(later=2)
     assert path.read_text() == '{"step": 2}\n{"step": 2, "eval_loss": 1.0}\n{"step": 3}\n'
 
 
 def test_what_stays_keeps_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step":1,  "loss":1e-07}\n{"step": 2}\n')
-    assert cut_after(path, 1) == Cut(later=1)
+    assert truncate_after(path, 1) == Truncation(later=1)
     assert path.read_bytes() == b'{"step":1,  "loss":1e-07}\n'
 
 
@@ -77,7 +84,7 @@ def test_a_file_torn_anywhere_loses_at_most_its_last_line(
     whole = path.read_bytes()
     path.write_bytes(whole[:cut])
     lines = whole[:cut].count(b"\n")
-    cut_after(path, 4)
+    truncate_after(path, 4)
     assert [line["step"] for line in read_metrics(path)] == list(range(1, lines + 1))
     _write(path, range(lines + 1, 5))
     assert path.read_bytes() == whole
@@ -103,23 +110,23 @@ def test_a_damaged_line_in_the_middle_is_kept_aside_with_its_number_and_takes_no
     lines = path.read_bytes().splitlines(keepends=True)
     before = b"".join([*lines[:2], bad, *lines[3:], b'{"step": 8, "lo'])
     path.write_bytes(before)
-    cut = cut_after(path, 5)
+    cut = truncate_after(path, 5)
     aside = tmp_path / "metrics.jsonl.damaged-1"
-    assert cut == Cut(later=3, damaged=1, numbers=(3,), aside=aside), what
+    assert cut == Truncation(later=3, damaged=1, numbers=(3,), aside=aside), what
     assert aside.read_bytes() == before
     assert path.read_bytes() == b"".join([*lines[:2], *lines[3:5]])
     warning = cut.warning()
     assert warning is not None
     assert "line 3 is damaged" in warning["text"]
     assert warning["where"] == f"{aside}:3"
-    assert cut_after(path, 5) == Cut()
+    assert truncate_after(path, 5) == Truncation()
 
 
 def test_a_file_of_which_no_line_can_be_read_is_kept_aside_beside_an_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     (tmp_path / "metrics.jsonl.damaged-1").write_text("of an earlier start")
     path.write_bytes(b"\xff\n" * 20)
-    cut = cut_after(path, 5)
+    cut = truncate_after(path, 5)
     assert (cut.damaged, cut.numbers) == (20, (1, 2, 3, 4, 5, 6, 7, 8))
     assert cut.aside == tmp_path / "metrics.jsonl.damaged-2"
     assert cut.aside.read_bytes() == b"\xff\n" * 20
@@ -138,12 +145,12 @@ def test_a_file_that_needs_no_cut_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     _write(path, range(1, 3))
     before = path.stat()
-    assert cut_after(path, 2) == Cut()
+    assert truncate_after(path, 2) == Truncation()
     assert path.stat().st_ino == before.st_ino
 
 
 def test_no_file_is_no_lines(tmp_path: Path) -> None:
-    assert cut_after(tmp_path / "metrics.jsonl", 3) == Cut()
+    assert truncate_after(tmp_path / "metrics.jsonl", 3) == Truncation()
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
@@ -176,7 +183,7 @@ def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path) -> None:
 _LIMITED = """
 import resource, sys
 from pathlib import Path
-from unisono.rundir.metrics import MetricsWriter
+from unisono.rundir.records import MetricsWriter
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 writer = MetricsWriter(Path(sys.argv[1]))

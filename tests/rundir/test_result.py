@@ -8,7 +8,7 @@ import pytest
 
 from unisono.causes import Verdict
 from unisono.rundir import RunDir
-from unisono.rundir.result import RunResult, read_result, set_verdict, write_result
+from unisono.rundir.records import RunResult, read_result, set_verdict, write_result
 
 
 def test_a_result_reads_back(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from unisono.config import RunConfig, config_digest
 from unisono.errors import UsageError
 from unisono.facts.storage import leave_nonce
 from unisono.rundir import RunDir
-from unisono.rundir.start import StartDecision, decide_start, next_old, refuse_if_shrunk, set_aside
+from unisono.rundir.start_decision import StartDecision, decide_start, next_old, refuse_if_shrunk, set_aside
 
 
 def _config(root: Path, **changes: Any) -> RunConfig:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unisono.rundir.metrics import MetricsWriter
+from unisono.rundir.records import MetricsWriter
 from unisono.supervise.local_ranks import SharedMemory
 from unisono.train.memory_snapshots import LIMIT, MemorySnapshots
 from unisono.train.process_group import Alone

@@ -17,7 +17,7 @@ from tests.conftest import training_in
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.table import TokenTable
 from unisono.events import Reporter
-from unisono.rundir.metrics import read_metrics
+from unisono.rundir.records import read_metrics
 from unisono.storage_errors import storage_failure
 
 Train = Callable[..., Any]

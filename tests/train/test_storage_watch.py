@@ -22,7 +22,7 @@ KEEPS_A_LINE = """
 import os, sys
 from pathlib import Path
 from unisono.events import Reporter
-from unisono.rundir.metrics import MetricsWriter
+from unisono.rundir.records import MetricsWriter
 from unisono.train import storage_watch
 storage_watch._NAMED_AFTER_S, storage_watch._GIVEN_UP_AFTER_S = 1.0, 2.0
 class Saver:

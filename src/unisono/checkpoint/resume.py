@@ -7,7 +7,7 @@ from unisono.checkpoint.store import CheckpointStore, IntactCheckpoint, OnDamage
 from unisono.checkpoint.verify import Damage
 from unisono.errors import IntegrityError
 from unisono.plan import ResumePoint
-from unisono.rundir.start import StartDecision
+from unisono.rundir.start_decision import StartDecision
 
 
 def require_intact(

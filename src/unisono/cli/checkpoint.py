@@ -144,7 +144,7 @@ def _oddity(plan: Any) -> str:
 
 def _best_step(store: "CheckpointStore", files: "RunDir") -> int | None:
     """The step of the lowest eval_loss among those that have a checkpoint."""
-    from unisono.rundir.metrics import best_evaluated
+    from unisono.rundir.records import best_evaluated
 
     found = best_evaluated(files.metrics, {_step(path) for path in store.list()})
     return found[0] if found else None

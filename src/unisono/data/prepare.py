@@ -16,8 +16,8 @@ from unisono.data.table import TokenTable
 from unisono.errors import DataError, ModelError
 from unisono.events import Reporter
 from unisono.files import read_json, whole_file
-from unisono.plan.model import DataSummary, SplitSummary
-from unisono.plan.order import steps_for_tokens
+from unisono.plan.run_plan import DataSummary, SplitSummary
+from unisono.plan.sequences import steps_for_tokens
 from unisono.text import library_words
 from unisono.units import Duration
 

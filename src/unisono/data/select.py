@@ -2,7 +2,7 @@
 
 import math
 
-from unisono.plan.order import permutation
+from unisono.plan.sequences import permutation
 
 # `permutation` is keyed by (seed, epoch); no epoch is negative, so these streams never meet the order of training.
 _EVAL, _WEIGHT = -1, -2

@@ -14,9 +14,9 @@ from unisono.diagnose.redact import shown
 from unisono.diagnose.tell import Diagnosis
 from unisono.diagnose.told import Told, facts_of, read_told
 from unisono.files import objects_of, read_object
-from unisono.rundir.layout import RunDir
+from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
-from unisono.rundir.result import RunResult, read_result
+from unisono.rundir.records import RunResult, read_result
 from unisono.text import one_line
 from unisono.watch.beat import phase_named
 

@@ -10,9 +10,9 @@ from unisono.diagnose.facts import RankFacts, RunFacts
 from unisono.diagnose.redact import shown
 from unisono.events import Message, read_message
 from unisono.files import iterate_lines, objects_of, parse_json, read_object, read_text
-from unisono.rundir.layout import RunDir
+from unisono.rundir import RunDir
 from unisono.rundir.merged_logs import Clocks, is_time
-from unisono.rundir.metrics import iterate_metrics
+from unisono.rundir.records import iterate_metrics
 from unisono.text import one_line
 
 _KINDS: dict[str, EventKind] = {

@@ -14,7 +14,7 @@ from unisono.launch.rank_layout import lay_out
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
-from unisono.rundir.start import StartDecision, decide_start
+from unisono.rundir.start_decision import StartDecision, decide_start
 from unisono.units import show_bytes, show_count
 
 START = Check(

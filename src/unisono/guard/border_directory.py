@@ -16,8 +16,8 @@ from unisono.errors import UsageError
 from unisono.facts.path_monitor import Identity, PathMonitor, identity_of
 from unisono.files import make_private_dir, read_object
 from unisono.guard.program_ranks import ProgramDir
-from unisono.rundir.lock import RunLock, Taken
-from unisono.rundir.result import Outcome
+from unisono.rundir.lock import LockTaken, RunLock
+from unisono.rundir.records import Outcome
 from unisono.supervise.rank_supervisor import Show
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, 0700, with a name that nobody can guess
@@ -168,7 +168,7 @@ class FolderWatch:
                 self._make_whole(
                     f"{self._run.lock} was removed while the program runs: the directory is locked again"
                 )
-        except Taken as taken:
+        except LockTaken as taken:
             self._lose(f"{what}, and another start has taken its place: {taken.holder}")
         except OSError as error:
             self._lose(f"{what}, and cannot be made again: {error.strerror} ({error.filename})")

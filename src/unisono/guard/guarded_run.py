@@ -49,8 +49,8 @@ from unisono.rendezvous.member_side import attend_meeting
 from unisono.rendezvous.party import MakeReport, Party, Standing
 from unisono.rendezvous.ssh import SshFronts, start_others
 from unisono.rendezvous.verdict_exchange import last_word
-from unisono.rundir.lock import RunLock, named_in
-from unisono.rundir.result import RunResult, set_verdict, write_result
+from unisono.rundir.lock import RunLock, recorded_holder
+from unisono.rundir.records import RunResult, set_verdict, write_result
 from unisono.supervise.evidence import keep_evidence
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.supervise.rank_supervisor import Show, say
@@ -211,7 +211,7 @@ class _Start:
             message = attendance.wait_for("start")
             self.whole.run_id = str(message["run_id"])
             shared = is_heads(self.run, self.whole.run_id)
-            heads = named_in(self.run.lock) if shared else None
+            heads = recorded_holder(self.run.lock) if shared else None
             store = (str(message["store"][0]), int(message["store"][1]))
             with self._here(store) as here:
                 log = self.run.log(self.machine.host, 0)

@@ -42,8 +42,8 @@ from unisono.remote_checkpoint.verifier import Verifier
 from unisono.rendezvous.head_address import refusals_told
 from unisono.rendezvous.party import Party
 from unisono.rundir import RunDir
-from unisono.rundir.result import RunResult, complete_verdict, set_verdict, write_result
-from unisono.rundir.start import StartDecision, refuse_if_shrunk
+from unisono.rundir.records import RunResult, complete_verdict, set_verdict, write_result
+from unisono.rundir.start_decision import StartDecision, refuse_if_shrunk
 from unisono.storage_errors import before_anything_began
 from unisono.supervise.bounded_io import RunsDisk, leave
 from unisono.supervise.child_process import interface_name, rank_environments

@@ -30,9 +30,9 @@ from unisono.rendezvous.member_side import Attendance, attend_meeting
 from unisono.rendezvous.party import MakeReport, Party, Standing
 from unisono.rendezvous.rejoin import Question, node_again
 from unisono.rundir import RunDir
-from unisono.rundir.lock import Holder, RunLock, named_in
-from unisono.rundir.result import RunResult, set_verdict, write_result
-from unisono.rundir.start import set_aside
+from unisono.rundir.lock import Holder, RunLock, recorded_holder
+from unisono.rundir.records import RunResult, set_verdict, write_result
+from unisono.rundir.start_decision import set_aside
 from unisono.supervise.bounded_io import RunsDisk, refuse_if_silent
 from unisono.supervise.child_process import interface_name, rank_environments
 from unisono.supervise.interrupts import Interrupts, exit_code_of
@@ -59,7 +59,9 @@ def take_part(
             attendance.wait_for("prepare")
             shared = seen.shares_output
             with _own_directory(request, loaded, here, shared=shared, show=show) as run:
-                heads = disk.write("who holds the run", partial(named_in, run.lock)) if shared else None
+                heads = (
+                    disk.write("who holds the run", partial(recorded_holder, run.lock)) if shared else None
+                )
                 member = _Member(
                     request, loaded, here, attendance, interrupts, show, run, shared, seen.report, disk
                 )

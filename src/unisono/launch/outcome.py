@@ -8,7 +8,7 @@ from typing import Any
 from unisono.causes import Verdict, find_cause
 from unisono.errors import UnisonoError
 from unisono.plan import RankPlace, RunPlan
-from unisono.rundir.result import RunResult
+from unisono.rundir.records import RunResult
 from unisono.supervise.decision import Decision
 from unisono.supervise.interrupts import exit_code_of
 from unisono.supervise.local_ranks import RankEnd

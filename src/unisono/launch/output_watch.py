@@ -18,7 +18,7 @@ from unisono.files import whole_file
 from unisono.launch.outcome import Ending
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
-from unisono.rundir.lock import RunLock, Taken
+from unisono.rundir.lock import LockTaken, RunLock
 from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.rank_supervisor import Attempt, Show
 from unisono.text import one_line
@@ -181,7 +181,7 @@ class OutputWatch:
         )
         try:
             done = self._disk.write("the run's directory", self._make_again)
-        except Taken as taken:
+        except LockTaken as taken:
             self._lose(f"{what}, and another start has made it again: {taken.holder}")
             return
         if not done:
@@ -206,7 +206,7 @@ class OutputWatch:
         what = f"{self._run.lock} was {'removed' if there is None else 'replaced'} after step {self._step}, while its run lives"
         try:
             done = self._disk.write("run.lock", self._take_again)
-        except Taken as taken:
+        except LockTaken as taken:
             self._lose(f"{what}, and another start has taken the directory: {taken.holder}")
             return
         if not done:

@@ -14,7 +14,7 @@ from unisono.launch.session import plan_only, train
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
-from unisono.rundir.metrics import read_metrics
+from unisono.rundir.records import read_metrics
 from unisono.supervise.rank_supervisor import Show, say
 from unisono.supervise.task_process import run_task
 from unisono.units import show_bytes, show_seconds

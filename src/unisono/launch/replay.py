@@ -29,7 +29,7 @@ from unisono.plan import ResumePoint, RunPlan
 from unisono.plan.device_choice import choose_devices
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
-from unisono.rundir.metrics import iterate_metrics
+from unisono.rundir.records import iterate_metrics
 from unisono.supervise.child_process import Programs, interface_name, rank_environments
 from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.local_ranks import LocalRanks

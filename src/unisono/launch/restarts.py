@@ -28,8 +28,8 @@ from unisono.plan import ResumePoint, RunPlan
 from unisono.remote_checkpoint.first_checkpoint import still_due
 from unisono.rendezvous.party import Standing
 from unisono.rundir import RunDir
-from unisono.rundir.result import set_verdict
-from unisono.rundir.start import StartDecision
+from unisono.rundir.records import set_verdict
+from unisono.rundir.start_decision import StartDecision
 from unisono.supervise.rank_supervisor import Attempt, Show, say
 
 

@@ -20,9 +20,9 @@ from unisono.launch.train_request import TrainRequest
 from unisono.plan import ResumePoint, RunPlan
 from unisono.remote_checkpoint.download import remove_half_a_copy
 from unisono.rundir import RunDir
-from unisono.rundir.continuing import check_same_run, unneeded
 from unisono.rundir.lock import RunLock
-from unisono.rundir.start import StartDecision, decide_start, set_aside
+from unisono.rundir.plan_changes import check_same_run, unused_allowances
+from unisono.rundir.start_decision import StartDecision, decide_start, set_aside
 from unisono.supervise.bounded_io import refuse_if_silent
 from unisono.supervise.rank_supervisor import Show
 
@@ -68,7 +68,7 @@ def with_changes(plan: RunPlan, run: RunDir, decision: StartDecision, request: T
         found = check_same_run(run, plan.to_json(), request.probes.packages(), allow=request.allowed)
         lines, allowed = found.lines, found.allowed
     elif decision.kind == "fresh":
-        lines = unneeded(request.allowed)
+        lines = unused_allowances(request.allowed)
     if request.trust and (plan.resume is None or not plan.resume.trust):
         lines = [*lines, "--trust was not needed: there is no checkpoint of somebody else to go on from"]
     return plan.model_copy(update={"warnings": [*plan.warnings, *lines], "allowed": allowed})

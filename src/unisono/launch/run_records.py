@@ -18,9 +18,8 @@ from unisono.launch.outcome import outcome_of
 from unisono.launch.train_request import config_yaml
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
-from unisono.rundir.lock import BEAT_S, Holder, standing_in
-from unisono.rundir.metrics import iterate_metrics
-from unisono.rundir.result import RunResult, read_result, set_verdict, write_result
+from unisono.rundir.lock import BEAT_S, Holder, locked_if_ended
+from unisono.rundir.records import RunResult, iterate_metrics, read_result, set_verdict, write_result
 from unisono.supervise.postmortem import NodeLoss
 
 _ENDS_S = 3.0
@@ -75,7 +74,7 @@ def writing_for_head(lock: Path, head: Holder | None, loss: NodeLoss) -> Iterato
         return
     # Of a process that ends the kernel closes connections and locks one after the other; one that was only silent may beat.
     limit_s, watch_s = (0.0, _WATCH_S) if loss.is_cut else (_ENDS_S, 0.0)
-    with standing_in(lock, head, limit_s=limit_s, watch_s=watch_s) as is_ours:
+    with locked_if_ended(lock, head, limit_s=limit_s, watch_s=watch_s) as is_ours:
         yield is_ours
 
 

@@ -17,7 +17,7 @@ from unisono.launch.train_request import TrainRequest, load_asked, refuse_live_l
 from unisono.plan import RunPlan
 from unisono.rendezvous import verdict_exchange
 from unisono.rundir import RunDir
-from unisono.rundir.start import decide_start
+from unisono.rundir.start_decision import decide_start
 from unisono.storage_errors import before_anything_began
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.supervise.rank_supervisor import Show, say

@@ -19,7 +19,7 @@ from unisono.facts.slurm import SlurmStep
 from unisono.plan.device_choice import device_words
 from unisono.plan.topology import TopologyRequest, parse_hosts
 from unisono.remote_checkpoint.verifier import Rhythm
-from unisono.rundir.changes import read_allowed
+from unisono.rundir.config_changes import read_allowed
 from unisono.supervise.child_process import Programs
 
 

@@ -18,7 +18,7 @@ from unisono.model.files import (
     weight_files,
 )
 from unisono.model.locate import locate_model
-from unisono.plan.model import ModelFacts
+from unisono.plan.run_plan import ModelFacts
 from unisono.text import one_line
 
 Vouch = Callable[[Path, dict[str, tuple[int, str]]], None]

@@ -1,8 +1,7 @@
 """What was decided, once, before anything starts. Pure: values in, values out; no torch, no clock, no disk."""
 
-from unisono.plan.deal import deal
-from unisono.plan.memory import estimate_memory
-from unisono.plan.model import (
+from unisono.plan.resolve import PlanInputs, estimate_memory, resolve_plan
+from unisono.plan.run_plan import (
     DataSummary,
     DeviceChoice,
     MemoryEstimate,
@@ -14,8 +13,7 @@ from unisono.plan.model import (
     SplitSummary,
     Strategy,
 )
-from unisono.plan.order import Stream, permutation, steps_for_tokens
-from unisono.plan.resolve import PlanInputs, resolve_plan
+from unisono.plan.sequences import Stream, deal, permutation, steps_for_tokens
 
 __all__ = [
     "DataSummary",

@@ -22,7 +22,7 @@ from unisono.events import Message
 from unisono.plan import RunPlan
 from unisono.rendezvous.verdict_exchange import stop_of
 from unisono.rundir import RunDir
-from unisono.rundir.metrics import MetricsWriter, cut_after
+from unisono.rundir.records import MetricsWriter, truncate_after
 from unisono.storage_errors import reason, words
 from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.local_ranks import SharedMemory, keeping_ranks
@@ -128,7 +128,7 @@ def _why(error: StorageFailed | OSError | ValueError) -> str:
 
 def _complete_metrics(run: RunDir, kept: StepSnapshot, show: Show) -> None:
     """Puts the lines of the step in place of those that are there: some, one that is torn, or none."""
-    warning = cut_after(run.metrics, kept.step - 1).warning()
+    warning = truncate_after(run.metrics, kept.step - 1).warning()
     if warning is not None:
         show({"kind": "warning", "time": time.time(), **warning})
     writer = MetricsWriter(run.metrics)

@@ -16,7 +16,7 @@ from unisono.facts.network import NetworkProbe, is_loopback
 from unisono.rendezvous import verdict_exchange
 from unisono.rendezvous.party import Party
 from unisono.rendezvous.verdict_exchange import disagreement
-from unisono.rundir.lock import Holder, Taken
+from unisono.rundir.lock import Holder, LockTaken
 from unisono.supervise.postmortem import node_refused
 
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
@@ -156,7 +156,7 @@ def tell_refusal(party: Party, error: UnisonoError) -> None:
     """Tells the head, or on the head everybody who calls within a few seconds. Never raises: the error itself matters more."""
     if party.topology.nodes == 1 or party.topology.hosts:  # those of --hosts have not been started
         return
-    if isinstance(error, Taken) and _meets_our_nodes(party, error.holder):
+    if isinstance(error, LockTaken) and _meets_our_nodes(party, error.holder):
         return
     rank = party.topology.node_rank
     verdict = error.verdict if isinstance(error, Disagreed) else None

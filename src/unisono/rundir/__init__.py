@@ -1,5 +1,120 @@
-"""A run's directory (DESIGN A3): the names of its files, its lock, its metrics, and what state it is in."""
+"""A run's directory: the names of its files, its lock, its records, and what state it is in."""
 
-from unisono.rundir.layout import RunDir
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The paths of a run, all below `root`."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config, runnable as it is."""
+        return self.root / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """What was decided before anything started."""
+        return self.root / "plan.json"
+
+    @property
+    def environment(self) -> Path:
+        """All package versions and their digest."""
+        return self.root / "environment.json"
+
+    @property
+    def agreement(self) -> Path:
+        """What every node and rank brought to the table."""
+        return self.root / "agreement.json"
+
+    @property
+    def data(self) -> Path:
+        """The ledger of rows."""
+        return self.root / "data.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One line for every optimizer step. `metrics.jsonl.damaged-1`: the file as it was, where a resume found damaged lines."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def result(self) -> Path:
+        """How it ended."""
+        return self.root / "result.json"
+
+    @property
+    def verdict(self) -> Path:
+        """Only if the last start ended with one."""
+        return self.root / "verdict.json"
+
+    @property
+    def verdicts(self) -> Path:
+        """Verdicts of earlier starts."""
+        return self.root / "verdicts"
+
+    @property
+    def evidence(self) -> Path:
+        """What verdicts cite."""
+        return self.root / "evidence"
+
+    @property
+    def curve(self) -> Path:
+        """The loss curve."""
+        return self.root / "loss.svg"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the head while it runs."""
+        return self.root / "run.lock"
+
+    @property
+    def bringing(self) -> Path:
+        """Only while a run is brought here from elsewhere. With it and without a plan, what is here is half a copy."""
+        return self.root / ".bringing"
+
+    @property
+    def adapter(self) -> Path:
+        """The trained adapter in peft's layout, and unisono_manifest.json with the digest of every file."""
+        return self.root / "adapter"
+
+    @property
+    def model(self) -> Path:
+        """The trained model in the Hugging Face layout, after full fine-tuning, and unisono_manifest.json with the digest of every file."""
+        return self.root / "model"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files, when asked for."""
+        return self.root / "tensorboard"
+
+    @property
+    def slurm(self) -> Path:
+        """The batch script, its job's number, and what its fronts say; only with `--launcher slurm`."""
+        return self.root / "slurm"
+
+    def node_plan(self, node_rank: int) -> Path:
+        """A node's copy of the plan, with its own paths; while its ranks run."""
+        return self.root / "nodes" / f"plan-{node_rank:05d}.json"
+
+    def events(self, rank: int) -> Path:
+        """Phases, warnings, checkpoints, failures of one rank, in time."""
+        return self.root / "events" / f"rank-{rank:05d}.jsonl"
+
+    def log(self, host: str, rank: int) -> Path:
+        """Everything that the rank printed."""
+        return self.root / "logs" / f"{host}-rank-{rank:05d}.log"
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint of a step."""
+        return self.checkpoints / f"step-{step:08d}"
+
 
 __all__ = ["RunDir"]

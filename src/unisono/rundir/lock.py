@@ -48,7 +48,7 @@ class Holder:
         )
 
 
-class Taken(UsageError):  # noqa: N818 - named for what happened
+class LockTaken(UsageError):  # noqa: N818 - named for what happened
     """A living process holds the lock.
 
     Attributes:
@@ -117,7 +117,7 @@ class RunLock:
             return False
         try:
             fd = self._lock_file()
-        except Taken as taken:
+        except LockTaken as taken:
             if taken.holder is not None and taken.holder.nonce == self._holder.nonce:
                 return False  # the file system was mounted anew, and counts our lock as another's
             raise
@@ -241,7 +241,7 @@ def read_holder(path: Path) -> Holder | None:
     return None
 
 
-def named_in(path: Path) -> Holder | None:
+def recorded_holder(path: Path) -> Holder | None:
     """Whom a lock file names, whether it lives or not; None where it names nobody."""
     fd = _open_existing(path)
     if fd is None:
@@ -255,7 +255,7 @@ def named_in(path: Path) -> Holder | None:
 
 
 @contextlib.contextmanager
-def standing_in(
+def locked_if_ended(
     path: Path, holder: Holder, *, limit_s: float, watch_s: float = 0.0, poll_s: float = 0.05
 ) -> Iterator[bool]:
     """Whether `holder` has ended and nobody has taken over its lock since; then nobody can while this is entered. The file stays as it is.
@@ -350,8 +350,8 @@ def _is_at(fd: int, path: Path) -> bool:
     return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
 
 
-def _taken(path: Path, holder: Holder | None) -> Taken:
-    error = Taken.of(
+def _taken(path: Path, holder: Holder | None) -> LockTaken:
+    error = LockTaken.of(
         f"a run in {path.parent} is going on: {holder or 'its holder has not said its name'}", where=str(path),
         why="two runs in one directory would destroy each other's work",
         fix=f"wait for it, or end it (kill {holder.pid} on {one_line(holder.host)}), or set another output_dir"

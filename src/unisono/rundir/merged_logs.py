@@ -13,7 +13,7 @@ from unisono.causes.signatures import match_line
 from unisono.errors import UsageError
 from unisono.events import read_message
 from unisono.files import MOST_LINE_BYTES, objects_of, open_plain, parse_json, read_object, read_text
-from unisono.rundir.layout import RunDir
+from unisono.rundir import RunDir
 from unisono.text import one_line
 
 _NAME = "-rank-"

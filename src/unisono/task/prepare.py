@@ -12,7 +12,7 @@ from unisono.events import Reporter
 from unisono.files import make_private_dir
 from unisono.model.inspect import inspect_model
 from unisono.model.locate import locate_model, locate_tokenizer
-from unisono.rundir.layout import RunDir
+from unisono.rundir import RunDir
 
 _NOT_TOKENIZER = ("config.json", "generation_config.json", "adapter_config.json", "README.md")
 

@@ -28,7 +28,7 @@ from unisono.errors import DataError, IntegrityError, UnfitError, UnisonoError
 from unisono.events import Reporter
 from unisono.facts.redaction import redact
 from unisono.files import open_plain, read_bytes
-from unisono.rundir.metrics import best_evaluated
+from unisono.rundir.records import best_evaluated
 from unisono.task.file_cache import forget_cached
 from unisono.text import one_line
 

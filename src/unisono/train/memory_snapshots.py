@@ -18,7 +18,7 @@ from unisono.checkpoint.snapshot import SLOTS, Entry, Layout, Slots, needed_byte
 from unisono.checkpoint.state import DTYPES, dtype_name
 from unisono.errors import Problem, UnfitError
 from unisono.facts.limits import available_memory
-from unisono.rundir.metrics import without_nan
+from unisono.rundir.records import without_nan
 from unisono.storage_errors import reason, remedy, storage_verdict, words
 from unisono.train.run import Contents, Run, contents_of
 from unisono.train.saver import Part

@@ -19,7 +19,7 @@ from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import fsync_dir
 from unisono.plan import RunPlan
-from unisono.rundir.metrics import best_evaluated
+from unisono.rundir.records import best_evaluated
 from unisono.storage_errors import error_number, is_full, reason, remedy, storage_verdict, words
 from unisono.train import faults
 from unisono.train.evaluation import exact_match_share, wants_exact_match

@@ -15,7 +15,7 @@ from unisono.model.forward import Forward
 from unisono.model.shard import ShardedRoot
 from unisono.plan import RankPlace, RunPlan
 from unisono.rundir import RunDir
-from unisono.rundir.metrics import MetricsWriter
+from unisono.rundir.records import MetricsWriter
 from unisono.track.tensorboard import TensorboardWriter
 from unisono.train.front_io import FrontMessages, Outcome, StopRequest
 from unisono.train.gradient_sync import GradientSync

@@ -23,7 +23,7 @@ from unisono.checkpoint.writer import STATE, StorageFailed, state_text, storage_
 from unisono.errors import IntegrityError, Problem
 from unisono.files import read_object
 from unisono.model.shard import like
-from unisono.rundir.metrics import MetricsWriter, best_evaluated
+from unisono.rundir.records import MetricsWriter, best_evaluated
 from unisono.storage_errors import reason, remedy, storage_verdict, words
 from unisono.train import faults
 from unisono.train.rank0_work import TURN_S, CheckpointBroadcast, on_rank0

@@ -17,7 +17,7 @@ from unisono.model.locate import locate_tokenizer
 from unisono.model.shard import ShardedRoot, shard_model
 from unisono.plan import RankPlace, RunPlan, Stream
 from unisono.rundir import RunDir
-from unisono.rundir.metrics import MetricsWriter, cut_after
+from unisono.rundir.records import MetricsWriter, truncate_after
 from unisono.track.tensorboard import TensorboardWriter
 from unisono.train import faults
 from unisono.train.front_io import StopRequest, front_messages
@@ -159,7 +159,7 @@ def _open_store(files: RunDir) -> CheckpointStore:
 
 def _open_metrics(files: RunDir, state: TrainState, report: Reporter) -> MetricsWriter:
     """Lines after the state that the run goes on from are of a future that did not happen: later steps, an evaluation still due."""
-    warning = cut_after(files.metrics, state.step, evaluated=not state.evaluation_due).warning()
+    warning = truncate_after(files.metrics, state.step, evaluated=not state.evaluation_due).warning()
     if warning is not None:
         report.send("warning", **warning)
     return MetricsWriter(files.metrics)

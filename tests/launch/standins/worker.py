@@ -22,7 +22,7 @@ from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
-from unisono.rundir.metrics import cut_after
+from unisono.rundir.records import truncate_after
 
 STOPS = {signal.SIGTERM: ("preempted", 75), signal.SIGINT: ("interrupted", 130)}
 
@@ -55,7 +55,7 @@ class Rank:
             "ready", facts={"parameters": 1000, "trainable": 100, "layout": "flat", "peak_bytes": 10**6}
         )
         self.training = True
-        cut_after(self.run.metrics, self.begin)
+        truncate_after(self.run.metrics, self.begin)
         outcome, code = "completed", 0
         with self.run.metrics.open("a") as metrics:
             while self.step < self.plan.total_steps:

@@ -23,7 +23,7 @@ from unisono.plan.topology import Accelerators, Topology, TopologyRequest, read_
 from unisono.rendezvous.ssh import carried_variables
 from unisono.rendezvous.verdict_exchange import say as say_verdict
 from unisono.rundir import RunDir
-from unisono.rundir.result import RunResult, read_result, set_verdict, write_result
+from unisono.rundir.records import RunResult, read_result, set_verdict, write_result
 from unisono.supervise.child_process import Programs
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.supervise.rank_supervisor import Show, say

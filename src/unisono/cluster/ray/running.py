@@ -22,7 +22,7 @@ from unisono.events import Message, Reporter, read_message
 from unisono.facts import read_environment
 from unisono.launch.train_request import config_yaml
 from unisono.rundir import RunDir
-from unisono.rundir.result import read_result
+from unisono.rundir.records import read_result
 from unisono.text import one_line
 
 

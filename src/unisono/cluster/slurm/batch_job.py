@@ -33,8 +33,8 @@ from unisono.launch.run_records import read_progress
 from unisono.launch.train_request import TrainRequest, load_asked
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
-from unisono.rundir.result import read_result
-from unisono.rundir.start import decide_start, set_aside
+from unisono.rundir.records import read_result
+from unisono.rundir.start_decision import decide_start, set_aside
 from unisono.supervise.interrupts import exit_code_of
 from unisono.supervise.rank_supervisor import Show, say
 

@@ -42,8 +42,8 @@ class Rule:
     name: str = ""
 
 
-_OTHER_TENSORS = "the checkpoint has tensors of other names or shapes"
-_WHAT_IS_MEASURED = "what is measured changes, not what is learnt"
+_TENSORS_DIFFER = "the checkpoint has tensors of other names or shapes"
+_ONLY_MEASUREMENT = "what is measured changes, not what is learnt"
 _ROWS = Rule("contents", name="data")
 
 RULES: dict[str, Rule] = {
@@ -54,8 +54,8 @@ RULES: dict[str, Rule] = {
     "watch": Rule("line", "when ranks are judged to stand still or to have drifted apart; what is learnt does not change"),
     "track": Rule("line", "what is tracked begins or ends here"),
     "duration": Rule("silent"),  # the reason of the start says it
-    "eval": Rule("line", _WHAT_IS_MEASURED),
-    "eval.every": Rule("line", f"{_WHAT_IS_MEASURED}; eval.stop_after counts evaluations, not steps"),
+    "eval": Rule("line", _ONLY_MEASUREMENT),
+    "eval.every": Rule("line", f"{_ONLY_MEASUREMENT}; eval.stop_after counts evaluations, not steps"),
     "eval.stop_after": Rule("line", "the run may end at another step"),
     "eval.exact_match": Rule("line", "there is no figure from before step 1 to compare with"),
     "checkpoint": Rule("line", "from here on; what is learnt does not change"),
@@ -70,11 +70,11 @@ RULES: dict[str, Rule] = {
     "model.revision": Rule("contents", name="model"),
     "model.tokenizer": Rule("contents", name="tokenizer"),
     "model.weights": Rule("meaning", "weights that are not trained are others"),
-    "model.resize_vocabulary": Rule("fixed", _OTHER_TENSORS),
+    "model.resize_vocabulary": Rule("fixed", _TENSORS_DIFFER),
     "model.trust_remote_code": Rule("meaning", "other code may compute the model"),
-    "adapter": Rule("fixed", _OTHER_TENSORS),
+    "adapter": Rule("fixed", _TENSORS_DIFFER),
     "adapter.kind": Rule("meaning", "the adapter's update is computed otherwise; dora has tensors that the others lack"),
-    "adapter.rank": Rule("fixed", _OTHER_TENSORS),
+    "adapter.rank": Rule("fixed", _TENSORS_DIFFER),
     "adapter.alpha": Rule("meaning", "what the adapter has learnt weighs more or less at once"),
     "adapter.dropout": Rule("meaning", "other inputs are dropped from here on"),
     "adapter.targets": Rule("meaning", "other modules may be adapted, whose tensors the checkpoint lacks"),
@@ -145,7 +145,7 @@ def changes_between(before: RunConfig, after: RunConfig) -> list[Change]:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ChangeFinding:
     """Something that differs from the start that a run goes on from.
 
     Attributes:
@@ -168,7 +168,7 @@ class Finding:
         return {"key": self.name, "before": self.before, "after": self.after}
 
 
-def judge_key(change: Change) -> Finding | None:
+def judge_key(change: Change) -> ChangeFinding | None:
     """What a changed key comes to by itself; None where nothing is to be said, or where something else decides."""
     verdicts: dict[Kind, Literal["line", "refused", "fixed"]] = {
         "line": "line", "meaning": "refused", "fixed": "fixed",
@@ -177,15 +177,15 @@ def judge_key(change: Change) -> Finding | None:
     if verdict is None:
         return None
     name = "" if verdict == "line" else change.key
-    return Finding(name, change.text, change.before, change.after, verdict)
+    return ChangeFinding(name, change.text, change.before, change.after, verdict)
 
 
-def not_allowed(found: Iterable[Finding], allow: frozenset[str]) -> list[Finding]:
+def not_allowed(found: Iterable[ChangeFinding], allow: frozenset[str]) -> list[ChangeFinding]:
     """Those that stand against going on."""
     return [f for f in found if f.verdict == "fixed" or (f.verdict == "refused" and f.name not in allow)]
 
 
-def refusal(found: Sequence[Finding], *, root: str, aside: str) -> UsageError:
+def refusal(found: Sequence[ChangeFinding], *, root: str, aside: str) -> UsageError:
     """Why a run does not go on: a headline with the ways out, and a line for each change.
 
     Args:

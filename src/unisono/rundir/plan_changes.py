@@ -10,9 +10,17 @@ from typing import Any
 
 from unisono.config import RunConfig
 from unisono.files import read_object
-from unisono.rundir.changes import Change, Finding, changes_between, judge_key, not_allowed, refusal, shown
-from unisono.rundir.layout import RunDir
-from unisono.rundir.start import next_old
+from unisono.rundir import RunDir
+from unisono.rundir.config_changes import (
+    Change,
+    ChangeFinding,
+    changes_between,
+    judge_key,
+    not_allowed,
+    refusal,
+    shown,
+)
+from unisono.rundir.start_decision import next_old
 
 _ROUNDING = "losses agree to rounding, not to the bit"
 _SAME_ROWS = f"the same rows in the same order; {_ROUNDING}"
@@ -51,7 +59,7 @@ _DECIDED = (
 
 
 @dataclass(frozen=True)
-class Continuing:
+class ResumeChanges:
     """What goes on differently.
 
     Attributes:
@@ -65,7 +73,7 @@ class Continuing:
 
 def check_same_run(
     run: RunDir, plan: dict[str, Any], versions: dict[str, str], *, allow: frozenset[str] = frozenset()
-) -> Continuing:
+) -> ResumeChanges:
     """Compares a new plan with the one in the run's directory, before that is written over.
 
     Args:
@@ -87,14 +95,14 @@ def check_same_run(
     step = _at(plan, "resume.step") or 0
     taken = [finding for finding in found if finding.verdict == "refused"]
     earlier = before.get("allowed")
-    return Continuing(
+    return ResumeChanges(
         [f"{'allowed: ' if finding.verdict == 'refused' else ''}{finding.text}" for finding in found]
-        + unneeded(allow - {finding.name for finding in taken}),
+        + unused_allowances(allow - {finding.name for finding in taken}),
         [*(earlier if isinstance(earlier, list) else []), *({**f.record, "from_step": step} for f in taken)],
     )
 
 
-def unneeded(names: frozenset[str]) -> list[str]:
+def unused_allowances(names: frozenset[str]) -> list[str]:
     """A line for each `--allow` that changed nothing."""
     return [f"--allow {name} was not needed: no change here takes it" for name in sorted(names)]  # fmt: skip
 
@@ -104,7 +112,7 @@ def find_changes(
     after: dict[str, Any],
     packages_before: Mapping[str, str],
     packages_after: Mapping[str, str],
-) -> list[Finding]:
+) -> list[ChangeFinding]:
     """All that differs and has a meaning or a cost; what makes another run of it comes first. Pure.
 
     Args:
@@ -115,61 +123,65 @@ def find_changes(
     """
     changed = changes_between(*(RunConfig.model_validate(plan["config"]) for plan in (before, after)))
     found = [finding for change in changed if (finding := judge_key(change)) is not None]
-    found += _model(before, after, changed)
-    found += _rows(before, after, changed, _versions(packages_before, packages_after, _ENCODE))
-    found += _decided(before, after)
+    found += _model_findings(before, after, changed)
+    found += _row_findings(before, after, changed, _versions(packages_before, packages_after, _ENCODE))
+    found += _decided_findings(before, after)
     found += [
-        Finding("", f"{text}: losses may not agree to the bit")
+        ChangeFinding("", f"{text}: losses may not agree to the bit")
         for text in _versions(packages_before, packages_after, _PACKAGES)
     ]
     return sorted(found, key=lambda finding: ("fixed", "refused", "line").index(finding.verdict))
 
 
-def _model(before: dict[str, Any], after: dict[str, Any], changed: list[Change]) -> list[Finding]:
-    keys = _named(changed, "model")
+def _model_findings(
+    before: dict[str, Any], after: dict[str, Any], changed: list[Change]
+) -> list[ChangeFinding]:
+    keys = _pointing_at(changed, "model")
     old, new = _at(before, "model.digest"), _at(after, "model.digest")
     if old == new:
-        return [Finding("", f"{change.values}: its files hold the same") for change in keys]
+        return [ChangeFinding("", f"{change.values}: its files hold the same") for change in keys]
     means = (
         "the adapter goes on upon weights that it was not trained on"
         if _at(after, "config.adapter") is not None
         else "what is trained comes from the checkpoint, what is frozen and config.json are others"
     )
     why = "; ".join([*(change.values for change in keys), f"digest {_plain(new)}, and was {_plain(old)}"])
-    return [Finding("model", f"the model's files hold something else: {means} ({why})", old, new, "refused")]
+    return [
+        ChangeFinding("model", f"the model's files hold something else: {means} ({why})", old, new, "refused")
+    ]
 
 
-def _rows(
+def _row_findings(
     before: dict[str, Any], after: dict[str, Any], changed: list[Change], encoders: list[str]
-) -> list[Finding]:
+) -> list[ChangeFinding]:
     """Rows as the model sees them, and what made them others: the tokenizer, files or their reading, settings, packages."""
-    keys, of_tokenizer = _named(changed, "data"), _named(changed, "tokenizer")
+    keys, of_tokenizer = _pointing_at(changed, "data"), _pointing_at(changed, "tokenizer")
     files, tokenizer = (_pair(before, after, f"data.{name}_digest") for name in ("files", "tokenizer"))
-    old, new = _made(before, after), _made(after, before)
+    old, new = _prepared_data(before, after), _prepared_data(after, before)
     if old == new:
-        return _same_rows(keys, of_tokenizer, files=_differ(files), tokenizer=_differ(tokenizer))
+        return _same_row_findings(keys, of_tokenizer, files=_differ(files), tokenizer=_differ(tokenizer))
     found = []
     if _differ(tokenizer):
         text = "the tokenizer's files hold something else: the same text becomes other tokens than those that were learnt"
         names = "".join(f" ({change.values})" for change in of_tokenizer)
-        found.append(Finding("tokenizer", text + names, *tokenizer, verdict="refused"))
+        found.append(ChangeFinding("tokenizer", text + names, *tokenizer, verdict="refused"))
     explained = bool(found) or any(change.key in _SHAPES_ROWS for change in changed)
-    means = _means_of_rows(before, after)
+    means = _effect_of_rows(before, after)
     if keys or _differ(files) or not (_known(files) and _known(tokenizer)):
         what = "the rows, their order or the tokenizer" if not _known(tokenizer) else "the rows"
         why = "; ".join([*(change.values for change in keys), *(["files changed"] if _differ(files) else [])])
         text = f"{what} are not those that the run began with{f' ({why})' if why else ''}: {means}"
-        found.append(Finding("data", text, _digest_of(before), _digest_of(after), "refused"))
+        found.append(ChangeFinding("data", text, _digest_of(before), _digest_of(after), "refused"))
     elif not explained:
         why = f" ({'; '.join(encoders)})" if encoders else ""
         text = f"the same files, tokenizer and settings give other rows, which is the packages' doing{why}: {means}"
-        found.append(Finding("versions", text, _digest_of(before), _digest_of(after), "refused"))
+        found.append(ChangeFinding("versions", text, _digest_of(before), _digest_of(after), "refused"))
     return found
 
 
-def _same_rows(
+def _same_row_findings(
     keys: list[Change], of_tokenizer: list[Change], *, files: bool, tokenizer: bool
-) -> list[Finding]:
+) -> list[ChangeFinding]:
     texts = [f"{change.values}: the rows are the same" for change in [*keys, *of_tokenizer]]
     if files and not keys:
         texts.append("the data files have changed, and give the same rows")
@@ -177,10 +189,10 @@ def _same_rows(
         texts.append(
             "the tokenizer's files have changed, and give the same tokens; results are saved with them as they are now"
         )
-    return [Finding("", text) for text in texts]
+    return [ChangeFinding("", text) for text in texts]
 
 
-def _means_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
+def _effect_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
     """What other rows mean from the place on that the run has come to."""
     done = (_at(after, "resume.step") or 0) * (_at(after, "global_batch") or 0)
     old, new = _at(before, "data.train.sequences"), _at(after, "data.train.sequences")
@@ -198,7 +210,7 @@ def _means_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
     return text
 
 
-def _decided(before: dict[str, Any], after: dict[str, Any]) -> list[Finding]:
+def _decided_findings(before: dict[str, Any], after: dict[str, Any]) -> list[ChangeFinding]:
     found = []
     differ = {d.place for d in _DECIDED if _at(before, d.place) not in (None, _at(after, d.place))}
     strategies = {_at(plan, "strategy") for plan in (before, after)}
@@ -214,10 +226,10 @@ def _decided(before: dict[str, Any], after: dict[str, Any]) -> list[Finding]:
             text += f"; adapter.dropout is {dropout}, and other sequences share a forward: losses agree in the mean only"
         if decided.remedy and old != "single":  # which only one rank can be
             text += f"; {decided.remedy.format(_plain(old))} to have the same again"
-        found.append(Finding(decided.key, text, old, new, "refused" if decided.key else "line"))
+        found.append(ChangeFinding(decided.key, text, old, new, "refused" if decided.key else "line"))
     if _at(after, "device.kind") == "cuda" and not _at(after, "config.deterministic") and not differ:
         text = f"deterministic is false: on a GPU {_ROUNDING}, since its kernels sum in any order"
-        found.append(Finding("", text))
+        found.append(ChangeFinding("", text))
     return found
 
 
@@ -229,12 +241,12 @@ def _versions(before: Mapping[str, str], after: Mapping[str, str], names: tuple[
     ]
 
 
-def _named(changed: list[Change], name: str) -> list[Change]:
+def _pointing_at(changed: list[Change], name: str) -> list[Change]:
     """Changed keys that point at contents of this name."""
     return [change for change in changed if change.rule.kind == "contents" and change.rule.name == name]
 
 
-def _made(plan: dict[str, Any], other: dict[str, Any]) -> tuple[Any, ...]:
+def _prepared_data(plan: dict[str, Any], other: dict[str, Any]) -> tuple[Any, ...]:
     """What the preparation made; the digest of the rows leaves out where sequences and evaluation begin, their figures tell."""
     place = "data.rows_digest" if _at(plan, "data.rows_digest") and _at(other, "data.rows_digest") else "data.digest"  # fmt: skip
     return _at(plan, place), _at(plan, "data.train"), _at(plan, "data.eval")

@@ -19,9 +19,9 @@ from unisono.config import RunConfig
 from unisono.config.digest import config_digest
 from unisono.errors import UsageError
 from unisono.files import fsync_dir, kind_of, read_object
-from unisono.rundir.changes import changes_between, judge_key, not_allowed, refusal
-from unisono.rundir.layout import RunDir
-from unisono.rundir.metrics import iterate_metrics
+from unisono.rundir import RunDir
+from unisono.rundir.config_changes import changes_between, judge_key, not_allowed, refusal
+from unisono.rundir.records import iterate_metrics
 from unisono.text import one_line, validation_words
 from unisono.units import Duration
 
@@ -72,12 +72,12 @@ def decide_start(
     _check_place(run.root)
     plan = _plan_of(run)
     if plan is None:
-        _refuse_what_is_no_run(run)
+        _refuse_foreign_files(run)
     if not fresh:
-        _refuse_other_kinds(run)
+        _refuse_special_files(run)
     if fresh or plan is None:
         return StartDecision("fresh", _new_run_id(), _why_fresh(run, fresh=fresh and plan is not None))
-    return _decide_again(run, plan, config, resume=resume, allow=allow)
+    return _decide_resume(run, plan, config, resume=resume, allow=allow)
 
 
 def set_aside(run: RunDir) -> Path:
@@ -155,7 +155,7 @@ def _check_place(root: Path) -> None:
         )  # fmt: skip
 
 
-def _refuse_other_kinds(run: RunDir) -> None:
+def _refuse_special_files(run: RunDir) -> None:
     """Refuses what a run would write into or replace where that is no plain file: the ranks would find out in its midst."""
     own = (
         run.config, run.plan, run.environment, run.agreement, run.data, run.metrics, run.result, run.verdict, run.curve,
@@ -170,7 +170,7 @@ def _refuse_other_kinds(run: RunDir) -> None:
             )  # fmt: skip
 
 
-def _refuse_what_is_no_run(run: RunDir) -> None:
+def _refuse_foreign_files(run: RunDir) -> None:
     """Without a plan there may be what a start leaves before it has made one, and nothing else."""
     if not run.root.is_dir():
         return
@@ -189,7 +189,7 @@ def _refuse_what_is_no_run(run: RunDir) -> None:
     ]
     if found:
         raise UsageError.of(
-            f"{run.root} is not empty, and is no run of unisono: it holds {_some(found)}", where="output_dir",
+            f"{run.root} is not empty, and is no run of unisono: it holds {_list_some(found)}", where="output_dir",
             why="nothing there is overwritten or renamed", fix="set output_dir to another directory",
         )  # fmt: skip
 
@@ -237,7 +237,7 @@ def _why_fresh(run: RunDir, *, fresh: bool) -> str:
     return "fresh"
 
 
-def _decide_again(
+def _decide_resume(
     run: RunDir, plan: dict[str, Any], config: RunConfig, *, resume: bool, allow: frozenset[str]
 ) -> StartDecision:
     before = _config_of(run, plan)
@@ -270,11 +270,11 @@ def _decide_finished(
     *,
     resume: bool,
 ) -> StartDecision:
-    done = _whole(result.get("step"))
+    done = _int_or_zero(result.get("step"))
     old, new = Duration.parse(before.duration), Duration.parse(config.duration)
     grew = new.unit != old.unit or new.amount > old.amount
     # an extension that ended before its first step has left the longer plan, and the old result
-    unfinished = _whole(plan.get("total_steps")) > done
+    unfinished = _int_or_zero(plan.get("total_steps")) > done
     shrank = new.unit == old.unit and new.amount < old.amount
     if resume and (grew or (unfinished and not shrank)):
         return StartDecision(
@@ -328,11 +328,11 @@ def _starts_with(path: Path, text: str) -> bool:
         return False
 
 
-def _whole(value: object) -> int:
+def _int_or_zero(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _some(names: list[str]) -> str:
+def _list_some(names: list[str]) -> str:
     shown = ", ".join(one_line(name, limit=60) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 

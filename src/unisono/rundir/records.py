@@ -1,4 +1,7 @@
-"""metrics.jsonl: one writer, a whole line a write; on resume, what came after the checkpoint is cut off."""
+"""What a run records: metrics.jsonl, one line a step; and how a start ended, result.json and verdict.json.
+
+metrics.jsonl has one writer, which writes whole lines. On resume, the lines after the checkpoint are removed.
+"""
 
 import contextlib
 import errno
@@ -12,9 +15,21 @@ import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, Self
 
-from unisono.files import iterate_lines, open_plain, parse_json, whole_file
+from pydantic import BaseModel, ConfigDict, Field
+
+from unisono.causes import Verdict
+from unisono.files import (
+    iterate_lines,
+    make_private_dir,
+    open_plain,
+    parse_json,
+    read_json,
+    whole_file,
+    write_json,
+)
+from unisono.rundir import RunDir
 
 _LINE_BYTES = 1 << 20
 _NUMBERS = 8
@@ -30,7 +45,7 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd: int | None = _open(path)
+        self._fd: int | None = _open_metrics(path)
         self._waiting: list[bytes] = []
         self._lock = threading.Lock()
 
@@ -90,7 +105,7 @@ class MetricsWriter:
             while chunk := os.pread(self._fd, _CHUNK_BYTES, offset):
                 offset += copy.write(chunk)
         os.close(self._fd)
-        self._fd = _open(self._path)
+        self._fd = _open_metrics(self._path)
 
     def _flush(self) -> OSError | None:
         """Writes what waits; gives why some of it still does."""
@@ -116,7 +131,7 @@ class MetricsWriter:
         return OSError(error.errno, error.strerror, str(self._path))
 
 
-def _open(path: Path) -> int:
+def _open_metrics(path: Path) -> int:
     """Readable as well: what was written must be found again where somebody removes the file."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -126,7 +141,7 @@ def _open(path: Path) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Truncation:
     """What has left metrics.jsonl.
 
     Attributes:
@@ -154,7 +169,7 @@ class Cut:
         }  # fmt: skip
 
 
-def cut_after(path: Path, step: int, *, evaluated: bool = True) -> Cut:
+def truncate_after(path: Path, step: int, *, evaluated: bool = True) -> Truncation:
     """Removes the lines of later steps and a torn last one. What else is not a valid line goes only after the whole file was kept aside.
 
     Args:
@@ -166,7 +181,7 @@ def cut_after(path: Path, step: int, *, evaluated: bool = True) -> Cut:
         OSError: if there is no room for the shorter file beside the old one; the old one stays.
     """
     if not path.exists():
-        return Cut()
+        return Truncation()
     with open_plain(path) as file:
         cut = _survey(file, step, evaluated=evaluated)
         if not cut.later and not cut.damaged:
@@ -179,7 +194,7 @@ def cut_after(path: Path, step: int, *, evaluated: bool = True) -> Cut:
     return cut
 
 
-def _survey(file: IO[bytes], step: int, *, evaluated: bool) -> Cut:
+def _survey(file: IO[bytes], step: int, *, evaluated: bool) -> Truncation:
     """What there is to be removed. What stands before a line that stays does not belong to later steps, whatever it says."""
     damaged = later = 0
     numbers: list[int] = []
@@ -188,13 +203,13 @@ def _survey(file: IO[bytes], step: int, *, evaluated: bool) -> Cut:
         if _stays(line, step, evaluated=evaluated):
             damaged, later = damaged + later, 0
             numbers, numbers_later = [*numbers, *numbers_later][:_NUMBERS], []
-        elif later or _parse(line) is not None or not line.endswith(b"\n"):
+        elif later or _parse_metrics_line(line) is not None or not line.endswith(b"\n"):
             later += 1
             numbers_later = [*numbers_later, number][:_NUMBERS]
         else:
             damaged += 1
             numbers = [*numbers, number][:_NUMBERS]
-    return Cut(later, damaged, tuple(numbers))
+    return Truncation(later, damaged, tuple(numbers))
 
 
 def _numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -234,7 +249,7 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines, one after the other; torn ones are passed over."""
     with contextlib.suppress(FileNotFoundError):
         for line in iterate_lines(path):
-            value = _parse(line)
+            value = _parse_metrics_line(line)
             if value is not None:
                 yield value
 
@@ -264,13 +279,13 @@ def without_nan(value: Any) -> Any:
 
 
 def _stays(line: bytes, step: int, *, evaluated: bool) -> bool:
-    value = _parse(line)
+    value = _parse_metrics_line(line)
     if value is None or value["step"] > step:
         return False
     return evaluated or value["step"] < step or "eval_loss" not in value
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse_metrics_line(line: bytes) -> dict[str, Any] | None:
     """The object of a line that was written to its end."""
     if not line.endswith(b"\n"):
         return None
@@ -281,3 +296,114 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not isinstance(value, dict) or type(value.get("step")) is not int:
         return None
     return value if 0 <= value["step"] < _MOST_STEPS else None
+
+
+Outcome = Literal[
+    "completed",
+    "refused",
+    "disagreed",
+    "stalled",
+    "died",
+    "unfit",
+    "corrupt",
+    "preempted",
+    "interrupted",
+    "failed",
+]
+
+
+class Restart(BaseModel):
+    """One time that the run went on by itself.
+
+    Attributes:
+        verdict: after which.
+        from_step: from which.
+        seconds: for how long the ranks had run.
+        cost_s: from the verdict to the first step that was made after it; null where none was.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    verdict: dict[str, Any]
+    from_step: int
+    seconds: float
+    cost_s: float | None = None
+
+
+class RunResult(BaseModel):
+    """The object of result.json (DESIGN A3). A field of a newer version is passed over."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", serialize_by_alias=True)
+
+    schema_: Literal[1] = Field(default=1, alias="schema")
+    run_id: str = ""
+    outcome: Outcome
+    exit_code: int
+    output_dir: str = ""
+    step: int = 0
+    tokens: int = 0
+    """Input tokens since step 1, padding excluded."""
+    loss: float | None = None
+    eval: dict[str, Any] = {}
+    tokens_per_second: float | None = None
+    checkpoint: str | None = None
+    weights: str | None = None
+    """adapter/ or model/, once the run is completed."""
+    verdict: dict[str, Any] | None = None
+    problems: list[dict[str, str]] = []
+    """What a refusal said."""
+    restarts: list[Restart] = []
+    wall_time_s: float = 0.0
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether the run came to its planned end."""
+        return self.outcome == "completed"
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of result.json; what is not a number is null."""
+        exclude = None if self.problems else {"problems"}
+        body: dict[str, Any] = without_nan(self.model_dump(mode="python", exclude=exclude))
+        return body
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Reads what to_json wrote.
+
+        Raises:
+            pydantic.ValidationError: if it is no result.
+        """
+        return cls.model_validate(value)
+
+
+def write_result(run: RunDir, result: RunResult) -> None:
+    """Writes result.json, whole or not at all."""
+    write_json(run.result, result.to_json(), mode=0o600)
+
+
+def read_result(run: RunDir) -> RunResult | None:
+    """How the last start ended; None if it has not, or the file cannot be read."""
+    try:
+        return RunResult.from_json(read_json(run.result))
+    except (OSError, ValueError):
+        return None
+
+
+def set_verdict(run: RunDir, verdict: Verdict | None) -> None:
+    """Makes verdict.json that of this start; an earlier one goes to verdicts/, and with None no new one takes its place."""
+    if run.verdict.exists():
+        make_private_dir(run.verdicts)
+        run.verdict.rename(_next_number(run.verdicts))
+    if verdict is not None:
+        write_json(run.verdict, verdict.to_json(), mode=0o600)
+
+
+def complete_verdict(run: RunDir, verdict: Verdict) -> None:
+    """Puts what has been found out since into this start's verdict.json."""
+    write_json(run.verdict, verdict.to_json(), mode=0o600)
+
+
+def _next_number(directory: Path) -> Path:
+    """0001.json, or what comes after the highest that is there."""
+    numbers = [int(path.stem) for path in directory.glob("*.json") if path.stem.isdecimal()]
+    return directory / f"{max(numbers, default=0) + 1:04d}.json"
