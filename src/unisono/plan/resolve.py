@@ -27,6 +27,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 # Above this a forward gains nothing more, and its memory is better left to others.
 _ENOUGH_TOKENS = {"cpu": 8_192, "cuda": 65_536}
 _SHARE_OF_MEMORY = 0.8
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_HEAD_CHUNK = 128  # rows of logits alive at a time; see model.loss
 FUSED_TYPES = frozenset({"hrm_text"})
 """Model types whose files have tensors that are made of several of the model's: transformers must see all of them together to write one."""
 
@@ -156,9 +158,11 @@ def _dtype(config: RunConfig, devices: list[DeviceChoice], origins: dict[str, st
     if asked != "auto":
         if asked == "float16" and any(device.kind == "cpu" for device in devices):
             raise ConfigError.of(
-                "float16 does not train on a CPU", where="model.dtype", why="its sums overflow and there is no loss scaling",
+                "float16 does not train on a CPU",
+                where="model.dtype",
+                why="its sums overflow and there is no loss scaling",
                 fix="set model.dtype to bfloat16, float32 or auto",
-            )  # fmt: skip
+            )
         return asked
     without = next((device for device in devices if not device.bfloat16), None)
     odd = without or devices[0]
@@ -209,9 +213,11 @@ def _strategies(given: PlanInputs) -> list[Strategy]:
         return ["single"]
     if asked == "single":
         raise ConfigError.of(
-            f"parallel.strategy is single, and there are {given.world_size} ranks", where="parallel.strategy",
-            why="one rank has nobody to share with", fix="pass --nproc 1, or set parallel.strategy to auto, ddp or fsdp",
-        )  # fmt: skip
+            f"parallel.strategy is single, and there are {given.world_size} ranks",
+            where="parallel.strategy",
+            why="one rank has nobody to share with",
+            fix="pass --nproc 1, or set parallel.strategy to auto, ddp or fsdp",
+        )
     if asked == "auto":  # muon works on whole matrices, which fsdp cuts
         return ["ddp"] if given.config.optim.kind == "muon" else ["ddp", "fsdp"]
     return [asked]
@@ -267,10 +273,14 @@ def _need(
     config, train = given.config, given.data.train
     share = -(-config.batch.global_ // given.world_size)
     return estimate_memory(
-        given.model, dtype=dtype, adapter_rank=config.adapter.rank if config.adapter else None,
-        micro_tokens=min(micro, share) * train.longest_sequence, longest_row=train.longest_row,
-        gradient_checkpointing=checkpointing, shards=given.world_size if strategy == "fsdp" else 1,
-    )  # fmt: skip
+        given.model,
+        dtype=dtype,
+        adapter_rank=config.adapter.rank if config.adapter else None,
+        micro_tokens=min(micro, share) * train.longest_sequence,
+        longest_row=train.longest_row,
+        gradient_checkpointing=checkpointing,
+        shards=given.world_size if strategy == "fsdp" else 1,
+    )
 
 
 def _seldom_kept(config: RunConfig, data: DataSummary) -> list[str]:
@@ -352,8 +362,7 @@ def _changed(section: Section) -> list[str]:
     )
 
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_HEAD_CHUNK = 128  # rows of logits alive at a time; see model.loss
+# ---- the estimate of memory
 
 
 def trainable_parameters(model: ModelFacts, *, adapter_rank: int | None, all_linear: bool = True) -> int:
@@ -388,7 +397,7 @@ def estimate_memory(
         gradient_checkpointing: whether activations are computed again.
         shards: ranks among which weights and state are cut (fsdp); one layer is whole at a time, which is added.
     """
-    size = _BYTES[dtype]
+    size = _DTYPE_BYTES[dtype]
     trainable = trainable_parameters(model, adapter_rank=adapter_rank)
     heads = max(1, model.hidden_size // 64)
     per_layer = (10 * model.hidden_size + 4 * model.intermediate_size + heads * longest_row // 2) * size

@@ -115,6 +115,3 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         """The checkpoint of a step."""
         return self.checkpoints / f"step-{step:08d}"
-
-
-__all__ = ["RunDir"]

@@ -46,6 +46,7 @@ _TENSORS_DIFFER = "the checkpoint has tensors of other names or shapes"
 _ONLY_MEASUREMENT = "what is measured changes, not what is learnt"
 _ROWS = Rule("contents", name="data")
 
+# fmt: off
 RULES: dict[str, Rule] = {
     "output_dir": Rule("silent"),  # the run is found in it: it was moved, or is reached by another path
     "reasons": Rule("silent"),  # words about variables of the environment, shown beside them; no step depends on them
@@ -103,7 +104,8 @@ RULES: dict[str, Rule] = {
     "batch.global": Rule("fixed", "the place in the data is counted in steps of the old size: rows would come twice or never"),
     "seed": Rule("meaning", "order, dropout and a split-off evaluation are drawn anew: rows of this epoch come twice or not at all,"
                  " and rows that are evaluated may have been learnt"),
-}  # fmt: skip
+}
+# fmt: on
 
 
 def rule_of(key: str) -> Rule:
@@ -171,8 +173,10 @@ class ChangeFinding:
 def judge_key(change: Change) -> ChangeFinding | None:
     """What a changed key comes to by itself; None where nothing is to be said, or where something else decides."""
     verdicts: dict[Kind, Literal["line", "refused", "fixed"]] = {
-        "line": "line", "meaning": "refused", "fixed": "fixed",
-    }  # fmt: skip
+        "line": "line",
+        "meaning": "refused",
+        "fixed": "fixed",
+    }
     verdict = verdicts.get(change.rule.kind)
     if verdict is None:
         return None
@@ -202,10 +206,11 @@ def refusal(found: Sequence[ChangeFinding], *, root: str, aside: str) -> UsageEr
     else:
         way = f"put {'it' if len(found) == 1 else 'them'} back, or pass {flags} to go on all the same"
     headline = Problem(
-        f"the run in {root} would become another one: {len(found)} change{'s' if len(found) > 1 else ''}", "output_dir",
+        f"the run in {root} would become another one: {len(found)} change{'s' if len(found) > 1 else ''}",
+        "output_dir",
         "what goes on means the same from its first step to its last",
         f"{way}, or set another output_dir, or pass --fresh: it renames the run there to {aside}",
-    )  # fmt: skip
+    )
     return UsageError(headline, *(Problem(finding.text) for finding in found))
 
 

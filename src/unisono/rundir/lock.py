@@ -174,10 +174,11 @@ class RunLock:
             except OSError as error:
                 os.close(fd)
                 raise UsageError.of(
-                    f"{self.path} cannot be locked: {error.strerror}", where="output_dir",
+                    f"{self.path} cannot be locked: {error.strerror}",
+                    where="output_dir",
                     why="without a lock two runs could write into one directory",
                     fix="set output_dir to a directory on a file system with locks (flock)",
-                ) from error  # fmt: skip
+                ) from error
             if _is_at(fd, self.path):
                 return fd
             os.close(fd)
@@ -199,10 +200,11 @@ class RunLock:
             os.close(fd)
             why = f"it is {kind_of(mode)}, not a plain file"
         raise UsageError.of(
-            f"the lock {self.path} cannot be used: {why}", where="output_dir",
+            f"the lock {self.path} cannot be used: {why}",
+            where="output_dir",
             why="without a lock two runs could write into one directory",
             fix=f"if no run is using the directory, remove what is in the lock's place (rm -r {shlex.quote(str(self.path))}), or set another output_dir",
-        )  # fmt: skip
+        )
 
     def _wait_for_beats(self, fd: int, earlier: Holder, on_wait: Callable[[str], None] | None) -> None:
         """Watches whether a holder on another node lives. By our clock and what changes, not by the other's clock."""
@@ -323,8 +325,12 @@ def _parse(data: bytes) -> Holder | None:
     try:
         value = parse_json(data)
         return Holder(
-            str(value["host"]), int(value["pid"]), str(value["nonce"]), str(value["since"]), int(value.get("port", 0))
-        )  # fmt: skip
+            str(value["host"]),
+            int(value["pid"]),
+            str(value["nonce"]),
+            str(value["since"]),
+            int(value.get("port", 0)),
+        )
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
@@ -352,11 +358,12 @@ def _is_at(fd: int, path: Path) -> bool:
 
 def _taken(path: Path, holder: Holder | None) -> LockTaken:
     error = LockTaken.of(
-        f"a run in {path.parent} is going on: {holder or 'its holder has not said its name'}", where=str(path),
+        f"a run in {path.parent} is going on: {holder or 'its holder has not said its name'}",
+        where=str(path),
         why="two runs in one directory would destroy each other's work",
         fix=f"wait for it, or end it (kill {holder.pid} on {one_line(holder.host)}), or set another output_dir"
         if holder
         else "wait for it, or set another output_dir",
-    )  # fmt: skip
+    )
     error.holder = holder
     return error

@@ -46,6 +46,7 @@ class _Decided:
     key: str = ""
 
 
+# fmt: off
 _DECIDED = (
     _Decided("dtype", "what is frozen is rounded otherwise, and so is what is computed", "set model.dtype to {0}", "model.dtype"),
     _Decided("world_size", f"{_SAME_ROWS}: sums over the ranks are taken in another order"),
@@ -55,7 +56,8 @@ _DECIDED = (
     _Decided("threads", f"{_ROUNDING}: sums are cut up among the threads of a rank", "set OMP_NUM_THREADS={0}"),
     _Decided("micro_batch", f"{_SAME_ROWS}: sums are taken over other groups of sequences", "set batch.micro to {0}"),
     _Decided("gradient_checkpointing", f"{_ROUNDING}: activations are computed at other times", "set memory.gradient_checkpointing to {0}"),
-)  # fmt: skip
+)
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def check_same_run(
 
 def unused_allowances(names: frozenset[str]) -> list[str]:
     """A line for each `--allow` that changed nothing."""
-    return [f"--allow {name} was not needed: no change here takes it" for name in sorted(names)]  # fmt: skip
+    return [f"--allow {name} was not needed: no change here takes it" for name in sorted(names)]
 
 
 def find_changes(
@@ -248,7 +250,11 @@ def _pointing_at(changed: list[Change], name: str) -> list[Change]:
 
 def _prepared_data(plan: dict[str, Any], other: dict[str, Any]) -> tuple[Any, ...]:
     """What the preparation made; the digest of the rows leaves out where sequences and evaluation begin, their figures tell."""
-    place = "data.rows_digest" if _at(plan, "data.rows_digest") and _at(other, "data.rows_digest") else "data.digest"  # fmt: skip
+    place = (
+        "data.rows_digest"
+        if _at(plan, "data.rows_digest") and _at(other, "data.rows_digest")
+        else "data.digest"
+    )
     return _at(plan, place), _at(plan, "data.train"), _at(plan, "data.eval")
 
 

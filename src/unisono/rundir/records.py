@@ -163,10 +163,11 @@ class Truncation:
         listed = ", ".join(map(str, self.numbers)) + (" …" if self.damaged > len(self.numbers) else "")
         what = f"line {listed} is" if self.damaged == 1 else f"{self.damaged} lines ({listed}) are"
         return {
-            "code": "metrics_damaged", "text": f"metrics.jsonl: {what} damaged and left out; the file as it was is {self.aside}",
+            "code": "metrics_damaged",
+            "text": f"metrics.jsonl: {what} damaged and left out; the file as it was is {self.aside}",
             "where": f"{self.aside}:{self.numbers[0]}",
             "fix": "check the disk if nobody edited the file; to get a line back, correct it there and insert it before the next start",
-        }  # fmt: skip
+        }
 
 
 def truncate_after(path: Path, step: int, *, evaluated: bool = True) -> Truncation:
@@ -297,6 +298,8 @@ def _parse_metrics_line(line: bytes) -> dict[str, Any] | None:
         return None
     return value if 0 <= value["step"] < _MOST_STEPS else None
 
+
+# ---- how a start ended
 
 Outcome = Literal[
     "completed",

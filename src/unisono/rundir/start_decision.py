@@ -95,9 +95,10 @@ def set_aside(run: RunDir) -> Path:
         fsync_dir(target.parent)
     except OSError as error:
         raise UsageError.of(
-            f"{run.root} cannot be renamed to {target.name}: {error.strerror}", where="output_dir",
+            f"{run.root} cannot be renamed to {target.name}: {error.strerror}",
+            where="output_dir",
             fix="set another output_dir",
-        ) from error  # fmt: skip
+        ) from error
     return target
 
 
@@ -123,10 +124,11 @@ def refuse_if_shrunk(decision: StartDecision, *, done_steps: int, total_steps: i
     done = max(done_steps, decision.done_steps)
     if total_steps < done or (decision.kind == "extend" and total_steps == done):
         raise UsageError.of(
-            f"the duration comes to {total_steps} steps, and {done} are done", where="duration",
+            f"the duration comes to {total_steps} steps, and {done} are done",
+            where="duration",
             why="a run goes on or grows; it cannot lose steps",
             fix="give a longer duration, or another output_dir, or pass --fresh",
-        )  # fmt: skip
+        )
 
 
 def _check_place(root: Path) -> None:
@@ -137,37 +139,54 @@ def _check_place(root: Path) -> None:
         pass
     except (OSError, ValueError) as error:
         raise UsageError.of(
-            f"output_dir cannot be used: {getattr(error, 'strerror', None) or error}", where=f"output_dir: {root}",
-            why="everything that a run makes is below it", fix="set output_dir to another path",
-        ) from None  # fmt: skip
+            f"output_dir cannot be used: {getattr(error, 'strerror', None) or error}",
+            where=f"output_dir: {root}",
+            why="everything that a run makes is below it",
+            fix="set output_dir to another path",
+        ) from None
     there = root
     while not os.path.lexists(there) and there != there.parent:
         there = there.parent
     if not there.is_dir():
         raise UsageError.of(
-            f"{there} is a file" if there.exists() else f"{there} is a link that leads nowhere", where="output_dir",
-            why=f"the run's directory would be {root}", fix="set output_dir to a directory, or to a path that does not exist",
-        )  # fmt: skip
+            f"{there} is a file" if there.exists() else f"{there} is a link that leads nowhere",
+            where="output_dir",
+            why=f"the run's directory would be {root}",
+            fix="set output_dir to a directory, or to a path that does not exist",
+        )
     if not os.access(there, os.W_OK | os.X_OK | os.R_OK):
         raise UsageError.of(
-            f"{there} cannot be written", where="output_dir", why=f"the run's directory would be {root}",
+            f"{there} cannot be written",
+            where="output_dir",
+            why=f"the run's directory would be {root}",
             fix="set output_dir to a directory that you may write",
-        )  # fmt: skip
+        )
 
 
 def _refuse_special_files(run: RunDir) -> None:
     """Refuses what a run would write into or replace where that is no plain file: the ranks would find out in its midst."""
     own = (
-        run.config, run.plan, run.environment, run.agreement, run.data, run.metrics, run.result, run.verdict, run.curve,
-        *run.events(0).parent.glob("rank-*.jsonl"), *run.log("", 0).parent.glob("*-rank-*"),
-    )  # fmt: skip
+        run.config,
+        run.plan,
+        run.environment,
+        run.agreement,
+        run.data,
+        run.metrics,
+        run.result,
+        run.verdict,
+        run.curve,
+        *run.events(0).parent.glob("rank-*.jsonl"),
+        *run.log("", 0).parent.glob("*-rank-*"),
+    )
     for path in own:
         mode = path.stat().st_mode if path.exists() else stat.S_IFREG
         if not stat.S_ISREG(mode):
             raise UsageError.of(
-                f"{path} is {kind_of(mode)}, not a plain file", where="output_dir", why="a run writes its own file there",
+                f"{path} is {kind_of(mode)}, not a plain file",
+                where="output_dir",
+                why="a run writes its own file there",
                 fix=f"restore the file or remove what is in its place (rm -r {shlex.quote(str(path))}), or set another output_dir, or pass --fresh",
-            )  # fmt: skip
+            )
 
 
 def _refuse_foreign_files(run: RunDir) -> None:
@@ -178,10 +197,11 @@ def _refuse_foreign_files(run: RunDir) -> None:
         return
     if _has_checkpoints(run):
         raise UsageError.of(
-            f"{run.root} holds checkpoints, but no plan that can be read", where=str(run.plan),
+            f"{run.root} holds checkpoints, but no plan that can be read",
+            where=str(run.plan),
             why="without it nobody knows what the checkpoints are of",
             fix=f"restore {run.plan.name}, or set another output_dir",
-        )  # fmt: skip
+        )
     found = [
         name
         for name in sorted(entry.name for entry in run.root.iterdir())
@@ -189,9 +209,11 @@ def _refuse_foreign_files(run: RunDir) -> None:
     ]
     if found:
         raise UsageError.of(
-            f"{run.root} is not empty, and is no run of unisono: it holds {_list_some(found)}", where="output_dir",
-            why="nothing there is overwritten or renamed", fix="set output_dir to another directory",
-        )  # fmt: skip
+            f"{run.root} is not empty, and is no run of unisono: it holds {_list_some(found)}",
+            where="output_dir",
+            why="nothing there is overwritten or renamed",
+            fix="set output_dir to another directory",
+        )
 
 
 def _is_left_by_a_start(run: RunDir, name: str) -> bool:
@@ -285,10 +307,13 @@ def _decide_finished(
         )
     longer = "give a longer duration and --resume to extend it"
     raise UsageError.of(
-        f"the run in {run.root} is finished: {done} steps, {before.duration}", where="output_dir",
-        why=f"the duration asked for is {config.duration}" if resume else "a finished run is not written over",
+        f"the run in {run.root} is finished: {done} steps, {before.duration}",
+        where="output_dir",
+        why=f"the duration asked for is {config.duration}"
+        if resume
+        else "a finished run is not written over",
         fix=f"{longer}, or set another output_dir, or pass --fresh: it renames this one to {next_old(run.root).name}",
-    )  # fmt: skip
+    )
 
 
 def _refuse_another_run(run: RunDir, before: RunConfig, config: RunConfig, allow: frozenset[str]) -> None:
@@ -314,10 +339,11 @@ def _config_of(run: RunDir, plan: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate(plan["config"])
     except ValidationError as error:
         raise UsageError.of(
-            f"the run in {run.root} has a config that this version of unisono cannot read", where=str(run.plan),
+            f"the run in {run.root} has a config that this version of unisono cannot read",
+            where=str(run.plan),
             why=validation_words(error),
             fix="go on with the version it was started with (environment.json), or set another output_dir, or pass --fresh",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _starts_with(path: Path, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""What may change under a run that goes on. Run: pytest tests/rundir/test_continuing.py"""
+"""What may change under a run that goes on. Run: pytest tests/rundir/test_plan_changes.py"""
 
 import copy
 import json
