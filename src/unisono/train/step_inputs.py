@@ -12,7 +12,7 @@ import torch
 from unisono.data.batch import Batch, collate
 from unisono.data.table import TokenTable
 from unisono.model.forward import Rows
-from unisono.plan import Stream
+from unisono.plan import Stream, deal
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TrainingData:
         sequences = self.stream.step(
             step, global_batch=self.global_batch, total_sequences=self.total_sequences
         )
-        hands = sequences(self._tokens[sequences].tolist(), ranks=self.world_size)
+        hands = deal(self._tokens[sequences].tolist(), ranks=self.world_size)
         first = (step - 1) * self.global_batch
         cut = [
             hands[self.rank][i : i + self.micro_batch]
