@@ -38,6 +38,8 @@ from unisono.files import parse_json
 from unisono.text import one_line
 
 Message = dict[str, Any]
+Show = Callable[[Message], None]
+"""What a front does with a message: a line on the screen, of JSON, or of a test."""
 
 _CLOSE_S = 2.0
 
@@ -145,3 +147,8 @@ def read_message(line: str) -> Message | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) and isinstance(value.get("kind"), str) else None
+
+
+def say(show: Show, text: str) -> None:
+    """A line for people."""
+    show({"kind": "note", "time": time.time(), "text": text})

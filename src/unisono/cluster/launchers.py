@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import UsageError
+from unisono.events import Show
 from unisono.launch.train_request import TrainRequest
-from unisono.supervise.rank_supervisor import Show
 from unisono.text import nearest
 
 if TYPE_CHECKING:

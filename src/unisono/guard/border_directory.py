@@ -13,12 +13,12 @@ from pathlib import Path
 
 from unisono.causes import Verdict
 from unisono.errors import UsageError
+from unisono.events import Show
 from unisono.facts.path_monitor import Identity, PathMonitor, identity_of
 from unisono.files import make_private_dir, read_object
 from unisono.guard.program_ranks import ProgramDir
 from unisono.rundir.lock import LockTaken, RunLock
 from unisono.rundir.records import Outcome
-from unisono.supervise.rank_supervisor import Show
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, 0700, with a name that nobody can guess
 HELD = "held"

@@ -17,6 +17,7 @@ from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
 from unisono.control.events import Left, Said
 from unisono.errors import Disagreed
+from unisono.events import Show, say
 from unisono.facts import Environment, Machine, Probes, read_environment, read_machine, take_token
 from unisono.facts.environment import all_variables
 from unisono.facts.nvidia import KernelLine, read_kernel_log
@@ -53,7 +54,6 @@ from unisono.rundir.lock import RunLock, recorded_holder
 from unisono.rundir.records import RunResult, set_verdict, write_result
 from unisono.supervise.evidence import keep_evidence
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
-from unisono.supervise.rank_supervisor import Show, say
 
 Diagnose = Callable[[Path], Verdict | None]
 """Names the cause from a log; None where it finds none."""

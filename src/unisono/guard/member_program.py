@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 
 from unisono.causes import Verdict, find_cause
 from unisono.control.events import Left, Said
-from unisono.events import Message
+from unisono.events import Message, Show, say
 from unisono.guard.local_program import LocalProgram
 from unisono.guard.program_end import exit_code_of_program
 from unisono.rendezvous.member_side import Attendance
 from unisono.supervise.postmortem import NodeLoss, name_loss, verdicts_in
 from unisono.supervise.rank_monitor import MonitorReports
-from unisono.supervise.rank_supervisor import Show, say
 from unisono.text import one_line
 
 _POLL_S = 0.1

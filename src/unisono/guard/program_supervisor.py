@@ -10,7 +10,7 @@ from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
 from unisono.control.events import Event, Left, Said
 from unisono.control.server import HeadServer
-from unisono.events import Message
+from unisono.events import Message, Show, say
 from unisono.guard.launcher_facts import LauncherFacts
 from unisono.guard.local_program import PASSED_EVERYWHERE, LocalProgram
 from unisono.guard.program_end import ProgramEnd, for_program, is_gone_wrong
@@ -31,7 +31,6 @@ from unisono.supervise.postmortem import (
     node_refused,
 )
 from unisono.supervise.rank_monitor import RankMonitor
-from unisono.supervise.rank_supervisor import Show, say
 from unisono.supervise.stall_monitor import StallMonitor
 from unisono.text import one_line
 from unisono.watch import Look

@@ -17,7 +17,7 @@ from typing import Any
 from unisono.agree.compare import compare_programs
 from unisono.agree.reports import NodeReport
 from unisono.errors import Disagreed, UnisonoError
-from unisono.events import Message
+from unisono.events import Message, say
 from unisono.facts import Probes, read_environment, read_machine, take_token
 from unisono.guard.border_directory import border
 from unisono.guard.command import Job, read_command
@@ -36,7 +36,6 @@ from unisono.rendezvous.job_token import read_token
 from unisono.rendezvous.member_side import attend_meeting
 from unisono.rendezvous.party import MakeReport, Party, Standing
 from unisono.rendezvous.verdict_exchange import last_word
-from unisono.supervise.rank_supervisor import say
 from unisono.text import one_line
 
 _READING_S = 60.0  # it looks 50 times a second, on a machine that may have much to do

@@ -14,6 +14,7 @@ from unisono.agree.training import PreparedFacts, compare_prepared
 from unisono.causes import Verdict, find_cause
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed
+from unisono.events import Show
 from unisono.launch.meeting_entry import prepared_facts, report_maker
 from unisono.launch.outcome import Ending, result_of
 from unisono.launch.planning import LocalNode
@@ -26,7 +27,7 @@ from unisono.rendezvous.ssh import Remote, SshFronts, start_others
 from unisono.rendezvous.verdict_exchange import last_word
 from unisono.rundir import RunDir
 from unisono.supervise.interrupts import Interrupts
-from unisono.supervise.rank_supervisor import Attempt, Show
+from unisono.supervise.rank_supervisor import Attempt
 from unisono.text import validation_words
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnfitError, UnisonoError
-from unisono.events import Message
+from unisono.events import Message, Show, say
 from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.files import make_private_dir
 from unisono.launch.curve_drawing import Drawing
@@ -51,7 +51,7 @@ from unisono.supervise.evidence import keep_evidence
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.supervise.local_ranks import LocalRanks, SharedMemory, keeping_ranks
 from unisono.supervise.rank_logs import LogEvents
-from unisono.supervise.rank_supervisor import Attempt, Show, run_attempt, say
+from unisono.supervise.rank_supervisor import Attempt, run_attempt
 
 
 @dataclass

@@ -14,7 +14,7 @@ from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict, find_cause
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnfitError, UsageError
-from unisono.events import Message
+from unisono.events import Message, Show
 from unisono.files import make_private_dir, read_object, write_json
 from unisono.launch.meeting_entry import prepared_facts, report_maker
 from unisono.launch.member_supervisor import LastWord, LostHead, Serving
@@ -38,7 +38,6 @@ from unisono.supervise.child_process import interface_name, rank_environments
 from unisono.supervise.interrupts import Interrupts, exit_code_of
 from unisono.supervise.local_ranks import LocalRanks, SharedMemory, keeping_ranks
 from unisono.supervise.postmortem import NodeLoss
-from unisono.supervise.rank_supervisor import Show
 from unisono.text import plain
 
 

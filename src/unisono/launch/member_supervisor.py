@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from unisono.causes import Verdict
 from unisono.control.events import Left
 from unisono.control.transfer.sending import Outcome, Transfers
-from unisono.events import Message
+from unisono.events import Message, Show
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.rescue import KeptSender
 from unisono.remote_checkpoint.shard_transfer import ShardSender
@@ -19,7 +19,6 @@ from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.local_ranks import LocalRanks, RankEnd, RankNews
 from unisono.supervise.postmortem import NodeLoss, name_loss
 from unisono.supervise.rank_monitor import MonitorReports
-from unisono.supervise.rank_supervisor import Show
 
 if TYPE_CHECKING:
     from unisono.rendezvous.member_side import Attendance

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from unisono.causes import Evidence, Verdict, find_cause
-from unisono.events import Message
+from unisono.events import Message, Show
 from unisono.facts.path_monitor import Identity, PathMonitor, PathState, identity_of
 from unisono.files import whole_file
 from unisono.launch.outcome import Ending
@@ -20,7 +20,7 @@ from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.lock import LockTaken, RunLock
 from unisono.supervise.bounded_io import RunsDisk
-from unisono.supervise.rank_supervisor import Attempt, Show
+from unisono.supervise.rank_supervisor import Attempt
 from unisono.text import one_line
 
 CAUSE = "output_removed"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.config import LoadedConfig
+from unisono.events import Show
 from unisono.facts import Environment, Machine
 from unisono.facts.environment import read_nccl_files
 from unisono.launch.rank_layout import Layout, NodeOffer, threads_of
@@ -17,7 +18,6 @@ from unisono.plan.topology import Topology, read_topology, refuse_lone_node
 from unisono.rendezvous.head_address import is_this_machine
 from unisono.rendezvous.ssh import find_head
 from unisono.supervise.child_process import misleading
-from unisono.supervise.rank_supervisor import Show
 from unisono.supervise.task_process import run_task
 
 _BY_HAND = re.compile(r"^(NCCL|GLOO|TP|TORCH|PYTORCH|CUDA|CUBLAS|CUDNN)_")

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import UsageError
-from unisono.events import Message
+from unisono.events import Message, Show, say
 from unisono.launch.session import plan_only, train
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.records import read_metrics
-from unisono.supervise.rank_supervisor import Show, say
 from unisono.supervise.task_process import run_task
 from unisono.units import show_bytes, show_seconds
 

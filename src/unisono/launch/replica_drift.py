@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from unisono.agree.agreement import majority, odd_first, partition
 from unisono.agree.display import Member, culprit_hosts, culprit_ranks, name_all
 from unisono.causes import Evidence, Verdict, find_cause
-from unisono.events import Message
+from unisono.events import Message, Show
 from unisono.plan import RankPlace, RunPlan
-from unisono.supervise.rank_supervisor import Show
 
 _KEPT_STEPS = 16
 """Steps of which some ranks have told and others not yet; ranks of one group are never that far apart."""

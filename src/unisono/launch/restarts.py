@@ -16,6 +16,7 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.config import LoadedConfig
 from unisono.config.schema import ParallelSection
 from unisono.errors import Disagreed
+from unisono.events import Show, say
 from unisono.launch.head_nodes import HeadNodes
 from unisono.launch.meeting_entry import refusal_alone
 from unisono.launch.node_report import look_again, question_of, refuse_old_ranks
@@ -30,7 +31,7 @@ from unisono.rendezvous.party import Standing
 from unisono.rundir import RunDir
 from unisono.rundir.records import set_verdict
 from unisono.rundir.start_decision import StartDecision
-from unisono.supervise.rank_supervisor import Attempt, Show, say
+from unisono.supervise.rank_supervisor import Attempt
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.verify import Damage
 from unisono.config import RunConfig
 from unisono.errors import UsageError
+from unisono.events import Show
 from unisono.facts import Environment
 from unisono.files import make_private_dir, read_text, write_text
 from unisono.launch.train_request import TrainRequest
@@ -24,7 +25,6 @@ from unisono.rundir.lock import RunLock
 from unisono.rundir.plan_changes import check_same_run, unused_allowances
 from unisono.rundir.start_decision import StartDecision, decide_start, set_aside
 from unisono.supervise.bounded_io import refuse_if_silent
-from unisono.supervise.rank_supervisor import Show
 
 
 def find_resume_point(

@@ -6,6 +6,7 @@ from typing import Any
 
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnisonoError
+from unisono.events import Show, say
 from unisono.facts import Environment, read_environment, read_machine, take_token
 from unisono.launch.head_run import HeadRun, plan_start
 from unisono.launch.meeting_entry import is_about_nodes, party_of, tell_early_refusal
@@ -20,7 +21,6 @@ from unisono.rundir import RunDir
 from unisono.rundir.start_decision import decide_start
 from unisono.storage_errors import before_anything_began
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
-from unisono.supervise.rank_supervisor import Show, say
 
 
 def train(request: TrainRequest, show: Show) -> dict[str, Any]:

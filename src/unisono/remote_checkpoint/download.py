@@ -12,13 +12,12 @@ from unisono.checkpoint.manifest import KEY_FILE, Manifest, user_key
 from unisono.checkpoint.store import CheckpointStore, temporary_name
 from unisono.config import RunConfig
 from unisono.errors import IntegrityError, UnfitError
-from unisono.events import Message
+from unisono.events import Message, Show
 from unisono.facts import Environment
 from unisono.files import fsync_dir, make_private_dir, read_object, write_json
 from unisono.remote_checkpoint.upload import STALLED_S, storage_url
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs
-from unisono.supervise.rank_supervisor import Show
 from unisono.supervise.task_process import run_task
 from unisono.units import show_bytes, show_seconds
 

@@ -12,12 +12,11 @@ from typing import Any
 from unisono.causes import Evidence, Verdict
 from unisono.checkpoint.retention import DiskSpace, Rules, max_on_disk
 from unisono.errors import IntegrityError, Problem, RankDied, UnfitError, UnisonoError
-from unisono.events import Message
+from unisono.events import Message, Show
 from unisono.files import read_object
 from unisono.plan import ResumePoint, RunPlan
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs, child_environment
-from unisono.supervise.rank_supervisor import Show
 from unisono.supervise.task_process import TaskProcess, cannot_start
 from unisono.units import show_bytes, show_seconds
 

@@ -18,7 +18,7 @@ from unisono.control.server import HeadServer
 from unisono.control.transfer.content import Offer, Refused
 from unisono.control.transfer.receiving import Receiving
 from unisono.control.transfer.sending import Outcome, Transfers
-from unisono.events import Message
+from unisono.events import Message, Show
 from unisono.plan import RunPlan
 from unisono.rendezvous.verdict_exchange import stop_of
 from unisono.rundir import RunDir
@@ -27,7 +27,7 @@ from unisono.storage_errors import reason, words
 from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.local_ranks import SharedMemory, keeping_ranks
 from unisono.supervise.postmortem import NodeLoss
-from unisono.supervise.rank_supervisor import Attempt, Show
+from unisono.supervise.rank_supervisor import Attempt
 from unisono.units import parse_seconds
 
 

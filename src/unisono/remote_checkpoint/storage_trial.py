@@ -8,13 +8,13 @@ from typing import Any
 from unisono.causes import Evidence, Verdict
 from unisono.config import RunConfig
 from unisono.errors import IntegrityError, Problem, RankDied, UnfitError, UnisonoError
-from unisono.events import Message
+from unisono.events import Message, Show, say
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.first_checkpoint import at_most, how_many_more, slow_after, steps_due
 from unisono.remote_checkpoint.upload import Copied, Uploading, storage_url
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs, child_environment
-from unisono.supervise.rank_supervisor import Companion, Show, say
+from unisono.supervise.rank_supervisor import Companion
 from unisono.supervise.task_process import TaskProcess, cannot_start
 from unisono.units import show_bytes, show_seconds
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import RankDied, UnfitError, UnisonoError
-from unisono.events import Message
+from unisono.events import Message, Show
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs, child_environment
 from unisono.supervise.interrupts import Interrupts
-from unisono.supervise.rank_supervisor import Show
 from unisono.supervise.task_process import TaskProcess, cannot_start
 from unisono.units import parse_seconds, show_bytes, show_seconds
 

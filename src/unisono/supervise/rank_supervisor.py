@@ -15,7 +15,7 @@ from unisono.agree.reports import RankReport
 from unisono.causes import Verdict
 from unisono.control.events import Arrived, Event, Left, Said
 from unisono.errors import UnisonoError
-from unisono.events import Message
+from unisono.events import Message, Show
 from unisono.plan import RunPlan
 from unisono.supervise.decision import Decider, Decision
 from unisono.supervise.evidence import RawEvidence
@@ -44,19 +44,12 @@ class Companion(Protocol):
         """The ranks have ended, or are about to be ended. Must return in bounded time."""
 
 
-Show = Callable[[Message], None]
-
 _POLL_S = 0.2
 _TEARDOWN_S = 20.0  # results are final before teardown begins, so one that hangs is ended without loss
 _GONE_S = 10.0  # for the other nodes to say that their ranks are gone
 _WAITING_EVERY_S = 10.0
 _OF_SHARDS = ("shard_written", "shard_moves", "shards_over")
 _ONLY_OF_RANK_0 = ("phase", "step", "eval", "sample", "checkpoint", "ready", "note")
-
-
-def say(show: Show, text: str) -> None:
-    """A line for people."""
-    show({"kind": "note", "time": time.time(), "text": text})
 
 
 class ShardPort(Protocol):

@@ -12,7 +12,7 @@ from unisono.causes import Verdict, find_cause
 from unisono.cluster.ray.cluster_health import RaysHead, name_rays_head
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, RankDied, UsageError
-from unisono.events import Message
+from unisono.events import Message, Show, say
 from unisono.facts import Environment, read_environment, read_machine
 from unisono.facts.machine import Gpu
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
@@ -26,7 +26,6 @@ from unisono.rundir import RunDir
 from unisono.rundir.records import RunResult, read_result, set_verdict, write_result
 from unisono.supervise.child_process import Programs
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
-from unisono.supervise.rank_supervisor import Show, say
 from unisono.supervise.task_process import TaskProcess, refusal
 
 DRIVER = Programs(task=(sys.executable, "-m", "unisono.cluster.ray"))

@@ -25,6 +25,7 @@ from unisono.cluster.slurm.controller import (
 from unisono.cluster.slurm.job_follower import Followed, Follower, Lines
 from unisono.cluster.slurm.job_request import JobRequest, batch_script, job_asked, lines_of, log_of, words_of
 from unisono.errors import UnfitError, UsageError
+from unisono.events import Show, say
 from unisono.facts import read_environment, read_machine, take_token
 from unisono.facts.slurm import NodeState, node_states, run_slurm, submitting_environment
 from unisono.files import make_private_dir, read_object, write_json, write_text
@@ -36,7 +37,6 @@ from unisono.rundir.lock import RunLock
 from unisono.rundir.records import read_result
 from unisono.rundir.start_decision import decide_start, set_aside
 from unisono.supervise.interrupts import exit_code_of
-from unisono.supervise.rank_supervisor import Show, say
 
 _SUBMIT_S = 60.0
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from unisono.cluster.slurm.controller import JobState, place_in_queue, read_job
-from unisono.events import Message
+from unisono.events import Message, Show, say
 from unisono.facts.slurm import hosts_of, node_states, run_slurm
 from unisono.files import parse_json
 from unisono.supervise.interrupts import AGAIN_AFTER_S
-from unisono.supervise.rank_supervisor import Show, say
 from unisono.text import one_line
 
 _LABEL = re.compile(rb"^ *(\d{1,9}): ")
