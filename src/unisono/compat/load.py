@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from unisono.compat.llamafactory import refuse_if_llamafactory
-from unisono.config import LoadedConfig
-from unisono.config.load import build_config
+from unisono.config.load import LoadedConfig, build_config
 from unisono.config.yaml_file import read_yaml
 
 
