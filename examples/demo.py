@@ -1,8 +1,8 @@
-"""Fine-tunes the built-in model and shows what it learnt: what `make demo` runs.
+"""Fine-tunes the built-in model and shows the results before and after: the program behind `make demo`.
 
     python examples/demo.py [--seed 0]
 
-All figures are measured by the run itself (`unisono train examples/demo.yaml`) and read from its directory.
+The run (`unisono train examples/demo.yaml`) measures all figures; this program reads them from its directory.
 """
 
 import argparse
@@ -44,12 +44,14 @@ def show_samples(events: list[dict[str, Any]]) -> None:
             print(f"request   {sample['prompt'].strip()}")
             print(f"  before  {sample['text'].strip()[:100]!r}")
             print(f"  after   {after[sample['prompt']]}")
-            print(f"  wanted  {sample['reference']}\n")
+            print(f"  correct {sample['reference']}\n")
 
 
 def main() -> int:
     """Trains, then shows answers, curve and exact match; gives the exit code of the training."""
-    parser = argparse.ArgumentParser(description="Fine-tune the built-in model and show what it learnt.")
+    parser = argparse.ArgumentParser(
+        description="Fine-tune the built-in model and show the results before and after."
+    )
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
     command = [sys.executable, "-m", "unisono", "train", "examples/demo.yaml", "--fresh", f"seed={seed}"]
@@ -58,14 +60,14 @@ def main() -> int:
         return code
     result = json.loads((RUN / "result.json").read_text("utf-8"))
     losses = [line["loss"] for line in _read_lines(RUN / "metrics.jsonl") if "loss" in line]
-    print("\nThree requests that it had never seen:\n")
+    print("\nThree held-out requests:\n")
     show_samples(_read_lines(RUN / "events" / "rank-00000.jsonl"))
     print(
         f"loss {losses[0]:.2f} {curve(losses)} {losses[-1]:.3f}   ({(RUN / 'loss.svg').relative_to(ROOT)})\n"
     )
     print(f"exact match before: {100 * result['eval']['exact_match_before']:.1f} %")
     print(f"exact match after: {100 * result['eval']['exact_match']:.1f} %")
-    print("\nTalk to it: unisono chat runs/demo")
+    print("\nChat with it: unisono chat runs/demo")
     return 0
 
 
