@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from unisono.model.locate import locate_model
+from unisono.model.directory import locate_model
 from unisono.train.training_checks import arithmetic, weights_digest
 
 EVERY = 100

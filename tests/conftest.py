@@ -21,7 +21,7 @@ from tests.sharing import Sharing
 from unisono.config import RunConfig
 from unisono.events import Reporter
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
-from unisono.task import prepare
+from unisono.task import data_tasks
 from unisono.train.front_io import StopRequest
 from unisono.train.rank_run import run_plan
 
@@ -178,7 +178,7 @@ def training_in(folder: Path, *, model_dir: Path, rows_file: Path) -> Callable[.
         config = RunConfig.model_validate(raw)
         stop = StopRequest()
         report = Listening((lambda message: on_message(message, stop)) if on_message else None)
-        prepared = prepare.run(
+        prepared = data_tasks.prepare(
             {"config": config.model_dump(mode="json", by_alias=True), "cache_dir": str(folder / "cache"), "output_dir": str(out)},
             report,
         )  # fmt: skip

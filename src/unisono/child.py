@@ -19,7 +19,7 @@ from unisono.storage_errors import storage_failure, unusable_path
 
 _PR_SET_PDEATHSIG = 1
 TEMPLATE_HAS_NO_END = signal.SIGVTALRM
-"""What the kernel ends a process with whose chat template cannot be interrupted (data.rendering); its front knows it by that."""
+"""What the kernel ends a process with whose chat template cannot be interrupted (data.template_limits); its front knows it by that."""
 
 
 def parse_child_arguments(argv: list[str], *, named: bool) -> argparse.Namespace:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unisono.data.answers import _by_marks, _by_prefixes
+from unisono.data.answer_spans import _by_marks, _by_prefixes
 from unisono.data.encode import Encoded, Encoder
 from unisono.data.prepare import load_tokenizer
 from unisono.data.rows import Conversation, RowError

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from unisono.config.schema import RunConfig
-from unisono.data.cache import writing
-from unisono.data.prepare import prepare_data
-from unisono.data.table import TokenTable
+from unisono.data.prepare import prepare_data, writing_table
+from unisono.data.token_table import TokenTable
 from unisono.errors import DataError, UnfitError
 from unisono.events import Reporter
 from unisono.plan import DataSummary
@@ -143,7 +142,7 @@ def test_a_refused_or_broken_build_leaves_nothing(tokenizer_dir: TokenizerDir, t
     with pytest.raises(DataError):
         prepare(data | {"max_length": 8}, tokenizer_dir(), tmp_path)
     target = tmp_path / "cache" / "tables" / "key"
-    with pytest.raises(KeyError), writing(target) as temporary:  # noqa: PT012 - dies in the middle
+    with pytest.raises(KeyError), writing_table(target) as temporary:  # noqa: PT012 - dies in the middle
         (temporary / "meta.json").write_text("{}", encoding="utf-8")
         raise KeyError
     assert not list((tmp_path / "cache" / "tables").iterdir())
@@ -178,7 +177,7 @@ def test_what_a_dead_writer_left_is_swept_away(tmp_path: Path) -> None:
     )
     left = tmp_path / f".tmp-{socket.gethostname()}-{process.stdout.strip()}-00"
     left.mkdir()
-    with writing(tmp_path / "key") as temporary:
+    with writing_table(tmp_path / "key") as temporary:
         (temporary / "meta.json").write_text("{}", encoding="utf-8")
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
@@ -187,7 +186,7 @@ def test_a_cache_that_cannot_be_written_is_an_unfit_machine(tmp_path: Path) -> N
     (tmp_path / "file").write_text("x", encoding="utf-8")
     with (
         pytest.raises(UnfitError, match="cannot be written") as caught,
-        writing(tmp_path / "file" / "tables" / "key"),
+        writing_table(tmp_path / "file" / "tables" / "key"),
     ):
         raise AssertionError
     assert caught.value.exit_code == 6
@@ -212,7 +211,7 @@ _LIMITED = """
 import resource, sys
 from pathlib import Path
 import pyarrow as pa
-from unisono.data.cache import writing
+from unisono.data.prepare import writing
 from unisono.errors import UnfitError
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 try:

@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unisono.data.build import eval_rows, row_repeats
 from unisono.data.encode import Encoded
-from unisono.data.fit import fit
-from unisono.data.select import eval_rows, times
+from unisono.data.ingest import fit
 
 ROWS = st.lists(st.booleans(), min_size=1, max_size=300)
 
@@ -68,12 +68,12 @@ def test_another_seed_takes_other_rows_for_evaluation() -> None:
 
 @given(st.integers(0, 300), st.floats(0.01, 5), st.integers(0, 2**32 - 1), st.integers(0, 5))
 def test_a_weight_says_how_often_rows_occur(n: int, weight: float, seed: int, source: int) -> None:
-    counts = times(n, weight=weight, seed=seed, source=source)
+    counts = row_repeats(n, weight=weight, seed=seed, source=source)
     assert len(counts) == n
     assert {int(weight), int(weight) + 1} >= set(counts)
     assert abs(sum(counts) - n * weight) <= 0.5 + 1e-6 * n
 
 
 def test_weight_2_gives_all_rows_twice_and_one_half_gives_half_of_them() -> None:
-    assert times(4, weight=2, seed=0, source=0) == [2, 2, 2, 2]
-    assert sorted(times(4, weight=0.5, seed=0, source=0)) == [0, 0, 1, 1]
+    assert row_repeats(4, weight=2, seed=0, source=0) == [2, 2, 2, 2]
+    assert sorted(row_repeats(4, weight=0.5, seed=0, source=0)) == [0, 0, 1, 1]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.data.pack import pack
+from unisono.data.build import pack
 
 LENGTHS = st.integers(1, 200).flatmap(
     lambda limit: st.tuples(st.just(limit), st.lists(st.integers(1, limit), max_size=200))

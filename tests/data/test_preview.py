@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.task.preview import histogram, runs
+from unisono.task.data_tasks import histogram, runs
 
 TokenizerDir = Callable[..., Path]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -19,9 +19,8 @@ import pytest
 
 from unisono.config.schema import DataSection, SourceSection
 from unisono.data.readers import read_rows
-from unisono.data.remote import fetch_hub
 from unisono.data.rows import RawRow
-from unisono.data.sources import Source, find_sources
+from unisono.data.sources import Source, fetch_hub, find_sources
 from unisono.errors import DataError, Problem
 
 
@@ -204,7 +203,7 @@ def test_a_hub_dataset_is_written_once_and_then_needs_no_datasets(tmp_path: Path
     cache = tmp_path / "cache"
     cache.mkdir()
     script = (
-        "import sys; from pathlib import Path; from unisono.config.schema import SourceSection; from unisono.data.remote import fetch_hub\n"
+        "import sys; from pathlib import Path; from unisono.config.schema import SourceSection; from unisono.data.sources import fetch_hub\n"
         "for splits in (['train'], ['validation', 'test']):\n"
         f"    print(fetch_hub(SourceSection(path='owner/name'), 'data.train', Path({str(cache)!r}), splits=splits)[0].name)\n"
         "print('datasets' in sys.modules)"

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from make_tiny import CHAT_TEMPLATE, EOS, MODEL
-from unisono.model.locate import locate_model
+from unisono.model.directory import locate_model
 
 TINY = locate_model("builtin:tiny")
 

@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from unisono.config import RunConfig
 from unisono.errors import ModelError
+from unisono.model.directory import inspect_model, locate_model, locate_tokenizer
 from unisono.model.files import read_contents
-from unisono.model.inspect import inspect_model
 from unisono.model.load import LoadedModel, load_for_training
-from unisono.model.locate import locate_model, locate_tokenizer
 
 Change = Callable[[Path], None]
 

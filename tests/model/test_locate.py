@@ -12,7 +12,7 @@ import pytest
 _LOCATE = """
 import sys
 from unisono.errors import UnisonoError
-from unisono.model.locate import locate_model
+from unisono.model.directory import locate_model
 try:
     print(locate_model("nobody/thing"))
 except UnisonoError as error:

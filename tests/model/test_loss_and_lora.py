@@ -7,8 +7,7 @@ import pytest
 import torch
 import transformers
 
-from unisono.model.lora import hasten_lora
-from unisono.model.loss import head_loss, logits_loss
+from unisono.model.forward import head_loss, logits_loss, speed_up_lora
 
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 300])
@@ -47,7 +46,7 @@ def test_quick_lora_equals_pefts_own_arithmetic(*, bias: bool) -> None:
         if "lora_B" in name or name.endswith("bias"):  # both begin at zero, where nothing would show
             torch.nn.init.normal_(parameter, std=0.1)
     quick = copy.deepcopy(slow)
-    assert hasten_lora(quick) == 14
+    assert speed_up_lora(quick) == 14
     ids = torch.randint(0, 60, (2, 9))
     outputs = [model(input_ids=ids).logits for model in (quick, slow)]
     assert torch.allclose(*outputs, rtol=1e-5, atol=1e-6)
@@ -70,4 +69,4 @@ def test_layers_with_dropout_or_dora_keep_pefts_way() -> None:
             transformers.LlamaForCausalLM(config),
             peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options),
         )
-        assert hasten_lora(model) == 0
+        assert speed_up_lora(model) == 0

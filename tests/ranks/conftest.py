@@ -22,7 +22,7 @@ from unisono.plan import (
     RunPlan,
     resolve_plan,
 )
-from unisono.task import prepare
+from unisono.task import data_tasks
 from unisono.train.front_io import StopRequest
 from unisono.train.rank_run import run_plan
 
@@ -102,7 +102,7 @@ class Workshop:
         faults = more.pop("faults", {})
         out = self._folder()
         config = self._config(KINDS[kind] | more, out, strategy)
-        prepared = prepare.run(
+        prepared = data_tasks.prepare(
             {"config": config.model_dump(mode="json", by_alias=True), "cache_dir": str(self.folder / "cache"), "output_dir": str(out)},
             _Kept(),
         )  # fmt: skip

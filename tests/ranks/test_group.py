@@ -14,7 +14,7 @@ from tests.ranks.conftest import Workshop
 from unisono.errors import Disagreed
 from unisono.model.forward import Rows, choose_forward
 from unisono.model.load import LoadedModel
-from unisono.model.shard import shard_model, whole
+from unisono.model.sharding import full_tensor, shard_model
 from unisono.train.gradient_sync import ReplicaSync
 from unisono.train.join import check_world, checksum
 from unisono.train.process_group import Listener, Ranks, close_group, world_mesh
@@ -114,7 +114,7 @@ def test_a_sharded_model_moves_to_its_device_and_gives_the_same_loss_and_gradien
     for name, parameter in plain.trainable.items():
         mine = sharded.trainable[name].grad
         assert mine is not None
-        torch.testing.assert_close(whole(mine), parameter.grad, rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(full_tensor(mine), parameter.grad, rtol=1e-2, atol=1e-4)
 
 
 def test_a_world_that_is_not_the_planned_one_is_refused(group: Ranks, workshop: Workshop) -> None:

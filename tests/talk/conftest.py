@@ -16,7 +16,7 @@ from unisono.config import RunConfig
 from unisono.events import Reporter
 from unisono.files import write_json
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, RunPlan, resolve_plan
-from unisono.task import prepare
+from unisono.task import data_tasks
 from unisono.train.front_io import StopRequest
 from unisono.train.rank_run import run_plan
 
@@ -164,7 +164,7 @@ def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[...
             "cache_dir": str(tmp_path / "cache"),
             "output_dir": str(out),
         }
-        prepared = prepare.run(body, Listening())
+        prepared = data_tasks.prepare(body, Listening())
         plan = resolve_plan(
             PlanInputs(
                 config=config, run_id="test", output_dir=str(out), host="here", threads=1, threads_origin="test",

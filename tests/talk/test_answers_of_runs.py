@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from unisono.errors import UnisonoError
-from unisono.task import chat, evaluate, generate
-from unisono.task.opening import open_for_inference
+from unisono.task import evaluate, generation
+from unisono.task.inference import open_for_inference
 
 Train = Callable[..., Any]
 ASKED: dict[str, Any] = {
@@ -25,7 +25,7 @@ ASKED: dict[str, Any] = {
 
 
 def answer(target: object, listening: Any, **more: Any) -> dict[str, Any]:
-    result = generate.run({"target": str(target), **ASKED, **more}, listening)
+    result = generation.run_generate({"target": str(target), **ASKED, **more}, listening)
     return result["answers"][0]
 
 
@@ -87,7 +87,9 @@ def test_a_file_gives_the_answers_that_its_prompts_get_alone(
         {"text": "the quick brown fox jumps over the lazy dog"},
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = generate.run({"target": str(model_dir), **ASKED, "prompt": None, "file": str(file)}, listening)
+    result = generation.run_generate(
+        {"target": str(model_dir), **ASKED, "prompt": None, "file": str(file)}, listening
+    )
     together = [found["answer"] for found in result["answers"]]
     alone = [
         answer(model_dir, listening, prompt=text)["answer"]
@@ -126,7 +128,9 @@ def test_a_file_of_bad_prompts_is_refused_with_file_and_line(
     file = tmp_path / name
     file.write_text(text)
     with pytest.raises(UnisonoError, match=problem) as found:
-        generate.run({"target": str(model_dir), **ASKED, "prompt": None, "file": str(file)}, listening)
+        generation.run_generate(
+            {"target": str(model_dir), **ASKED, "prompt": None, "file": str(file)}, listening
+        )
     assert found.value.exit_code == 2
     assert all(str(file) in shown.where and shown.fix for shown in found.value.problems)
 
@@ -207,7 +211,7 @@ def test_a_conversation_remembers_its_turns_and_forgets_them_when_cleared(
     template, note = opened.chat_template()
     assert note == ""
     settings = {**ASKED, "system": None}
-    talk = chat.Conversation(opened, template, settings, listening, chat._Interrupt())
+    talk = generation.Conversation(opened, template, settings, listening, generation._Interrupt())
     talk.say("what day is it")
     talk.say("call me")
     first, second = (message["text"] for message in listening.of_kind("answer"))
@@ -226,8 +230,8 @@ def test_a_conversation_that_outgrows_the_model_is_told_so_and_goes_on_after_cle
     model_dir: Path, listening: Any
 ) -> None:
     opened = open_for_inference(str(model_dir), report=listening)
-    talk = chat.Conversation(
-        opened, opened.chat_template()[0], {**ASKED, "system": None}, listening, chat._Interrupt()
+    talk = generation.Conversation(
+        opened, opened.chat_template()[0], {**ASKED, "system": None}, listening, generation._Interrupt()
     )
     talk.say("a " * 400)
     assert "longer than the 256 tokens" in listening.of_kind("refused_turn")[0]["text"]

@@ -13,11 +13,10 @@ import pytest
 
 from unisono.events import Reporter
 from unisono.files import read_json
-from unisono.model.inspect import inspect_model
-from unisono.model.locate import locate_model
+from unisono.model.directory import inspect_model, locate_model
 from unisono.supervise.task_process import run_task
-from unisono.task import contents, file_digests
-from unisono.task.file_digests import Digested, digest_files
+from unisono.task import input_digests
+from unisono.task.input_digests import Digested, digest_files
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "pyarrow", "numpy", "tokenizers", "safetensors")
 # 0.2 s on a quiet machine, of which half is Python and pydantic; a busy one is given five times the promised 0.4 s.
@@ -46,7 +45,7 @@ def config(rows: Path, **keys: Any) -> dict[str, Any]:
 
 
 def look(tmp_path: Path, body: dict[str, Any]) -> dict[str, Any]:
-    return contents.run({"config": body, "cache_dir": str(tmp_path / "cache")}, Reporter(None))
+    return input_digests.run({"config": body, "cache_dir": str(tmp_path / "cache")}, Reporter(None))
 
 
 def digests(found: dict[str, Any], kind: str) -> dict[str, str]:
@@ -179,8 +178,8 @@ def test_figures_of_the_model_are_those_of_prepare(tmp_path: Path, rows: Path) -
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that is large enough to be kept, and settled."""
-    monkeypatch.setattr(file_digests, "_KEPT_FROM_BYTES", 1000)
-    monkeypatch.setattr(file_digests, "_SETTLED_S", -10.0)
+    monkeypatch.setattr(input_digests, "_KEPT_FROM_BYTES", 1000)
+    monkeypatch.setattr(input_digests, "_SETTLED_S", -10.0)
     file = tmp_path / "weights"
     file.write_bytes(os.urandom(5000))
     return file
@@ -189,13 +188,13 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Which files are read from now on."""
     found: list[Path] = []
-    real = file_digests._Run._read
+    real = input_digests._DigestRun._read
 
-    def read(self: file_digests._Run, file: Path) -> str:
+    def read(self: input_digests._DigestRun, file: Path) -> str:
         found.append(file)
         return real(self, file)
 
-    monkeypatch.setattr(file_digests._Run, "_read", read)
+    monkeypatch.setattr(input_digests._DigestRun, "_read", read)
     return found
 
 
@@ -227,7 +226,7 @@ def test_a_file_that_was_changed_is_read_again_also_with_its_old_times(
 def test_a_file_that_was_changed_just_now_is_not_kept(
     tmp_path: Path, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_digests, "_SETTLED_S", 1e6)
+    monkeypatch.setattr(input_digests, "_SETTLED_S", 1e6)
     digest_files([large], cache=tmp_path / "digests.json")
     assert not (tmp_path / "digests.json").exists()
 

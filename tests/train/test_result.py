@@ -76,7 +76,7 @@ def test_the_result_talks_in_the_template_that_it_was_trained_with(train_here: T
 
 
 def _eval_loss(model: Any, run: Any) -> float:
-    from unisono.data.table import TokenTable
+    from unisono.data.token_table import TokenTable
 
     table = TokenTable.open(Path(run.plan.data.cache_dir), "eval")
     total = count = 0.0

@@ -15,7 +15,7 @@ import pytest
 from tests import fuse
 from tests.conftest import training_in
 from unisono.checkpoint.store import CheckpointStore
-from unisono.data.table import TokenTable
+from unisono.data.token_table import TokenTable
 from unisono.events import Reporter
 from unisono.rundir.records import read_metrics
 from unisono.storage_errors import storage_failure

@@ -14,7 +14,7 @@ import pytest
 
 from tests.nproc.disks import Disk, in_memory, on_a_device
 from unisono.events import Reporter
-from unisono.track.tensorboard import TensorboardWriter
+from unisono.track import TensorboardWriter
 
 LIMIT_S = 30.0
 

@@ -14,7 +14,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from unisono.model.layout import MODEL_INDEX, model_layout
+from unisono.model.hf_layout import MODEL_INDEX, model_layout
 from unisono.plan.resolve import FUSED_TYPES
 from unisono.train.weights import write_adapter, write_model
 

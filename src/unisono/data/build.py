@@ -1,5 +1,8 @@
 """Builds a token table: takes rows in, chooses those of training and of evaluation, packs them, writes it all."""
 
+import math
+from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -8,17 +11,13 @@ import numpy.typing as npt
 
 from unisono.config.schema import RunConfig
 from unisono.data.encode import Encoder
-from unisono.data.fit import explain
-from unisono.data.intake import Intake, Progress, UsableRows, expected_rows
-from unisono.data.ledger import Ledger
-from unisono.data.pack import pack
-from unisono.data.rows import Place
-from unisono.data.select import eval_rows, times
+from unisono.data.ingest import Ingest, Progress, UsableRows, expected_rows, explain_fit
+from unisono.data.rows import Ledger, Place
 from unisono.data.sources import Source
-from unisono.data.store import TokenWriter, write_meta, write_split
-from unisono.data.table import Split
+from unisono.data.token_table import Split, TokenWriter, write_meta, write_split
 from unisono.errors import DataError
 from unisono.events import Reporter
+from unisono.plan.sequences import permutation
 
 Ints = npt.NDArray[np.int64]
 
@@ -41,7 +40,7 @@ def build_table(
     progress = Progress(report, expected_rows([file for source in sources for file in source.files]))
     with Ledger(notes) as ledger:
         with TokenWriter(directory / "tokens.arrow") as writer:
-            intake = Intake(config.data, encoder, ledger, writer, progress, limit_rows=limit_rows)
+            intake = Ingest(config.data, encoder, ledger, writer, progress, limit_rows=limit_rows)
             for source in sources:
                 intake.read(source)
             intake.refuse()
@@ -61,7 +60,7 @@ def build_table(
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _Selection:
     """Which usable rows are used for what.
 
     Attributes:
@@ -80,7 +79,7 @@ class _Choice:
 def _write_splits(
     config: RunConfig,
     sources: list[Source],
-    intake: Intake,
+    intake: Ingest,
     ledger: Ledger,
     writer: TokenWriter,
     directory: Path,
@@ -89,7 +88,7 @@ def _write_splits(
     usable = {
         part.name: np.array(getattr(intake.usable, part.name), dtype=np.int64) for part in fields(UsableRows)
     }
-    choice = _choose(config, sources, usable["source"])
+    choice = _select_rows(config, sources, usable["source"])
     _note_rows(config, sources, intake, choice, ledger)
     lengths, loss = np.array(writer.lengths, dtype=np.int64), np.array(writer.loss, dtype=np.int64)
     figures: dict[str, dict[str, int]] = {}
@@ -123,7 +122,7 @@ def _write_splits(
     return figures
 
 
-def _choose(config: RunConfig, sources: list[Source], source_of: Ints) -> _Choice:
+def _select_rows(config: RunConfig, sources: list[Source], source_of: Ints) -> _Selection:
     often = np.zeros(len(source_of), np.int64)
     is_eval = np.zeros(len(source_of), np.bool_)
     for number, source in enumerate(sources):
@@ -131,15 +130,17 @@ def _choose(config: RunConfig, sources: list[Source], source_of: Ints) -> _Choic
         if source.role == "eval":
             is_eval[rows] = True
         else:
-            often[rows] = times(len(rows), weight=source.section.weight, seed=config.seed, source=number)
+            often[rows] = row_repeats(
+                len(rows), weight=source.section.weight, seed=config.seed, source=number
+            )
     if isinstance(config.data.eval, float):
         trained = np.flatnonzero(often)
         is_eval[trained[eval_rows(len(trained), share=config.data.eval, seed=config.seed)]] = True
-    return _Choice(often, is_eval)
+    return _Selection(often, is_eval)
 
 
 def _note_rows(
-    config: RunConfig, sources: list[Source], intake: Intake, choice: _Choice, ledger: Ledger
+    config: RunConfig, sources: list[Source], intake: Ingest, choice: _Selection, ledger: Ledger
 ) -> None:
     """Enters the rows that a weight below 1 leaves out, and what was done to those that are used."""
     rows, names = intake.usable, list(intake.files.items())
@@ -157,7 +158,7 @@ def _note_rows(
         counts.split += rows.is_split[i]
         counts.tokens_cut += rows.tokens_cut[i]
         what = "cut" if rows.is_cut[i] else "split"
-        why = explain(
+        why = explain_fit(
             what,
             length=rows.length[i],
             max_length=config.data.max_length,
@@ -211,3 +212,66 @@ def _refuse_nothing(config: RunConfig, ledger: Ledger, figures: dict[str, dict[s
         why=f"of {total['rows']} rows {total['bad']} are bad{first_bad}, {dropped}, {total['eval']} for evaluation",
         fix="raise data.max_length, fix the rows (data.on_bad_row: error names them), or lower data.eval",
     )  # fmt: skip
+
+
+# `permutation` is keyed by (seed, epoch); no epoch is negative, so these streams never meet the order of training.
+_EVAL, _WEIGHT = -1, -2
+
+
+def eval_rows(n: int, *, share: float, seed: int) -> list[int]:
+    """The rows that are split off for evaluation, in order: a share of `n`, rounded, at least one."""
+    return sorted(permutation(n, seed=seed, epoch=_EVAL)[: max(1, round(share * n))])
+
+
+def row_repeats(n: int, *, weight: float, seed: int, source: int) -> list[int]:
+    """How often each of a source's `n` rows occurs in an epoch.
+
+    Every row occurs floor(weight) times, and the share of rows that is left over, chosen by the seed, once more:
+    weight 2 gives all rows twice, weight 0.5 gives half of them.
+    """
+    often = math.floor(weight)
+    counts = [often] * n
+    for row in permutation(n, seed=seed, epoch=_WEIGHT - source)[: round((weight - often) * n)]:
+        counts[row] += 1
+    return counts
+
+
+def pack(lengths: Sequence[int], *, limit: int) -> list[list[int]]:
+    """Bins of row indices; each row is in one bin, and no bin holds more than `limit` tokens.
+
+    Longer rows are placed first, each in the fullest bin that still takes it. Rows of equal length keep their order,
+    a bin lists its rows in order, and bins are ordered by their first row.
+
+    Args:
+        lengths: tokens of each row; every one in 1..limit.
+        limit: tokens that a bin holds at the most.
+
+    Raises:
+        ValueError: if a row is longer than the limit.
+    """
+    bins: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}  # free tokens: the bins that have just so many
+    rooms: list[int] = []  # the keys of by_room, sorted
+    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[row]
+        if length > limit:
+            raise ValueError(f"row {row} has {length} tokens, more than the {limit} of a bin")
+        place = bisect_left(rooms, length)
+        if place < len(rooms):
+            room = rooms[place]
+            chosen = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[place]
+        else:
+            room, chosen = limit, len(bins)
+            bins.append([])
+        bins[chosen].append(row)
+        left = room - length
+        if left:
+            if left not in by_room:
+                by_room[left] = []
+                insort(rooms, left)
+            by_room[left].append(chosen)
+    for rows in bins:
+        rows.sort()
+    return sorted(bins)

@@ -1,7 +1,25 @@
-"""From a config to a DataSummary: finds the table of its rows in the cache, or builds it."""
+"""From a config to a DataSummary: finds the token table of its rows in the cache, or builds it.
 
+The cache has a directory for each set of ingredients, written whole or not at all:
+
+CACHE/tables/KEY/        a token table (see data.token_table); KEY is the digest of its ingredients
+CACHE/index/SOURCES.json the ingredients of the last table of these sources, so that a miss can say what changed
+
+Ingredients are the bytes of the data files, the settings that shape rows, the template, the tokenizer's files, the
+encoder's version, and the versions of the packages that encode.
+"""
+
+import contextlib
+import hashlib
+import json
 import math
+import os
+import secrets
 import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +27,228 @@ import xxhash
 
 from unisono.child import loading_modules
 from unisono.config.schema import RunConfig
-from unisono.data.cache import Ingredients, Lookup, gather, look_up, remember, writing
-from unisono.data.ledger import flat_total
+from unisono.data.encode import ENCODER_VERSION
+from unisono.data.rows import flat_total
 from unisono.data.sources import Source, find_sources
-from unisono.data.table import TokenTable
-from unisono.errors import DataError, ModelError
+from unisono.data.token_table import TokenTable
+from unisono.errors import DataError, ModelError, UnfitError
 from unisono.events import Reporter
-from unisono.files import read_json, whole_file
+from unisono.files import fsync_dir, read_json, whole_file, write_json
+from unisono.inputs import expand, fault_of
 from unisono.plan.run_plan import DataSummary, SplitSummary
 from unisono.plan.sequences import steps_for_tokens
+from unisono.storage_errors import reason, remedy, words
 from unisono.text import library_words
 from unisono.units import Duration
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja",
+    "chat_template.json", "generation_config.json",
+)  # fmt: skip
+_PACKAGES = ("tokenizers", "transformers", "jinja2", "pyarrow")
+
+Ingredients = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLookup:
+    """What the cache has for some ingredients.
+
+    Attributes:
+        directory: of the table, whether it exists or not.
+        hit: whether it is there, whole.
+        reason: one line for people.
+    """
+
+    directory: Path
+    hit: bool
+    reason: str
+
+
+def gather_ingredients(
+    config: RunConfig, sources: list[Source], *, tokenizer: Path, limit_rows: int | None = None
+) -> Ingredients:
+    """Everything that decides what is in the table of a config.
+
+    Raises:
+        DataError: if a file cannot be read.
+    """
+    data = config.data
+    share = data.eval if isinstance(data.eval, float) else None
+    found: Ingredients = {"encoder version": ENCODER_VERSION, "objective": config.objective}
+    found |= {f"the version of {name}": version(name) for name in _PACKAGES}
+    keys = ("max_length", "too_long", "on_bad_row", "packing", "loss_on", "check_template")
+    found |= {f"data.{key}": getattr(data, key) for key in keys}
+    found["data.eval"] = share
+    if limit_rows is not None:
+        found["limit_rows"] = limit_rows
+    if share is not None or any(source.section.weight % 1 for source in sources):
+        found["seed"] = config.seed
+    for number, source in enumerate(sources):
+        settings = source.section.model_dump(mode="json", exclude={"path"})
+        found[f"the settings of source {number + 1} ({source.section.path})"] = settings | {
+            "role": source.role
+        }
+        found |= {
+            f"the file {file.name} (source {number + 1})": digest_file(file.path, file.name)
+            for file in source.files
+        }
+    if data.template is not None:
+        found["data.template"] = digest_file(expand(data.template), data.template)
+    for file in _tokenizer_files(tokenizer):
+        found[f"the tokenizer's {file.relative_to(tokenizer)}"] = digest_file(file, str(file))
+    return found
+
+
+def _tokenizer_files(directory: Path) -> list[Path]:
+    """Those that decide what a text becomes; also code, which some tokenizers bring."""
+    more = [*directory.glob("*.py"), *directory.glob("additional_chat_templates/*.jinja")]
+    return [
+        file for file in (*(directory / name for name in _TOKENIZER_FILES), *sorted(more)) if file.is_file()
+    ]
+
+
+def digest_file(path: Path, name: str) -> str:
+    """xxh3-128 of a file's bytes.
+
+    Raises:
+        DataError: if it cannot be read.
+    """
+    total = xxhash.xxh3_128()
+    fault = fault_of(path, name)
+    if fault is not None:
+        raise DataError.of(fault.what, where=name, why=fault.why, fix=fault.fix)
+    try:
+        with path.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                total.update(block)
+    except OSError as error:
+        raise DataError.of(
+            f"{name} cannot be read", where=name, why=str(error), fix="check its permissions"
+        ) from error
+    return total.hexdigest()
+
+
+def look_up_table(cache_dir: Path, ingredients: Ingredients, sources: list[Source]) -> CacheLookup:
+    """Whether the table is there; and if not, what is new about its ingredients."""
+    key = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
+    directory = cache_dir / "tables" / key
+    damage = _damage(directory)
+    if damage is None:
+        return CacheLookup(
+            directory, hit=True, reason="the same rows, settings, template and tokenizer as before"
+        )
+    if directory.exists():
+        return CacheLookup(directory, hit=False, reason=f"the cached table is damaged: {damage}")
+    try:
+        last = read_json(_index_file(cache_dir, sources))
+    except (OSError, ValueError):
+        return CacheLookup(directory, hit=False, reason="these sources are new here")
+    return CacheLookup(directory, hit=False, reason=_difference(last, ingredients))
+
+
+def store_ingredients(cache_dir: Path, ingredients: Ingredients, sources: list[Source]) -> None:
+    """Keeps the ingredients, so that the next miss can say what changed."""
+    path = _index_file(cache_dir, sources)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, ingredients)
+
+
+@contextlib.contextmanager
+def writing_table(directory: Path) -> Iterator[Path]:
+    """Gives an empty directory to write a table in; at the end it is synced and appears as `directory`.
+
+    Another process may have been first: then its table, which is the same, stays.
+
+    Raises:
+        UnfitError: if the cache cannot be written.
+    """
+    root = directory.parent
+    temporary = root / f".tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _sweep(root)
+        temporary.mkdir(mode=0o700)
+        yield temporary
+        _seal(temporary)
+        if _damage(directory) is not None and directory.exists():
+            directory.rename(temporary.with_name(temporary.name + "-old"))
+        with contextlib.suppress(FileExistsError):
+            _publish(temporary, directory)
+        fsync_dir(root)
+    except OSError as error:
+        raise UnfitError.of(
+            f"the cache of token tables cannot be written: {words(error)}", where=str(root), why=reason(error),
+            fix=remedy(error, full="make room there, or set XDG_CACHE_HOME to a place with room", else_="fix that file system, or set XDG_CACHE_HOME to a different place"),
+        ) from error  # fmt: skip
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary.with_name(temporary.name + "-old"), ignore_errors=True)
+
+
+def _publish(temporary: Path, directory: Path) -> None:
+    try:
+        temporary.rename(directory)
+    except OSError:
+        if _damage(directory) is not None:
+            raise
+
+
+def _seal(temporary: Path) -> None:
+    """Syncs all files, and notes their sizes in meta.json, by which a torn table is known."""
+    meta = read_json(temporary / "meta.json")
+    files = sorted(path for path in temporary.iterdir() if path.name != "meta.json")
+    meta["sizes"] = {path.name: path.stat().st_size for path in files}
+    for path in files:
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+    write_json(temporary / "meta.json", meta)
+    fsync_dir(temporary)
+
+
+def _damage(directory: Path) -> str | None:
+    """What is wrong with a table, or None if it is whole."""
+    try:
+        sizes = read_json(directory / "meta.json")["sizes"]
+        wrong = [name for name, size in sizes.items() if (directory / name).stat().st_size != size]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return str(error)
+    return f"{wrong[0]} has another size" if wrong else None
+
+
+def _sweep(root: Path) -> None:
+    """Removes what writers left behind that died on this machine."""
+    prefix = f".tmp-{socket.gethostname()}-"
+    for path in root.glob(prefix + "*"):
+        pid = path.name.removeprefix(prefix).partition("-")[0]
+        if pid.isdigit() and int(pid) != os.getpid() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _index_file(cache_dir: Path, sources: list[Source]) -> Path:
+    names = [[source.role, source.section.path] for source in sources]
+    return cache_dir / "index" / (hashlib.sha256(json.dumps(names).encode()).hexdigest()[:32] + ".json")
+
+
+def _difference(old: Ingredients, new: Ingredients) -> str:
+    """The names of the ingredients that differ, with short values."""
+    changed = []
+    for name in sorted(old.keys() | new.keys()):
+        before, now = old.get(name), new.get(name)
+        if before == now:
+            continue
+        if name not in old or name not in new:
+            changed.append(f"{name} is {'new' if name not in old else 'gone'}")
+        elif (
+            name.startswith(("data.", "seed", "objective", "the version", "encoder"))
+            and name != "data.template"
+        ):
+            changed.append(f"{name} was {before}, is {now}")
+        else:
+            changed.append(f"{name} changed")
+    shown = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
+    return shown or "it is no longer in the cache"
 
 
 def prepare_data(
@@ -50,17 +279,17 @@ def prepare_data(
     """
     report.phase("data", "looking for the rows in the cache")
     sources = find_sources(config.data, cache_dir=cache_dir)
-    ingredients = gather(config, sources, tokenizer=tokenizer, limit_rows=limit_rows)
-    found = look_up(cache_dir, ingredients, sources)
+    ingredients = gather_ingredients(config, sources, tokenizer=tokenizer, limit_rows=limit_rows)
+    found = look_up_table(cache_dir, ingredients, sources)
     if not found.hit:
         report.phase("tokenize", f"tokenizing: {found.reason}")
-        with writing(found.directory) as temporary:
+        with writing_table(found.directory) as temporary:
             _build(config, sources, tokenizer, temporary, report, limit_rows=limit_rows)
             _refuse_if_changed(
-                ingredients, gather(config, sources, tokenizer=tokenizer, limit_rows=limit_rows)
+                ingredients, gather_ingredients(config, sources, tokenizer=tokenizer, limit_rows=limit_rows)
             )
         if limit_rows is None:
-            remember(cache_dir, ingredients, sources)
+            store_ingredients(cache_dir, ingredients, sources)
     meta = read_json(found.directory / "meta.json")
     _check_vocabulary(meta, vocab_size, tokenizer, config)
     if ledger is not None:
@@ -140,7 +369,9 @@ def _check_vocabulary(
     )  # fmt: skip
 
 
-def _summary(config: RunConfig, found: Lookup, meta: dict[str, Any], ingredients: Ingredients) -> DataSummary:
+def _summary(
+    config: RunConfig, found: CacheLookup, meta: dict[str, Any], ingredients: Ingredients
+) -> DataSummary:
     splits = {name: SplitSummary(**figures) for name, figures in meta["splits"].items()}
     tokenizer_parts = sorted(
         f"{name} {value}" for name, value in ingredients.items() if name.startswith("the tokenizer's")

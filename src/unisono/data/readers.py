@@ -14,8 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from unisono.data.json_objects import Decoder
 from unisono.data.rows import BadRow, Place, RawRow
+from unisono.data.strict_json import Decoder
 from unisono.errors import DataError
 from unisono.inputs import HEAD_BYTES, SAMPLE_BYTES, decode_text, foreign_contents, guess_encoding, not_utf8
 from unisono.text import one_line

@@ -1,7 +1,19 @@
-"""A row on its way from a file to the model: where it stands, what it holds, why it is refused."""
+"""Rows on their way from files to the model, and the ledger: what became of every row of every source (DESIGN A3, data.json).
 
-from dataclasses import dataclass
-from typing import Any
+For each source, and in total, rows = used + dropped + bad. Cut, split and eval are parts of used.
+
+A row is a row of a file, and is counted once: with a weight of 2 it is used once, though it is trained twice an epoch;
+with a weight of 0.5 the half that is not chosen is dropped, with the reason `weight`. `tokens` and `loss_tokens` are
+what the model sees in one epoch of training and one evaluation, so there a weight does count. `tokens_cut` are tokens
+of used rows that the model never sees.
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Self
 
 Message = dict[str, Any]
 """A message of a conversation in OpenAI's form: role, content, tool_calls."""
@@ -93,3 +105,98 @@ class Text:
 
 
 Example = Conversation | Completion | Text
+
+
+_COUNTS = ("rows", "used", "cut", "split", "bad", "eval", "tokens", "tokens_cut", "loss_tokens")
+
+
+@dataclass
+class SourceCounts:
+    """What became of the rows of one source."""
+
+    path: str
+    weight: float = 1.0
+    rows: int = 0
+    used: int = 0
+    cut: int = 0
+    split: int = 0
+    bad: int = 0
+    eval: int = 0
+    tokens: int = 0
+    tokens_cut: int = 0
+    loss_tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def to_json(self) -> dict[str, Any]:
+        """The source's entry in data.json."""
+        body: dict[str, Any] = {"path": self.path, "weight": self.weight}
+        return (
+            body
+            | {name: getattr(self, name) for name in _COUNTS}
+            | {"dropped": dict(sorted(self.dropped.items()))}
+        )
+
+
+class Ledger:
+    """Counts, and a list of the rows to which something was done; the list goes to a file, not into memory."""
+
+    def __init__(self, notes: Path) -> None:
+        """Begins a ledger whose list of rows is kept in the file `notes` until it is written out."""
+        self.sources: list[SourceCounts] = []
+        self.first_bad = ""
+        self._path = notes
+        self._notes: IO[str] = notes.open("w", encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._notes.close()
+
+    def note(self, place: Place, what: str, why: str) -> None:
+        """Writes down what was done to a row: bad, dropped, cut or split."""
+        if what == "bad" and not self.first_bad:
+            self.first_bad = f"{place}: {why}"
+        entry = {"file": place.file, "line": place.number, "what": what, "why": why}
+        self._notes.write(json.dumps(entry, ensure_ascii=True) + "\n")
+
+    def total(self) -> dict[str, Any]:
+        """The sums over all sources."""
+        dropped: Counter[str] = sum((source.dropped for source in self.sources), Counter())
+        sums: dict[str, Any] = {
+            name: sum(getattr(source, name) for source in self.sources) for name in _COUNTS
+        }
+        return sums | {"dropped": dict(sorted(dropped.items()))}
+
+    def write(self, path: Path) -> None:
+        """Writes data.json to a new file: `sources` and `total` on a line each, then a line for each row."""
+        self._notes.flush()
+        with path.open("w", encoding="utf-8") as out, self._path.open(encoding="utf-8") as notes:
+            out.write(
+                f'{{"schema": 1,\n"sources": {json.dumps([source.to_json() for source in self.sources])},\n'
+            )
+            out.write(f'"total": {json.dumps(self.total())},\n"rows": [\n')
+            for number, line in enumerate(notes):
+                out.write((",\n" if number else "") + line.rstrip("\n"))
+            out.write("\n]}\n")
+
+
+def read_counts(path: Path) -> dict[str, Any]:
+    """`sources` and `total` of a ledger that Ledger.write wrote, without its rows, of which there may be millions."""
+    with path.open(encoding="utf-8") as stream:
+        head = "".join(islice(stream, 3))
+    return json.loads(head.rstrip().removesuffix(",") + "}")
+
+
+def first_notes(path: Path, *, limit: int) -> list[dict[str, Any]]:
+    """The first rows of such a ledger to which something was done."""
+    with path.open(encoding="utf-8") as stream:
+        lines = (line.strip().removesuffix(",") for line in islice(stream, 4, 4 + limit))
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def flat_total(total: dict[str, Any]) -> dict[str, int]:
+    """The total with `dropped` as one number, for the plan."""
+    return {
+        name: sum(value.values()) if isinstance(value, dict) else int(value) for name, value in total.items()
+    }

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from unisono.data.formats import all_text, holds_surrogate
-from unisono.data.rendering import (
+from unisono.data.rows import Conversation, Message, RowError
+from unisono.data.template_limits import (
     CHARACTERS,
     CHARACTERS_EACH,
     CPU_S,
     MEMORY_BYTES,
-    TookTooLong,
-    bounded,
+    RenderingTimeout,
+    bounded_rendering,
     line_in_template,
 )
-from unisono.data.rows import Conversation, Message, RowError
 from unisono.errors import DataError
 from unisono.files import read_json
 from unisono.inputs import decode_text, expand, fault_of
@@ -93,9 +93,9 @@ class ChatTemplate:
         import jinja2
 
         try:
-            with bounded():
+            with bounded_rendering():
                 return render()
-        except TookTooLong as error:
+        except RenderingTimeout as error:
             why = f"rendering one conversation took more than {CPU_S:g} s of CPU time"
             raise self._unusable("the chat template does not come to an end", error, why=why) from error
         except MemoryError as error:
@@ -257,7 +257,7 @@ def choose_template(tokenizer: Any, file: str | None, *, stops: tuple[str, ...] 
     return None
 
 
-def stand_in(tokenizer: Any) -> ChatTemplate:
+def fallback_template(tokenizer: Any) -> ChatTemplate:
     """ChatML, for a tokenizer without a template.
 
     Raises:

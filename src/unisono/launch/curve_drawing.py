@@ -14,8 +14,8 @@ from typing import Any
 
 from unisono.files import write_text
 from unisono.rundir import RunDir
+from unisono.rundir.curve import draw_curve
 from unisono.rundir.records import read_metrics
-from unisono.track.curve import draw_curve
 
 _CLOSE_S = 5.0
 

@@ -3,15 +3,15 @@
 Letters: T tokens of all rows, H query heads, K key-value heads, D head size.
 
 The lengths come as `cu_seq_lens_q` (rows + 1,), transformers' own keyword for packed rows, so that any model written to its
-attention interface hands them through. On CPU the products are those of `model.row_kernels`: no padding to the longest row, no repeated
+attention interface hands them through. On CPU the products are those of `model.attention`: no padding to the longest row, no repeated
 keys, no dense T × T mask. On GPU torch's variable-length flash attention does the same.
 """
 
-from typing import Any
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
-
-from unisono.model.row_kernels import group_backward, group_forward, plan_rows, row_backward, row_forward
 
 FLAT_ATTENTION = "unisono_flat"
 
@@ -137,3 +137,229 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(FLAT_ATTENTION, flat_attention)
+
+
+BLOCK = (
+    128  # queries in a block, and the most tokens of a short row: measured best of 64, 128, 256 on AVX-512
+)
+KEEP_UP_TO = (
+    1024  # longer rows compute their probabilities again in the backward pass instead of keeping n² of them
+)
+_GROUP_TOKENS = 4096  # of a group, with pads: its probabilities should stay near the cores
+_LIKE = 1.25  # the longest row of a group over its shortest
+
+
+class Group(NamedTuple):
+    """Short rows that are computed together."""
+
+    index: torch.Tensor
+    """(R · L,) int64: which of the T tokens stands at each place; pads repeat a token of their row."""
+    pads: torch.Tensor
+    """(R · L,) bool: True where the place is a pad."""
+    real: torch.Tensor
+    """The places that are no pads."""
+    tokens: torch.Tensor
+    """The token at each of them; each of the group's tokens once."""
+    rows: int
+    length: int
+
+
+class Plan(NamedTuple):
+    """How the rows of a micro batch are computed."""
+
+    groups: list[Group]
+    long_rows: list[tuple[int, int]]
+    """First and one past the last token of each."""
+
+
+@functools.lru_cache(maxsize=8)  # every layer, and every backward, asks for the same rows
+def plan_rows(lengths: tuple[int, ...], *, window: int | None) -> Plan:
+    """Sorts rows into groups and long rows."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    longest_short = BLOCK if window is None else min(BLOCK, window)
+    short = sorted(
+        (row for row, n in enumerate(lengths) if 0 < n <= longest_short), key=lambda row: lengths[row]
+    )
+    groups: list[list[int]] = []
+    for row in short:
+        fits = groups and lengths[row] <= max(8.0, _LIKE * lengths[groups[-1][0]])
+        if fits and (len(groups[-1]) + 1) * lengths[row] <= _GROUP_TOKENS:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return Plan(
+        [_group([(starts[row], lengths[row]) for row in members]) for members in groups],
+        [(starts[row], starts[row + 1]) for row, n in enumerate(lengths) if n > longest_short],
+    )
+
+
+def _group(members: list[tuple[int, int]]) -> Group:
+    longest = max(n for _, n in members)
+    starts = torch.tensor([start for start, _ in members])[:, None]
+    lengths = torch.tensor([n for _, n in members])[:, None]
+    place = torch.arange(longest)[None]
+    index = (starts + torch.minimum(place, lengths - 1)).flatten()
+    pads = (place >= lengths).flatten()
+    real = (~pads).nonzero()[:, 0]
+    return Group(index, pads, real, index[real], len(members), longest)
+
+
+def group_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, out: torch.Tensor
+) -> torch.Tensor:
+    """Writes the output of a group's tokens into `out` (T, H, D); gives its probabilities (K · R, G · L, L).
+
+    q (T, H, D) is already scaled; k and v are (T, K, D).
+    """
+    queries, keys, values = (_gather(tensor, k.shape[1], group) for tensor in (q, k, v))
+    length = group.length
+    scores = torch.bmm(queries, keys.transpose(1, 2))
+    causal = torch.ones(length, length, dtype=torch.bool).triu_(1)
+    scores.view(-1, queries.shape[1] // length, length, length).masked_fill_(causal, float("-inf"))
+    p = torch.softmax(scores, -1)
+    _scatter(torch.bmm(p, values), group, out)
+    return p
+
+
+def group_backward(
+    grad: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
+    p: torch.Tensor,
+    group: Group,
+    grads: tuple[torch.Tensor, ...],
+) -> None:
+    """Writes the gradients of a group's tokens into `grads`, those of q, k and v."""
+    kv = inputs[1].shape[1]
+    queries, keys, values = (_gather(tensor, kv, group) for tensor in inputs)
+    d_out = _gather(grad, kv, group, zero_pads=True)
+    d_scores = _softmax_backward(torch.bmm(d_out, values.transpose(1, 2)), p)
+    _scatter(torch.bmm(d_scores, keys), group, grads[0])
+    _scatter(torch.bmm(d_scores.transpose(1, 2), queries), group, grads[1])
+    _scatter(torch.bmm(p.transpose(1, 2), d_out), group, grads[2])
+
+
+def _gather(tensor: torch.Tensor, kv: int, group: Group, *, zero_pads: bool = False) -> torch.Tensor:
+    """(T, heads, D) → (K · R, heads / K · L, D): the tokens of a group, with its pads."""
+    taken = tensor.index_select(0, group.index)
+    if zero_pads:
+        taken.masked_fill_(group.pads[:, None, None], 0.0)
+    size = tensor.shape[2]
+    taken = taken.view(group.rows, group.length, kv, -1, size).permute(2, 0, 3, 1, 4)
+    return taken.reshape(kv * group.rows, -1, size)
+
+
+def _scatter(tensor: torch.Tensor, group: Group, out: torch.Tensor) -> None:
+    """The way back: (K · R, heads / K · L, D) into the tokens of `out` (T, heads, D), without the pads."""
+    heads, size = out.shape[1:]
+    kv = tensor.shape[0] // group.rows
+    spread = tensor.view(kv, group.rows, heads // kv, group.length, size).permute(1, 3, 0, 2, 4)
+    flat = spread.reshape(group.rows * group.length, heads, size)
+    out.index_copy_(0, group.tokens, flat.index_select(0, group.real))
+
+
+class _Block(NamedTuple):
+    """Some queries of a long row, and the keys that they may see."""
+
+    first: int
+    stop: int
+    """One past the last query, and past the last key."""
+    low: int
+    """The first key."""
+    beyond_window: bool
+    """Whether some of the keys are too far back for some of the queries."""
+
+
+def _blocks(length: int, window: int | None) -> Iterator[_Block]:
+    for first in range(0, length, BLOCK):
+        stop = min(first + BLOCK, length)
+        low = max(0, first - window + 1) if window else 0
+        yield _Block(first, stop, low, window is not None and stop > window)
+
+
+def row_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, out: torch.Tensor
+) -> list[torch.Tensor]:
+    """Writes the output of one long row into `out` (n, H, D); gives the probabilities that are kept for the backward pass."""
+    queries, keys, values = (
+        _spread(q, k.shape[1]),
+        k.transpose(0, 1).contiguous(),
+        v.transpose(0, 1).contiguous(),
+    )
+    kept = []
+    mixed = torch.empty_like(queries)
+    for block in _blocks(len(q), window):
+        p = _probabilities(queries, keys, block, window)
+        if len(q) <= KEEP_UP_TO:
+            kept.append(p)
+        part = torch.bmm(p, values[:, block.low : block.stop])
+        mixed[:, :, block.first : block.stop] = part.view(*queries.shape[:2], -1, queries.shape[3])
+    out.copy_(_gathered(mixed))
+    return kept
+
+
+def row_backward(
+    grad: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
+    kept: Iterator[torch.Tensor],
+    window: int | None,
+    grads: tuple[torch.Tensor, ...],
+) -> None:
+    """Writes the gradients of one long row into `grads`, those of q, k and v; takes what row_forward kept from `kept`."""
+    q, k, v = inputs
+    kv = k.shape[1]
+    queries, keys, values, d_out = (
+        _spread(q, kv),
+        k.transpose(0, 1).contiguous(),
+        v.transpose(0, 1).contiguous(),
+        _spread(grad, kv),
+    )
+    d_queries, d_keys, d_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+    for block in _blocks(len(q), window):
+        first, stop, low = block.first, block.stop, block.low
+        p = next(kept) if len(q) <= KEEP_UP_TO else _probabilities(queries, keys, block, window)
+        d_block = d_out[:, :, first:stop].reshape(kv, -1, q.shape[2])
+        d_values[:, low:stop] += torch.bmm(p.transpose(1, 2), d_block)
+        d_scores = _softmax_backward(torch.bmm(d_block, values[:, low:stop].transpose(1, 2)), p)
+        d_queries[:, :, first:stop] = torch.bmm(d_scores, keys[:, low:stop]).view_as(
+            d_queries[:, :, first:stop]
+        )
+        d_keys[:, low:stop] += torch.bmm(
+            d_scores.transpose(1, 2), queries[:, :, first:stop].reshape(kv, -1, q.shape[2])
+        )
+    for target, found in zip(
+        grads, (_gathered(d_queries), d_keys.transpose(0, 1), d_values.transpose(0, 1)), strict=True
+    ):
+        target.copy_(found)
+
+
+def _probabilities(
+    queries: torch.Tensor, keys: torch.Tensor, block: _Block, window: int | None
+) -> torch.Tensor:
+    """(K, G · b, keys): softmax of the scores of a block's queries against its keys, causal."""
+    kv, group, _, size = queries.shape
+    first, stop, low = block.first, block.stop, block.low
+    scores = torch.bmm(queries[:, :, first:stop].reshape(kv, -1, size), keys[:, low:stop].transpose(1, 2))
+    shaped = scores.view(kv, group, stop - first, stop - low)
+    row = torch.arange(first, stop)[:, None]
+    shaped[..., first - low :].masked_fill_(torch.arange(first, stop)[None] > row, float("-inf"))
+    if block.beyond_window and window is not None:
+        shaped.masked_fill_(row - torch.arange(low, stop)[None] >= window, float("-inf"))
+    return torch.softmax(scores, -1)
+
+
+def _softmax_backward(grad: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    return torch._softmax_backward_data(grad, p, -1, p.dtype)  # noqa: SLF001 - what torch's own softmax calls
+
+
+def _spread(tensor: torch.Tensor, kv: int) -> torch.Tensor:
+    """(n, H, D) → (K, G, n, D): a group of query heads shares one batched product with its key head."""
+    n, heads, size = tensor.shape
+    return tensor.view(n, kv, heads // kv, size).permute(1, 2, 0, 3).contiguous()
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """(K, G, n, D) → (n, H, D)."""
+    kv, group, n, size = tensor.shape
+    return tensor.permute(2, 0, 1, 3).reshape(n, kv * group, size)

@@ -2,23 +2,23 @@
 
 Letters: T tokens of all rows, R rows, L tokens of the longest row, N loss tokens, E hidden size, V vocabulary.
 
-The quick way is flat (rows one after the other, `model.attention`) with the head at loss tokens only (`model.loss`). Whether a model
+The quick way is flat (rows one after the other, `model.attention`) with the head at loss tokens only (`model.forward`). Whether a model
 allows it is not looked up in a list of names but tried on two short rows when it has been loaded: what the rows say must
 not depend on each other, and must be what the model itself gives for each alone. A model that does not pass is run padded, row by row,
 through its own attention or its own head: slower, and right.
 """
 
 import contextlib
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
 
 from unisono.model.attention import FLAT_ATTENTION, UnsupportedAttentionError, register
 from unisono.model.load import DTYPES, LoadedModel
-from unisono.model.lora import hasten_lora
-from unisono.model.loss import head_loss, logits_loss
 
 Layout = Literal["flat", "padded"]
 Head = Literal["chunked", "model"]
@@ -58,7 +58,7 @@ class Forward:
     why: str = ""
     """Why it is not the quick way, if it is not."""
     root: torch.nn.Module | None = None
-    """Where weights are sharded over ranks: what every use of them goes through (`model.shard`)."""
+    """Where weights are sharded over ranks: what every use of them goes through (`model.sharding`)."""
 
     def within(self, use: Callable[[], T]) -> T:
         """What `use` gives, called where all weights are whole. With sharded weights all ranks must call it alike."""
@@ -141,7 +141,7 @@ def choose_forward(
         enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     own = base.config._attn_implementation  # noqa: SLF001 - the one place where transformers keeps it
-    quick = quick_adapter and hasten_lora(loaded.model) * 2 == len(loaded.trainable)
+    quick = quick_adapter and speed_up_lora(loaded.model) * 2 == len(loaded.trainable)
     autocast = dtype != "float32" and not quick
     forward = Forward(loaded, "padded", "model", DTYPES[dtype], autocast, own, root=root)
     was_training = loaded.model.training
@@ -254,3 +254,150 @@ def _padded_inputs(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     ids = torch.zeros(len(rows.lengths), max(rows.lengths), dtype=torch.long, device=device)
     ids[row_of, rows.position_ids] = rows.input_ids
     return ids, row_of[rows.label_index], rows.position_ids[rows.label_index]
+
+
+_CHUNK = 128  # rows of logits alive at a time; N × V logits at once cost 10 to 30 % of a step and most of its memory
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Cross entropy of a linear head, whose logits never exist all at once.
+
+    The gradients are made in the forward pass, chunk by chunk, as the logits are there anyway.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        count: int,
+    ) -> torch.Tensor:
+        """hidden (N, E), weight (V, E), labels (N,) int64 → the loss, a float32 scalar."""
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_weight = (
+            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        )
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for first in range(0, hidden.shape[0], _CHUNK):
+            rows, wanted = hidden[first : first + _CHUNK], labels[first : first + _CHUNK, None]
+            logits = (rows @ weight.t()).float()
+            normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
+            total += (normaliser - logits.gather(1, wanted)).sum()
+            if d_hidden is None and d_weight is None:
+                continue
+            # d loss / d logits = (softmax - one hot) / count, in the memory of the logits
+            logits.sub_(normaliser).exp_()
+            logits.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=logits.dtype))
+            d_logits = logits.div_(count).to(weight.dtype)
+            if d_hidden is not None:
+                torch.mm(d_logits, weight, out=d_hidden[first : first + _CHUNK])
+            if d_weight is not None:
+                d_weight += (d_logits.t() @ rows).float()
+        ctx.save_for_backward(*(t for t in (d_hidden, d_weight) if t is not None))
+        ctx.has = (d_hidden is not None, d_weight is not None)
+        ctx.weight_dtype = weight.dtype
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients that forward has made, times the one from above."""
+        saved = list(ctx.saved_tensors)
+        d_hidden = saved.pop(0) if ctx.has[0] else None
+        d_weight = saved.pop(0) if ctx.has[1] else None
+        return (
+            None if d_hidden is None else d_hidden * grad.to(d_hidden.dtype),
+            None if d_weight is None else (d_weight * grad).to(ctx.weight_dtype),
+            None,
+            None,
+        )
+
+
+def head_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, count: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The loss of hidden states (N, E) under a linear head (V, E), as a float32 scalar; products in `dtype`."""
+    return ChunkedCrossEntropy.apply(hidden.to(dtype), weight.to(dtype), labels, count)
+
+
+def logits_loss(logits: torch.Tensor, labels: torch.Tensor, *, count: int) -> torch.Tensor:
+    """The same from logits (N, V), for heads that are more than one matrix."""
+    return torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum") / count
+
+
+class LoraProduct(torch.autograd.Function):
+    """x (…, in), W (out, in) frozen, bias (out,) or None frozen, A (r, in), B (out, r), scaling s → (…, out)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        """The product in the dtype of x."""
+        rows = x.reshape(-1, x.shape[-1])
+        down, up = (a * scaling).to(x.dtype), b.to(x.dtype)
+        low = rows @ down.t()
+        out = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+        out.addmm_(low, up.t())
+        ctx.save_for_backward(rows, low, weight, down, up)
+        ctx.scaling, ctx.shape = scaling, x.shape
+        ctx.dtypes = (a.dtype, b.dtype)
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of x, A and B."""
+        rows, low, weight, down, up = ctx.saved_tensors
+        d_out = grad.reshape(-1, weight.shape[0])
+        d_low = d_out @ up
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = d_out @ weight
+            d_x.addmm_(d_low, down)
+            d_x = d_x.view(ctx.shape)
+        d_a = (d_low.t() @ rows).to(ctx.dtypes[0]).mul_(ctx.scaling)
+        return d_x, None, None, d_a, (d_out.t() @ low).to(ctx.dtypes[1]), None
+
+
+def speed_up_lora(model: torch.nn.Module) -> int:
+    """Gives every plain LoRA layer of a peft model the quick way; gives the number of them.
+
+    Layers with dropout, DoRA, several adapters, or a base that is not torch's Linear keep peft's own.
+    """
+    count = 0
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear) and _is_plain(layer):
+            layer.forward = types.MethodType(_quick_forward, layer)
+            count += 1
+    return count
+
+
+def _is_plain(layer: LoraLinear) -> bool:
+    names = list(layer.lora_A)
+    return (
+        len(names) == 1
+        and list(layer.active_adapters) == names
+        and not layer.lora_variant
+        and isinstance(layer.lora_dropout[names[0]], torch.nn.Identity)
+        and type(layer.get_base_layer()) is torch.nn.Linear
+        and layer.lora_B[names[0]].bias is None
+        and not layer.fan_in_fan_out
+    )
+
+
+def _quick_forward(layer: LoraLinear, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if layer.disable_adapters or layer.merged or args or kwargs:
+        return LoraLinear.forward(layer, x, *args, **kwargs)
+    (name,) = layer.lora_A
+    base = layer.get_base_layer()
+    if x.dtype != base.weight.dtype:  # autocast is on, or a float32 norm came before
+        x = x.to(base.weight.dtype)
+    return LoraProduct.apply(
+        x, base.weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
+    )

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from unisono.config.schema import AdapterSection, RunConfig
 from unisono.errors import ModelError, Problem
+from unisono.model.directory import read_model_config
 from unisono.model.files import check_tokenizer_files, read_json_object, read_safetensors_header, weight_files
-from unisono.model.inspect import read_model_config
 from unisono.text import library_words, nearest
 
 LIBRARY_ERRORS = (

@@ -28,7 +28,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 _ENOUGH_TOKENS = {"cpu": 8_192, "cuda": 65_536}
 _SHARE_OF_MEMORY = 0.8
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_HEAD_CHUNK = 128  # rows of logits alive at a time; see model.loss
+_HEAD_CHUNK = 128  # rows of logits alive at a time; see model.forward
 FUSED_TYPES = frozenset({"hrm_text"})
 """Model types whose files have tensors that are made of several of the model's: transformers must see all of them together to write one."""
 

@@ -51,7 +51,7 @@ class DataSummary(Part):
     """What preparing the data gave; the rows themselves are in the cache."""
 
     cache_dir: str
-    """The directory of the token table; `data.table.TokenTable.open` reads it."""
+    """The directory of the token table; `data.token_table.TokenTable.open` reads it."""
     cache_hit: bool
     cache_reason: str
     train: SplitSummary

@@ -31,7 +31,7 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """The request, read."""
 
     rank: int
@@ -46,7 +46,7 @@ class _Asked:
     names: list[str]
 
     @classmethod
-    def read(cls, request: dict[str, Any]) -> "_Asked":
+    def read(cls, request: dict[str, Any]) -> "_Request":
         index = request.get("device_index")
         world_size = int(request["world_size"])
         return cls(
@@ -78,7 +78,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             in it; `store_ports` to be tried before one that the system chooses.
         report: told the phases, and by rank 0 the store's port.
     """
-    asked = _Asked.read(request)
+    asked = _Request.read(request)
     found: dict[str, Any] = {"ok": False, "missing": [], "bytes_per_second": None, "small_s": None}
     began = time.monotonic()
     try:
@@ -100,7 +100,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _given_up(asked: _Asked, report: Reporter, found: dict[str, Any]) -> Iterator[None]:
+def _given_up(asked: _Request, report: Reporter, found: dict[str, Any]) -> Iterator[None]:
     """Reports a failure in this process's name, and ends it, if what is done inside takes longer than the deadline."""
 
     def give_up() -> None:
@@ -123,7 +123,7 @@ def _end_after(seconds: float) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 
-def _listen(asked: _Asked, report: Reporter) -> socket.socket | None:
+def _listen(asked: _Request, report: Reporter) -> socket.socket | None:
     """Rank 0 binds the store's port itself: one that was found free and is bound later may be taken by then."""
     if asked.rank != 0:
         return None
@@ -151,7 +151,7 @@ def _store(host: str, port: int, listening: socket.socket | None, limit: float) 
 
 
 def _try(
-    asked: _Asked, report: Reporter, store: "dist.TCPStore", limit: float, found: dict[str, Any]
+    asked: _Request, report: Reporter, store: "dist.TCPStore", limit: float, found: dict[str, Any]
 ) -> dict[str, Any]:
     missing = _roll_call(store, asked, limit)
     if missing:
@@ -185,7 +185,7 @@ def _read_store() -> tuple[str, int]:
     return str(host), int(port)
 
 
-def _roll_call(store: "dist.TCPStore", asked: _Asked, limit: float) -> list[int]:
+def _roll_call(store: "dist.TCPStore", asked: _Request, limit: float) -> list[int]:
     """Says that this rank is here and waits for the others; gives those that did not come.
 
     The group's own set-up would say `wait timeout`, and not for whom.
@@ -203,7 +203,7 @@ def _roll_call(store: "dist.TCPStore", asked: _Asked, limit: float) -> list[int]
     return missing
 
 
-def _wait_until_all_know(store: "dist.TCPStore", asked: _Asked, missing: list[int]) -> None:
+def _wait_until_all_know(store: "dist.TCPStore", asked: _Request, missing: list[int]) -> None:
     """Rank 0 holds the store: if it left first, the others could not ask it who is missing."""
     waiting = [rank for rank in range(1, asked.world_size) if rank not in missing]
     limit = time.monotonic() + _GRACE_S / 2
@@ -212,7 +212,7 @@ def _wait_until_all_know(store: "dist.TCPStore", asked: _Asked, missing: list[in
         time.sleep(_POLL_S if waiting else 0)
 
 
-def _small(asked: _Asked, limit: float, found: dict[str, Any]) -> dict[str, Any]:
+def _small(asked: _Request, limit: float, found: dict[str, Any]) -> dict[str, Any]:
     """Adds the numbers of all ranks, which must give W(W-1)/2; what is wrong, or nothing. All ranks take part."""
     total = torch.tensor([float(asked.rank)], device=asked.device)
     _all_reduce(total.clone(), limit)  # makes the connections
@@ -226,7 +226,7 @@ def _small(asked: _Asked, limit: float, found: dict[str, Any]) -> dict[str, Any]
     return {}
 
 
-def _large(asked: _Asked, limit: float) -> dict[str, Any]:
+def _large(asked: _Request, limit: float) -> dict[str, Any]:
     """Adds a large tensor, and measures that. All ranks take part."""
     large = torch.ones(asked.large_bytes // 4, device=asked.device)
     _all_reduce(large, limit)  # connections and kernels for this size are made when it first comes

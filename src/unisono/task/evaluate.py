@@ -13,15 +13,14 @@ from typing import Any
 import torch
 
 from unisono.config.schema import DataSection, ModelSection, RunConfig
-from unisono.data.table import TokenTable
+from unisono.data.token_table import TokenTable
 from unisono.errors import DataError
 from unisono.events import Reporter
 from unisono.inputs import expand, fault_of
 from unisono.model.generate import generate
 from unisono.score import bleu, exact_match, rouge_l
-from unisono.task import prepare
-from unisono.task.decoding import decode
-from unisono.task.opening import Opened, open_for_inference
+from unisono.task import data_tasks
+from unisono.task.inference import InferenceModel, decode, open_for_inference
 from unisono.text import plain
 from unisono.train.evaluation import Question, question_of
 from unisono.train.step_inputs import load_rows
@@ -42,7 +41,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         "cache_dir": request["cache_dir"],
         "output_dir": None,
     }
-    prepared = prepare.run(body, report)["data"]
+    prepared = data_tasks.prepare(body, report)["data"]
     table = TokenTable.open(Path(prepared["cache_dir"]), "train")
     sequences = list(range(min(request.get("limit") or table.sequences, table.sequences)))
     figures = losses(opened, table, sequences, report)
@@ -78,7 +77,7 @@ def _questions(table: TokenTable, rows: Sequence[int]) -> list[tuple[int, Questi
     return [(row, question) for row, question in found if question is not None and len(question.prompt) > 1]
 
 
-def evaluation_config(opened: Opened, file: str) -> RunConfig:
+def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
     """The config by which the rows are prepared: every row a sequence of its own, masked as in the run."""
     plan, target = opened.target.plan, opened.target
     tokenizer = opened.tokenizer.name_or_path or str(target.base)
@@ -97,7 +96,9 @@ def evaluation_config(opened: Opened, file: str) -> RunConfig:
     )  # fmt: skip
 
 
-def losses(opened: Opened, table: TokenTable, sequences: Sequence[int], report: Reporter) -> dict[str, Any]:
+def losses(
+    opened: InferenceModel, table: TokenTable, sequences: Sequence[int], report: Reporter
+) -> dict[str, Any]:
     """Σ of the cross entropy over the loss tokens / their number, and what it is a mean of."""
     count = int(table.sequence_loss_tokens()[list(sequences)].sum())
     tokens = int(table.sequence_tokens()[list(sequences)].sum())
@@ -135,7 +136,7 @@ def _groups(table: TokenTable, sequences: Sequence[int]) -> Iterator[list[int]]:
         yield group
 
 
-def answer_all(opened: Opened, questions: Sequence[Question], report: Reporter) -> list[str]:
+def answer_all(opened: InferenceModel, questions: Sequence[Question], report: Reporter) -> list[str]:
     """Greedy answers, up to twice as long as the longest written one."""
     if not questions:
         return []
@@ -158,6 +159,6 @@ def answer_all(opened: Opened, questions: Sequence[Question], report: Reporter) 
     return [text_of(opened, answer) for answer in answers]
 
 
-def text_of(opened: Opened, ids: Sequence[int]) -> str:
+def text_of(opened: InferenceModel, ids: Sequence[int]) -> str:
     """The text of an answer as scores compare it."""
     return plain(decode(opened.tokenizer, ids)).strip()

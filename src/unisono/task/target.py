@@ -12,11 +12,11 @@ from unisono.errors import IntegrityError, ModelError, Problem, UsageError
 from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import read_json
+from unisono.model.directory import locate_model
 from unisono.model.files import read_json_object
-from unisono.model.locate import locate_model
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
-from unisono.task.file_digests import Digested, DigestProgress, digest_files
+from unisono.task.input_digests import Digested, DigestProgress, digest_files
 from unisono.text import why_unreadable
 
 Source = Literal["model", "adapter", "checkpoint"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.data.table import TokenTable
+from unisono.data.token_table import TokenTable
 from unisono.model.generate import generate
 from unisono.score import exact_match
 from unisono.text import plain

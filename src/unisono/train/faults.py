@@ -59,8 +59,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from unisono.data.batch import Batch
-from unisono.data.table import TokenTable
+from unisono.data.token_table import Batch, TokenTable
 from unisono.errors import UnfitError
 from unisono.model.load import LoadedModel
 from unisono.plan import RunPlan

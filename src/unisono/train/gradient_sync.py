@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from unisono.model.shard import ShardedRoot
+from unisono.model.sharding import ShardedRoot
 from unisono.train.process_group import Group
 
 _BUCKET_ELEMENTS = 8 << 20  # 32 MiB of float32

@@ -12,7 +12,7 @@ import torch
 
 from unisono.agree.reports import RankReport
 from unisono.causes import Evidence, Verdict
-from unisono.data.table import TokenTable
+from unisono.data.token_table import TokenTable
 from unisono.errors import Disagreed, Problem
 from unisono.events import Reporter
 from unisono.facts import Environment

@@ -9,14 +9,14 @@ from torch.distributed.tensor import DTensor
 from unisono.checkpoint.state import Tensors, optimizer_tensors
 from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.writer import StorageFailed
-from unisono.data.table import TokenTable
+from unisono.data.token_table import TokenTable
 from unisono.events import Reporter
 from unisono.model.forward import Forward
-from unisono.model.shard import ShardedRoot
+from unisono.model.sharding import ShardedRoot
 from unisono.plan import RankPlace, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter
-from unisono.track.tensorboard import TensorboardWriter
+from unisono.track import TensorboardWriter
 from unisono.train.front_io import FrontMessages, Outcome, StopRequest
 from unisono.train.gradient_sync import GradientSync
 from unisono.train.optim import Optimizers

@@ -22,7 +22,7 @@ from unisono.checkpoint.store import step_of, temporary_name
 from unisono.checkpoint.writer import STATE, StorageFailed, state_text, storage_failure
 from unisono.errors import IntegrityError, Problem
 from unisono.files import read_object
-from unisono.model.shard import like
+from unisono.model.sharding import sharded_like
 from unisono.rundir.records import MetricsWriter, best_evaluated
 from unisono.storage_errors import reason, remedy, storage_verdict, words
 from unisono.train import faults
@@ -163,10 +163,10 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
     run.saver.before_update()  # a save that hangs may not have read what it saves yet
     with torch.no_grad():
         for name, tensor in shared.tensors("trainable"):
-            trainable[name].copy_(like(trainable[name], tensor))
+            trainable[name].copy_(sharded_like(trainable[name], tensor))
     for name, part in run.optimizers.parts.items():
         tensors = {
-            label: like(trainable[label.rpartition("::")[0]], tensor)
+            label: sharded_like(trainable[label.rpartition("::")[0]], tensor)
             for label, tensor in shared.tensors(f"optimizer-{name}")
         }
         load_optimizer(part, run.optimizers.names[name], tensors, shared.values["optimizer"][name])

@@ -7,18 +7,18 @@ import torch
 
 from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore
-from unisono.data.table import TokenTable
+from unisono.data.token_table import TokenTable
 from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.facts.path_monitor import identity_of
+from unisono.model.directory import locate_tokenizer
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.load import LoadedModel, load_for_training
-from unisono.model.locate import locate_tokenizer
-from unisono.model.shard import ShardedRoot, shard_model
+from unisono.model.sharding import ShardedRoot, shard_model
 from unisono.plan import RankPlace, RunPlan, Stream
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, truncate_after
-from unisono.track.tensorboard import TensorboardWriter
+from unisono.track import TensorboardWriter
 from unisono.train import faults
 from unisono.train.front_io import StopRequest, front_messages
 from unisono.train.gradient_sync import GradientSync, NoSync, ReplicaSync, ShardSync, scalars_of_a_step

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from unisono.model.shard import whole
+from unisono.model.sharding import full_tensor
 from unisono.train import faults
 from unisono.train.front_io import flags_of, outcome_of
 from unisono.train.gradient_sync import FIXED_SCALARS, scalars_of_a_step
@@ -133,7 +133,7 @@ def _clip(run: Run, limit: float | None) -> torch.Tensor:
     """The norm of the whole gradient before it is scaled down to `limit`. All ranks must call it."""
     parameters = [p for p in run.forward.loaded.trainable.values() if p.grad is not None]
     if parameters and isinstance(parameters[0], DTensor):
-        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         if limit is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.data.batch import Batch, collate
-from unisono.data.table import TokenTable
+from unisono.data.token_table import Batch, TokenTable, collate
 from unisono.model.forward import Rows
 from unisono.plan import Stream, deal
 

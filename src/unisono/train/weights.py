@@ -16,9 +16,17 @@ from unisono.checkpoint.state import bytes_of, dtype_name
 from unisono.checkpoint.writer import TensorPart, file_order, write_tensor_file
 from unisono.files import read_json, write_json
 from unisono.model.files import read_contents, read_safetensors_header, weight_files
-from unisono.model.layout import MODEL_INDEX, Layout, Stored, Tensors, adapter_layout, model_layout, untied
+from unisono.model.hf_layout import (
+    MODEL_INDEX,
+    FileLayout,
+    StoredTensor,
+    Tensors,
+    adapter_layout,
+    model_layout,
+    untied,
+)
 from unisono.model.load import DTYPES, LoadedModel
-from unisono.model.shard import whole_on_one
+from unisono.model.sharding import full_on_one_rank
 from unisono.plan import RunPlan
 from unisono.units import parse_bytes
 
@@ -145,7 +153,7 @@ def stored_dtype(plan: RunPlan) -> str:
     return _NAMES.get(largest.dtype, plan.dtype)
 
 
-def _write_files(layout: Layout, tensors: Tensors, directory: Path | None) -> Entries:
+def _write_files(layout: FileLayout, tensors: Tensors, directory: Path | None) -> Entries:
     """Writes the files of a layout, or takes part in gathering what stands in them, in the same order; gives the digests of those written."""
     entries: Entries = {}
     made = _Made(layout, tensors, keep=directory is not None)
@@ -166,14 +174,14 @@ class _Made:
     On a rank that does not keep them, asking is taking part.
     """
 
-    def __init__(self, layout: Layout, tensors: Tensors, *, keep: bool) -> None:
+    def __init__(self, layout: FileLayout, tensors: Tensors, *, keep: bool) -> None:
         self._layout = layout
         self._keep = keep
         self._tensors = tensors
         self._source = ""
         self._now: Tensors = {}
 
-    def parts(self, stored: list[Stored]) -> list[TensorPart]:
+    def parts(self, stored: list[StoredTensor]) -> list[TensorPart]:
         """What goes into one file."""
         return [
             TensorPart(tensor.name, dtype_name(tensor.dtype), tensor.shape, partial(self._bytes, tensor))
@@ -184,7 +192,7 @@ class _Made:
         """Lets go of what was made last."""
         self._source, self._now = "", {}
 
-    def _bytes(self, stored: Stored) -> memoryview:
+    def _bytes(self, stored: StoredTensor) -> memoryview:
         if self._source != stored.source:
             self.forget()  # before the next is whole
             found = _whole(self._tensors[stored.source], stored.dtype, keep=self._keep)
@@ -195,7 +203,7 @@ class _Made:
 
 def _whole(tensor: torch.Tensor, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
     """Cast before it is gathered, so that what travels and what is whole is no larger than what is written. All ranks must call it."""
-    return whole_on_one(tensor.detach().to(dtype), keep=keep)
+    return full_on_one_rank(tensor.detach().to(dtype), keep=keep)
 
 
 def _all_whole(tensors: Tensors, dtype: torch.dtype, *, keep: bool) -> Tensors:

@@ -15,7 +15,8 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -23,7 +24,9 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import xxhash
 
+from unisono.data.encode import Encoded
 from unisono.text import one_line
 
 ROWS_PER_BATCH = 1024
@@ -172,3 +175,150 @@ def _block(batch: Any) -> TokenBlock:
 def _ints(column: Any) -> Ints:
     values: Ints = column.to_numpy(zero_copy_only=True)
     return values if values.dtype == np.int64 else values.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows laid one after the other; attention never crosses from one to the next.
+
+    Attributes:
+        input_ids: (T,) int64.
+        position_ids: (T,) int64, from 0 in every row.
+        lengths: tokens of each row, in order; they sum to T.
+        label_index: (N,) int64, the positions whose hidden state predicts a loss token.
+        labels: (N,) int64, the token to predict at each.
+        sequences: the sequences, in order.
+        row_ids: where each row comes from.
+    """
+
+    input_ids: Ints
+    position_ids: Ints
+    lengths: list[int]
+    label_index: Ints
+    labels: Ints
+    sequences: list[int]
+    row_ids: list[str]
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return len(self.input_ids)
+
+    @property
+    def loss_tokens(self) -> int:
+        """N."""
+        return len(self.labels)
+
+
+def collate(table: TokenTable, sequences: Sequence[int]) -> Batch:
+    """The batch of some sequences of a table."""
+    rows = [int(row) for sequence in sequences for row in table.rows_of(sequence)]
+    parts = [table.row(row) for row in rows]
+    lengths = [len(ids) for ids, _ in parts]
+    input_ids = np.concatenate([np.zeros(0, np.int64), *(ids for ids, _ in parts)])
+    targets = np.concatenate([np.zeros(0, np.bool_), *(wanted for _, wanted in parts)])
+    starts = np.cumsum([0, *lengths])[:-1]
+    predicted = np.flatnonzero(targets)
+    return Batch(
+        input_ids=input_ids,
+        position_ids=np.arange(len(input_ids), dtype=np.int64) - np.repeat(starts, lengths),
+        lengths=lengths,
+        label_index=predicted - 1,  # the state before a token predicts it
+        labels=input_ids[predicted],
+        sequences=[int(s) for s in sequences],
+        row_ids=[table.row_id(row) for row in rows],
+    )
+
+
+_SCHEMA = pa.schema([("ids", pa.large_list(pa.int32())), ("targets", pa.large_list(pa.uint8()))])
+
+
+class TokenWriter:
+    """Writes tokens.arrow, a record batch at a time, and keeps one number of each kind a row.
+
+    Attributes:
+        lengths: tokens of each row.
+        loss: loss tokens of each row.
+        digest: of all rows, in order.
+        highest: the highest token id so far, -1 before the first row.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.lengths = array("q")
+        self.loss = array("q")
+        self.digest = xxhash.xxh3_128()
+        self.highest = -1
+        self._waiting: list[Encoded] = []
+        self._sink = pa.OSFile(str(path), "wb")
+        self._file = pa.ipc.new_file(self._sink, _SCHEMA)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None and self._waiting:
+            self._write()
+        self._file.close()
+        self._sink.close()
+
+    def add(self, row: Encoded) -> None:
+        """Takes the next row."""
+        self.lengths.append(len(row.ids))
+        self.loss.append(int(np.count_nonzero(row.targets)))
+        self._waiting.append(row)
+        if len(self._waiting) == ROWS_PER_BATCH:
+            self._write()
+
+    def _write(self) -> None:
+        ids = np.concatenate([row.ids for row in self._waiting])
+        targets = np.concatenate([row.targets for row in self._waiting]).view(np.uint8)
+        ends = np.cumsum([0, *(len(row.ids) for row in self._waiting)], dtype=np.int64)
+        self.highest = max(self.highest, int(ids.max()))
+        for part in (ends, ids, targets):
+            self.digest.update(np.ascontiguousarray(part).data)
+        columns = [
+            pa.LargeListArray.from_arrays(pa.array(ends), pa.array(values)) for values in (ids, targets)
+        ]
+        self._file.write_batch(pa.RecordBatch.from_arrays(columns, schema=_SCHEMA))
+        self._waiting.clear()
+
+
+def write_split(
+    directory: Path, split: Split, rows: dict[str, Ints], sequences: Sequence[Sequence[int]]
+) -> None:
+    """Writes the rows and sequences of one split.
+
+    Args:
+        directory: of the table.
+        split: train or eval.
+        rows: `stored`, `length`, `loss`, `file`, `number`, one entry a row.
+        sequences: rows of each sequence.
+    """
+    _write(directory / f"{split}-rows.arrow", {name: pa.array(values) for name, values in rows.items()})
+    flat = np.fromiter((row for sequence in sequences for row in sequence), dtype=np.int64)
+    ends = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
+    _write(
+        directory / f"{split}-sequences.arrow",
+        {
+            "rows": pa.LargeListArray.from_arrays(pa.array(ends), pa.array(flat)),
+            "tokens": pa.array(_sums(rows["length"][flat], ends)),
+            "loss_tokens": pa.array(_sums(rows["loss"][flat], ends)),
+        },
+    )
+
+
+def _sums(values: Ints, ends: Ints) -> Ints:
+    running = np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
+    return running[ends[1:]] - running[ends[:-1]]
+
+
+def _write(path: Path, columns: dict[str, Any]) -> None:
+    batch = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as file:
+        file.write_batch(batch)
+
+
+def write_meta(directory: Path, meta: dict[str, Any], *, files: Iterable[tuple[str, bool]]) -> None:
+    """Writes meta.json."""
+    body = {"schema": 1, "files": list(files), **meta}
+    (directory / "meta.json").write_text(json.dumps(body, ensure_ascii=True, indent=1), encoding="utf-8")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from unisono.model.load import LoadedModel
 
 
-class Whole(torch.nn.Module):
+class RootModule(torch.nn.Module):
     """The root: its forward calls what it is given, so that the chunked head, too, sees whole weights."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -34,7 +34,7 @@ def shard_model(loaded: LoadedModel, mesh: DeviceMesh) -> "ShardedRoot":
     Gradients are summed over the ranks, not averaged: each loss is divided by the global number of loss tokens already. All ranks
     must call it; every rank holds the whole model until then.
     """
-    root = Whole(loaded.model)
+    root = RootModule(loaded.model)
     for layer in _layers(loaded.base):
         fully_shard(layer, mesh=mesh)
     fully_shard(root, mesh=mesh)
@@ -61,12 +61,12 @@ class ShardedRoot:
         self.module.reshard()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that may be sharded. All ranks must call it if it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_on_one(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
+def full_on_one_rank(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
     """The whole of a tensor that may be sharded, in host memory, on the rank that keeps it; None on the others.
 
     That rank holds no more beside its own part than the result; another one, and each device, no more than one rank's part. All ranks must
@@ -102,7 +102,7 @@ def _rows_of_ranks(rows: int, world_size: int) -> list[slice]:
     return [slice(min(r * share, rows), min((r + 1) * share, rows)) for r in range(world_size)]
 
 
-def like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def sharded_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`value`, which every rank has whole, sharded as `parameter` is; untouched if that is not or the shapes differ."""
     if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value

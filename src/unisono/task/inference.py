@@ -1,9 +1,9 @@
-"""Opens what RUN|MODEL names, ready to be talked to: model, tokenizer, chat template, stop tokens. One way for all tasks."""
+"""Opens a model for inference, with tokenizer, chat template and stop tokens; turns its tokens into text as they come."""
 
 import contextlib
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from unisono.config.schema import RunConfig
-from unisono.data.template import ChatTemplate, choose_template, known_stop_ids, stand_in
+from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
 from unisono.errors import ModelError
 from unisono.events import Reporter
 from unisono.facts import read_machine
@@ -38,7 +38,7 @@ _DEFAULT_CONTEXT = 4096  # tokens, of a model that does not say its own
 
 
 @dataclass(frozen=True)
-class Opened:
+class InferenceModel:
     """A model that can answer.
 
     Attributes:
@@ -81,7 +81,7 @@ class Opened:
         """
         if self.template is not None:
             return self.template, ""
-        template = stand_in(self.tokenizer)
+        template = fallback_template(self.tokenizer)
         return (
             template,
             f"the tokenizer has no chat template: {template.origin}, which the model may not know",
@@ -98,7 +98,7 @@ class Opened:
             yield model
 
 
-def open_for_inference(asked: str, *, step: int | None = None, report: Reporter) -> Opened:
+def open_for_inference(asked: str, *, step: int | None = None, report: Reporter) -> InferenceModel:
     """Finds and loads what was named, on this machine's accelerator if it has one.
 
     Raises:
@@ -122,7 +122,7 @@ def open_for_inference(asked: str, *, step: int | None = None, report: Reporter)
         quick_adapter=target.source != "model" and _is_plain_lora(loaded),
     )
     loaded.model.eval()
-    return Opened(target, forward, template, _context(loaded.base), dtype)
+    return InferenceModel(target, forward, template, _context(loaded.base), dtype)
 
 
 def load_target(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
@@ -172,12 +172,12 @@ def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
                 base, str(target.weights), is_trainable=True, torch_device=str(device)
             )
     except (*LIBRARY_ERRORS, UserWarning) as error:
-        raise _misfit(target, error) from error
+        raise _adapter_mismatch(target, error) from error
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return _loaded(model, base, tokenizer, trainable)
 
 
-def _misfit(target: Target, error: Exception) -> ModelError:
+def _adapter_mismatch(target: Target, error: Exception) -> ModelError:
     """What peft said, which names the tensors somewhere in many lines: those that are missing, or the first of another shape."""
     weights, settings = target.weights / "adapter_model.safetensors", target.weights / "adapter_config.json"
     if isinstance(error, UserWarning):
@@ -207,7 +207,7 @@ def _loaded(model: Any, base: Any, tokenizer: Any, trainable: dict[str, torch.nn
 def _load_checkpoint(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
     """As training loads it, and then what was trained is put in its place."""
     from unisono.checkpoint.state import CheckpointReader
-    from unisono.model.locate import locate_tokenizer
+    from unisono.model.directory import locate_tokenizer
 
     plan = target.plan
     assert plan is not None
@@ -253,7 +253,7 @@ def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
         file = None  # the file is gone; the result has kept its text
     found = choose_template(tokenizer, file, stops=names)
     if found is None and plan.data.template.startswith("ChatML"):
-        return stand_in(tokenizer)
+        return fallback_template(tokenizer)
     return found
 
 
@@ -299,6 +299,85 @@ def _context(base: Any) -> int:
     return _DEFAULT_CONTEXT
 
 
-def run_config(opened: Opened) -> RunConfig | None:
+def run_config(opened: InferenceModel) -> RunConfig | None:
     """The config of the run that was named, or None."""
     return opened.target.plan.config if opened.target.plan is not None else None
+
+
+_BROKEN = "\ufffd"  # what a tokenizer gives for bytes that are not yet a character
+_WINDOW = 8  # tokens before the newest that can change how it is written
+
+
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of tokens, without special ones."""
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the first stop string in it; all of it if there is none."""
+    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
+    return text[: min(places)] if places else text
+
+
+class StopStrings:
+    """Says whether an answer has come to one of its stop strings; looks at its end only."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
+        # A character takes at most four tokens, where each is a byte.
+        self._window = 4 * max(map(len, stops), default=0) + _WINDOW
+
+    def __call__(self, place: int, answer: Sequence[int]) -> bool:
+        """Whether the answer must end here."""
+        del place
+        end = decode(self._tokenizer, answer[-self._window :])
+        return any(stop in end for stop in self._stops)
+
+
+class TextStream:
+    """The text of an answer in pieces. All pieces together are the text up to its first stop string."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._ids: list[int] = []
+        self._settled = 0  # tokens whose text is out
+        self._start = 0  # tokens before this one no longer matter to how others are written
+        self._held = ""  # could be the beginning of a stop string
+        self._ended = False
+
+    def push(self, token: int) -> str:
+        """What can be shown now that this token has come."""
+        self._ids.append(token)
+        known = decode(self._tokenizer, self._ids[self._start : self._settled])
+        text = decode(self._tokenizer, self._ids[self._start :])
+        if text.endswith(_BROKEN) or len(text) <= len(known):
+            return ""  # more bytes of the same character are to come
+        self._start, self._settled = self._settled, len(self._ids)
+        return self._out(text[len(known) :])
+
+    def close(self) -> str:
+        """What was held back, when no more tokens come."""
+        known = decode(self._tokenizer, self._ids[self._start : self._settled])
+        rest = self._out(decode(self._tokenizer, self._ids[self._start :])[len(known) :])
+        held, self._held = self._held, ""
+        return rest if self._ended else rest + held
+
+    def _out(self, piece: str) -> str:
+        if self._ended:
+            return ""
+        text = self._held + piece
+        cut = cut_at_stop(text, self._stops)
+        if len(cut) < len(text):
+            self._ended, self._held = True, ""
+            return cut
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that `stop` begins with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

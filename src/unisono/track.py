@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, when `track: [tensorboard]` asks for them."""
+"""Metrics to TensorBoard, if the config asks for it."""
 
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,10 @@
-"""Scores of answers against references: exact match, ROUGE-L, BLEU. Each takes at least one pair."""
+"""How near answers come to their references: pure functions of pairs of texts."""
 
 import re
 from collections.abc import Sequence
+
+__all__ = ["Pair", "bleu", "exact_match", "rouge_l"]
+
 
 Pair = tuple[str, str]
 """An answer, and its reference."""

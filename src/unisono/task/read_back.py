@@ -3,6 +3,8 @@
 Request: path, run_id. Message `room`: what Room holds. Result: seconds, bytes, tensors.
 """
 
+import contextlib
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +17,6 @@ from unisono.checkpoint.verify import read_through
 from unisono.errors import IntegrityError, Problem
 from unisono.events import Reporter
 from unisono.facts import read_environment
-from unisono.task.file_cache import forget_cached
 
 if TYPE_CHECKING:
     from unisono.checkpoint.state import CheckpointReader
@@ -85,3 +86,23 @@ def _misfits(reader: "CheckpointReader") -> list[str]:
             if parameter is None or outline.shape not in ((), parameter.shape):
                 found.append(f"{label} does not fit its parameter")
     return found[:8]
+
+
+def forget_cached(file: Path, *, flush: bool = False) -> None:
+    """Lets the kernel drop what it has of a file in memory: what is read then comes from the disk.
+
+    Args:
+        file: the file.
+        flush: whether what is not on the disk yet is written first; else the kernel keeps it.
+
+    Raises:
+        OSError: if it cannot be opened or written.
+    """
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        if flush:
+            os.fsync(fd)
+        with contextlib.suppress(OSError):  # a file system that keeps nothing, or will not let go
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)

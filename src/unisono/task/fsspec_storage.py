@@ -23,13 +23,13 @@ import xxhash
 
 from unisono.checkpoint.manifest import MANIFEST, Manifest, ManifestError
 from unisono.checkpoint.retention import Rules
-from unisono.data.remote import open_storage
+from unisono.data.sources import open_storage
 from unisono.errors import DataError, IntegrityError, UnfitError, UnisonoError
 from unisono.events import Reporter
 from unisono.facts.redaction import redact
 from unisono.files import open_plain, read_bytes
 from unisono.rundir.records import best_evaluated
-from unisono.task.file_cache import forget_cached
+from unisono.task.read_back import forget_cached
 from unisono.text import one_line
 
 BESIDE = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "plan.json")

@@ -23,7 +23,7 @@ CHARACTERS = 1 << 24  # or CHARACTERS_EACH for every character of the conversati
 CHARACTERS_EACH = 4
 
 
-class TookTooLong(Exception):  # noqa: N818 - named for what happened
+class RenderingTimeout(Exception):  # noqa: N818 - named for what happened
     """The template has used up its CPU time."""
 
 
@@ -41,7 +41,7 @@ _meter = _Meter()
 
 
 @contextlib.contextmanager
-def armed() -> Iterator[None]:
+def timers_armed() -> Iterator[None]:
     """Within it renderings are bounded; around many of them it saves what arming costs each.
 
     Templates are rendered in the main thread of a task; elsewhere Python does not deliver signals, and nothing is bounded.
@@ -65,14 +65,14 @@ def armed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def bounded() -> Iterator[None]:
+def bounded_rendering() -> Iterator[None]:
     """Within it one conversation is rendered, in CPU_S seconds of CPU time and with MEMORY_BYTES more memory.
 
     Raises:
         TookTooLong: when the time is over; if C code is busy and does not return, the kernel ends the process later.
         MemoryError: by whatever asks for more.
     """
-    with armed():
+    with timers_armed():
         if _meter.is_armed and _meter.renderings % _MEASURED_EVERY == 0:
             _limit_memory()
         _meter.renderings += 1
@@ -88,7 +88,7 @@ def _tick(_number: int, _frame: FrameType | None) -> None:
     signal.setitimer(signal.ITIMER_VIRTUAL, _KILLED_AFTER_S)  # Python code is running: it can be interrupted
     _meter.ticks += 1
     if _meter.is_rendering and _meter.ticks * _TICK_S >= CPU_S:
-        raise TookTooLong
+        raise RenderingTimeout
 
 
 def _limit_memory() -> None:

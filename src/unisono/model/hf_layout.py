@@ -19,7 +19,7 @@ MODEL_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of a file.
 
     Attributes:
@@ -41,7 +41,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """What is written where.
 
     Attributes:
@@ -50,12 +50,12 @@ class Layout:
         convert: gives, of a whole tensor of the model, the tensors of the files that are made of it.
     """
 
-    files: dict[str, list[Stored]]
+    files: dict[str, list[StoredTensor]]
     index: dict[str, Any] | None
     convert: Callable[[str, torch.Tensor], Tensors]
 
 
-def model_layout(base: Any, *, dtype: torch.dtype, max_file_bytes: int) -> Layout | None:
+def model_layout(base: Any, *, dtype: torch.dtype, max_file_bytes: int) -> FileLayout | None:
     """The layout of a whole model; None where a file's tensor is made of several of the model's, which must be whole together.
 
     Args:
@@ -74,17 +74,18 @@ def model_layout(base: Any, *, dtype: torch.dtype, max_file_bytes: int) -> Layou
     if sum(map(len, apart.values())) != len(wanted) or _outline(alike) != _outline(wanted):
         return None
     stored = [
-        Stored(name, sources[name], tuple(tensor.shape), tensor.dtype) for name, tensor in wanted.items()
+        StoredTensor(name, sources[name], tuple(tensor.shape), tensor.dtype)
+        for name, tensor in wanted.items()
     ]
 
     def convert(source: str, tensor: torch.Tensor) -> Tensors:
         return _reverted(base, {source: tensor})
 
     files, index = _split(stored, max_file_bytes, parameters=base.num_parameters())
-    return Layout(files, index, convert)
+    return FileLayout(files, index, convert)
 
 
-def adapter_layout(model: Any) -> Layout:
+def adapter_layout(model: Any) -> FileLayout:
     """The layout of a peft model's adapter: always one file, as peft reads it.
 
     Args:
@@ -97,9 +98,10 @@ def adapter_layout(model: Any) -> Layout:
     kept = get_peft_model_state_dict(model, state_dict=dict(shown), save_embedding_layers=False)
     names = {sources[id(tensor)]: name for name, tensor in kept.items()}  # peft renames, and changes nothing
     stored = [
-        Stored(names[source], source, tuple(shown[source].shape), shown[source].dtype) for source in names
+        StoredTensor(names[source], source, tuple(shown[source].shape), shown[source].dtype)
+        for source in names
     ]
-    return Layout({ADAPTER_FILE: stored}, None, lambda source, tensor: {names[source]: tensor})
+    return FileLayout({ADAPTER_FILE: stored}, None, lambda source, tensor: {names[source]: tensor})
 
 
 def untied(base: Any) -> Tensors:
@@ -133,8 +135,8 @@ def _outline(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _split(
-    stored: list[Stored], max_file_bytes: int, *, parameters: int
-) -> tuple[dict[str, list[Stored]], dict[str, Any] | None]:
+    stored: list[StoredTensor], max_file_bytes: int, *, parameters: int
+) -> tuple[dict[str, list[StoredTensor]], dict[str, Any] | None]:
     """Into files as huggingface_hub splits them, and their index."""
     from huggingface_hub import split_state_dict_into_shards_factory
 

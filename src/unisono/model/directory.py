@@ -1,0 +1,319 @@
+"""Finds the directory of a model or tokenizer (a path, `builtin:NAME`, a hub id), and reads without torch what the model is."""
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from unisono.config.schema import RunConfig
+from unisono.errors import ModelError
+from unisono.facts import read_environment
+from unisono.facts.hub import Hub, probe_url, read_hub
+from unisono.files import read_bytes
+from unisono.model.files import (
+    check_tokenizer_files,
+    odd_weights,
+    read_contents,
+    read_json_object,
+    read_safetensors_header,
+    weight_files,
+)
+from unisono.plan.run_plan import ModelFacts
+from unisono.text import library_words, nearest, one_line
+
+_BUILTIN = "builtin:"
+_ANSWER_S = 5.0
+"""How long the hub may be silent before what is in its cache has to do."""
+
+
+def locate_model(path: str, revision: str | None = None) -> Path:
+    """The directory with the model's files.
+
+    Raises:
+        ModelError: if there is no such directory, no such built-in model, or the hub does not give it.
+    """
+    if path.startswith(_BUILTIN):
+        return _builtin(path)
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file() and not (directory / "adapter_config.json").is_file():
+            raise ModelError.of(
+                f"{path} holds no model", where=str(directory), why="there is no config.json in it",
+                fix="give the directory with config.json, the weights and the tokenizer",
+            )  # fmt: skip
+        return directory.resolve()
+    if _names_a_place(path):
+        raise ModelError.of(
+            f"there is no model directory {path}",
+            where="model.path",
+            fix="check the path; relative ones start at the working directory",
+        )
+    return _from_hub(path, revision)
+
+
+def locate_tokenizer(config: RunConfig) -> Path:
+    """The directory with the tokenizer's files: the model's own unless `model.tokenizer` names another.
+
+    Raises:
+        ModelError: as locate_model, or if the directory holds no tokenizer, or a file of it cannot be read.
+    """
+    named = config.model.tokenizer
+    directory = (
+        _tokenizer_directory(named) if named else locate_model(config.model.path, config.model.revision)
+    )
+    known = (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "vocab.json",
+        "vocab.txt",
+        "spiece.model",
+    )
+    if not any((directory / name).is_file() for name in known):
+        raise ModelError.of(
+            f"{directory} holds no tokenizer", where="model.tokenizer" if named else "model.path",
+            why=f"none of {', '.join(known)} is in it", fix="set model.tokenizer to the directory or hub id of one",
+        )  # fmt: skip
+    check_tokenizer_files(directory)
+    return directory
+
+
+def _tokenizer_directory(named: str) -> Path:
+    directory = Path(named).expanduser()
+    return directory.resolve() if directory.is_dir() else locate_model(named)
+
+
+def _builtin(path: str) -> Path:
+    name = path.removeprefix(_BUILTIN)
+    root = resources.files("unisono") / "builtin"
+    with resources.as_file(root) as folder:
+        known = (
+            sorted(entry.name for entry in folder.iterdir() if (entry / "config.json").is_file())
+            if folder.is_dir()
+            else []
+        )
+        if name in known:
+            return folder / name
+    near = nearest(name, known)
+    raise ModelError.of(
+        f"there is no built-in model {name!r}", where="model.path",
+        fix=f"did you mean builtin:{near}?" if near else f"one of {', '.join(_BUILTIN + entry for entry in known)}",
+    )  # fmt: skip
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a model's or tokenizer's name leads to the hub: there is no such directory here, and it can be no path."""
+    return not (path.startswith(_BUILTIN) or Path(path).expanduser().is_dir() or _names_a_place(path))
+
+
+def _names_a_place(path: str) -> bool:
+    """Whether it can only be a path: a hub id is NAME or OWNER/NAME of letters, digits, `-`, `_` and `.`."""
+    parts = path.split("/")
+    return len(parts) > 2 or path.startswith((".", "/", "~")) or not all(parts)
+
+
+def _from_hub(path: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (  # fmt: skip
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+    folder = read_environment().hub_cache
+    hub = read_hub(folder)
+    silent = "" if hub.offline else _why_silent(hub.endpoint)
+    try:
+        return Path(
+            snapshot_download(path, revision=revision, allow_patterns=patterns, local_files_only=bool(silent))
+        )
+    except GatedRepoError as error:
+        raise ModelError.of(
+            f"the hub does not give {path} to everybody", where="model.path", why="the model is gated",
+            fix="accept its terms on its page, and set HF_TOKEN in the environment",
+        ) from error  # fmt: skip
+    except RevisionNotFoundError as error:
+        raise ModelError.of(
+            f"{path} has no revision {revision!r}",
+            where="model.revision",
+            fix="give a branch, tag or commit of it",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError.of(
+            f"{path} is neither a directory here nor a model that {hub.endpoint} shows", where="model.path",
+            why="it does not exist there, or it is private" + ("" if hub.token else ", and there is no token here"),
+            fix="check the spelling; for a private one set HF_TOKEN; for a directory write ./NAME",
+        ) from error  # fmt: skip
+    except LocalEntryNotFoundError as error:
+        raise ModelError.of(
+            f"{path} is neither a directory here nor to be had from the hub", where="model.path",
+            why=f"it is not in {folder}, and {_not_asked(hub, silent, error)}",
+            fix=f"unset {hub.offline}, or copy the hub's cache from a machine that has it" if hub.offline else
+            "check the spelling and the network (a proxy is named by HTTPS_PROXY, a mirror by HF_ENDPOINT); for a directory write ./NAME",
+        ) from error  # fmt: skip
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelError.of(
+            f"{path} is neither a directory here nor to be had from the hub", where="model.path", why=library_words(error, library="huggingface_hub"),
+            fix="check the spelling and the network; for a directory write ./NAME",
+        ) from error  # fmt: skip
+
+
+@cache
+def _why_silent(endpoint: str) -> str:
+    """Asked once in a process: the hub's own client tries a server that is silent again and again, for minutes."""
+    return probe_url(endpoint, limit_s=_ANSWER_S)
+
+
+def _not_asked(hub: Hub, silent: str, error: Exception) -> str:
+    if hub.offline:
+        return f"{hub.offline} forbids to ask the hub"
+    return f"{hub.endpoint} does not answer: {silent}" if silent else str(error)
+
+
+Vouch = Callable[[Path, dict[str, tuple[int, str]]], None]
+"""Is given a model's directory, and size and XXH3-128 of its files by their names; raises if they are not what they should be."""
+
+
+def inspect_model(config: RunConfig, *, vouch: Vouch = lambda _directory, _digests: None) -> ModelFacts:
+    """The figures of the config's model; downloads it first if it is a hub id. Reads its weights once.
+
+    Args:
+        config: of the run.
+        vouch: called when all files are read, before numbers that are none are refused: damage makes such numbers.
+
+    Raises:
+        ModelError: if files are missing, torn, or do not belong together, or weights are NaN or infinite.
+    """
+    directory = locate_model(config.model.path, config.model.revision)
+    settings = read_model_config(directory)
+    text = settings.get("text_config", settings)
+    if not isinstance(text, dict):
+        raise ModelError.of(
+            "text_config in config.json is no JSON object",
+            where=str(directory / "config.json"),
+            fix="copy it again",
+        )
+    if config.model.weights == "random":
+        return _facts_from_config(directory, settings, text)
+    files = weight_files(directory)
+    headers = [header for file in files for header in read_safetensors_header(file)]
+    contents = {file: read_contents(file) for file in files}
+    digests = {"config.json": _digest_file(directory / "config.json")} | {
+        file.name: (found.bytes, found.digest) for file, found in contents.items()
+    }
+    vouch(directory, digests)
+    odd = {file: found.odd for file, found in contents.items() if found.odd}
+    if odd:
+        raise odd_weights(odd)
+    matrices = [h.shape for h in headers if len(h.shape) == 2 and not is_embedding(h.name)]
+    return ModelFacts(
+        directory=str(directory),
+        model_type=str(settings.get("model_type", "unknown")),
+        parameters=sum(_count(h.shape) for h in headers),
+        hidden_size=_positive_int(text, "hidden_size", "n_embd", "d_model"),
+        layers=_positive_int(text, "num_hidden_layers", "n_layer", "num_layers"),
+        intermediate_size=_positive_int(
+            text,
+            "intermediate_size",
+            "n_inner",
+            default=4 * _positive_int(text, "hidden_size", "n_embd", "d_model"),
+        ),
+        vocab_size=_positive_int(text, "vocab_size"),
+        linear_parameters=sum(_count(shape) for shape in matrices),
+        linear_in_out=sum(sum(shape) for shape in matrices),
+        weight_bytes=sum(file.stat().st_size for file in files),
+        digest=_digest(digests),
+    )
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """config.json as a mapping.
+
+    Raises:
+        ModelError: if it is missing or no JSON object, or does not say the model's type.
+    """
+    file = directory / "config.json"
+    try:
+        settings = read_json_object(file, fix="copy it again")
+    except FileNotFoundError:
+        raise ModelError.of(
+            f"{directory} has no config.json", where=str(file), fix="give a model in the Hugging Face layout"
+        ) from None
+    kind = settings.get("model_type")
+    if not isinstance(kind, str):
+        raise ModelError.of(
+            "config.json does not say its model_type" if kind is None else f"model_type in config.json is {kind!r}", where=str(file),
+            why="it is the name of the code in transformers that the weights are for", fix="copy config.json of the model again",
+        )  # fmt: skip
+    return settings
+
+
+def _facts_from_config(directory: Path, settings: dict[str, Any], text: dict[str, Any]) -> ModelFacts:
+    """Figures of a model that has no weights yet, by the shape of a Llama block; the worker counts them exactly."""
+    hidden = _positive_int(text, "hidden_size", "n_embd", "d_model")
+    layers = _positive_int(text, "num_hidden_layers", "n_layer", "num_layers")
+    intermediate = _positive_int(text, "intermediate_size", "n_inner", default=4 * hidden)
+    vocab = _positive_int(text, "vocab_size")
+    heads = _positive_int(text, "num_attention_heads", "n_head", default=1)
+    kv = hidden // heads * _positive_int(text, "num_key_value_heads", default=heads)
+    block = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * intermediate
+    in_out = 4 * hidden + 2 * (hidden + kv) + 3 * (hidden + intermediate)
+    embeddings = vocab * hidden * (1 if text.get("tie_word_embeddings", True) else 2)
+    parameters = layers * (block + 2 * hidden) + embeddings + hidden
+    return ModelFacts(
+        directory=str(directory), model_type=str(settings.get("model_type", "unknown")), parameters=parameters, hidden_size=hidden,
+        layers=layers, intermediate_size=intermediate, vocab_size=vocab, linear_parameters=layers * block,
+        linear_in_out=layers * in_out, weight_bytes=0, digest=_digest({"config.json": _digest_file(directory / "config.json")}),
+    )  # fmt: skip
+
+
+def _positive_int(settings: dict[str, Any], *names: str, default: int | None = None) -> int:
+    for name in names:
+        value = settings.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    if default is not None:
+        return default
+    raise ModelError.of(
+        f"config.json of the model has no whole number as its {names[0]}", where=names[0],
+        why=_why_no_number(settings, names), fix="use a causal language model in the Hugging Face layout",
+    )  # fmt: skip
+
+
+def _why_no_number(settings: dict[str, Any], names: tuple[str, ...]) -> str:
+    there = [name for name in names if name in settings]
+    if there:
+        return f"{there[0]} is {one_line(repr(settings[there[0]]), limit=60)}"
+    return "this is no language model that we can read, or an unknown type"
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a tensor of this name turns tokens into vectors, or back; adapters leave these alone."""
+    return any(word in name for word in ("embed", "wte", "wpe", "lm_head"))
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    product = 1
+    for n in shape:
+        product *= n
+    return product
+
+
+def _digest(digests: dict[str, tuple[int, str]]) -> str:
+    """A digest of the names and contents of files."""
+    total = hashlib.sha256()
+    for name, (_, digest) in digests.items():
+        total.update(f"{name} {digest}\n".encode())
+    return total.hexdigest()[:32]
+
+
+def _digest_file(file: Path) -> tuple[int, str]:
+    data = read_bytes(file)
+    return len(data), xxhash.xxh3_128_hexdigest(data)

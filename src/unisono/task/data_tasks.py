@@ -1,0 +1,180 @@
+"""Tasks on a run's rows, without torch: `prepare` (model facts, token table), `preview`, and `rows` (where rows come from)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unisono.checkpoint.model_manifest import check_model, read_digest
+from unisono.config.schema import RunConfig
+from unisono.data.prepare import load_tokenizer, prepare_data
+from unisono.data.rows import first_notes, read_counts
+from unisono.data.token_table import TokenTable
+from unisono.errors import DataError, ModelError
+from unisono.events import Reporter
+from unisono.files import make_private_dir
+from unisono.model.directory import inspect_model, locate_model, locate_tokenizer, read_model_config
+from unisono.rundir import RunDir
+from unisono.text import one_line
+
+_NOT_TOKENIZER = ("config.json", "generation_config.json", "adapter_config.json", "README.md")
+
+
+def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Gives `data` (a DataSummary) and `model` (ModelFacts), both as JSON.
+
+    Args:
+        request: `config` (a RunConfig as JSON), `cache_dir`, and `output_dir`, into which data.json is written, or null;
+            `limit_rows`, if only so many rows of each source are to be read, as in a rehearsal.
+        report: told about progress.
+
+    Raises:
+        IntegrityError: if the model is the result of a run, and is damaged.
+    """
+    config = RunConfig.model_validate(request["config"])
+    report.phase("model", "reading the model's files")
+    try:
+        facts = inspect_model(config, vouch=_refuse_damage)
+    except ModelError:  # a file that cannot be read may be one that was damaged since it was written
+        _refuse_damage(locate_model(config.model.path, config.model.revision), {})
+        raise
+    ledger = None
+    if request.get("output_dir"):
+        directory = RunDir(Path(request["output_dir"]))
+        make_private_dir(directory.root)
+        ledger = directory.data
+    tokenizer = locate_tokenizer(config)
+    if tokenizer != Path(facts.directory):
+        _refuse_damage(
+            tokenizer, {}, only=lambda name: not name.endswith(".safetensors") and name not in _NOT_TOKENIZER
+        )
+    data = prepare_data(
+        config,
+        tokenizer=tokenizer,
+        vocab_size=None if config.model.resize_vocabulary else facts.vocab_size,
+        cache_dir=Path(request["cache_dir"]),
+        report=report,
+        ledger=ledger,
+        limit_rows=request.get("limit_rows"),
+    )
+    return {"data": data.model_dump(mode="json"), "model": facts.model_dump(mode="json")}
+
+
+def _refuse_damage(
+    directory: Path, digests: dict[str, tuple[int, str]], *, only: Callable[[str], bool] = lambda _name: True
+) -> None:
+    """Compares a model that a run or an export left with the list of its files; other models have none.
+
+    Raises:
+        IntegrityError: naming each file that is damaged, and its tensors.
+    """
+    checked = check_model(directory, read=lambda file: digests.get(file.name) or read_digest(file), only=only)
+    if not checked.intact:
+        raise checked.refusal(restore="copy the directory again, or export it again")
+
+
+_BINS = 10
+_NOTES = 20
+
+
+def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Gives `data` (a DataSummary), `rows`, `lengths`, `ledger` and `notes`.
+
+    A row is {row, tokens, loss_tokens, runs}; its runs, [{loss, tokens, text}], joined give its text. `lengths` is a
+    histogram of the training rows, [{first, last, rows}] in tokens. `notes` are the first rows to which something was done.
+
+    Args:
+        request: `config` (a RunConfig as JSON), `cache_dir`, and `rows`, how many to show.
+        report: told about progress.
+    """
+    config = RunConfig.model_validate(request["config"])
+    directory = locate_tokenizer(config)
+    data = prepare_data(
+        config,
+        tokenizer=directory,
+        vocab_size=None if config.model.resize_vocabulary else _vocab_size(config),
+        cache_dir=Path(request["cache_dir"]),
+        report=report,
+    )
+    report.phase("preview", "turning tokens back into text")
+    tokenizer = load_tokenizer(directory, trust_remote_code=config.model.trust_remote_code)
+    table = TokenTable.open(Path(data.cache_dir), "train")
+    ledger = Path(data.cache_dir) / "ledger.json"
+    return {
+        "data": data.model_dump(mode="json"),
+        "rows": [_shown(table, i, tokenizer) for i in range(min(int(request["rows"]), table.rows))],
+        "lengths": histogram(table.row_lengths()),
+        "ledger": read_counts(ledger),
+        "notes": first_notes(ledger, limit=_NOTES),
+    }
+
+
+def _vocab_size(config: RunConfig) -> int | None:
+    settings = read_model_config(locate_model(config.model.path, config.model.revision))
+    size = settings.get("text_config", settings).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _shown(table: TokenTable, i: int, tokenizer: Any) -> dict[str, Any]:
+    ids, targets = table.row(i)
+    return {
+        "row": table.row_id(i),
+        "tokens": len(ids),
+        "loss_tokens": int(np.count_nonzero(targets)),
+        "runs": [
+            {"loss": bool(targets[first]), "tokens": end - first, "text": _text(tokenizer, ids, first, end)}
+            for first, end in runs(targets)
+        ],
+    }
+
+
+def runs(targets: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """First and end of each stretch of equal values; there is at least one value."""
+    changes = (np.flatnonzero(targets[1:] != targets[:-1]) + 1).tolist()
+    return list(zip([0, *changes], [*changes, len(targets)], strict=True))
+
+
+def _text(tokenizer: Any, ids: npt.NDArray[np.int32], first: int, end: int) -> str:
+    """What tokens first..end add to the text: decoded alone, some tokenizers would drop a blank at the beginning."""
+    before, whole = (
+        tokenizer.decode(ids[:stop].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        for stop in (first, end)
+    )
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return tokenizer.decode(
+        ids[first:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
+def histogram(lengths: npt.NDArray[np.int64]) -> list[dict[str, int]]:
+    """Up to ten classes of equal width from the shortest to the longest: {first, last, rows}."""
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    width = -(-(longest - shortest + 1) // _BINS)
+    counts = np.bincount((lengths - shortest) // width)
+    firsts = [shortest + i * width for i in range(len(counts))]
+    return [
+        {"first": first, "last": min(first + width - 1, longest), "rows": int(n)}
+        for first, n in zip(firsts, counts, strict=True)
+    ]
+
+
+def row_origins(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Gives `rows`: file and line of each row of the sequences, in their order.
+
+    Args:
+        request: `table`, the directory of a token table, and `sequences` of its training split.
+        report: told nothing; this takes a moment.
+
+    Raises:
+        DataError: if the table is gone, or has no such sequence.
+    """
+    del report
+    try:
+        table = TokenTable.open(Path(request["table"]), "train")
+        rows = [int(row) for sequence in request["sequences"] for row in table.rows_of(int(sequence))]
+        return {"rows": [table.row_id(row) for row in rows]}
+    except (OSError, IndexError) as error:
+        raise DataError.of("the rows cannot be looked up", where=str(request["table"]), why=one_line(str(error))) from error  # fmt: skip

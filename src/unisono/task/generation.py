@@ -1,0 +1,362 @@
+"""The tasks `generate` (answers to one prompt or a file of them) and `chat` (a conversation over stdin and the report pipe)."""
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.data.encode import encode_texts
+from unisono.data.readers import RowFile, kind_of, read_rows
+from unisono.data.rows import BadRow, RawRow, RowError
+from unisono.data.template import ChatTemplate
+from unisono.errors import DataError, Problem, UsageError
+from unisono.events import Reporter
+from unisono.inputs import expand, fault_of
+from unisono.model.generate import generate
+from unisono.task.inference import (
+    InferenceModel,
+    StopStrings,
+    TextStream,
+    cut_at_stop,
+    decode,
+    open_for_inference,
+)
+
+_SHOWN = 20  # problems of a file
+_COLUMNS = ("messages", "prompt", "text")
+
+Turns = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One thing that is asked.
+
+    Attributes:
+        where: for messages: `prompts.jsonl:3`, or empty for the command line.
+        asked: a text, or the messages of a conversation.
+    """
+
+    where: str
+    asked: str | Turns
+
+
+def read_prompts(file: str) -> list[Prompt]:
+    """The prompts of a file: txt, a prompt a line; jsonl, json, csv, parquet, arrow: `prompt` (or `text`), or `messages`.
+
+    Raises:
+        DataError: with every row that is no prompt.
+    """
+    path = expand(file)
+    fault = fault_of(path, file)
+    if fault is not None:
+        raise DataError.of(fault.what, where="--file", why=fault.why, fix=fault.fix)
+    prompts: list[Prompt] = []
+    problems: list[Problem] = []
+    for row in read_rows(RowFile(path, file, kind_of(file) or "txt")):
+        found = _prompt_of(row)
+        prompts.append(found) if isinstance(found, Prompt) else problems.append(found)
+    if problems:
+        raise DataError(*problems[:_SHOWN])
+    if not prompts:
+        raise DataError.of(
+            f"there is no prompt in {file}",
+            where=file,
+            fix="write one a line, or a JSON object a line with `prompt`",
+        )
+    return prompts
+
+
+def encode_prompts(
+    opened: InferenceModel, prompts: Sequence[Prompt], *, raw: bool, system: str | None, max_new_tokens: int
+) -> tuple[list[list[int]], ChatTemplate | None]:
+    """The tokens of each prompt, and the template that rendered them; None if they are continued as they are.
+
+    Args:
+        opened: whose template and tokenizer are taken.
+        prompts: what is asked.
+        raw: continue a text as it is, without a chat template.
+        system: a system message before each.
+        max_new_tokens: room that must be left for the answer.
+
+    Raises:
+        DataError: with every prompt that cannot be rendered or is too long.
+    """
+    talks = any(not isinstance(prompt.asked, str) for prompt in prompts) or system is not None
+    if raw and talks:
+        raise UsageError.of(
+            "messages cannot be continued without a chat template", where="--raw", fix="leave --raw out, or give plain text"
+        )  # fmt: skip
+    template = None if raw else opened.template
+    if template is None and talks:
+        template = opened.chat_template()[0]
+    texts: list[str] = []
+    problems: list[Problem] = []
+    for prompt in prompts:
+        try:
+            texts.append(render(prompt, template, system))
+        except RowError as error:
+            texts.append("")
+            problems.append(Problem(f"a prompt cannot be rendered: {error.why}", prompt.where, "", error.fix))
+    ids = [tokens_of(opened, text, whole=template is None) for text in texts]
+    if not problems:
+        problems = [
+            p
+            for p in map(
+                lambda prompt, row: _length_problem(opened, prompt, row, max_new_tokens), prompts, ids
+            )
+            if p
+        ]
+    if problems:
+        raise DataError(*problems[:_SHOWN])
+    return ids, template
+
+
+def render(prompt: Prompt, template: ChatTemplate | None, system: str | None) -> str:
+    """The text that the model goes on from.
+
+    Raises:
+        RowError: if the template refuses the messages.
+    """
+    if template is None:
+        assert isinstance(prompt.asked, str)
+        return prompt.asked
+    turns: Turns = (
+        [{"role": "user", "content": prompt.asked}] if isinstance(prompt.asked, str) else prompt.asked
+    )
+    before: Turns = [{"role": "system", "content": system}] if system is not None else []
+    return template.render([*before, *turns], prompt=True)
+
+
+def tokens_of(opened: InferenceModel, text: str, *, whole: bool) -> list[int]:
+    """The tokens of a text; one that is whole begins as the tokenizer begins texts, and does not end."""
+    ids = list(encode_texts(opened.tokenizer, [text], special=whole)[0].ids)
+    end = opened.tokenizer.eos_token_id
+    while whole and len(ids) > 1 and ids[-1] == end:
+        ids.pop()
+    return ids
+
+
+def _prompt_of(row: RawRow | BadRow) -> Prompt | Problem:
+    if isinstance(row, BadRow):
+        return Problem(row.why, row.where, "", row.fix)
+    where = str(row.place)
+    asked = next((row.value[name] for name in _COLUMNS if row.value.get(name) is not None), None)
+    if isinstance(asked, str):
+        return (
+            Prompt(where, asked)
+            if asked.strip()
+            else Problem("the prompt is empty", where, "", "write one, or remove the row")
+        )
+    if isinstance(asked, list):
+        return _conversation(where, asked)
+    return Problem(
+        "the row has no prompt", where, f"it has {', '.join(list(row.value)[:6]) or 'nothing'}",
+        "name it `prompt` (text) or `messages` (a list of {role, content})",
+    )  # fmt: skip
+
+
+def _conversation(where: str, turns: list[Any]) -> Prompt | Problem:
+    if not turns or not all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in turns
+    ):
+        return Problem(
+            "`messages` is no list of {role, content}", where, "", "write [{role: user, content: …}]"
+        )
+    if turns[-1]["role"] == "assistant":
+        return Problem(
+            "the conversation ends with an answer", where, "nothing is asked", "remove the last message; `unisono eval` compares answers"
+        )  # fmt: skip
+    return Prompt(where, turns)
+
+
+def _length_problem(
+    opened: InferenceModel, prompt: Prompt, ids: list[int], max_new_tokens: int
+) -> Problem | None:
+    if not ids:
+        return Problem("a prompt has no tokens", prompt.where, "", "write a prompt")
+    if len(ids) + max_new_tokens <= opened.context:
+        return None
+    if len(ids) >= opened.context:
+        return Problem(
+            f"a prompt of {len(ids)} tokens is too long",
+            prompt.where,
+            f"the model reads {opened.context} tokens",
+            "shorten it",
+        )
+    return Problem(
+        f"a prompt of {len(ids)} tokens leaves no room for an answer of {max_new_tokens}", prompt.where,
+        f"the model reads {opened.context} tokens", f"set --max-tokens to {opened.context - len(ids)} or less, or shorten the prompt",
+    )  # fmt: skip
+
+
+_USUAL_TOKENS = 256
+
+
+def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Answers; `answers` has, for each prompt, where, prompt, answer, tokens, ended (`stop` or `length`)."""
+    prompts = _prompts(request)
+    opened = open_for_inference(request["target"], step=request.get("step"), report=report)
+    raw = bool(request.get("raw"))
+    asked: int | None = request["max_tokens"]
+    ids, template = encode_prompts(
+        opened, prompts, raw=raw, system=request.get("system"), max_new_tokens=asked or 1
+    )
+    limit = asked or min(_USUAL_TOKENS, opened.context - max(map(len, ids)))
+    if template is None and not raw:
+        report.warning("no_template", "there is no chat template: prompts are continued as they are")
+    report.phase("generate", "answering", done=0, total=len(prompts))
+    stops: list[str] = request.get("stop") or []
+    stream = TextStream(opened.tokenizer, stops) if len(prompts) == 1 else None
+    with opened.ready() as model:
+        answers = generate(
+            model, ids, max_new_tokens=limit, stop_ids=opened.stops(template), pad_id=opened.pad_id,
+            temperature=request["temperature"], top_p=request["top_p"], seed=request["seed"],
+            on_token=_sender(stream, report) if stream else None,
+            is_done=StopStrings(opened.tokenizer, stops) if stops else None,
+            on_answers=lambda done: report.phase("generate", "answering", done=done, total=len(prompts)),
+        )  # fmt: skip
+    if stream is not None:
+        report.send("token", text=stream.close())
+    return {
+        "description": opened.target.description,
+        "answers": [_answer(opened, p, a, limit, stops) for p, a in zip(prompts, answers, strict=True)],
+    }
+
+
+def _prompts(request: dict[str, Any]) -> list[Prompt]:
+    if request.get("file") is not None:
+        return read_prompts(request["file"])
+    if not str(request.get("prompt") or "").strip():
+        raise UsageError.of(
+            "the prompt is empty", where="PROMPT", fix="write it on the command line, pipe it in, or name a file with --file"
+        )  # fmt: skip
+    return [Prompt("", request["prompt"])]
+
+
+def _sender(stream: TextStream, report: Reporter) -> Callable[[int], None]:
+    def send(token: int) -> None:
+        piece = stream.push(token)
+        if piece:
+            report.send("token", text=piece)
+
+    return send
+
+
+def _answer(
+    opened: InferenceModel, prompt: Prompt, ids: Sequence[int], limit: int, stops: list[str]
+) -> dict[str, Any]:
+    text = decode(opened.tokenizer, ids)
+    cut = cut_at_stop(text, stops)
+    ended = "length" if len(ids) == limit and cut == text else "stop"
+    return {"where": prompt.where, "prompt": prompt.asked, "answer": cut, "tokens": len(ids), "ended": ended}
+
+
+def run_chat(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Talks until stdin ends; gives the number of turns."""
+    opened = open_for_inference(request["target"], step=request.get("step"), report=report)
+    template, note = opened.chat_template()
+    interrupt = _Interrupt()
+    signal.signal(signal.SIGINT, interrupt)
+    conversation = Conversation(opened, template, request, report, interrupt)
+    report.send("ready", facts={"description": opened.target.description, "note": note})
+    for line in sys.stdin:
+        message = json.loads(line)
+        if message["kind"] == "clear":
+            conversation.clear()
+        else:
+            conversation.say(message["text"])
+    return {"turns": conversation.turns}
+
+
+class _Interrupt:
+    """Whether Ctrl-C was pressed since the turn began."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, *_: object) -> None:
+        self.asked = True
+
+
+class Conversation:
+    """What has been said, and how the model goes on.
+
+    Attributes:
+        turns: answers given so far.
+    """
+
+    def __init__(
+        self,
+        opened: InferenceModel,
+        template: ChatTemplate,
+        request: dict[str, Any],
+        report: Reporter,
+        interrupt: _Interrupt,
+    ) -> None:
+        self._opened = opened
+        self._template = template
+        self._request = request
+        self._report = report
+        self._interrupt = interrupt
+        self.turns = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything but the system message."""
+        system = self._request.get("system")
+        self._messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+
+    def say(self, text: str) -> None:
+        """Answers; a turn that cannot be answered is forgotten."""
+        self._messages.append({"role": "user", "content": text})
+        self._interrupt.asked = False
+        try:
+            ids = tokens_of(self._opened, self._template.render(self._messages, prompt=True), whole=False)
+        except RowError as error:
+            self._refuse(error.why, error.fix)
+            return
+        room = self._opened.context - len(ids)
+        if room < 1:
+            self._refuse(
+                f"the conversation is longer than the {self._opened.context} tokens that the model reads",
+                "/clear begins anew",
+            )
+            return
+        answer, shown = self._answer(ids, limit=min(room, self._request["max_tokens"]))
+        self._messages.append({"role": "assistant", "content": shown})
+        self.turns += 1
+        ended = (
+            "interrupted"
+            if self._interrupt.asked
+            else "length"
+            if len(answer) >= min(room, self._request["max_tokens"])
+            else "stop"
+        )
+        self._report.send("answer", text=shown, tokens=len(answer), ended=ended)
+
+    def _answer(self, ids: Sequence[int], *, limit: int) -> tuple[list[int], str]:
+        stream = TextStream(self._opened.tokenizer)
+
+        def send(token: int) -> None:
+            piece = stream.push(token)
+            if piece:
+                self._report.send("token", text=piece)
+
+        with self._opened.ready() as model:
+            (answer,) = generate(
+                model, [ids], max_new_tokens=limit, stop_ids=self._opened.stops(self._template), pad_id=self._opened.pad_id,
+                temperature=self._request["temperature"], top_p=self._request["top_p"], seed=self._request["seed"] + self.turns,
+                on_token=send, is_done=lambda *_: self._interrupt.asked,
+            )  # fmt: skip
+        rest = stream.close()
+        if rest:
+            self._report.send("token", text=rest)
+        return answer, decode(self._opened.tokenizer, answer)
+
+    def _refuse(self, why: str, fix: str) -> None:
+        self._messages.pop()
+        self._report.send("refused_turn", text=why, fix=fix)
