@@ -55,6 +55,7 @@ class TensorboardWriter:
 
     def _tell(self, why: str) -> None:
         self._report.warning(
-            "tensorboard", f"TensorBoard's curves end here ({self._directory}): {why}; metrics.jsonl has them, and training goes on",
+            "tensorboard",
+            f"TensorBoard's curves end here ({self._directory}): {why}; metrics.jsonl has them, and training goes on",
             fix="look at that file system",
-        )  # fmt: skip
+        )

@@ -211,11 +211,11 @@ _LIMITED = """
 import resource, sys
 from pathlib import Path
 import pyarrow as pa
-from unisono.data.prepare import writing
+from unisono.data.prepare import writing_table
 from unisono.errors import UnfitError
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 try:
-    with writing(Path(sys.argv[1]) / "tables" / "x") as folder:
+    with writing_table(Path(sys.argv[1]) / "tables" / "x") as folder:
         pa.OSFile(str(folder / "tokens.arrow"), "wb").write(b"x" * 5000)
 except UnfitError as error:
     print(chr(10).join(error.lines()))

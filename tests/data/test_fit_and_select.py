@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.data.build import eval_rows, row_repeats
-from unisono.data.encode import Encoded
 from unisono.data.ingest import fit
+from unisono.data.token_table import Encoded
 
 ROWS = st.lists(st.booleans(), min_size=1, max_size=300)
 

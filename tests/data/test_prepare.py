@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from unisono.config.schema import RunConfig
 from unisono.data import encode
-from unisono.data.encode import Encoded, Encoder
+from unisono.data.encode import Encoder
 from unisono.data.prepare import load_tokenizer, prepare_data
 from unisono.data.rows import RowError, Text
-from unisono.data.token_table import TokenTable, collate
+from unisono.data.token_table import Encoded, TokenTable, collate
 from unisono.errors import DataError, ModelError
 from unisono.events import Reporter
 from unisono.plan import DataSummary, steps_for_tokens

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unisono.data.encode import Encoded, Encoder, encode_texts
+from unisono.data.encode import Encoder, encode_texts
 from unisono.data.prepare import load_tokenizer
 from unisono.data.rows import Conversation
+from unisono.data.token_table import Encoded
 
 TokenizerDir = Callable[..., Path]
 _text = st.text(st.sampled_from("ab 12\n\té日🙂<|>"), min_size=1, max_size=30)

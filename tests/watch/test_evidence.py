@@ -12,8 +12,7 @@ import pytest
 
 from tests.watch.conftest import LIMIT_S, Watched
 from unisono.causes import Verdict
-from unisono.data.encode import Encoded
-from unisono.data.token_table import TokenWriter, write_meta, write_split
+from unisono.data.token_table import Encoded, TokenWriter, write_meta, write_split
 from unisono.rundir import RunDir
 from unisono.supervise.evidence import MESSAGE_BYTES, RawEvidence, end_of_log, keep_evidence
 from unisono.supervise.rank_monitor import MonitorReports

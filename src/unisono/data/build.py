@@ -52,10 +52,15 @@ def build_table(
     if template is not None:
         (directory / "template.jinja").write_text(template.source(), encoding="utf-8")
     meta = {
-        "splits": splits, "total": ledger.total(), "formats": intake.formats, "highest_id": writer.highest,
-        "digest": writer.digest.hexdigest(), "warnings": encoder.warnings, "stop_ids": sorted(encoder.stop_ids),
+        "splits": splits,
+        "total": ledger.total(),
+        "formats": intake.formats,
+        "highest_id": writer.highest,
+        "digest": writer.digest.hexdigest(),
+        "warnings": encoder.warnings,
+        "stop_ids": sorted(encoder.stop_ids),
         "template": template.origin if template else "none: rows are plain text",
-    }  # fmt: skip
+    }
     write_meta(directory, meta, files=list(intake.files.items()))
 
 
@@ -179,10 +184,13 @@ def _sequences(lengths: Ints, often: Ints, *, packing: bool, limit: int) -> list
 def _figures(columns: dict[str, Ints], often: Ints, sequences: list[list[int]]) -> dict[str, int]:
     lengths = columns["length"]
     return {
-        "rows": int(often.sum()), "sequences": len(sequences), "tokens": int((lengths * often).sum()),
-        "loss_tokens": int((columns["loss"] * often).sum()), "longest_row": int(lengths.max()),
+        "rows": int(often.sum()),
+        "sequences": len(sequences),
+        "tokens": int((lengths * often).sum()),
+        "loss_tokens": int((columns["loss"] * often).sum()),
+        "longest_row": int(lengths.max()),
         "longest_sequence": max(int(lengths[rows].sum()) for rows in sequences),
-    }  # fmt: skip
+    }
 
 
 def _count(
@@ -208,10 +216,11 @@ def _refuse_nothing(config: RunConfig, ledger: Ledger, figures: dict[str, dict[s
     dropped = ", ".join(f"{n} dropped ({why})" for why, n in total["dropped"].items()) or "0 dropped"
     first_bad = f" (the first is {ledger.first_bad})" if ledger.first_bad else ""
     raise DataError.of(
-        f"no row is left to {'train on' if missing[0] == 'train' else 'evaluate on'}", where=f"data.{missing[0]}",
+        f"no row is left to {'train on' if missing[0] == 'train' else 'evaluate on'}",
+        where=f"data.{missing[0]}",
         why=f"of {total['rows']} rows {total['bad']} are bad{first_bad}, {dropped}, {total['eval']} for evaluation",
         fix="raise data.max_length, fix the rows (data.on_bad_row: error names them), or lower data.eval",
-    )  # fmt: skip
+    )
 
 
 # `permutation` is keyed by (seed, epoch); no epoch is negative, so these streams never meet the order of training.

@@ -12,6 +12,7 @@ from unisono.data.answer_spans import Span, render_answers
 from unisono.data.rows import Completion, Conversation, Example, RowError, Text
 from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
 from unisono.data.template_limits import CHARACTERS, timers_armed
+from unisono.data.token_table import Encoded
 from unisono.errors import DataError
 from unisono.text import one_line
 
@@ -99,19 +100,6 @@ ENCODER_VERSION = 1
 _TOGETHER = 1 << 22  # characters that go through the tokenizer at once; it takes about 180 bytes for each
 
 LossOn = Literal["answers", "last-answer", "all"]
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A row as the model sees it.
-
-    Attributes:
-        ids: (L,) int32.
-        targets: (L,) bool, True where the token is predicted and counts in the loss; targets[0] is False.
-    """
-
-    ids: npt.NDArray[np.int32]
-    targets: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +197,12 @@ class Encoder:
         trained = tokens.ids if job.answers is None else self._trained_ids(job, tokens)
         if not self.stop_ids.intersection(trained):
             raise DataError.of(
-                "the chat template leaves the stop token of an answer out of the loss", where=f"data.template: {template.origin}",
+                "the chat template leaves the stop token of an answer out of the loss",
+                where=f"data.template: {template.origin}",
                 why=f"it trains {one_line(repr(self.tokenizer.decode(trained)), limit=80)}; "
                 f"an answer ends with {self._stop_names()}; a model trained so would not stop",
                 fix="end each answer with that token (inside the generation block, if it has one), or set data.check_template: false",
-            )  # fmt: skip
+            )
 
     def _trained_ids(self, job: _Job, tokens: Tokens) -> list[int]:
         ranges = [tokens.range(first, end) for first, end in job.answers or []]
@@ -245,9 +234,11 @@ class Encoder:
             raise RowError("the completion is empty", "write an answer, or remove the row")
         if self.tokenizer.eos_token_id is None:
             raise DataError.of(
-                "the tokenizer has no end-of-sequence token", where="model.tokenizer", why="a completion could not be ended",
+                "the tokenizer has no end-of-sequence token",
+                where="model.tokenizer",
+                why="a completion could not be ended",
                 fix="set the tokenizer's eos_token",
-            )  # fmt: skip
+            )
         text = example.prompt + example.completion
         answers = None if self._loss_on == "all" else [(len(example.prompt), len(text))]
         return _Job(text, answers, whole=True)

@@ -12,9 +12,16 @@ FormatName = Literal["alpaca", "sharegpt", "messages", "text", "prompt-completio
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
-    "function_call": "function_call", "observation": "tool", "tool": "tool", "function_response": "tool",
-}  # fmt: skip
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "function_call": "function_call",
+    "observation": "tool",
+    "tool": "tool",
+    "function_response": "tool",
+}
 
 # What each format needs, in the order in which `auto` looks for them, and what else it reads.
 COLUMNS: dict[FormatName, tuple[tuple[str, ...], tuple[str, ...]]] = {

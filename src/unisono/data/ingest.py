@@ -8,12 +8,12 @@ from itertools import chain, islice
 from typing import Literal
 
 from unisono.config.schema import DataSection
-from unisono.data.encode import Encoded, Encoder
+from unisono.data.encode import Encoder
 from unisono.data.formats import COLUMNS, FormatName, detect, shown, to_example
 from unisono.data.readers import Row, RowFile, read_rows
 from unisono.data.rows import BadRow, Example, Ledger, Place, RawRow, RowError, SourceCounts
 from unisono.data.sources import Source
-from unisono.data.token_table import TokenWriter
+from unisono.data.token_table import Encoded, TokenWriter
 from unisono.errors import DataError, Problem
 from unisono.events import Reporter
 
@@ -232,10 +232,11 @@ class Ingest:
             if absent:
                 columns += f", without {', '.join(absent)}, which `columns` names"
             raise DataError.of(
-                f"{path} has no format that is known by its columns", where=str(first.place),
+                f"{path} has no format that is known by its columns",
+                where=str(first.place),
                 why=f"its columns are {columns}; known are {known}",
                 fix="set data.format, or name the columns, as in data.train: [{path: FILE, columns: {instruction: question, output: answer}}]",
-            )  # fmt: skip
+            )
         self.formats.append(
             f"{path}: {found[0]} (auto: {found[1]}){_ALL_COUNTS if found[0] == 'text' else ''}"
         )
@@ -282,10 +283,16 @@ class Ingest:
     def _keep(self, place: Place, row: Encoded, fitted: Fitted) -> None:
         """Takes a row in. What was done to it is entered when it is known whether it is used."""
         entry = {
-            "source": len(self._ledger.sources) - 1, "file": self._file_number[place.file], "number": place.number,
-            "first": len(self._writer.lengths), "pieces": len(fitted.pieces), "length": len(row.ids),
-            "tokens_cut": fitted.tokens_cut, "is_cut": fitted.what == "cut", "is_split": fitted.what == "split",
-        }  # fmt: skip
+            "source": len(self._ledger.sources) - 1,
+            "file": self._file_number[place.file],
+            "number": place.number,
+            "first": len(self._writer.lengths),
+            "pieces": len(fitted.pieces),
+            "length": len(row.ids),
+            "tokens_cut": fitted.tokens_cut,
+            "is_cut": fitted.what == "cut",
+            "is_split": fitted.what == "split",
+        }
         for name, value in entry.items():
             getattr(self.usable, name).append(value)
         for piece in fitted.pieces:

@@ -42,10 +42,21 @@ from unisono.text import library_words
 from unisono.units import Duration
 
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja",
-    "chat_template.json", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 _PACKAGES = ("tokenizers", "transformers", "jinja2", "pyarrow")
 
 Ingredients = dict[str, Any]
@@ -179,9 +190,15 @@ def writing_table(directory: Path) -> Iterator[Path]:
         fsync_dir(root)
     except OSError as error:
         raise UnfitError.of(
-            f"the cache of token tables cannot be written: {words(error)}", where=str(root), why=reason(error),
-            fix=remedy(error, full="make room there, or set XDG_CACHE_HOME to a place with room", else_="fix that file system, or set XDG_CACHE_HOME to a different place"),
-        ) from error  # fmt: skip
+            f"the cache of token tables cannot be written: {words(error)}",
+            where=str(root),
+            why=reason(error),
+            fix=remedy(
+                error,
+                full="make room there, or set XDG_CACHE_HOME to a place with room",
+                else_="fix that file system, or set XDG_CACHE_HOME to a different place",
+            ),
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(temporary.with_name(temporary.name + "-old"), ignore_errors=True)
@@ -318,9 +335,11 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
         if type(error) is not Exception and not isinstance(error, usual):
             raise
         raise ModelError.of(
-            "the tokenizer cannot be read", where=str(directory), why=library_words(error),
+            "the tokenizer cannot be read",
+            where=str(directory),
+            why=library_words(error),
             fix="copy its files again, or set model.tokenizer",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _build(
@@ -352,8 +371,10 @@ def _refuse_if_changed(before: Ingredients, after: Ingredients) -> None:
     changed = [name for name in before if before[name] != after.get(name)]
     if changed:
         raise DataError.of(
-            f"{changed[0]} changed while it was read", where="data.train", fix="start again when nothing writes to it any more"
-        )  # fmt: skip
+            f"{changed[0]} changed while it was read",
+            where="data.train",
+            fix="start again when nothing writes to it any more",
+        )
 
 
 def _check_vocabulary(
@@ -365,8 +386,10 @@ def _check_vocabulary(
     grow = "" if config.adapter else ", or set model.resize_vocabulary: true"
     raise ModelError.of(
         f"the tokenizer does not fit the model: it makes token {highest}, and the model knows {vocab_size} (0 to {vocab_size - 1})",
-        where=str(tokenizer), why="the embedding has no row for it", fix=f"set model.tokenizer to the model's own{grow}",
-    )  # fmt: skip
+        where=str(tokenizer),
+        why="the embedding has no row for it",
+        fix=f"set model.tokenizer to the model's own{grow}",
+    )
 
 
 def _summary(
@@ -377,8 +400,10 @@ def _summary(
         f"{name} {value}" for name, value in ingredients.items() if name.startswith("the tokenizer's")
     )
     contents = [
-        str(value) for name, value in ingredients.items() if name.startswith("the file ") or name == "data.template"
-    ]  # fmt: skip
+        str(value)
+        for name, value in ingredients.items()
+        if name.startswith("the file ") or name == "data.template"
+    ]
     return DataSummary(
         cache_dir=str(found.directory),
         cache_hit=found.hit,

@@ -106,9 +106,11 @@ def _read_lines(file: RowFile) -> Iterator[tuple[Place, bytes]]:
         for number, line in enumerate(iter(partial(stream.readline, _LINE_LIMIT + 1), b""), 1):
             if len(line) > _LINE_LIMIT:
                 raise DataError.of(
-                    f"line {number} of {file.name} is longer than {_LINE_LIMIT >> 20} MiB", where=f"{file.name}:{number}",
-                    why="a row is read whole", fix="write each row on a line of its own, ended by a newline",
-                )  # fmt: skip
+                    f"line {number} of {file.name} is longer than {_LINE_LIMIT >> 20} MiB",
+                    where=f"{file.name}:{number}",
+                    why="a row is read whole",
+                    fix="write each row on a line of its own, ended by a newline",
+                )
             line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901 - no part of a row, also where files were joined
             if not line.isspace() and line:
                 yield Place(file.name, number), line
@@ -163,17 +165,22 @@ def _refuse_spread(file: RowFile, place: Place, line: bytes, decoder: Decoder) -
         return
     name = f"{file.name.removesuffix('.' + file.kind)}.json"
     raise DataError.of(
-        f"{file.name} is one JSON document over several lines", where=str(place), why=f"a .{file.kind} file has one row on each line",
+        f"{file.name} is one JSON document over several lines",
+        where=str(place),
+        why=f"a .{file.kind} file has one row on each line",
         fix=f"name it {name}, or write each row on one line (jq -c)",
-    )  # fmt: skip
+    )
 
 
 def _malformed(place: Place, error: Exception, line: bytes = b"") -> BadRow:
     if isinstance(error, json.JSONDecodeError):
         if b"\r" in line.strip():
             return BadRow(
-                place, "malformed JSON: the lines end in CR alone", "convert it: tr '\\r' '\\n' < FILE > NEW", error.pos + 1
-            )  # fmt: skip
+                place,
+                "malformed JSON: the lines end in CR alone",
+                "convert it: tr '\\r' '\\n' < FILE > NEW",
+                error.pos + 1,
+            )
         return BadRow(place, f"malformed JSON: {error.msg}", "fix the line", error.pos + 1)
     why = "nested too deep" if isinstance(error, RecursionError) else _BIG_INTEGER
     return BadRow(place, f"malformed JSON: {why}", "fix the line")
@@ -215,9 +222,11 @@ def _read_json(file: RowFile) -> Iterator[Row]:
             yield from _read_jsonl(file)
             return
         raise DataError.of(
-            f"{file.name} is malformed JSON", where=f"{file.name}:{error.lineno}:{error.colno}",
-            why=error.msg, fix="fix the file; rows of one line each belong in a .jsonl file",
-        ) from error  # fmt: skip
+            f"{file.name} is malformed JSON",
+            where=f"{file.name}:{error.lineno}:{error.colno}",
+            why=error.msg,
+            fix="fix the file; rows of one line each belong in a .jsonl file",
+        ) from error
     except (ValueError, RecursionError) as error:
         why = "it is nested too deep" if isinstance(error, RecursionError) else _BIG_INTEGER
         raise DataError.of(
@@ -225,8 +234,11 @@ def _read_json(file: RowFile) -> Iterator[Row]:
         ) from error
     if not isinstance(value, list | dict):
         raise DataError.of(
-            f"{file.name} holds {_kind(value)}", where=f"{file.name}:1", why="a list of rows is read", fix="write [{…}, {…}]"
-        )  # fmt: skip
+            f"{file.name} holds {_kind(value)}",
+            where=f"{file.name}:1",
+            why="a list of rows is read",
+            fix="write [{…}, {…}]",
+        )
     _refuse_wrapped(file, value)
     for number, row in enumerate(value if isinstance(value, list) else [value], 1):
         place = Place(file.name, number, by_line=False)
@@ -246,9 +258,11 @@ def _refuse_wrapped(file: RowFile, value: Any) -> None:
     ):
         shown = one_line(key, limit=40)
         raise DataError.of(
-            f"{file.name} is an object with its rows under {shown!r}", where=f"{file.name}:1", why="a list of rows is read",
+            f"{file.name} is an object with its rows under {shown!r}",
+            where=f"{file.name}:1",
+            why="a list of rows is read",
             fix=f"write the list alone: jq '.[\"{shown}\"]' {shlex.quote(file.name)} > NEW.json",
-        )  # fmt: skip
+        )
 
 
 def _read_csv(file: RowFile) -> Iterator[Row]:
@@ -299,17 +313,22 @@ def _check_header(file: RowFile, names: list[str], text: _Utf8) -> None:
     if twice is not None:
         why = f"the column {one_line(repr(twice), limit=60)} stands in it {names.count(twice)} times"
         raise DataError.of(
-            f"the header of {file.name} names a column twice", where=where, why=why, fix="rename or remove one of them"
-        )  # fmt: skip
+            f"the header of {file.name} names a column twice",
+            where=where,
+            why=why,
+            fix="rename or remove one of them",
+        )
     other = (
         next((sign for sign in (";", "\t", ",", "|") if sign in names[0]), None) if len(names) == 1 else None
     )
     if other is not None and other != _separator(file):
         shown, ours = ("a tab" if sign == "\t" else repr(sign) for sign in (other, _separator(file)))
         raise DataError.of(
-            f"{file.name} is separated by {shown}, not by {ours}", where=where, why=f"its header is {one_line(repr(names[0]), limit=80)}",
+            f"{file.name} is separated by {shown}, not by {ours}",
+            where=where,
+            why=f"its header is {one_line(repr(names[0]), limit=80)}",
             fix="name it .tsv" if other == "\t" else f"save it with {ours} between the fields",
-        )  # fmt: skip
+        )
 
 
 def _separator(file: RowFile) -> str:
@@ -386,16 +405,22 @@ def _not_what_it_says(file: RowFile, error: Exception) -> DataError:
     is_json = _head(file, 1) in (b"{", b"[")
     fix = "it looks like JSON: name it .jsonl or .json" if is_json else "copy or write the file again"
     return DataError.of(
-        f"{file.name} cannot be read as {file.kind}", where=file.name, why=one_line(str(error)) or type(error).__name__, fix=fix
-    )  # fmt: skip
+        f"{file.name} cannot be read as {file.kind}",
+        where=file.name,
+        why=one_line(str(error)) or type(error).__name__,
+        fix=fix,
+    )
 
 
 def _arrow_rows(file: RowFile, names: list[str], batches: Iterator[Any]) -> Iterator[Row]:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise DataError.of(
-            f"{file.name} names a column twice", where=file.name, why=f"it is {one_line(repr(twice[0]), limit=60)}", fix="rename one of them"
-        )  # fmt: skip
+            f"{file.name} names a column twice",
+            where=file.name,
+            why=f"it is {one_line(repr(twice[0]), limit=60)}",
+            fix="rename one of them",
+        )
     values = chain.from_iterable(_values(file, batch) for batch in batches)
     for number, value in enumerate(values, 1):
         yield RawRow(
@@ -413,9 +438,11 @@ def _values(file: RowFile, batch: Any) -> list[dict[str, Any]]:
                 column.to_pylist()
             except (OverflowError, ValueError, KeyError, TypeError) as cause:
                 raise DataError.of(
-                    f"the column {one_line(name, limit=60)} of {file.name} has values that cannot be read", where=file.name,
-                    why=f"{one_line(str(column.type), limit=60)}: {one_line(str(cause), limit=200)}", fix="leave the column out, or convert it",
-                ) from error  # fmt: skip
+                    f"the column {one_line(name, limit=60)} of {file.name} has values that cannot be read",
+                    where=file.name,
+                    why=f"{one_line(str(column.type), limit=60)}: {one_line(str(cause), limit=200)}",
+                    fix="leave the column out, or convert it",
+                ) from error
         raise
 
 

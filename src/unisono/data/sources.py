@@ -128,16 +128,28 @@ def _find_glob(text: str, path: Path, key: str) -> list[RowFile]:
     if not found:
         others = "; ".join(fault.what for fault in list(faults.values())[:3] if fault is not None)
         raise DataError.of(
-            f"no file matches {text}", where=key, why=others or "relative patterns start at the working directory", fix="check the pattern",
-        )  # fmt: skip
+            f"no file matches {text}",
+            where=key,
+            why=others or "relative patterns start at the working directory",
+            fix="check the pattern",
+        )
     return [RowFile(match, str(match), kind_of(match.name)) for match in found]
 
 
 # fsspec's own file systems that need another package; all others are named by their class.
 _PACKAGES = {
-    "http": "aiohttp", "https": "aiohttp", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "github": "requests",
-    "gist": "requests", "libarchive": "libarchive-c", "webhdfs": "requests", "jupyter": "requests", "git": "pygit2",
-}  # fmt: skip
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "sftp": "paramiko",
+    "ssh": "paramiko",
+    "smb": "smbprotocol",
+    "github": "requests",
+    "gist": "requests",
+    "libarchive": "libarchive-c",
+    "webhdfs": "requests",
+    "jupyter": "requests",
+    "git": "pygit2",
+}
 # What tells one version of a remote file from the next, under the names that storages use.
 _IDENTITY = (
     "ETag",
@@ -173,9 +185,11 @@ def fetch_url(url: str, key: str, cache_dir: Path) -> list[RowFile]:
         raise DataError.of(f"there is no {url}", where=key, fix="check the URL") from None
     except Exception as error:  # each storage package has errors of its own; what it says is handed on
         raise DataError.of(
-            f"{url} cannot be read", where=key, why=f"{type(error).__name__}: {one_line(redact(str(error)), limit=300)}",
+            f"{url} cannot be read",
+            where=key,
+            why=f"{type(error).__name__}: {one_line(redact(str(error)), limit=300)}",
             fix="check the URL, the network and the credentials in the environment",
-        ) from error  # fmt: skip
+        ) from error
     if not files:
         raise DataError.of(f"no file matches {url}", where=key, fix="check the pattern")
     return files
@@ -199,21 +213,29 @@ def open_storage(url: str, key: str) -> tuple[Any, str]:
     if entry is None:
         near = nearest(scheme, list(known_implementations))
         raise DataError.of(
-            f"the scheme {scheme}:// is not known", where=key, why=f"{url} would be read through fsspec",
+            f"the scheme {scheme}:// is not known",
+            where=key,
+            why=f"{url} would be read through fsspec",
             fix=f"did you mean {near}://?" if near else "use a path, s3://, gs://, https:// or hf://",
-        )  # fmt: skip
+        )
     try:
         return url_to_fs(url)
     except ImportError as error:
         module = entry["class"].partition(".")[0]
         package = _PACKAGES.get(scheme, module) if module == "fsspec" else module
         raise DataError.of(
-            f"{scheme}:// needs the package {package}", where=key, why=one_line(str(error)), fix=f"pip install {package}"
-        ) from error  # fmt: skip
+            f"{scheme}:// needs the package {package}",
+            where=key,
+            why=one_line(str(error)),
+            fix=f"pip install {package}",
+        ) from error
     except Exception as error:  # as above
         raise DataError.of(
-            f"{url} cannot be opened", where=key, why=f"{type(error).__name__}: {one_line(redact(str(error)), limit=300)}", fix="check the URL"
-        ) from error  # fmt: skip
+            f"{url} cannot be opened",
+            where=key,
+            why=f"{type(error).__name__}: {one_line(redact(str(error)), limit=300)}",
+            fix="check the URL",
+        ) from error
 
 
 def _name(fs: Any, url: str, path: str, *, several: bool) -> str:
@@ -279,10 +301,11 @@ def _write_hub(path: str, key: str, kept: Path, splits: list[str]) -> str:
                     raise
     except Exception as error:  # datasets hands on errors of a dozen packages
         raise DataError.of(
-            f"{path} is neither a file here nor a dataset that the hub gives", where=key,
+            f"{path} is neither a file here nor a dataset that the hub gives",
+            where=key,
             why=f"{type(error).__name__}: {one_line(redact(str(error)), limit=300)}",
             fix="check the spelling, the network and the source's `split`; for a file write its path with its suffix",
-        ) from error  # fmt: skip
+        ) from error
     assert rows is not None
     tables = rows.with_format("arrow")
     with whole_file(kept) as temporary, pa.ipc.new_file(str(temporary), tables[:0].schema) as file:

@@ -118,9 +118,11 @@ class ChatTemplate:
 
     def _unusable(self, what: str, error: BaseException, *, why: str, line: int | None = None) -> DataError:
         return DataError.of(
-            what, where=self.place(line or line_in_template(error)), why=why,
+            what,
+            where=self.place(line or line_in_template(error)),
+            why=why,
             fix="fix the template there, or set data.template to a file with another one",
-        )  # fmt: skip
+        )
 
     def _refuse_enormous(self, length: int, messages: Sequence[Message], tools: list[Any] | None) -> None:
         if length <= CHARACTERS:
@@ -128,10 +130,11 @@ class ChatTemplate:
         given = len(all_text(Conversation(list(messages), tools)))
         if length > CHARACTERS_EACH * given:
             raise DataError.of(
-                f"the chat template makes {length:,} characters of a conversation of {given:,}", where=self.place(),
+                f"the chat template makes {length:,} characters of a conversation of {given:,}",
+                where=self.place(),
                 why=f"more than {CHARACTERS:,} are rendered only where the conversation is as long itself",
                 fix="fix the template, or set data.template to a file with another one",
-            )  # fmt: skip
+            )
 
     def place(self, line: int | None = None) -> str:
         """Where the template, or a line of it, stands."""
@@ -153,10 +156,13 @@ class ChatTemplate:
         text = self.render(messages, tools)
         marked, spans = self._bounded(
             lambda: render_jinja_template(
-                [list(messages)], tools=tools, chat_template=self.source(tools), return_assistant_tokens_mask=True,
+                [list(messages)],
+                tools=tools,
+                chat_template=self.source(tools),
+                return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
             )
-        )  # fmt: skip
+        )
         if marked[0] != text:
             raise RowError(
                 "the chat template gives another text each time", "take what depends on the clock out of it"
@@ -250,9 +256,11 @@ def choose_template(tokenizer: Any, file: str | None, *, stops: tuple[str, ...] 
             tokenizer.get_chat_template()
         except ValueError as error:  # several, and none of them is called default
             raise DataError.of(
-                "the tokenizer has no default chat template", where="tokenizer", why=one_line(str(error), limit=200),
+                "the tokenizer has no default chat template",
+                where="tokenizer",
+                why=one_line(str(error), limit=200),
                 fix="set data.template to a file with the one that is meant",
-            ) from error  # fmt: skip
+            ) from error
         return ChatTemplate(tokenizer, None, "the tokenizer's own", stops)
     return None
 
@@ -266,9 +274,11 @@ def fallback_template(tokenizer: Any) -> ChatTemplate:
     end = "<|im_end|>" if "<|im_end|>" in tokenizer.get_added_vocab() else tokenizer.eos_token
     if not end:
         raise DataError.of(
-            "the tokenizer has neither a chat template nor an end-of-sequence token", where="model.tokenizer",
-            why="an answer could not be ended", fix="set data.template, and the tokenizer's eos_token",
-        )  # fmt: skip
+            "the tokenizer has neither a chat template nor an end-of-sequence token",
+            where="model.tokenizer",
+            why="an answer could not be ended",
+            fix="set data.template, and the tokenizer's eos_token",
+        )
     escaped = str(end).replace("\\", "\\\\").replace("'", "\\'")
     return ChatTemplate(
         tokenizer, _CHATML.replace("END", escaped), f"ChatML, answers end with {end}", (str(end),)
@@ -287,8 +297,11 @@ def _read_template(file: str) -> str:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(bare)
     except jinja2.TemplateSyntaxError as error:
         raise DataError.of(
-            f"{file} is no Jinja template", where=f"{file}:{error.lineno}", why=one_line(str(error.message)), fix="fix the line"
-        ) from error  # fmt: skip
+            f"{file} is no Jinja template",
+            where=f"{file}:{error.lineno}",
+            why=one_line(str(error.message)),
+            fix="fix the line",
+        ) from error
     except RecursionError as error:
         raise DataError.of(
             f"{file} is nested too deep", where=file, fix="write it with fewer brackets"
@@ -311,13 +324,18 @@ def _read_text(file: str) -> str:
             data = stream.read(_LIMIT_BYTES + 1)
     except OSError as error:
         raise DataError.of(
-            f"{file} cannot be read", where="data.template", why=error.strerror or str(error), fix="check its permissions"
-        ) from error  # fmt: skip
+            f"{file} cannot be read",
+            where="data.template",
+            why=error.strerror or str(error),
+            fix="check its permissions",
+        ) from error
     if len(data) > _LIMIT_BYTES:
         raise DataError.of(
-            f"{file} is no chat template: it has more than {_LIMIT_BYTES:,} bytes", where="data.template",
-            why="the longest in use have some ten thousand", fix="name the template's file",
-        )  # fmt: skip
+            f"{file} is no chat template: it has more than {_LIMIT_BYTES:,} bytes",
+            where="data.template",
+            why="the longest in use have some ten thousand",
+            fix="name the template's file",
+        )
     text = decode_text(data, file)
     if not isinstance(text, str):
         fault, where = text

@@ -26,7 +26,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from unisono.data.encode import Encoded
 from unisono.text import one_line
 
 ROWS_PER_BATCH = 1024
@@ -231,6 +230,19 @@ def collate(table: TokenTable, sequences: Sequence[int]) -> Batch:
 
 
 _SCHEMA = pa.schema([("ids", pa.large_list(pa.int32())), ("targets", pa.large_list(pa.uint8()))])
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A row as the model sees it.
+
+    Attributes:
+        ids: (L,) int32.
+        targets: (L,) bool, True where the token is predicted and counts in the loss; targets[0] is False.
+    """
+
+    ids: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.bool_]
 
 
 class TokenWriter:

@@ -42,9 +42,11 @@ def locate_model(path: str, revision: str | None = None) -> Path:
     if directory.is_dir():
         if not (directory / "config.json").is_file() and not (directory / "adapter_config.json").is_file():
             raise ModelError.of(
-                f"{path} holds no model", where=str(directory), why="there is no config.json in it",
+                f"{path} holds no model",
+                where=str(directory),
+                why="there is no config.json in it",
                 fix="give the directory with config.json, the weights and the tokenizer",
-            )  # fmt: skip
+            )
         return directory.resolve()
     if _names_a_place(path):
         raise ModelError.of(
@@ -75,9 +77,11 @@ def locate_tokenizer(config: RunConfig) -> Path:
     )
     if not any((directory / name).is_file() for name in known):
         raise ModelError.of(
-            f"{directory} holds no tokenizer", where="model.tokenizer" if named else "model.path",
-            why=f"none of {', '.join(known)} is in it", fix="set model.tokenizer to the directory or hub id of one",
-        )  # fmt: skip
+            f"{directory} holds no tokenizer",
+            where="model.tokenizer" if named else "model.path",
+            why=f"none of {', '.join(known)} is in it",
+            fix="set model.tokenizer to the directory or hub id of one",
+        )
     check_tokenizer_files(directory)
     return directory
 
@@ -100,9 +104,12 @@ def _builtin(path: str) -> Path:
             return folder / name
     near = nearest(name, known)
     raise ModelError.of(
-        f"there is no built-in model {name!r}", where="model.path",
-        fix=f"did you mean builtin:{near}?" if near else f"one of {', '.join(_BUILTIN + entry for entry in known)}",
-    )  # fmt: skip
+        f"there is no built-in model {name!r}",
+        where="model.path",
+        fix=f"did you mean builtin:{near}?"
+        if near
+        else f"one of {', '.join(_BUILTIN + entry for entry in known)}",
+    )
 
 
 def is_hub_id(path: str) -> bool:
@@ -118,7 +125,7 @@ def _names_a_place(path: str) -> bool:
 
 def _from_hub(path: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (  # fmt: skip
+    from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
         LocalEntryNotFoundError,
@@ -136,9 +143,11 @@ def _from_hub(path: str, revision: str | None) -> Path:
         )
     except GatedRepoError as error:
         raise ModelError.of(
-            f"the hub does not give {path} to everybody", where="model.path", why="the model is gated",
+            f"the hub does not give {path} to everybody",
+            where="model.path",
+            why="the model is gated",
             fix="accept its terms on its page, and set HF_TOKEN in the environment",
-        ) from error  # fmt: skip
+        ) from error
     except RevisionNotFoundError as error:
         raise ModelError.of(
             f"{path} has no revision {revision!r}",
@@ -147,22 +156,28 @@ def _from_hub(path: str, revision: str | None) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelError.of(
-            f"{path} is neither a directory here nor a model that {hub.endpoint} shows", where="model.path",
-            why="it does not exist there, or it is private" + ("" if hub.token else ", and there is no token here"),
+            f"{path} is neither a directory here nor a model that {hub.endpoint} shows",
+            where="model.path",
+            why="it does not exist there, or it is private"
+            + ("" if hub.token else ", and there is no token here"),
             fix="check the spelling; for a private one set HF_TOKEN; for a directory write ./NAME",
-        ) from error  # fmt: skip
+        ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError.of(
-            f"{path} is neither a directory here nor to be had from the hub", where="model.path",
+            f"{path} is neither a directory here nor to be had from the hub",
+            where="model.path",
             why=f"it is not in {folder}, and {_not_asked(hub, silent, error)}",
-            fix=f"unset {hub.offline}, or copy the hub's cache from a machine that has it" if hub.offline else
-            "check the spelling and the network (a proxy is named by HTTPS_PROXY, a mirror by HF_ENDPOINT); for a directory write ./NAME",
-        ) from error  # fmt: skip
+            fix=f"unset {hub.offline}, or copy the hub's cache from a machine that has it"
+            if hub.offline
+            else "check the spelling and the network (a proxy is named by HTTPS_PROXY, a mirror by HF_ENDPOINT); for a directory write ./NAME",
+        ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError.of(
-            f"{path} is neither a directory here nor to be had from the hub", where="model.path", why=library_words(error, library="huggingface_hub"),
+            f"{path} is neither a directory here nor to be had from the hub",
+            where="model.path",
+            why=library_words(error, library="huggingface_hub"),
             fix="check the spelling and the network; for a directory write ./NAME",
-        ) from error  # fmt: skip
+        ) from error
 
 
 @cache
@@ -249,9 +264,13 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     kind = settings.get("model_type")
     if not isinstance(kind, str):
         raise ModelError.of(
-            "config.json does not say its model_type" if kind is None else f"model_type in config.json is {kind!r}", where=str(file),
-            why="it is the name of the code in transformers that the weights are for", fix="copy config.json of the model again",
-        )  # fmt: skip
+            "config.json does not say its model_type"
+            if kind is None
+            else f"model_type in config.json is {kind!r}",
+            where=str(file),
+            why="it is the name of the code in transformers that the weights are for",
+            fix="copy config.json of the model again",
+        )
     return settings
 
 
@@ -268,10 +287,18 @@ def _facts_from_config(directory: Path, settings: dict[str, Any], text: dict[str
     embeddings = vocab * hidden * (1 if text.get("tie_word_embeddings", True) else 2)
     parameters = layers * (block + 2 * hidden) + embeddings + hidden
     return ModelFacts(
-        directory=str(directory), model_type=str(settings.get("model_type", "unknown")), parameters=parameters, hidden_size=hidden,
-        layers=layers, intermediate_size=intermediate, vocab_size=vocab, linear_parameters=layers * block,
-        linear_in_out=layers * in_out, weight_bytes=0, digest=_digest({"config.json": _digest_file(directory / "config.json")}),
-    )  # fmt: skip
+        directory=str(directory),
+        model_type=str(settings.get("model_type", "unknown")),
+        parameters=parameters,
+        hidden_size=hidden,
+        layers=layers,
+        intermediate_size=intermediate,
+        vocab_size=vocab,
+        linear_parameters=layers * block,
+        linear_in_out=layers * in_out,
+        weight_bytes=0,
+        digest=_digest({"config.json": _digest_file(directory / "config.json")}),
+    )
 
 
 def _positive_int(settings: dict[str, Any], *names: str, default: int | None = None) -> int:
@@ -282,9 +309,11 @@ def _positive_int(settings: dict[str, Any], *names: str, default: int | None = N
     if default is not None:
         return default
     raise ModelError.of(
-        f"config.json of the model has no whole number as its {names[0]}", where=names[0],
-        why=_why_no_number(settings, names), fix="use a causal language model in the Hugging Face layout",
-    )  # fmt: skip
+        f"config.json of the model has no whole number as its {names[0]}",
+        where=names[0],
+        why=_why_no_number(settings, names),
+        fix="use a causal language model in the Hugging Face layout",
+    )
 
 
 def _why_no_number(settings: dict[str, Any], names: tuple[str, ...]) -> str:

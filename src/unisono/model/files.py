@@ -22,10 +22,29 @@ _TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 # Bits of one item; those of F4 and F6 share bytes.
 _ITEM_BITS = {
-    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
-    "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
-}  # fmt: skip
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "C64": 64,
+    "F32": 32,
+    "I32": 32,
+    "U32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I16": 16,
+    "U16": 16,
+    "I8": 8,
+    "U8": 8,
+    "BOOL": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,
+}
 # Unsigned type of the same width, the bits of the exponent, and those of the mantissa. An exponent of ones is infinity where the
 # mantissa is 0, else NaN.
 _EXPONENTS = {
@@ -78,18 +97,24 @@ def weight_files(directory: Path) -> list[Path]:
         return [single]
     if single.exists():
         raise ModelError.of(
-            "model.safetensors is not a file", where=str(single), why="a directory or a device is in its place",
+            "model.safetensors is not a file",
+            where=str(single),
+            why="a directory or a device is in its place",
             fix="copy or download the weights again",
-        )  # fmt: skip
+        )
     if list(directory.glob("*.bin")) or list(directory.glob("*.pt")):
         raise ModelError.of(
-            "the weights are pickled files", where=str(directory), why="loading a pickle runs whatever code it holds",
+            "the weights are pickled files",
+            where=str(directory),
+            why="loading a pickle runs whatever code it holds",
             fix="convert them once to safetensors (transformers: model.save_pretrained), from a source that you trust",
-        )  # fmt: skip
+        )
     raise ModelError.of(
-        "the model has no weights", where=str(directory), why="there is neither model.safetensors nor an index of it",
+        "the model has no weights",
+        where=str(directory),
+        why="there is neither model.safetensors nor an index of it",
         fix="copy the weights, or set model.weights: random to start from nothing",
-    )  # fmt: skip
+    )
 
 
 def _indexed_files(directory: Path, index: Path) -> list[Path]:
@@ -97,22 +122,28 @@ def _indexed_files(directory: Path, index: Path) -> list[Path]:
     files = value.get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise ModelError.of(
-            "the index of the weights does not say which file holds which tensor", where=str(index),
-            why="weight_map must be an object of tensor names and file names", fix="copy it again",
-        )  # fmt: skip
+            "the index of the weights does not say which file holds which tensor",
+            where=str(index),
+            why="weight_map must be an object of tensor names and file names",
+            fix="copy it again",
+        )
     names = sorted(set(files.values()))
     outside = [name for name in names if "/" in name or name.startswith(".")]
     if outside:
         raise ModelError.of(
-            f"the index of the weights names {one_line(outside[0], limit=100)!r}", where=str(index),
-            why="weight files lie beside the index", fix="copy it again",
-        )  # fmt: skip
+            f"the index of the weights names {one_line(outside[0], limit=100)!r}",
+            where=str(index),
+            why="weight files lie beside the index",
+            fix="copy it again",
+        )
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise ModelError.of(
-            f"the model lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:4])}", where=str(directory),
-            why=f"{index.name} names them", fix="copy or download the missing files",
-        )  # fmt: skip
+            f"the model lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:4])}",
+            where=str(directory),
+            why=f"{index.name} names them",
+            fix="copy or download the missing files",
+        )
     return [directory / name for name in names]
 
 
@@ -168,8 +199,11 @@ def check_tokenizer_files(directory: Path) -> None:
             else error.strerror or "it is not a file"
         )
         raise ModelError.of(
-            "chat_template.jinja cannot be read", where=str(template), why=why, fix="copy it again, or set data.template"
-        ) from error  # fmt: skip
+            "chat_template.jinja cannot be read",
+            where=str(template),
+            why=why,
+            fix="copy it again, or set data.template",
+        ) from error
 
 
 def _why_no_json(data: bytes, error: ValueError) -> str:
@@ -210,8 +244,10 @@ def read_safetensors_header(file: Path) -> list[TensorHeader]:
     if end != size:
         raise ModelError.of(
             "a weight file is cut short" if size < end else "a weight file is longer than its header says",
-            where=str(file), why=f"it has {size} bytes where its header says {end}", fix="copy or download it again",
-        )  # fmt: skip
+            where=str(file),
+            why=f"it has {size} bytes where its header says {end}",
+            fix="copy or download it again",
+        )
     return tensors
 
 
@@ -317,13 +353,14 @@ def odd_weights(odd: dict[Path, dict[str, str]]) -> ModelError:
     """The refusal of weight files in which tensors have NaN or infinity."""
     problems = [
         Problem(
-            f"{name} has {what} in it", str(file),
+            f"{name} has {what} in it",
+            str(file),
             "such a weight makes every loss NaN: nothing can be learned from it, and every answer is noise",
             "copy or download the weights again; if they come from a training run, take an earlier checkpoint of it",
         )
         for file, tensors in odd.items()
         for name, what in tensors.items()
-    ]  # fmt: skip
+    ]
     more = len(problems) - _SHOWN
     if more > 0:
         problems = [*problems[:_SHOWN], Problem(f"{more} more tensors have NaN or infinity in them")]

@@ -241,9 +241,14 @@ def _flat_inputs(rows: Rows) -> dict[str, Any]:
     ends = lengths.cumsum(0, dtype=torch.int32)
     longest = max(rows.lengths)
     return {
-        "input_ids": rows.input_ids[None], "position_ids": rows.position_ids[None], "use_cache": False,
-        "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest,
-    }  # fmt: skip
+        "input_ids": rows.input_ids[None],
+        "position_ids": rows.position_ids[None],
+        "use_cache": False,
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def _padded_inputs(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

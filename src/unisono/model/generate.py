@@ -113,9 +113,12 @@ def _run(
         return_dict_in_generate=False,
     )
     model.generate(
-        input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings,
-        stopping_criteria=StoppingCriteriaList([listener]), logits_processor=LogitsProcessorList([draws]),
-    )  # fmt: skip
+        input_ids=ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        generation_config=settings,
+        stopping_criteria=StoppingCriteriaList([listener]),
+        logits_processor=LogitsProcessorList([draws]),
+    )
 
 
 def _batches(lengths: list[int], max_new_tokens: int) -> Iterator[list[int]]:
@@ -139,9 +142,14 @@ class _Listener(StoppingCriteria):
     """
 
     def __init__(
-        self, batch: list[int], *, stop_ids: set[int], on_token: OnToken | None, is_done: IsDone | None,
+        self,
+        batch: list[int],
+        *,
+        stop_ids: set[int],
+        on_token: OnToken | None,
+        is_done: IsDone | None,
         is_over: Callable[[], bool] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.is_over = False
         self._asks = is_over
         self.answers: list[list[int]] = [[] for _ in batch]

@@ -18,9 +18,18 @@ from unisono.model.files import check_tokenizer_files, read_json_object, read_sa
 from unisono.text import library_words, nearest
 
 LIBRARY_ERRORS = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, ImportError, ArithmeticError,
-    StrictDataclassError, SafetensorError,
-)  # fmt: skip
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    RuntimeError,
+    ImportError,
+    ArithmeticError,
+    StrictDataclassError,
+    SafetensorError,
+)
 """What transformers, peft and tokenizers raise where files are not as they should be."""
 _SHOWN = 4
 
@@ -68,9 +77,11 @@ def load_for_training(
     tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code=config.model.trust_remote_code)
     full = config.adapter is None
     base = load_base(
-        directory, dtype=torch.float32 if full else DTYPES[dtype], random=config.model.weights == "random",
+        directory,
+        dtype=torch.float32 if full else DTYPES[dtype],
+        random=config.model.weights == "random",
         trust_remote_code=config.model.trust_remote_code,
-    )  # fmt: skip
+    )
     _fit_vocabulary(base, tokenizer, grow=config.model.resize_vocabulary)
     base.config.use_cache = False
     base.to(device)
@@ -108,9 +119,11 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
         if type(error) is not Exception and not isinstance(error, LIBRARY_ERRORS):
             raise
         raise ModelError.of(
-            "the tokenizer cannot be loaded", where=str(directory), why=library_words(error),
+            "the tokenizer cannot be loaded",
+            where=str(directory),
+            why=library_words(error),
             fix="copy tokenizer.json and tokenizer_config.json again, or set model.tokenizer",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def load_base(
@@ -178,14 +191,18 @@ def _refuse_unknown_type(directory: Path, *, trust_remote_code: bool) -> None:
         if trust_remote_code:
             return
         raise ModelError.of(
-            f"the model type {kind!r} needs Python code that comes with the model", where=str(directory / "config.json"),
-            why="such code runs with your rights", fix="read it, and if you trust it set model.trust_remote_code: true",
-        )  # fmt: skip
+            f"the model type {kind!r} needs Python code that comes with the model",
+            where=str(directory / "config.json"),
+            why="such code runs with your rights",
+            fix="read it, and if you trust it set model.trust_remote_code: true",
+        )
     near = nearest(str(kind), list(CONFIG_MAPPING_NAMES))
     raise ModelError.of(
-        f"unknown model type {kind!r}", where=str(directory / "config.json"), why="the installed transformers does not have it",
+        f"unknown model type {kind!r}",
+        where=str(directory / "config.json"),
+        why="the installed transformers does not have it",
         fix=(f"did you mean {near!r}? " if near else "") + "else: pip install --upgrade transformers",
-    )  # fmt: skip
+    )
 
 
 def _load_error(directory: Path, error: Exception) -> ModelError:
@@ -194,12 +211,16 @@ def _load_error(directory: Path, error: Exception) -> ModelError:
         for key, value in settings.items():
             if error.args[0] in (value.values() if isinstance(value, dict) else [value]):
                 return ModelError.of(
-                    f"transformers does not know {error.args[0]!r}, the {key} in config.json", where=str(directory / "config.json"),
+                    f"transformers does not know {error.args[0]!r}, the {key} in config.json",
+                    where=str(directory / "config.json"),
                     fix="copy config.json of the model again, or pip install --upgrade transformers if the model is newer",
-                )  # fmt: skip
+                )
     return ModelError.of(
-        "the model cannot be loaded", where=str(directory), why=library_words(error), fix="check that config.json belongs to the weights"
-    )  # fmt: skip
+        "the model cannot be loaded",
+        where=str(directory),
+        why=library_words(error),
+        fix="check that config.json belongs to the weights",
+    )
 
 
 def _refuse_gaps(directory: Path, info: dict[str, Any]) -> None:
@@ -213,21 +234,25 @@ def _refuse_gaps(directory: Path, info: dict[str, Any]) -> None:
         more = f", and {len(misfits) - _SHOWN} more tensors do not fit" if len(misfits) > _SHOWN else ""
         problems.append(
             Problem(
-                f"{name} has the shape {tuple(found)}, and config.json makes it {tuple(wanted)}" + more * (not problems),
-                str(files.get(name, directory)), f"{directory / 'config.json'} belongs to another model, or was changed",
+                f"{name} has the shape {tuple(found)}, and config.json makes it {tuple(wanted)}"
+                + more * (not problems),
+                str(files.get(name, directory)),
+                f"{directory / 'config.json'} belongs to another model, or was changed",
                 "take config.json and the weights from the same model",
             )
-        )  # fmt: skip
+        )
     missing = sorted(info.get("missing_keys", ()))
     if missing:
         shown = ", ".join(missing[:_SHOWN]) + (" …" if len(missing) > _SHOWN else "")
         names = ", ".join(sorted({file.name for file in files.values()}))
         problems.append(
             Problem(
-                f"{len(missing)} tensors of the model are in none of its files: {shown}", str(directory),
-                f"looked in {names}; they would start as random numbers", "copy or download the weights again",
+                f"{len(missing)} tensors of the model are in none of its files: {shown}",
+                str(directory),
+                f"looked in {names}; they would start as random numbers",
+                "copy or download the weights again",
             )
-        )  # fmt: skip
+        )
     if problems:
         raise ModelError(*problems)
 
@@ -240,10 +265,11 @@ def _fit_vocabulary(base: Any, tokenizer: Any, *, grow: bool) -> None:
         return
     if not grow:
         raise ModelError.of(
-            f"the tokenizer does not fit the model: it has {wanted} tokens, the model {rows}", where="model.tokenizer",
+            f"the tokenizer does not fit the model: it has {wanted} tokens, the model {rows}",
+            where="model.tokenizer",
             why="a token without a row in the embedding cannot be read",
             fix="use the model's own tokenizer, or set model.resize_vocabulary: true with `adapter: null`",
-        )  # fmt: skip
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers explains at length that the new rows start at the mean
         base.resize_token_embeddings(wanted)
@@ -257,10 +283,16 @@ def _add_adapter(base: Any, section: AdapterSection) -> torch.nn.Module:
         targets = _matching_modules(base, list(section.targets))
     _check_modules_to_save(base, section.modules_to_save)
     lora = LoraConfig(
-        r=section.rank, lora_alpha=section.alpha, lora_dropout=section.dropout, target_modules=targets,
-        modules_to_save=section.modules_to_save or None, use_rslora=section.kind == "rslora", use_dora=section.kind == "dora",
-        task_type="CAUSAL_LM", bias="none",
-    )  # fmt: skip
+        r=section.rank,
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        target_modules=targets,
+        modules_to_save=section.modules_to_save or None,
+        use_rslora=section.kind == "rslora",
+        use_dora=section.kind == "dora",
+        task_type="CAUSAL_LM",
+        bias="none",
+    )
     try:
         return get_peft_model(base, lora)
     except ValueError as error:
@@ -292,9 +324,10 @@ def _check_modules_to_save(base: torch.nn.Module, names: list[str]) -> None:
     if unknown:
         near = nearest(unknown[0], sorted(ends))
         raise ModelError.of(
-            f"the model has no module {unknown[0]!r}", where="adapter.modules_to_save",
+            f"the model has no module {unknown[0]!r}",
+            where="adapter.modules_to_save",
             fix=f"did you mean {near!r}?" if near else f"one of {', '.join(sorted(ends)[:12])}",
-        )  # fmt: skip
+        )
 
 
 def _freeze(base: torch.nn.Module, patterns: list[str]) -> None:

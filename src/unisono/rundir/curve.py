@@ -119,8 +119,10 @@ def _axes(frame: _Frame) -> list[str]:
         found.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 5}"/>')
         found.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{int(step):,}</text>')
     found.append(f'<text x="{(_LEFT + right) / 2:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">step</text>')
-    found.append(f'<text x="16" y="{(_TOP + bottom) / 2:.0f}" text-anchor="middle" '
-                 f'transform="rotate(-90 16 {(_TOP + bottom) / 2:.0f})">loss</text>')  # fmt: skip
+    found.append(
+        f'<text x="16" y="{(_TOP + bottom) / 2:.0f}" text-anchor="middle" '
+        f'transform="rotate(-90 16 {(_TOP + bottom) / 2:.0f})">loss</text>'
+    )
     return found
 
 

@@ -9,26 +9,26 @@ from unisono.child import leave, loading_modules, parse_child_arguments, run_chi
 from unisono.errors import UsageError
 from unisono.events import Reporter
 
-# Name on the command line: the module in this room with `run(request, report) -> result`.
+# Name on the command line: the module in this room, and its function `(request, report) -> result`.
 TASKS = {
-    "contents": "contents",
-    "collective": "collective",
-    "prepare": "prepare",
-    "preview": "preview",
-    "generate": "generate",
-    "chat": "chat",
-    "eval": "evaluate",
-    "export": "export",
-    "storage": "storage",
-    "rehearsed": "rehearsed",
-    "rows": "rows",
+    "contents": ("input_digests", "run"),
+    "collective": ("collective", "run"),
+    "prepare": ("data_tasks", "prepare"),
+    "preview": ("data_tasks", "preview"),
+    "generate": ("generation", "run_generate"),
+    "chat": ("generation", "run_chat"),
+    "eval": ("evaluate", "run"),
+    "export": ("export", "run"),
+    "storage": ("fsspec_storage", "run"),
+    "rehearsed": ("read_back", "run"),
+    "rows": ("data_tasks", "row_origins"),
 }
 
 
 class Task(Protocol):
-    """What a task's module offers."""
+    """The function of a task."""
 
-    def run(self, request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    def __call__(self, request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         """Does the work; gives the fields of the `result` message."""
         ...
 
@@ -40,9 +40,10 @@ def main(argv: list[str]) -> int:
     def body(report: Reporter) -> dict[str, Any]:
         if arguments.name not in TASKS:
             raise UsageError.of(f"there is no task {arguments.name!r}", fix=f"one of {', '.join(TASKS)}")
+        module, function = TASKS[arguments.name]
         with loading_modules():
-            task: Task = importlib.import_module(f"unisono.task.{TASKS[arguments.name]}")
-        return task.run(json.loads(arguments.file.read_text(encoding="utf-8")), report)
+            task: Task = getattr(importlib.import_module(f"unisono.task.{module}"), function)
+        return task(json.loads(arguments.file.read_text(encoding="utf-8")), report)
 
     return run_child(body, arguments)
 

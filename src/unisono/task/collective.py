@@ -145,9 +145,13 @@ def _store(host: str, port: int, listening: socket.socket | None, limit: float) 
     if listening is None:  # refused is said at once; torch would try until twice its time-out
         socket.create_connection((host, port), timeout=_left(limit).total_seconds()).close()
     return dist.TCPStore(
-        host, port, is_master=listening is not None, wait_for_workers=False, timeout=_left(limit),
+        host,
+        port,
+        is_master=listening is not None,
+        wait_for_workers=False,
+        timeout=_left(limit),
         master_listen_fd=None if listening is None else listening.detach(),
-    )  # fmt: skip
+    )
 
 
 def _try(
@@ -165,9 +169,13 @@ def _try(
     if on_gpu:
         torch.cuda.set_device(asked.device)
     dist.init_process_group(
-        asked.backend, store=store, rank=asked.rank, world_size=asked.world_size,
-        timeout=_left(limit), device_id=asked.device if on_gpu else None,
-    )  # fmt: skip
+        asked.backend,
+        store=store,
+        rank=asked.rank,
+        world_size=asked.world_size,
+        timeout=_left(limit),
+        device_id=asked.device if on_gpu else None,
+    )
     report.phase("collective.sum", "adds numbers over all ranks")
     return _small(asked, limit, found) or _large(asked, limit)
 

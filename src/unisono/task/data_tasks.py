@@ -177,4 +177,6 @@ def row_origins(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         rows = [int(row) for sequence in request["sequences"] for row in table.rows_of(int(sequence))]
         return {"rows": [table.row_id(row) for row in rows]}
     except (OSError, IndexError) as error:
-        raise DataError.of("the rows cannot be looked up", where=str(request["table"]), why=one_line(str(error))) from error  # fmt: skip
+        raise DataError.of(
+            "the rows cannot be looked up", where=str(request["table"]), why=one_line(str(error))
+        ) from error

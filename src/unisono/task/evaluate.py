@@ -92,8 +92,13 @@ def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
     if target.source == "checkpoint":
         model = plan.config.model
     return RunConfig(
-        model=model, adapter=None, data=settings, objective=plan.config.objective, seed=plan.config.seed, output_dir="unused"
-    )  # fmt: skip
+        model=model,
+        adapter=None,
+        data=settings,
+        objective=plan.config.objective,
+        seed=plan.config.seed,
+        output_dir="unused",
+    )
 
 
 def losses(
@@ -151,9 +156,15 @@ def answer_all(opened: InferenceModel, questions: Sequence[Question], report: Re
     with opened.ready() as model:
         for places, most in batches:
             found = generate(
-                model, [questions[i].prompt for i in places], max_new_tokens=most, stop_ids=stops, pad_id=opened.pad_id,
-                on_answers=lambda done: report.phase("generate", "answering", done=done, total=len(questions)),
-            )  # fmt: skip
+                model,
+                [questions[i].prompt for i in places],
+                max_new_tokens=most,
+                stop_ids=stops,
+                pad_id=opened.pad_id,
+                on_answers=lambda done: report.phase(
+                    "generate", "answering", done=done, total=len(questions)
+                ),
+            )
             for place, answer in zip(places, found, strict=True):
                 answers[place] = answer
     return [text_of(opened, answer) for answer in answers]

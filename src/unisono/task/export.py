@@ -67,9 +67,15 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     what = "merged model" if merge else "adapter" if _has_adapter(target) else "model"
     files = sorted(file for file in out.rglob("*") if file.is_file())
     return {
-        "out": str(out), "what": what, "description": target.description, "base": str(target.base), "merged": merge,
-        "files": [str(file.relative_to(out)) for file in files], "bytes": sum(file.stat().st_size for file in files), **extra,
-    }  # fmt: skip
+        "out": str(out),
+        "what": what,
+        "description": target.description,
+        "base": str(target.base),
+        "merged": merge,
+        "files": [str(file.relative_to(out)) for file in files],
+        "bytes": sum(file.stat().st_size for file in files),
+        **extra,
+    }
 
 
 def write_as_it_is(target: Target, directory: Path) -> Entries:
@@ -121,10 +127,11 @@ def write_merged(target: Target, directory: Path, report: Reporter) -> tuple[dic
     )
     if not difference <= TOLERANCE[dtype]:
         raise ModelError.of(
-            "the merged model does not give what base plus adapter give", where=str(target.weights),
+            "the merged model does not give what base plus adapter give",
+            where=str(target.weights),
             why=f"its logits differ by {difference:.2g} of their spread; up to {TOLERANCE[dtype]:g} is rounding",
             fix="export without --merge",
-        )  # fmt: skip
+        )
     return {"dtype": dtype, "logits_differ_by": difference}, entries
 
 
@@ -148,9 +155,13 @@ def whole_directory(out: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) or error_number(error) is not None:
             raise UnfitError.of(
-                f"{out} cannot be written: {words(error)}", where=str(out), why=reason(error),
-                fix=remedy(error, else_="make room or choose a different place; nothing was left half written"),
-            ) from error  # fmt: skip
+                f"{out} cannot be written: {words(error)}",
+                where=str(out),
+                why=reason(error),
+                fix=remedy(
+                    error, else_="make room or choose a different place; nothing was left half written"
+                ),
+            ) from error
         raise
 
 
@@ -166,8 +177,11 @@ def _free_place(asked: str) -> Path:
     out = Path(asked).expanduser().absolute()
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise UsageError.of(
-            f"{asked} is taken", where=str(out), why="an export never overwrites", fix="name a directory that does not exist or is empty"
-        )  # fmt: skip
+            f"{asked} is taken",
+            where=str(out),
+            why="an export never overwrites",
+            fix="name a directory that does not exist or is empty",
+        )
     return out
 
 
@@ -251,8 +265,10 @@ def merge_adapter(model: Any, *, where: str) -> Any:
             continue
         if not hasattr(layer, "merge"):
             raise ModelError.of(
-                f"an adapter of kind {type(layer).__name__} cannot be merged", where=where, fix="export without --merge"
-            )  # fmt: skip
+                f"an adapter of kind {type(layer).__name__} cannot be merged",
+                where=where,
+                fix="export without --merge",
+            )
         weight = layer.get_base_layer().weight
         dtype = weight.dtype
         weight.data = weight.data.float()
@@ -272,6 +288,8 @@ def _refuse_tied(model: Any, where: str) -> None:
     for module in (base.get_input_embeddings(), base.get_output_embeddings()):
         if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper):
             raise ModelError.of(
-                "the adapter changes the embedding or the head, which share one matrix in this model", where=where,
-                why="merged, the change would reach both", fix="export without --merge",
-            )  # fmt: skip
+                "the adapter changes the embedding or the head, which share one matrix in this model",
+                where=where,
+                why="merged, the change would reach both",
+                fix="export without --merge",
+            )

@@ -67,9 +67,11 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     except Exception as error:  # each storage package has errors of its own; what it says is handed on
         text = one_line(redact(str(error)), limit=300)
         raise UnfitError.of(
-            f"{request['url']} cannot be {storage.doing if storage else 'read'}", where="checkpoint.storage",
-            why=f"{type(error).__name__}: {text}", fix="check the URL, the room there, the network and the credentials in the environment",
-        ) from error  # fmt: skip
+            f"{request['url']} cannot be {storage.doing if storage else 'read'}",
+            where="checkpoint.storage",
+            why=f"{type(error).__name__}: {text}",
+            fix="check the URL, the room there, the network and the credentials in the environment",
+        ) from error
 
 
 def _carry_out(request: dict[str, Any], storage: "Storage") -> dict[str, Any]:
@@ -139,9 +141,11 @@ class Storage:
                 self._fs.rmdir(directory)
         if found != words:
             raise UnfitError.of(
-                f"{self._url} gives back other bytes than were written to it", where="checkpoint.storage",
-                why=f"{len(words)} bytes were written to {place}, and {len(found)} bytes that are not these were read", fix="use another storage",
-            )  # fmt: skip
+                f"{self._url} gives back other bytes than were written to it",
+                where="checkpoint.storage",
+                why=f"{len(words)} bytes were written to {place}, and {len(found)} bytes that are not these were read",
+                fix="use another storage",
+            )
         return {"seconds": time.monotonic() - began}
 
     def upload(self, run_id: str, path: Path, *, rules: Rules, best: bool, beside: Path) -> dict[str, Any]:
@@ -218,8 +222,10 @@ class Storage:
         manifest = self._manifest(run_id, step)
         if manifest is None or manifest.checksum != checksum:
             raise IntegrityError.of(
-                f"{place}/{MANIFEST} is not what was uploaded", where=place, why="without its manifest a copy does not count"
-            )  # fmt: skip
+                f"{place}/{MANIFEST} is not what was uploaded",
+                where=place,
+                why="without its manifest a copy does not count",
+            )
         self._of = manifest.total_bytes
         with Path(os.devnull).open("wb") as nowhere:
             for name, entry in manifest.files.items():
@@ -343,8 +349,11 @@ class Storage:
             return
         except FileNotFoundError:
             raise UnfitError.of(
-                f"there is no bucket {bucket}", where="checkpoint.storage", why=f"{self._url} would be in it", fix="correct the URL, or make the bucket"
-            ) from None  # fmt: skip
+                f"there is no bucket {bucket}",
+                where="checkpoint.storage",
+                why=f"{self._url} would be in it",
+                fix="correct the URL, or make the bucket",
+            ) from None
 
     def _steps(self, run_id: str) -> Iterator[int]:
         for name in self._names(f"{self._root}/{run_id}"):
@@ -376,6 +385,7 @@ class Storage:
 
 def _damaged(place: str, found: tuple[int, str], wanted: tuple[int, str]) -> IntegrityError:
     return IntegrityError.of(
-        f"{place} is not what its manifest says", where=place,
+        f"{place} is not what its manifest says",
+        where=place,
         why=f"{found[0]} bytes of digest {found[1]}; {wanted[0]} bytes of digest {wanted[1]} are in the manifest",
-    )  # fmt: skip
+    )

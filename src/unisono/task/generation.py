@@ -87,8 +87,10 @@ def encode_prompts(
     talks = any(not isinstance(prompt.asked, str) for prompt in prompts) or system is not None
     if raw and talks:
         raise UsageError.of(
-            "messages cannot be continued without a chat template", where="--raw", fix="leave --raw out, or give plain text"
-        )  # fmt: skip
+            "messages cannot be continued without a chat template",
+            where="--raw",
+            fix="leave --raw out, or give plain text",
+        )
     template = None if raw else opened.template
     if template is None and talks:
         template = opened.chat_template()[0]
@@ -153,9 +155,11 @@ def _prompt_of(row: RawRow | BadRow) -> Prompt | Problem:
     if isinstance(asked, list):
         return _conversation(where, asked)
     return Problem(
-        "the row has no prompt", where, f"it has {', '.join(list(row.value)[:6]) or 'nothing'}",
+        "the row has no prompt",
+        where,
+        f"it has {', '.join(list(row.value)[:6]) or 'nothing'}",
         "name it `prompt` (text) or `messages` (a list of {role, content})",
-    )  # fmt: skip
+    )
 
 
 def _conversation(where: str, turns: list[Any]) -> Prompt | Problem:
@@ -168,8 +172,11 @@ def _conversation(where: str, turns: list[Any]) -> Prompt | Problem:
         )
     if turns[-1]["role"] == "assistant":
         return Problem(
-            "the conversation ends with an answer", where, "nothing is asked", "remove the last message; `unisono eval` compares answers"
-        )  # fmt: skip
+            "the conversation ends with an answer",
+            where,
+            "nothing is asked",
+            "remove the last message; `unisono eval` compares answers",
+        )
     return Prompt(where, turns)
 
 
@@ -188,9 +195,11 @@ def _length_problem(
             "shorten it",
         )
     return Problem(
-        f"a prompt of {len(ids)} tokens leaves no room for an answer of {max_new_tokens}", prompt.where,
-        f"the model reads {opened.context} tokens", f"set --max-tokens to {opened.context - len(ids)} or less, or shorten the prompt",
-    )  # fmt: skip
+        f"a prompt of {len(ids)} tokens leaves no room for an answer of {max_new_tokens}",
+        prompt.where,
+        f"the model reads {opened.context} tokens",
+        f"set --max-tokens to {opened.context - len(ids)} or less, or shorten the prompt",
+    )
 
 
 _USUAL_TOKENS = 256
@@ -213,12 +222,18 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     stream = TextStream(opened.tokenizer, stops) if len(prompts) == 1 else None
     with opened.ready() as model:
         answers = generate(
-            model, ids, max_new_tokens=limit, stop_ids=opened.stops(template), pad_id=opened.pad_id,
-            temperature=request["temperature"], top_p=request["top_p"], seed=request["seed"],
+            model,
+            ids,
+            max_new_tokens=limit,
+            stop_ids=opened.stops(template),
+            pad_id=opened.pad_id,
+            temperature=request["temperature"],
+            top_p=request["top_p"],
+            seed=request["seed"],
             on_token=_sender(stream, report) if stream else None,
             is_done=StopStrings(opened.tokenizer, stops) if stops else None,
             on_answers=lambda done: report.phase("generate", "answering", done=done, total=len(prompts)),
-        )  # fmt: skip
+        )
     if stream is not None:
         report.send("token", text=stream.close())
     return {
@@ -232,8 +247,10 @@ def _prompts(request: dict[str, Any]) -> list[Prompt]:
         return read_prompts(request["file"])
     if not str(request.get("prompt") or "").strip():
         raise UsageError.of(
-            "the prompt is empty", where="PROMPT", fix="write it on the command line, pipe it in, or name a file with --file"
-        )  # fmt: skip
+            "the prompt is empty",
+            where="PROMPT",
+            fix="write it on the command line, pipe it in, or name a file with --file",
+        )
     return [Prompt("", request["prompt"])]
 
 
@@ -348,10 +365,17 @@ class Conversation:
 
         with self._opened.ready() as model:
             (answer,) = generate(
-                model, [ids], max_new_tokens=limit, stop_ids=self._opened.stops(self._template), pad_id=self._opened.pad_id,
-                temperature=self._request["temperature"], top_p=self._request["top_p"], seed=self._request["seed"] + self.turns,
-                on_token=send, is_done=lambda *_: self._interrupt.asked,
-            )  # fmt: skip
+                model,
+                [ids],
+                max_new_tokens=limit,
+                stop_ids=self._opened.stops(self._template),
+                pad_id=self._opened.pad_id,
+                temperature=self._request["temperature"],
+                top_p=self._request["top_p"],
+                seed=self._request["seed"] + self.turns,
+                on_token=send,
+                is_done=lambda *_: self._interrupt.asked,
+            )
         rest = stream.close()
         if rest:
             self._report.send("token", text=rest)

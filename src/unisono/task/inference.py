@@ -147,9 +147,11 @@ def _odd_weights(target: Target, odd: list[str], dtype: str) -> ModelError:
     if found:
         return odd_weights(found)
     return ModelError.of(
-        f"{odd[0]} has values that {dtype} cannot hold", where=str(target.weights),
-        why=f"they are infinite in {dtype}; {len(odd)} tensors have such values", fix="use a device that computes in the dtype of the files",
-    )  # fmt: skip
+        f"{odd[0]} has values that {dtype} cannot hold",
+        where=str(target.weights),
+        why=f"they are infinite in {dtype}; {len(odd)} tensors have such values",
+        fix="use a device that computes in the dtype of the files",
+    )
 
 
 def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
@@ -183,21 +185,26 @@ def _adapter_mismatch(target: Target, error: Exception) -> ModelError:
     if isinstance(error, UserWarning):
         names = re.findall(r"'([^']+)'", str(error).partition(_MISSING_KEYS)[2])
         return ModelError.of(
-            f"{len(names)} tensors of the adapter are not in its file: {', '.join(names[:3])}{' …' * (len(names) > 3)}", where=str(weights),
-            why=f"{settings} and the model {target.base} have a place for them", fix="copy the whole directory of the adapter again",
-        )  # fmt: skip
+            f"{len(names)} tensors of the adapter are not in its file: {', '.join(names[:3])}{' …' * (len(names) > 3)}",
+            where=str(weights),
+            why=f"{settings} and the model {target.base} have a place for them",
+            fix="copy the whole directory of the adapter again",
+        )
     shapes = _SIZE_MISMATCH.search(str(error))
     if shapes:
         name, found, wanted = shapes[1], *(f"({shape})" for shape in shapes.groups()[1:])
         return ModelError.of(
-            f"{name} has the shape {found}, and adapter_config.json on the model beneath makes it {wanted}", where=str(weights),
+            f"{name} has the shape {found}, and adapter_config.json on the model beneath makes it {wanted}",
+            where=str(weights),
             why=f"{settings} is of another adapter, or {target.base} is not the model that it was trained on",
             fix="copy the whole directory again, or set base_model_name_or_path in adapter_config.json to the model that it was trained on",
-        )  # fmt: skip
+        )
     return ModelError.of(
-        "the adapter does not fit the model beneath it", where=str(target.weights), why=library_words(error, library="peft"),
+        "the adapter does not fit the model beneath it",
+        where=str(target.weights),
+        why=library_words(error, library="peft"),
         fix="copy adapter_config.json again, or set its base_model_name_or_path to the model that it was trained on",
-    )  # fmt: skip
+    )
 
 
 def _loaded(model: Any, base: Any, tokenizer: Any, trainable: dict[str, torch.nn.Parameter]) -> LoadedModel:
@@ -213,15 +220,21 @@ def _load_checkpoint(target: Target, *, dtype: str, device: torch.device) -> Loa
     assert plan is not None
     with torch.random.fork_rng(devices=[]):  # an adapter's first weights are drawn, and overwritten below
         loaded = load_for_training(
-            plan.config, directory=target.base, tokenizer_directory=locate_tokenizer(plan.config), dtype=dtype, device=device
-        )  # fmt: skip
+            plan.config,
+            directory=target.base,
+            tokenizer_directory=locate_tokenizer(plan.config),
+            dtype=dtype,
+            device=device,
+        )
     reader = CheckpointReader(target.weights)
     saved = {name: outline.shape for name, outline in reader.groups["trainable"].items()}
     if {name: tuple(p.shape) for name, p in loaded.trainable.items()} != saved:
         raise ModelError.of(
-            "the checkpoint does not fit the model that the run began with", where=str(target.weights),
-            why=f"the model is now read from {target.base}", fix="put the original model there again",
-        )  # fmt: skip
+            "the checkpoint does not fit the model that the run began with",
+            where=str(target.weights),
+            why=f"the model is now read from {target.base}",
+            fix="put the original model there again",
+        )
     with torch.no_grad():
         for name, parameter in loaded.trainable.items():
             parameter.copy_(reader.tensor("trainable", name))  # one by one, and without the optimizer's

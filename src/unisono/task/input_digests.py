@@ -148,9 +148,18 @@ class DigestProgress:
 
 
 _TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
-    "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _MODEL = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 

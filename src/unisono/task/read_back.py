@@ -66,12 +66,7 @@ def _read_tensors(path: Path) -> int:
 def _misfits(reader: "CheckpointReader") -> list[str]:
     """Where the tensors are not those of the parameters that state.json has in the optimizers' groups."""
     optimizers = reader.values["optimizer"]
-    named = {
-        name
-        for state in optimizers.values()
-        for group in state["groups"]
-        for name in group["names"]
-    }  # fmt: skip
+    named = {name for state in optimizers.values() for group in state["groups"] for name in group["names"]}
     found = [
         f"{name} is in state.json, and there is no tensor of it"
         for name in sorted(named - set(reader.groups["trainable"]))

@@ -79,8 +79,10 @@ def _find(asked: str, directory: Path, step: int | None) -> Target:
         return _of_run(asked, RunDir(directory.resolve()), step)
     if step is not None:
         raise UsageError.of(
-            f"{asked} is no run, so it has no step {step}", where="--step", fix="give the directory of a run, or leave --step out"
-        )  # fmt: skip
+            f"{asked} is no run, so it has no step {step}",
+            where="--step",
+            fix="give the directory of a run, or leave --step out",
+        )
     if directory.is_dir():
         _refuse_other_places(asked, directory.resolve())
     try:
@@ -105,8 +107,9 @@ def verify_target(target: Target, report: Reporter) -> None:
     places = list(dict.fromkeys([target.base, *([] if target.source == "checkpoint" else [target.weights])]))
     found = digest_files(
         [file for place in places for file in listed_files(place)],
-        cache=read_environment().cache_dir / "digests.json", told=DigestProgress(report, "verify").told,
-    )  # fmt: skip
+        cache=read_environment().cache_dir / "digests.json",
+        told=DigestProgress(report, "verify").told,
+    )
     for place in places:
         checked = check_model(place, read=partial(_digest_of, found))
         if not checked.intact:
@@ -146,15 +149,18 @@ def _refuse_other_places(asked: str, directory: Path) -> None:
     if _is_run(directory.parent.parent) and directory.parent.name == "checkpoints":
         number = directory.name.removeprefix("step-").lstrip("0") or "0"
         raise UsageError.of(
-            f"{asked} is a checkpoint", where=str(directory), why="it holds what was trained, without its model",
+            f"{asked} is a checkpoint",
+            where=str(directory),
+            why="it holds what was trained, without its model",
             fix=f"name its run: {directory.parent.parent} --step {number}",
-        )  # fmt: skip
+        )
     if not any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UsageError.of(
-            f"{asked} is neither a run nor a model", where=str(directory),
+            f"{asked} is neither a run nor a model",
+            where=str(directory),
             why="there is no plan.json, config.json or adapter_config.json in it",
             fix="give a run's directory (output_dir of its config), or a model's with config.json, weights and tokenizer",
-        )  # fmt: skip
+        )
 
 
 def _of_run(asked: str, run: RunDir, step: int | None) -> Target:
@@ -173,9 +179,12 @@ def _of_run(asked: str, run: RunDir, step: int | None) -> Target:
         return _at_result(asked, plan, base, final)
     damaged: list[str] = []
     newest = store.newest_intact(
-        lambda path, damage: damaged.append(f"{path.name} is passed over: {damage}") if damage.is_fatal else None,
-        run_id=plan.run_id, trust=True,
-    )  # fmt: skip
+        lambda path, damage: (
+            damaged.append(f"{path.name} is passed over: {damage}") if damage.is_fatal else None
+        ),
+        run_id=plan.run_id,
+        trust=True,
+    )
     if newest is not None:
         unfinished = f"the run is not finished ({outcome or 'no result yet'}): this is its checkpoint of step {newest.step}"
         return _at_checkpoint(asked, plan, base, newest, (unfinished, *damaged))
@@ -183,13 +192,17 @@ def _of_run(asked: str, run: RunDir, step: int | None) -> Target:
         return _at_result(asked, plan, base, final)
     if damaged:
         raise IntegrityError.of(
-            f"no checkpoint of {asked} is intact", where=str(run.checkpoints), why="; ".join(damaged[:4]),
+            f"no checkpoint of {asked} is intact",
+            where=str(run.checkpoints),
+            why="; ".join(damaged[:4]),
             fix="`unisono checkpoint verify` shows each; start the run again with --fresh",
-        )  # fmt: skip
+        )
     raise UsageError.of(
-        f"{asked} has no weights yet", where=str(run.root), why="it ended before its first checkpoint, or has only begun",
+        f"{asked} has no weights yet",
+        where=str(run.root),
+        why="it ended before its first checkpoint, or has only begun",
         fix=f"go on with `unisono train {run.config}`",
-    )  # fmt: skip
+    )
 
 
 def _read_plan(asked: str, run: RunDir) -> RunPlan:
@@ -197,14 +210,18 @@ def _read_plan(asked: str, run: RunDir) -> RunPlan:
         return RunPlan.model_validate(read_json(run.plan))
     except FileNotFoundError:
         raise UsageError.of(
-            f"{asked} has no weights yet", where=str(run.root), why="there is no plan.json: it ended before it was planned",
+            f"{asked} has no weights yet",
+            where=str(run.root),
+            why="there is no plan.json: it ended before it was planned",
             fix=f"start it with `unisono train {run.config}`",
-        ) from None  # fmt: skip
+        ) from None
     except (OSError, ValueError) as error:
         raise UsageError.of(
-            f"the plan of {asked} cannot be read", where=str(run.plan), why=why_unreadable(error),
+            f"the plan of {asked} cannot be read",
+            where=str(run.plan),
+            why=why_unreadable(error),
             fix="restore the file, or name the adapter or model directory in the run instead",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _outcome(run: RunDir) -> str | None:
@@ -221,9 +238,12 @@ def _at_step(store: CheckpointStore, plan: RunPlan, step: int) -> IntactCheckpoi
     if not path.is_dir():
         steps = ", ".join(entry.name.removeprefix("step-").lstrip("0") or "0" for entry in store.list())
         raise UsageError.of(
-            f"the run has no checkpoint of step {step}", where=str(store.root),
-            fix=f"there are those of step {steps}" if steps else "it has none; leave --step out for the result",
-        )  # fmt: skip
+            f"the run has no checkpoint of step {step}",
+            where=str(store.root),
+            fix=f"there are those of step {steps}"
+            if steps
+            else "it has none; leave --step out for the result",
+        )
     return store.require(path, run_id=plan.run_id, trust=True)
 
 
@@ -263,8 +283,10 @@ def _of_adapter(asked: str, directory: Path) -> Target:
     where = f"base_model_name_or_path in {directory / 'adapter_config.json'}"
     if not isinstance(base, str) or not base:
         raise ModelError.of(
-            f"{asked} does not say which model it adapts", where=where, fix="set it to the directory or hub id of that model"
-        )  # fmt: skip
+            f"{asked} does not say which model it adapts",
+            where=where,
+            fix="set it to the directory or hub id of that model",
+        )
     try:
         located = locate_model(base)
     except ModelError as error:
@@ -280,9 +302,11 @@ def _of_adapter(asked: str, directory: Path) -> Target:
 def _refuse_incomplete_adapter(directory: Path) -> None:
     if not (directory / "adapter_model.safetensors").is_file():
         raise ModelError.of(
-            "the adapter lacks its weights", where=str(directory), why="there is no adapter_model.safetensors in it",
+            "the adapter lacks its weights",
+            where=str(directory),
+            why="there is no adapter_model.safetensors in it",
             fix="copy the whole directory again",
-        )  # fmt: skip
+        )
     _adapter_settings(directory)
 
 
@@ -293,12 +317,17 @@ def _adapter_settings(directory: Path) -> dict[str, Any]:
         settings = read_json_object(file, fix="copy it again")
     except FileNotFoundError:
         raise ModelError.of(
-            "the adapter lacks its settings", where=str(directory), why="there is no adapter_config.json in it", fix="copy the whole directory again"
-        ) from None  # fmt: skip
+            "the adapter lacks its settings",
+            where=str(directory),
+            why="there is no adapter_config.json in it",
+            fix="copy the whole directory again",
+        ) from None
     kind = settings.get("peft_type")
     if not isinstance(kind, str) or not kind:
         raise ModelError.of(
-            f"adapter_config.json does not say its peft_type{'' if kind is None else f', but {kind!r}'}", where=str(file),
-            why="it is the kind of the adapter, as LORA, and the file says how to put it on the model", fix="copy adapter_config.json of the adapter again",
-        )  # fmt: skip
+            f"adapter_config.json does not say its peft_type{'' if kind is None else f', but {kind!r}'}",
+            where=str(file),
+            why="it is the kind of the adapter, as LORA, and the file says how to put it on the model",
+            fix="copy adapter_config.json of the adapter again",
+        )
     return settings
