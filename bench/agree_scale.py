@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.agree.compare import compare_nodes
 from unisono.agree.membership import missing_nodes
 from unisono.agree.reports import Device, FileDigest, Interface, Limits, NodeReport, OutputFacts
-from unisono.control.events import Joined, Said
+from unisono.control.events import Joined, NodeMessage
 from unisono.control.link import NodeLink
 from unisono.control.server import HeadServer
 
@@ -123,7 +123,7 @@ class Nodes:
                 json.dumps(e.message, sort_keys=True)
                 for _, events in heard
                 for e in events
-                if isinstance(e, Said)
+                if isinstance(e, NodeMessage)
             }
             waiting = [link for link, events in heard if not events]
             time.sleep(0.002)
@@ -195,7 +195,7 @@ def take_reports(server: HeadServer, known: dict[int, NodeReport], count: int) -
     while len(known) < count:
         assert time.monotonic() < until, f"{len(known)} of {count} have reported"
         for event in server.receive(0.5):
-            if isinstance(event, Said):
+            if isinstance(event, NodeMessage):
                 known[event.node_rank] = NodeReport.model_validate(event.message["report"])
             else:
                 assert isinstance(event, Joined), event

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from unisono.control.connection import SILENCE_S, SUSPECT_S, Connection, Pulse
-from unisono.control.events import Left, Said
-from unisono.control.frames import FrameParser
+from unisono.control.connection import SILENCE_S, SUSPECT_S, Connection, Heartbeats
+from unisono.control.events import Left, NodeMessage
+from unisono.control.protocol import FrameParser
 
 if TYPE_CHECKING:
     from subprocess import Popen
@@ -49,7 +49,7 @@ def test_a_head_that_is_killed_after_its_last_word_has_left_cleanly(room: "Room"
     head = room.head()
     node = room.node(head)
     head.settle({"kind": "ended"})
-    assert room.hears(node, Said)
+    assert room.hears(node, NodeMessage)
     head.close(patience_s=0)
     assert room.hears(node, Left)[0].clean
 
@@ -85,7 +85,7 @@ def test_silence_is_suspected_and_then_ends_the_connection_on_both_sides(
     while 1 not in head.silences():
         assert time.monotonic() - began < SILENCE_S
         lively.send({"kind": "note"})
-        room.hears(head, Said)
+        room.hears(head, NodeMessage)
     left, lost = room.hears(head, Left)[0], room.hears(node, Left)[0]
     assert SILENCE_S - 1 < time.monotonic() - began < 2 * SILENCE_S + 5
     assert (left.node_rank, left.clean, lost.node_rank, lost.clean) == (1, False, 0, False)
@@ -117,7 +117,7 @@ def test_who_was_stopped_itself_does_not_blame_the_others() -> None:
             raise AssertionError(why)
 
     async def wake() -> None:
-        pulse, other = Pulse(), Other(FrameParser())
+        pulse, other = Heartbeats(), Other(FrameParser())
         pulse._last = time.monotonic() - 60
         other.heard = pulse._last - 1
         pulse._tick(lambda: [other])

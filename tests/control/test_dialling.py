@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ports import free_port
-from unisono.control.frames import ANSWERS, preamble
-from unisono.control.handshake import Greeting, fresh_nonce
 from unisono.control.link import NodeLink
+from unisono.control.protocol import ANSWERS, Greeting, fresh_nonce, preamble
 from unisono.errors import Disagreed, UsageError
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ def test_a_head_that_stops_in_the_middle_of_the_handshake_is_called_again(
     room: "Room", listener: Listener
 ) -> None:
     def answer(sock: socket.socket) -> None:
-        from unisono.control.frames import Seal, encode
+        from unisono.control.protocol import Seal, encode
 
         greeting = Greeting(fresh_nonce(), "run1", 0)
         sock.sendall(preamble(ANSWERS) + Seal(b"", sends=b"<").close(encode(greeting.to_body())))

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.control.frames import (
+from unisono.control.protocol import (
     ANSWERS,
     CALLS,
     PROVEN_BYTES,
     TO_HEAD,
     TO_NODE,
-    Foreign,
+    DifferentVersion,
+    ForeignProtocol,
     Forged,
     FrameParser,
     Malformed,
-    OtherProtocol,
     Seal,
     decode,
     encode,
@@ -117,12 +117,12 @@ def test_the_first_wrong_byte_tells_a_stranger(data: bytes) -> None:
         parser.feed(data)
         assert not parser.began
         return
-    with pytest.raises(Foreign, match="it begins with `"):
+    with pytest.raises(ForeignProtocol, match="it begins with `"):
         parser.feed(data)
 
 
 def test_another_version_is_told_from_a_stranger() -> None:
-    with pytest.raises(OtherProtocol, match="version 9"):
+    with pytest.raises(DifferentVersion, match="version 9"):
         FrameParser(ANSWERS).feed(ANSWERS + b"\x09")
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from unisono.control.dial import Caller, call
-from unisono.control.events import Joined, Left, Rejected, Said
+from unisono.control.dial import DialRequest, dial_head
+from unisono.control.events import Joined, Left, NodeMessage, Rejected
 from unisono.control.link import NodeLink
 from unisono.errors import Disagreed, UsageError
 
@@ -50,10 +50,12 @@ def test_a_node_joins_and_both_hear_each_other(room: "Room") -> None:
     assert abs(time.time() - node.welcome["wall"]) < LIMIT_CLOCK_S
     assert node.local_address == "127.0.0.1"
     node.send({"kind": "report", "report": {"x": [1, "ü", None, 2.5]}})
-    assert room.hears(head, Said) == [Said(2, {"kind": "report", "report": {"x": [1, "ü", None, 2.5]}})]
+    assert room.hears(head, NodeMessage) == [
+        NodeMessage(2, {"kind": "report", "report": {"x": [1, "ü", None, 2.5]}})
+    ]
     head.send(2, {"kind": "dial"})
     head.tell_all({"kind": "prepare"})
-    assert [said.message["kind"] for said in room.hears(node, Said, 2)] == ["dial", "prepare"]
+    assert [said.message["kind"] for said in room.hears(node, NodeMessage, 2)] == ["dial", "prepare"]
 
 
 def test_clocks_of_one_machine_do_not_differ(room: "Room") -> None:
@@ -68,7 +70,11 @@ def test_a_large_message_arrives_whole_in_both_directions(room: "Room") -> None:
     text = "x" * (6 << 20)
     node.send({"text": text})
     head.tell_all({"text": text})
-    assert room.hears(head, Said)[0].message["text"] == room.hears(node, Said)[0].message["text"] == text
+    assert (
+        room.hears(head, NodeMessage)[0].message["text"]
+        == room.hears(node, NodeMessage)[0].message["text"]
+        == text
+    )
 
 
 def test_the_descriptor_is_readable_while_events_wait(room: "Room") -> None:
@@ -116,9 +122,9 @@ def test_a_second_node_with_a_rank_is_told_who_holds_it(room: "Room") -> None:
 def test_who_calls_again_because_no_welcome_came_is_no_second_node(room: "Room") -> None:
     """A head that was short of breath answers when the node has hung up and called anew."""
     head = room.head()
-    caller = Caller(*head.address, TOKEN, 1, "b")
-    first = call(caller, timeout_s=20, on_wait=None)
-    again = call(caller, timeout_s=20, on_wait=None)
+    caller = DialRequest(*head.address, TOKEN, 1, "b")
+    first = dial_head(caller, timeout_s=20, on_wait=None)
+    again = dial_head(caller, timeout_s=20, on_wait=None)
     room.hears(head, Joined)
     assert cause(refused(room, head, node_host="b")) == "node_duplicate"
     assert not room.unasked(head, Joined)
@@ -202,7 +208,7 @@ def test_a_last_word_reaches_every_node_whenever_it_came(room: "Room") -> None:
         room.hears(head, Joined, 2)
         head.settle({"kind": "ended"})
         for joined in calls:
-            assert room.hears(joined.result(), Said)[0].message == {"kind": "ended"}
+            assert room.hears(joined.result(), NodeMessage)[0].message == {"kind": "ended"}
 
 
 def test_who_comes_after_the_last_word_is_told_it(room: "Room") -> None:
@@ -212,7 +218,7 @@ def test_who_comes_after_the_last_word_is_told_it(room: "Room") -> None:
     late = room.node(head, node_rank=2)
     twice = room.node(head, node_rank=1)
     for node in (here, late, twice):
-        assert room.hears(node, Said)[0].message == {"kind": "ended", "exit_code": 3}
+        assert room.hears(node, NodeMessage)[0].message == {"kind": "ended", "exit_code": 3}
     assert {event.claims for event in room.hears(head, Rejected, 2, kind="late")} == {1, 2}
 
 
@@ -224,7 +230,7 @@ def test_the_head_closes_when_everybody_has_the_last_word(room: "Room") -> None:
     head.close(patience_s=LIMIT_CLOSE_S)
     assert time.monotonic() - began < LIMIT_CLOSE_S / 2
     for node in nodes:
-        said, left = room.hears(node, Said)[0], room.hears(node, Left)[0]
+        said, left = room.hears(node, NodeMessage)[0], room.hears(node, Left)[0]
         assert said.message == {"kind": "ended"}
         assert left == Left(0, "127.0.0.1", "it said goodbye", clean=True)
     assert [left.clean for left in room.hears(head, Left, 2)] == [True, True]
@@ -236,7 +242,7 @@ def test_all_that_was_sent_before_a_goodbye_arrives(room: "Room") -> None:
     for number in range(200):
         node.send({"number": number, "text": "x" * 10_000})
     node.close()
-    assert [said.message["number"] for said in room.hears(head, Said, 200)] == list(range(200))
+    assert [said.message["number"] for said in room.hears(head, NodeMessage, 200)] == list(range(200))
     assert room.hears(head, Left) == [Left(1, "host1", "it said goodbye", clean=True)]
 
 

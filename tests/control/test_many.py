@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from unisono.control.events import Joined, Left, Said
+from unisono.control.events import Joined, Left, NodeMessage
 
 if TYPE_CHECKING:
     from subprocess import Popen
@@ -26,7 +26,7 @@ def test_all_report_and_all_have_the_last_word(room: "Room", line_of: Callable[[
     head = room.head(nodes=NODES)
     others = room.process("nodes", head.address[1], 1, NODES - 1)
     assert {event.node_rank for event in room.hears(head, Joined, NODES - 1)} == set(range(1, NODES))
-    assert {event.node_rank for event in room.hears(head, Said, NODES - 1)} == set(range(1, NODES))
+    assert {event.node_rank for event in room.hears(head, NodeMessage, NODES - 1)} == set(range(1, NODES))
     began = time.monotonic()
     head.settle({"kind": "ended", "text": "x" * 10_000})
     head.close(patience_s=20)

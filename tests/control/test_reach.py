@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.needs import need, need_namespaces
 from unisono.control import echo
 from unisono.control.echo import CALLS, EchoListener, reach_key
-from unisono.control.reach import SIZES, DialLimits, Peer, Reached, choose_peers, dial_all
+from unisono.control.reachability import SIZES, DialLimits, DialResult, Peer, choose_peers, dial_all
 
 KEY = reach_key(b"the job's token", "run-1")
 SHORT = DialLimits(connect_s=1.0, message_s=1.0, patient_s=1.5)
@@ -81,7 +81,7 @@ def listener() -> Iterator[EchoListener]:
         yield made
 
 
-def dial(*ports: int, limits: DialLimits = LONG, key: bytes = KEY) -> list[Reached]:
+def dial(*ports: int, limits: DialLimits = LONG, key: bytes = KEY) -> list[DialResult]:
     return dial_all([Peer(1, "b", "127.0.0.1", ports)], key, source=0, limits=limits)
 
 
@@ -269,7 +269,7 @@ with EchoListener("{address}", bytes.fromhex("{key}")) as listener:
 DIAL = """
 import json, sys
 from dataclasses import asdict
-from unisono.control.reach import Peer, dial_all
+from unisono.control.reachability import Peer, dial_all
 peer = Peer(1, "b", "{address}", tuple({ports}))
 print(json.dumps([asdict(one) for one in dial_all([peer], bytes.fromhex("{key}"), source=0)]))
 """

@@ -13,31 +13,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.control.caller import PROOF_S
-from unisono.control.events import Joined, Left, Rejected, Said
-from unisono.control.frames import (
+from unisono.control.events import Joined, Left, NodeMessage, Rejected
+from unisono.control.head import PROOF_S, SPARE_CONNECTIONS
+from unisono.control.protocol import (
     CALLS,
     PREAMBLE_BYTES,
     TO_HEAD,
     UNPROVEN_BYTES,
     FrameParser,
-    Malformed,
-    Seal,
-    encode,
-    preamble,
-)
-from unisono.control.handshake import (
     Greeting,
     Hello,
+    Malformed,
+    Seal,
+    derive,
+    encode,
     fresh_nonce,
     greeting_seal,
     hello_seal,
+    new_token,
+    preamble,
     session_seal,
 )
-from unisono.control.head import SPARE_CONNECTIONS
-from unisono.control.listening import allow_open_files
-from unisono.control.server import HeadServer
-from unisono.control.tokens import derive, new_token
+from unisono.control.server import HeadServer, allow_open_files
 from unisono.errors import Disagreed, UnfitError
 
 if TYPE_CHECKING:
@@ -104,7 +101,7 @@ def test_garbage_changes_nothing(room: "Room") -> None:
             rest(sock)
     room.node(head, node_rank=2)
     node.send({"still": "here"})
-    assert room.hears(head, Said)
+    assert room.hears(head, NodeMessage)
     room.hears(head, Joined, 2)
     assert not room.unasked(head, Left)
 
@@ -197,11 +194,11 @@ def test_a_frame_that_is_repeated_on_the_way_ends_the_connection(room: "Room") -
         seal = session_seal(room.token, greeting, me, sends=TO_HEAD)
         frame = seal.close(encode({"t": "say", "m": {"n": 1}}))
         sock.sendall(frame + frame)
-        assert room.hears(head, Said) == [Said(1, {"n": 1})]
+        assert room.hears(head, NodeMessage) == [NodeMessage(1, {"n": 1})]
         [left] = room.hears(head, Left)
     assert not left.clean
     assert "proof does not fit" in left.why
-    assert not room.unasked(head, Said)
+    assert not room.unasked(head, NodeMessage)
 
 
 def test_a_head_that_does_not_know_the_token_is_not_believed(room: "Room") -> None:
@@ -265,9 +262,9 @@ def test_no_value_in_a_hello_raises_anything_but_malformed(changed: dict[str, An
 
 
 def test_words_of_a_head_lose_control_characters(room: "Room") -> None:
-    from unisono.control.trouble import refused
+    from unisono.control.dial import refusal_error
 
-    error = refused("node 1 (b)", "b", "a:1", kind="stale", text="is \x1b[2Jold\u202e\nand more")
+    error = refusal_error("node 1 (b)", "b", "a:1", kind="stale", text="is \x1b[2Jold\u202e\nand more")
     assert error.lines()[0] == "error: node 1 (b) is old and more"
     assert error.verdict is not None
     assert error.verdict.summary.isprintable()
@@ -310,7 +307,7 @@ def test_nodes_join_while_garbage_pours_in(room: "Room") -> None:
         nodes = [room.node(head, node_rank=rank) for rank in range(1, 9)]
         for node in nodes:
             node.send({"here": True})
-        assert {said.node_rank for said in room.hears(head, Said, 8)} == set(range(1, 9))
+        assert {said.node_rank for said in room.hears(head, NodeMessage, 8)} == set(range(1, 9))
     finally:
         ended.set()
         for thread in threads:
@@ -336,7 +333,7 @@ def test_what_is_on_the_wire_has_no_token_in_it(room: "Room") -> None:
     threading.Thread(target=_relay, args=(listener, head.address, seen), daemon=True).start()
     node = room.node(listener.getsockname())
     node.send({"kind": "report"})
-    room.hears(head, Said)
+    room.hears(head, NodeMessage)
     node.close()
     listener.close()
     assert room.token not in bytes(seen)

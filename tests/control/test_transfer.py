@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from tests import needs
 from tests.control.test_security import dial, greeted, hello, rest
-from unisono.control.events import Arrived, Left, Said
-from unisono.control.frames import (
+from unisono.control.events import FileReceived, Left, NodeMessage
+from unisono.control.file_receiver import AT_ONCE, MAX_OPEN, PER_NODE, WINDOW, FileReceiver
+from unisono.control.file_sender import Content, FileSender, Offer, OfferRefused, TransferOutcome
+from unisono.control.protocol import (
     PIECE_BYTES,
     PROVEN_BYTES,
     TO_HEAD,
@@ -27,15 +29,13 @@ from unisono.control.frames import (
     Piece,
     Seal,
     decode,
-    decode_any,
+    decode_frame,
     encode,
     encode_piece,
+    hello_seal,
+    session_seal,
 )
-from unisono.control.handshake import hello_seal, session_seal
 from unisono.control.server import HeadServer
-from unisono.control.transfer.content import Content, Offer, Refused
-from unisono.control.transfer.receiving import AT_ONCE, MOST_OPEN, OF_A_NODE, WINDOW, Receiving
-from unisono.control.transfer.sending import Outcome, Transfers
 
 if TYPE_CHECKING:
     from tests.control.conftest import Room
@@ -56,7 +56,7 @@ def keep_in(desk: Path) -> dict[str, Any]:
     return {"test": lambda offer: desk / offer.label["name"]}
 
 
-def outcome_of(transfers: Transfers) -> Outcome:
+def outcome_of(transfers: FileSender) -> TransferOutcome:
     """The next one."""
     assert select.select([transfers.fileno()], [], [], LIMIT_S)[0], f"no outcome in {LIMIT_S:.0f} s"
     [outcome] = transfers.outcomes()
@@ -81,14 +81,14 @@ def test_a_file_and_a_buffer_arrive_as_they_were(room: "Room", tmp_path: Path, d
     (tmp_path / "file").write_bytes(data)
     head = room.head()
     node = room.node(head)
-    with Receiving(head, keep_in(desk)), Transfers(node) as transfers:
+    with FileReceiver(head, keep_in(desk)), FileSender(node) as transfers:
         transfers.send(tmp_path / "file", label("a"), Content.of(data))
         assert outcome_of(transfers).error == ""
         transfers.send(memoryview(data), label("b"))
         assert outcome_of(transfers).error == ""
         transfers.send(tmp_path / "file", label("c"))
         assert outcome_of(transfers).error == ""
-        arrived = room.hears(head, Arrived, 3)
+        arrived = room.hears(head, FileReceived, 3)
     assert {path.name: path.read_bytes() for path in desk.iterdir()} == dict.fromkeys("abc", data)
     assert [event.path for event in arrived] == [desk / name for name in "abc"]
     assert {(event.bytes, event.xxh3_128) for event in arrived} == {(size, Content.of(data).xxh3_128)}
@@ -97,15 +97,17 @@ def test_a_file_and_a_buffer_arrive_as_they_were(room: "Room", tmp_path: Path, d
 def test_the_head_hears_of_a_file_before_the_words_that_follow_it(room: "Room", desk: Path) -> None:
     head = room.head()
     node = room.node(head)
-    with Receiving(head, keep_in(desk)), Transfers(node) as transfers:
+    with FileReceiver(head, keep_in(desk)), FileSender(node) as transfers:
         for number in range(20):
             transfers.send(b"x" * 1000, label(str(number)))
             outcome_of(transfers)
             node.send({"n": number})
         heard: list[Any] = []
         while len(heard) < 40:
-            heard += [event for event in head.receive(LIMIT_S) if isinstance(event, Arrived | Said)]
-    assert [type(event) for event in heard] == [Arrived, Said] * 20
+            heard += [
+                event for event in head.receive(LIMIT_S) if isinstance(event, FileReceived | NodeMessage)
+            ]
+    assert [type(event) for event in heard] == [FileReceived, NodeMessage] * 20
 
 
 def test_a_changed_byte_is_found_on_arrival_and_nothing_is_kept(
@@ -116,10 +118,10 @@ def test_a_changed_byte_is_found_on_arrival_and_nothing_is_kept(
     data[MIB + 5] ^= 4
     (tmp_path / "file").write_bytes(data)
     head = room.head()
-    with Receiving(head, keep_in(desk)), Transfers(room.node(head)) as transfers:
+    with FileReceiver(head, keep_in(desk)), FileSender(room.node(head)) as transfers:
         transfers.send(tmp_path / "file", label("a"), written)
         error = outcome_of(transfers).error
-        [event] = room.hears(head, Arrived)
+        [event] = room.hears(head, FileReceived)
     assert error == event.error
     assert "it has changed after node 1 (host1) wrote it" in error
     assert written.xxh3_128 in error
@@ -158,17 +160,17 @@ def test_what_cannot_be_sent_or_kept_is_told_to_both_sides(
 
     def place(offer: Offer) -> Path:
         if what == "refused":
-            raise Refused("not for you")
+            raise OfferRefused("not for you")
         folder = desk / "folder" if what in ("no such place", "link as place") else desk
         return folder / str(offer.label["name"])
 
     before = sorted(path.name for path in desk.iterdir())
     head = room.head()
-    with Receiving(head, {"test": place}), Transfers(room.node(head)) as transfers:
+    with FileReceiver(head, {"test": place}), FileSender(room.node(head)) as transfers:
         transfers.send(source, of, content)
         assert words in outcome_of(transfers).error
         if what not in ("gone", "short", "link"):
-            assert words in room.hears(head, Arrived)[0].error
+            assert words in room.hears(head, FileReceived)[0].error
         transfers.send(b"after", label("b"))  # the next one is not held up
         assert (outcome_of(transfers).error == "") == (
             what not in ("refused", "no such place", "link as place")
@@ -188,7 +190,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_disk_that_is_full_at_the_head_is_said_in_plain_words(room: "Room", small_disk: Path) -> None:
     head = room.head()
-    with Receiving(head, keep_in(small_disk)), Transfers(room.node(head)) as transfers:
+    with FileReceiver(head, keep_in(small_disk)), FileSender(room.node(head)) as transfers:
         transfers.send(bytes(5 * MIB), label("a"))
         assert "no room on the head's node: 5.24 MB are needed in" in outcome_of(transfers).error
         transfers.send(bytes(2 * MIB), label("b"))
@@ -208,7 +210,7 @@ def test_a_disk_that_fills_up_while_files_arrive_keeps_whole_ones_only(
         return small_disk / str(offer.label["name"])
 
     nodes = [room.node(head, node_rank=rank) for rank in (1, 2)]
-    with Receiving(head, {"test": place}), Transfers(nodes[0]) as one, Transfers(nodes[1]) as two:
+    with FileReceiver(head, {"test": place}), FileSender(nodes[0]) as one, FileSender(nodes[1]) as two:
         one.send(bytes(3 * MIB), label("a"))
         two.send(bytes(3 * MIB), label("b"))
         errors = sorted(outcome_of(transfers).error for transfers in (one, two))
@@ -221,8 +223,8 @@ def test_several_nodes_send_at_once(room: "Room", desk: Path) -> None:
     """More than are taken at the same time: the others wait."""
     head = room.head(nodes=13)
     data = {f"f{rank}": os.urandom(2 * MIB + rank) for rank in range(1, 13)}
-    with Receiving(head, keep_in(desk)):
-        senders = [Transfers(room.node(head, node_rank=rank)) for rank in range(1, 13)]
+    with FileReceiver(head, keep_in(desk)):
+        senders = [FileSender(room.node(head, node_rank=rank)) for rank in range(1, 13)]
         for transfers, name in zip(senders, data, strict=True):
             transfers.send(data[name], label(name))
         assert [outcome_of(transfers).error for transfers in senders] == [""] * 12
@@ -239,12 +241,12 @@ def test_words_are_not_stuck_behind_a_large_file(room: "Room", tmp_path: Path, d
     head = room.head()
     node = room.node(head)
     waited: list[float] = []
-    with Receiving(head, keep_in(desk)), Transfers(node) as transfers:
+    with FileReceiver(head, keep_in(desk)), FileSender(node) as transfers:
         transfers.send(large, label("a"), None)
         while not (ended := transfers.outcomes()):
             at = time.monotonic()
             node.send({"at": at})
-            room.hears(head, Said)
+            room.hears(head, NodeMessage)
             head.send(1, {"at": at})
             while not node.receive(LIMIT_S):
                 pass
@@ -267,12 +269,12 @@ def test_a_place_that_blocks_holds_up_neither_words_nor_other_files(room: "Room"
         return desk / str(offer.label["name"])
 
     node, other = room.node(head), room.node(head, node_rank=2)
-    with Receiving(head, {"test": place}), Transfers(node) as one, Transfers(other) as two:
+    with FileReceiver(head, {"test": place}), FileSender(node) as one, FileSender(other) as two:
         one.send(bytes(64 * MIB), label("slow"))
         two.send(b"quick", label("quick"))
         assert outcome_of(two).error == ""
         node.send({"still": "here"})
-        room.hears(head, Said)
+        room.hears(head, NodeMessage)
         assert not one.outcomes()
         answers.set()
         assert outcome_of(one).error == ""
@@ -280,12 +282,12 @@ def test_a_place_that_blocks_holds_up_neither_words_nor_other_files(room: "Room"
 
 def test_a_node_that_dies_while_it_sends_leaves_nothing_at_the_head(room: "Room", desk: Path) -> None:
     head = room.head()
-    with Receiving(head, keep_in(desk)):
+    with FileReceiver(head, keep_in(desk)):
         sender = room.process("sender", head.address[1], 1, 2048)
         wait_for_part(desk, "large", size=1)
         sender.send_signal(signal.SIGKILL)
         room.hears(head, Left)
-        [event] = room.hears(head, Arrived)
+        [event] = room.hears(head, FileReceived)
     assert event.error == "its node is gone"
     assert not list(desk.iterdir())
 
@@ -300,23 +302,23 @@ def test_the_end_of_a_start_ends_what_is_on_its_way(room: "Room", desk: Path) ->
         offered.set()
         return desk / str(offer.label["name"])
 
-    first = Receiving(head, {"test": place})
-    with Transfers(node) as transfers:
+    first = FileReceiver(head, {"test": place})
+    with FileSender(node) as transfers:
         transfers.send(bytes(256 * MIB), label("a"))
         transfers.send(bytes(MIB), label("b"))
         assert offered.wait(LIMIT_S)
         first.close()
         assert outcome_of(transfers).error == "the head has ended this start of the ranks"
         assert outcome_of(transfers).error == "the head does not take files now"
-        with Receiving(head, keep_in(desk)):
+        with FileReceiver(head, keep_in(desk)):
             transfers.send(b"c", label("c"))
             assert outcome_of(transfers).error == ""
             transfers.send(bytes(256 * MIB), label("d"))
             wait_for_part(desk, "d")
             transfers.close()
             assert [outcome.error for outcome in transfers.outcomes()] == ["this node has ended the start"]
-            room.hears(head, Arrived, error="this node has ended the start")
-            with Transfers(node) as again:
+            room.hears(head, FileReceived, error="this node has ended the start")
+            with FileSender(node) as again:
                 again.send(b"e", label("e"))
                 assert outcome_of(again).error == ""
     assert sorted(path.name for path in desk.iterdir()) == ["c", "e"]
@@ -326,7 +328,7 @@ def test_a_head_that_goes_ends_what_is_on_its_way(room: "Room", tmp_path: Path) 
     process = room.process("head", 3)
     assert process.stdout is not None
     node = room.node(("127.0.0.1", int(process.stdout.readline())))
-    with Transfers(node) as transfers:
+    with FileSender(node) as transfers:
         process.kill()
         transfers.send(bytes(64 * MIB), label("a"))
         assert outcome_of(transfers).error.startswith(("the head is gone", "the head does not take files"))
@@ -363,7 +365,7 @@ def offer_body(size: int = 10 * MIB, *, number: int = 0, name: str = "a") -> dic
     [
         ([offer_body(), *[Piece(0, n * PIECE_BYTES, bytes(PIECE_BYTES)) for n in range(WINDOW + 1)]], "more of a file than it was asked"),
         ([offer_body(), offer_body()], "offered a file twice"),
-        ([offer_body(number=number) for number in range(MOST_OPEN + 1)], f"offered a file while {MOST_OPEN} of its own wait"),
+        ([offer_body(number=number) for number in range(MAX_OPEN + 1)], f"offered a file while {MAX_OPEN} of its own wait"),
         ([{**offer_body(), "bytes": -1}], "an offer of a file that is none"),
         ([{**offer_body(), "bytes": 1 << 63}], "an offer of a file that is none"),
         ([{**offer_body(), "xxh3_128": "../../etc"}], "an offer of a file that is none"),
@@ -385,7 +387,7 @@ def test_a_peer_that_does_not_keep_to_the_rules_is_hung_up_on(
 
     head = room.head()
     sock, seal = joined(head, room.token)
-    with Receiving(head, {"test": place}), sock:
+    with FileReceiver(head, {"test": place}), sock:
         with contextlib.suppress(ConnectionError):  # it may hang up before it has heard all
             for frame in frames:
                 body = encode_piece(frame) if isinstance(frame, Piece) else frame
@@ -400,11 +402,11 @@ def test_a_peer_that_does_not_keep_to_the_rules_is_hung_up_on(
 def test_pieces_that_do_not_follow_each_other_are_refused(room: "Room", desk: Path, offset: int) -> None:
     head = room.head()
     sock, seal = joined(head, room.token)
-    with Receiving(head, keep_in(desk)), sock:
+    with FileReceiver(head, keep_in(desk)), sock:
         sock.sendall(seal.close(encode(offer_body())))
         wait_for_credit(sock)
         sock.sendall(seal.close(encode_piece(Piece(0, offset, b"x"))))
-        [event] = room.hears(head, Arrived)
+        [event] = room.hears(head, FileReceived)
     assert "do not follow each other" in event.error
     assert not list(desk.iterdir())
 
@@ -412,11 +414,11 @@ def test_pieces_that_do_not_follow_each_other_are_refused(room: "Room", desk: Pa
 def test_more_than_was_offered_is_refused(room: "Room", desk: Path) -> None:
     head = room.head()
     sock, seal = joined(head, room.token)
-    with Receiving(head, keep_in(desk)), sock:
+    with FileReceiver(head, keep_in(desk)), sock:
         sock.sendall(seal.close(encode(offer_body(1))))
         wait_for_credit(sock)
         sock.sendall(seal.close(encode_piece(Piece(0, 0, b"xx"))))
-        [event] = room.hears(head, Arrived)
+        [event] = room.hears(head, FileReceived)
     assert "are more than was offered" in event.error
     assert not list(desk.iterdir())
 
@@ -424,25 +426,25 @@ def test_more_than_was_offered_is_refused(room: "Room", desk: Path) -> None:
 def test_a_node_that_offers_much_and_sends_nothing_keeps_nobody_waiting(room: "Room", desk: Path) -> None:
     head = room.head()
     sock, seal = joined(head, room.token)
-    with Receiving(head, keep_in(desk)), sock:
+    with FileReceiver(head, keep_in(desk)), sock:
         for number in range(2 * AT_ONCE):
             sock.sendall(seal.close(encode(offer_body(number=number, name=f"greedy{number}"))))
-        for number in range(OF_A_NODE):
+        for number in range(PER_NODE):
             wait_for_part(desk, f"greedy{number}")
-        with Transfers(room.node(head, node_rank=2)) as transfers:
+        with FileSender(room.node(head, node_rank=2)) as transfers:
             transfers.send(b"x" * MIB, label("other"))
             assert outcome_of(transfers).error == ""
-        assert len(list(desk.glob(".greedy*"))) == OF_A_NODE
+        assert len(list(desk.glob(".greedy*"))) == PER_NODE
     assert [path.name for path in desk.iterdir()] == ["other"]
 
 
 def test_a_file_of_which_nothing_comes_is_given_up_and_its_place_is_free(room: "Room", desk: Path) -> None:
     head = room.head()
     sock, seal = joined(head, room.token)
-    with Receiving(head, keep_in(desk), silent_s=0.2), sock:
+    with FileReceiver(head, keep_in(desk), silent_s=0.2), sock:
         for number in range(AT_ONCE + 1):
             sock.sendall(seal.close(encode(offer_body(number=number, name=f"f{number}"))))
-        arrived = room.hears(head, Arrived, AT_ONCE + 1)
+        arrived = room.hears(head, FileReceived, AT_ONCE + 1)
     assert {event.error for event in arrived} == {"nothing of it has come for 0.2 s"}
     assert not list(desk.iterdir())
 
@@ -451,7 +453,7 @@ def test_names_that_lead_elsewhere_or_are_none_are_refused_and_cost_no_place(
     room: "Room", tmp_path: Path, desk: Path
 ) -> None:
     head = room.head()
-    with Receiving(head, keep_in(desk)), Transfers(room.node(head)) as transfers:
+    with FileReceiver(head, keep_in(desk)), FileSender(room.node(head)) as transfers:
         for name in ("../a", "a/../../a", "..", "a\0b", "\ud800", "a\nb", "x" * 300):
             for _ in range(AT_ONCE):
                 transfers.send(b"x", label(name))
@@ -465,15 +467,15 @@ def test_names_that_lead_elsewhere_or_are_none_are_refused_and_cost_no_place(
 def test_nobody_sends_a_piece_before_proof_or_from_the_head(room: "Room", desk: Path) -> None:
     head = room.head()
     piece = encode_piece(Piece(0, 0, b"x"))
-    with Receiving(head, keep_in(desk)):
+    with FileReceiver(head, keep_in(desk)):
         with dial(head) as sock:
             greeting = greeted(sock)
             sock.sendall(hello_seal(room.token, greeting, sends=TO_HEAD).close(piece))
             rest(sock)
         node = room.node(head)
-        from unisono.control.loop import SHARED
+        from unisono.control.events import CHANNEL_THREAD
 
-        SHARED.post(head._head.send, 1, piece)
+        CHANNEL_THREAD.post(head._head.send, 1, piece)
         [left] = room.hears(node, Left)
     assert "no JSON" in left.why
 
@@ -482,7 +484,7 @@ def test_nobody_sends_a_piece_before_proof_or_from_the_head(room: "Room", desk: 
 def test_no_bytes_in_a_frame_raise_anything_but_malformed(data: bytes) -> None:
     words = ""
     try:
-        decode_any(data)
+        decode_frame(data)
     except Malformed as error:
         words = str(error)
     assert words.isprintable()

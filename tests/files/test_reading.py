@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unisono import files
-from unisono.control.frames import Malformed, decode
+from unisono.control.protocol import Malformed, decode
 from unisono.files import (
     MOST_BYTES,
     MOST_DEPTH,

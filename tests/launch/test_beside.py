@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from unisono.control.transfer.content import Content, Offer, Refused
+from unisono.control.file_sender import Content, Offer, OfferRefused
 from unisono.errors import UsageError
 from unisono.events import Message
 from unisono.launch import run_claim as claiming
@@ -90,7 +90,7 @@ def test_a_node_puts_nothing_but_its_own_parts_into_a_checkpoint_that_is_written
     }
     arrivals, content = ShardArrivals(plan, tmp_path), Content(1, "0" * 32)
     assert arrivals.place(Offer(1, "b", 0, content, good)) == tmp_path / "step-00000001.tmp-a" / good["name"]
-    with pytest.raises(Refused):
+    with pytest.raises(OfferRefused):
         arrivals.place(Offer(1, "b", 0, content, {**good, **odd}))
 
 

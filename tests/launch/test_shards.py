@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unisono.control.transfer.content import Content, Offer, Refused
+from unisono.control.file_sender import Content, Offer, OfferRefused
 from unisono.remote_checkpoint.shard_transfer import ShardArrivals
 
 LIMIT_S = 30.0
@@ -29,7 +29,7 @@ class Placed:
     def _ask(self) -> None:
         try:
             self.path = self._arrivals.place(OFFER)
-        except Refused as error:
+        except OfferRefused as error:
             self.why = str(error)
 
     def waits(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unisono.control.events import Left, Said
+from unisono.control.events import Left, NodeMessage
 from unisono.events import Message
 from unisono.guard import member_program, program_meeting
 from unisono.guard.command import read_command
@@ -16,7 +16,7 @@ from unisono.guard.program_request import RunRequest
 class Channel:
     """Stands for the channel to the head: what it has for this node comes all at once, as on a busy machine."""
 
-    def __init__(self, *events: Said | Left) -> None:
+    def __init__(self, *events: NodeMessage | Left) -> None:
         self._events = list(events)
         self.party = SimpleNamespace(host="b")
         self.welcome = {"head_host": "a"}
@@ -27,7 +27,7 @@ class Channel:
     def send(self, message: Message) -> None:
         del message
 
-    def receive(self, timeout_s: float) -> list[Said | Left]:
+    def receive(self, timeout_s: float) -> list[NodeMessage | Left]:
         del timeout_s
         events, self._events = self._events, []
         return events
@@ -62,7 +62,7 @@ class Silent:
 def test_a_goodbye_after_the_last_word_is_no_loss(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(member_program, "Telling", Silent)
     last: dict[str, Any] = {"kind": "ended", "exit_code": code, "verdicts": [], "result": {}}
-    channel: Any = Channel(Said(0, last), Left(0, "a", "it said goodbye", clean=True))
+    channel: Any = Channel(NodeMessage(0, last), Left(0, "a", "it said goodbye", clean=True))
     shown: list[Message] = []
     here: Any = Ended()
     attending = member_program.MemberProgram(channel, here, 1, shown.append, lambda: None)

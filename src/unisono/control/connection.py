@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
-from unisono.control.frames import Body, FrameParser, Malformed, Seal, encode
+from unisono.control.protocol import Body, FrameParser, Malformed, Seal, encode
 from unisono.text import one_line
 
 BEAT_S = 0.5
@@ -19,7 +19,7 @@ SUSPECT_S = 3.0
 """Silence of the other side from which on it is suspicious."""
 SILENCE_S = 8.0
 """Silence of the other side that ends the connection."""
-UNREAD_BYTES = 64 << 20
+MAX_UNREAD_BYTES = 64 << 20
 """Whoever lets so much wait unread is dropped."""
 
 PING = encode({"t": "ping"})
@@ -87,7 +87,7 @@ class Connection(asyncio.Protocol, ABC):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Asyncio has connected us."""
         self.transport = cast("asyncio.Transport", transport)
-        self.address = written(transport.get_extra_info("peername"))
+        self.address = address_text(transport.get_extra_info("peername"))
 
     def data_received(self, data: bytes) -> None:
         """Asyncio has bytes for us."""
@@ -132,8 +132,8 @@ class Connection(asyncio.Protocol, ABC):
         """Sends one body, sealed."""
         if self._ending or self.transport is None or self.seal is None:
             return
-        if self.transport.get_write_buffer_size() > UNREAD_BYTES:
-            self.abort(f"it has not read {UNREAD_BYTES >> 20} MiB that were sent")
+        if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.abort(f"it has not read {MAX_UNREAD_BYTES >> 20} MiB that were sent")
             return
         self.spoke = time.monotonic()
         self.transport.write(self.seal.close(body))
@@ -179,17 +179,17 @@ class Connection(asyncio.Protocol, ABC):
             self.transport.abort()
 
 
-Present = Callable[[], Collection[Connection]]
+ConnectionList = Callable[[], Collection[Connection]]
 
 
-class Pulse:
+class Heartbeats:
     """Lets every connection beat, every BEAT_S, in the running loop."""
 
     def __init__(self) -> None:
         self._handle: asyncio.TimerHandle | None = None
         self._last = time.monotonic()
 
-    def start(self, present: Present) -> None:
+    def start(self, present: ConnectionList) -> None:
         """Begins. `present` gives the connections; it must be a copy, since beating can end some."""
         self._last = time.monotonic()
         self._again(present)
@@ -199,10 +199,10 @@ class Pulse:
         if self._handle is not None:
             self._handle.cancel()
 
-    def _again(self, present: Present) -> None:
+    def _again(self, present: ConnectionList) -> None:
         self._handle = asyncio.get_running_loop().call_later(BEAT_S, self._tick, present)
 
-    def _tick(self, present: Present) -> None:
+    def _tick(self, present: ConnectionList) -> None:
         now = time.monotonic()
         pause_s = now - self._last - BEAT_S
         self._last = now
@@ -226,7 +226,7 @@ def acknowledges(sock: Any) -> bool:
     return bool(passed_ms < _ACKNOWLEDGED_S * 1000)
 
 
-def written(name: object) -> str:
+def address_text(name: object) -> str:
     """A socket's address for people: `IP:port`."""
     if not isinstance(name, tuple) or len(name) < 2:
         return "?"

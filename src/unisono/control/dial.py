@@ -1,4 +1,4 @@
-"""A node's way to the head, up to the moment when both have proven themselves. Blocking; one attempt or many, in time."""
+"""How a node connects to the head: repeated attempts, the handshake from the node's side, and the errors of both."""
 
 import contextlib
 import os
@@ -10,39 +10,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.causes import Evidence, Verdict, find_cause
 from unisono.control.connection import without_delay
-from unisono.control.frames import (
+from unisono.control.protocol import (
     ANSWERS,
     CALLS,
+    PROTOCOL,
     TO_HEAD,
     UNPROVEN_BYTES,
     Body,
-    Foreign,
+    DifferentVersion,
+    ForeignProtocol,
     Forged,
     FrameParser,
-    Malformed,
-    OtherProtocol,
-    Seal,
-    encode,
-    preamble,
-)
-from unisono.control.handshake import (
     Greeting,
     Hello,
+    Malformed,
+    Seal,
+    encode,
     fresh_nonce,
     greeting_seal,
     hello_seal,
+    preamble,
     session_seal,
 )
-from unisono.control.trouble import (
-    nameless,
-    node,
-    other_protocol,
-    refused,
-    stranger,
-    unreachable,
-    wrong_token,
-)
+from unisono.errors import Disagreed
 from unisono.text import one_line
 
 ANSWER_S = 3.0
@@ -52,7 +44,7 @@ _STRANGE_ANSWERS = 2
 """So many strange answers in a row are believed."""
 _STRANGE_SILENCES = 3
 """The same for saying nothing: a head that is short of breath does that, too."""
-_NAMELESS_S = 5.0
+_UNKNOWN_HOST_S = 5.0
 """A name that the resolver does not know is asked for again so long: in some clusters names come with their nodes."""
 _WELCOME_BYTES = 64 << 10
 _CLOCK_EXCHANGES = 5
@@ -61,7 +53,7 @@ _PIECE_BYTES = 1 << 16
 
 
 @dataclass
-class Called:
+class DialedConnection:
     """A connection on which both sides have proven themselves. `early`: frames that came while the clocks were compared."""
 
     sock: socket.socket
@@ -73,7 +65,7 @@ class Called:
 
 
 @dataclass(frozen=True)
-class Caller:
+class DialRequest:
     """Who calls, and whom."""
 
     host: str
@@ -84,12 +76,12 @@ class Caller:
     nodes: int = 0
     run: str = ""
     epoch: int | None = None
-    call: str = field(default_factory=fresh_nonce)
+    dial_head: str = field(default_factory=fresh_nonce)
 
     @property
     def me(self) -> str:
         """This node, for people."""
-        return node(self.node_rank, self.node_host)
+        return node_name(self.node_rank, self.node_host)
 
     @property
     def address(self) -> str:
@@ -116,7 +108,9 @@ class _NoAddress(_NoAnswer):
     """The name has no address. `lasting`: the resolver is sure of it."""
 
 
-def call(caller: Caller, *, timeout_s: float, on_wait: Callable[[str, float], None] | None) -> Called:
+def dial_head(
+    caller: DialRequest, *, timeout_s: float, on_wait: Callable[[str, float], None] | None
+) -> DialedConnection:
     """Calls until the head answers, `timeout_s` is over, or it is certain that waiting is of no use.
 
     Raises:
@@ -126,43 +120,43 @@ def call(caller: Caller, *, timeout_s: float, on_wait: Callable[[str, float], No
     strange = 0
     while True:
         try:
-            return _attempt(caller, began + timeout_s)
+            return _dial_once(caller, began + timeout_s)
         except _NoAnswer as error:
             waited_s = time.monotonic() - began
             strange = strange + 1 if error.believed_after else 0
             if strange and strange >= error.believed_after:
-                raise stranger(caller.me, caller.address, str(error)) from error
-            if waited_s >= timeout_s or (error.lasting and waited_s > _NAMELESS_S):
-                raise _given_up(caller, error, waited_s) from error
+                raise foreign_program_error(caller.me, caller.address, str(error)) from error
+            if waited_s >= timeout_s or (error.lasting and waited_s > _UNKNOWN_HOST_S):
+                raise _timeout_error(caller, error, waited_s) from error
             if on_wait is not None:
                 on_wait(f"the head at {caller.address}: {error}", waited_s)
         left_s = began + timeout_s - time.monotonic()
         time.sleep(max(0.0, min(random.uniform(*_PAUSE_S), left_s)))  # noqa: S311 - so that nodes do not call in step
 
 
-def _given_up(caller: Caller, error: _NoAnswer, waited_s: float) -> Exception:
+def _timeout_error(caller: DialRequest, error: _NoAnswer, waited_s: float) -> Exception:
     if isinstance(error, _NoAddress):
-        return nameless(caller.me, caller.host, str(error), waited_s)
-    return unreachable(caller.me, caller.address, str(error), waited_s)
+        return unknown_host_error(caller.me, caller.host, str(error), waited_s)
+    return unreachable_error(caller.me, caller.address, str(error), waited_s)
 
 
-def _attempt(caller: Caller, deadline: float) -> Called:
+def _dial_once(caller: DialRequest, deadline: float) -> DialedConnection:
     """One connection, one handshake. Raises _NoAnswer where another attempt may help, Disagreed where none does."""
     sock = _connect(caller, deadline)
     try:
         without_delay(sock)
-        called = _introduce(caller, sock)
+        called = _shake_hands(caller, sock)
         _compare_clocks(called)
     except (OSError, Malformed) as error:
         sock.close()
-        raise _NoAnswer(f"the connection broke ({_words(error)})") from error
+        raise _NoAnswer(f"the connection broke ({_error_text(error)})") from error
     except BaseException:  # also for Ctrl-C: the head must not wait for us; raised again
         sock.close()
         raise
     return called
 
 
-def _connect(caller: Caller, deadline: float) -> socket.socket:
+def _connect(caller: DialRequest, deadline: float) -> socket.socket:
     problem: OSError | None = None
     for family, address in _addresses(caller, deadline):
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -178,10 +172,10 @@ def _connect(caller: Caller, deadline: float) -> socket.socket:
         sock.close()  # on its own machine a caller can, rarely, connect to itself
         problem = ConnectionRefusedError("nobody listens there")
     assert problem is not None
-    raise _NoAnswer(_words(problem)) from problem
+    raise _NoAnswer(_error_text(problem)) from problem
 
 
-def _addresses(caller: Caller, deadline: float) -> list[tuple[socket.AddressFamily, Any]]:
+def _addresses(caller: DialRequest, deadline: float) -> list[tuple[socket.AddressFamily, Any]]:
     """What the head's name resolves to. Resolvers can hang for long, so the asking is left to a thread."""
     answer: list[Any] = []
 
@@ -198,20 +192,20 @@ def _addresses(caller: Caller, deadline: float) -> list[tuple[socket.AddressFami
         raise _NoAddress("the resolver does not answer", lasting=False)
     if isinstance(answer[0], Exception):
         again = isinstance(answer[0], socket.gaierror) and answer[0].errno == socket.EAI_AGAIN
-        raise _NoAddress(_words(answer[0]), lasting=not again) from answer[0]
+        raise _NoAddress(_error_text(answer[0]), lasting=not again) from answer[0]
     return [(found[0], found[4]) for found in answer[0]]
 
 
-def _introduce(caller: Caller, sock: socket.socket) -> Called:
+def _shake_hands(caller: DialRequest, sock: socket.socket) -> DialedConnection:
     """The handshake, seen from the node."""
     sock.sendall(preamble(CALLS))
     parser = FrameParser(ANSWERS, limit=UNPROVEN_BYTES)
     try:
         greeting = Greeting.from_body(greeting_seal(sends=TO_HEAD).open(_frame(sock, parser)))
-    except Foreign as error:
+    except ForeignProtocol as error:
         raise _NoAnswer(str(error), believed_after=_STRANGE_ANSWERS) from error
-    except OtherProtocol as error:
-        raise other_protocol(caller.me, caller.address, error.version) from error
+    except DifferentVersion as error:
+        raise version_error(caller.me, caller.address, error.version) from error
     except Malformed as error:
         raise _NoAnswer(str(error), believed_after=_STRANGE_ANSWERS) from error
     hello = Hello(
@@ -221,19 +215,19 @@ def _introduce(caller: Caller, sock: socket.socket) -> Called:
     sock.sendall(hello_seal(caller.token, greeting, sends=TO_HEAD).close(encode(hello.to_body())))
     parser.limit = _WELCOME_BYTES
     seal = session_seal(caller.token, greeting, hello, sends=TO_HEAD)
-    return Called(sock, parser, seal, _welcome(caller, _answer(caller, sock, parser, seal)))
+    return DialedConnection(sock, parser, seal, _welcome(caller, _answer(caller, sock, parser, seal)))
 
 
-def _answer(caller: Caller, sock: socket.socket, parser: FrameParser, seal: Seal) -> Body:
+def _answer(caller: DialRequest, sock: socket.socket, parser: FrameParser, seal: Seal) -> Body:
     try:
         return seal.open(_frame(sock, parser))
     except Forged as error:
-        raise wrong_token(caller.me, caller.node_host, caller.address) from error
+        raise token_error(caller.me, caller.node_host, caller.address) from error
     except Malformed as error:
         raise _NoAnswer(str(error), believed_after=_STRANGE_ANSWERS) from error
 
 
-def _welcome(caller: Caller, body: Body) -> dict[str, Any]:
+def _welcome(caller: DialRequest, body: Body) -> dict[str, Any]:
     match body:
         case {
             "t": "welcome",
@@ -244,12 +238,12 @@ def _welcome(caller: Caller, body: Body) -> dict[str, Any]:
         }:
             return {**welcome, **{key: body[key] for key in ("run_nonce", "epoch", "wall")}}
         case {"t": "refused", "kind": str() as kind, "text": str() as text}:
-            raise refused(caller.me, caller.node_host, caller.address, kind=kind, text=text)
+            raise refusal_error(caller.me, caller.node_host, caller.address, kind=kind, text=text)
         case _:
             raise _NoAnswer("sends no welcome", believed_after=_STRANGE_ANSWERS)
 
 
-def _compare_clocks(called: Called) -> None:
+def _compare_clocks(called: DialedConnection) -> None:
     """Our wall clock minus the head's, by the quickest of a few exchanges. What else comes meanwhile is kept."""
     called.parser.limit = 8 << 20
     until = time.monotonic() + _CLOCK_S
@@ -283,7 +277,7 @@ def _frame(sock: socket.socket, parser: FrameParser, until: float | None = None)
     return frame
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """What the system said, in the words of people who look for a firewall."""
     match error:
         case ConnectionRefusedError():
@@ -294,3 +288,116 @@ def _words(error: Exception) -> str:
             return one_line(error.strerror or str(error))
         case _:
             return one_line(str(error))
+
+
+def node_name(node_rank: int, host: str) -> str:
+    """How a node is written: `node_name 1 (b)`."""
+    return f"node {node_rank} ({one_line(host, limit=255)})"
+
+
+def disagreement(
+    cause: str, summary: str, *, where: str = "", why: str = "", fix: tuple[str, ...] = (), hosts: tuple[str, ...] = ()
+) -> Disagreed:  # fmt: skip
+    """An error and its verdict in one.
+
+    Args:
+        cause: its id in the catalogue.
+        summary: what is wrong, one line, with the values seen.
+        where: at which address.
+        why: what was observed.
+        fix: what to do; the catalogue's remedy where it is empty.
+        hosts: culprits.
+    """
+    entry = find_cause(cause)
+    assert entry is not None, cause
+    fix = fix or entry.remedy
+    evidence = (Evidence(where=one_line(where), text=one_line(why)),) if why else ()
+    verdict = Verdict(
+        cause=cause,
+        when="before",
+        summary=summary,
+        hosts=hosts,
+        phase="agree.call",
+        evidence=evidence,
+        fix=fix,
+    )
+    return Disagreed.of(one_line(summary), where=where, why=why, fix=fix[0], verdict=verdict)
+
+
+def unreachable_error(me: str, address: str, why: str, waited_s: float) -> Disagreed:
+    """The head does not answer."""
+    host, _, port = address.rpartition(":")
+    return disagreement(
+        "head_unreachable", f"{me} cannot reach the head at {address}: {why}", where=address,
+        why=f"tried for {waited_s:.0f} s",
+        fix=(
+            f"see whether node 0 runs and listens there; from this node: nc -vz {host} {port}",
+            "refused: start the head first; no answer: open the firewall, or give an address that both nodes share",
+        ),
+    )  # fmt: skip
+
+
+def unknown_host_error(me: str, host: str, why: str, waited_s: float) -> Disagreed:
+    """The head's name has no address here."""
+    return disagreement(
+        "dns_failure", f"{me} does not know the head's name `{host}`: {why}", where=host,
+        why=f"asked the resolver for {waited_s:.0f} s",
+        fix=(f"give an IP address: --head IP:PORT; `getent hosts {host}` must answer on this node",
+             "or add the name to DNS or /etc/hosts of every node"),
+    )  # fmt: skip
+
+
+def foreign_program_error(me: str, address: str, why: str) -> Disagreed:
+    """Something answers at the head's address, and it is not the head."""
+    port = address.rpartition(":")[2]
+    return disagreement(
+        "port_in_use", f"{me} called the head at {address}, and what answers there {why}", where=address, why=why,
+        fix=(f"on the head's machine: `ss -ltnp 'sport = :{port}'` shows who has the port",
+             "start all nodes with another port: --head HOST:PORT"),
+    )  # fmt: skip
+
+
+def version_error(me: str, address: str, version: int) -> Disagreed:
+    """The head is of another release."""
+    return disagreement(
+        "version_mismatch",
+        f"the head at {address} speaks version {version} of the control protocol, {me} speaks {PROTOCOL}",
+        where=address, fix=("install the same version of unisono on all nodes",),
+    )  # fmt: skip
+
+
+def token_error(me: str, host: str, address: str) -> Disagreed:
+    """The proofs do not fit."""
+    return disagreement(
+        "token_rejected", f"{me} and the head at {address} do not have the same token", where=address, hosts=(host,),
+        fix=("give the same token to all nodes: --token-file FILE, or UNISONO_TOKEN",
+             "if it is the same: an earlier start of the job still listens there; end it"),
+    )  # fmt: skip
+
+
+_CAUSE_OF = {
+    "duplicate": "node_duplicate",
+    "stale": "stale_process",
+    "misfit": "world_mismatch",
+    "left_out": "node_missing",
+}
+_FIX_OF = {
+    "duplicate": ("give each node its own rank: --node-rank 0, 1, 2 …", "if the holder is left over, end it by its pid"),
+    "stale": ("end this process and start the command again",),
+    "left_out": ("when the job has ended, start it again on all nodes: it goes on from its newest checkpoint",),
+    "misfit": ("give the same --nodes to all nodes, and each its own --node-rank from 0",),
+}  # fmt: skip
+
+
+def refusal_error(me: str, host: str, address: str, *, kind: str, text: str) -> Disagreed:
+    """The head knows the token and says no. `text` goes on from the node's name."""
+    summary = f"{me} {one_line(text, limit=400)}"
+    cause = _CAUSE_OF.get(kind, "head_unreachable")
+    return disagreement(
+        cause,
+        summary,
+        where=address,
+        why=f"the head refused: {kind}",
+        fix=_FIX_OF.get(kind, ()),
+        hosts=(host,),
+    )

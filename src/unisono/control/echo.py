@@ -18,30 +18,30 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from unisono.control.tokens import derive
+from unisono.control.protocol import derive
 
 PORTS = 3
 CALLS = b"unisono?\x01"
 ANSWERS = b"unisono!\x01"
 NONCE_BYTES = 16
 MAC_BYTES = 32
-MOST_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
 """The largest message that is sent back."""
-_MOST_MESSAGES = 32
+_MAX_MESSAGES = 32
 _PROOF_S = 10.0
 _IDLE_S = 20.0
-_WHOLE_S = 90.0
+_TOTAL_S = 90.0
 _HANG_UP_S = 2.0
-_MOST_CONNECTIONS = 1024
-_MOST_UNPROVEN = 512
+_MAX_CONNECTIONS = 1024
+_MAX_UNPROVEN = 512
 _LARGE_BYTES = 1 << 16
-_MOST_LARGE = 16  # bodies above 64 KiB that are in memory at a time
+_MAX_LARGE = 16  # bodies above 64 KiB that are in memory at a time
 
 Reader = asyncio.StreamReader
 Writer = asyncio.StreamWriter
 
 
-class NotOurs(Exception):  # noqa: N818 - named for what the peer is
+class ForeignPeer(Exception):  # noqa: N818 - named for what the peer is
     """What came is not this protocol, or not this job's."""
 
 
@@ -51,7 +51,7 @@ def reach_key(token: bytes, run_nonce: str) -> bytes:
 
 
 @dataclass
-class Session:
+class EchoSession:
     """One side of a proven connection: writes and checks messages."""
 
     key: bytes
@@ -77,8 +77,8 @@ class Session:
         """
         head = await self.reader.readexactly(4 + MAC_BYTES)
         length = int.from_bytes(head[:4], "big")
-        if length > MOST_BYTES:
-            raise NotOurs(f"a message of {length} bytes")
+        if length > MAX_MESSAGE_BYTES:
+            raise ForeignPeer(f"a message of {length} bytes")
         return length, head[4:]
 
     async def body(self, length: int, mac: bytes) -> bytes:
@@ -90,15 +90,15 @@ class Session:
         body = await self.reader.readexactly(length)
         wanted = hmac.digest(self.key, self.hears + self._heard.to_bytes(8, "big") + body, "sha256")
         if not hmac.compare_digest(mac, wanted):
-            raise NotOurs("a message whose proof does not fit")
+            raise ForeignPeer("a message whose proof does not fit")
         self._heard += 1
         return body
 
 
-Talk = Callable[[Session], Awaitable[None]]
+SessionHandler = Callable[[EchoSession], Awaitable[None]]
 
 
-async def call(reader: Reader, writer: Writer, key: bytes) -> Session:
+async def prove_as_dialer(reader: Reader, writer: Writer, key: bytes) -> EchoSession:
     """The dialler's side of the proof.
 
     Raises:
@@ -110,16 +110,16 @@ async def call(reader: Reader, writer: Writer, key: bytes) -> Session:
     await writer.drain()
     said = await reader.readexactly(len(ANSWERS))
     if said != ANSWERS:
-        raise NotOurs(f"another program: it begins with `{repr(said)[2:-1]}`")
+        raise ForeignPeer(f"another program: it begins with `{repr(said)[2:-1]}`")
     theirs = await reader.readexactly(NONCE_BYTES)
     if not hmac.compare_digest(await reader.readexactly(MAC_BYTES), _proof(key, b"<", mine, theirs)):
-        raise NotOurs("a unisono of another job, or with another token")
+        raise ForeignPeer("a unisono of another job, or with another token")
     writer.write(_proof(key, b">", mine, theirs))
     await writer.drain()
-    return Session(_proof(key, b"=", mine, theirs), reader, writer, b">", b"<")
+    return EchoSession(_proof(key, b"=", mine, theirs), reader, writer, b">", b"<")
 
 
-async def answer(reader: Reader, writer: Writer, key: bytes) -> Session:
+async def prove_as_listener(reader: Reader, writer: Writer, key: bytes) -> EchoSession:
     """The listener's side of the proof.
 
     Raises:
@@ -127,14 +127,14 @@ async def answer(reader: Reader, writer: Writer, key: bytes) -> Session:
         asyncio.IncompleteReadError: if it closes.
     """
     if await reader.readexactly(len(CALLS)) != CALLS:
-        raise NotOurs("another program")
+        raise ForeignPeer("another program")
     theirs = await reader.readexactly(NONCE_BYTES)
     mine = secrets.token_bytes(NONCE_BYTES)
     writer.write(ANSWERS + mine + _proof(key, b"<", theirs, mine))
     await writer.drain()
     if not hmac.compare_digest(await reader.readexactly(MAC_BYTES), _proof(key, b">", theirs, mine)):
-        raise NotOurs("no proof")
-    return Session(_proof(key, b"=", theirs, mine), reader, writer, b"<", b">")
+        raise ForeignPeer("no proof")
+    return EchoSession(_proof(key, b"=", theirs, mine), reader, writer, b"<", b">")
 
 
 def _proof(key: bytes, side: bytes, called: bytes, answered: bytes) -> bytes:
@@ -149,7 +149,9 @@ class EchoListener:
         ports: chosen by binding.
     """
 
-    def __init__(self, address: str, key: bytes, *, ports: int = PORTS, talk: "Talk | None" = None) -> None:
+    def __init__(
+        self, address: str, key: bytes, *, ports: int = PORTS, talk: "SessionHandler | None" = None
+    ) -> None:
         """Binds.
 
         Args:
@@ -170,7 +172,7 @@ class EchoListener:
         self._unproven = 0
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
-        self._large = asyncio.Semaphore(_MOST_LARGE)
+        self._large = asyncio.Semaphore(_MAX_LARGE)
         self._thread = threading.Thread(target=self._run, name="echo", daemon=True)
         self._thread.start()
 
@@ -211,7 +213,7 @@ class EchoListener:
             caller, _ = listening.accept()
         except OSError:  # it has gone already, or this process has no file left
             return
-        if len(self._handlers) >= _MOST_CONNECTIONS or self._unproven >= _MOST_UNPROVEN:
+        if len(self._handlers) >= _MAX_CONNECTIONS or self._unproven >= _MAX_UNPROVEN:
             caller.close()
             return
         caller.setblocking(False)
@@ -221,10 +223,10 @@ class EchoListener:
         task.add_done_callback(lambda _task: caller.close())
 
     async def _answer(self, caller: socket.socket) -> None:
-        with contextlib.suppress(OSError, EOFError, NotOurs, asyncio.CancelledError):
+        with contextlib.suppress(OSError, EOFError, ForeignPeer, asyncio.CancelledError):
             reader, writer = await asyncio.open_connection(sock=caller)
             try:
-                async with asyncio.timeout(_WHOLE_S):
+                async with asyncio.timeout(_TOTAL_S):
                     await self._echo(reader, writer)
             finally:
                 writer.transport.abort()
@@ -233,13 +235,13 @@ class EchoListener:
         self._unproven += 1
         try:
             async with asyncio.timeout(_PROOF_S):
-                session = await answer(reader, writer, self._key)
+                session = await prove_as_listener(reader, writer, self._key)
         finally:
             self._unproven -= 1
         if self._talk is not None:
             await self._talk(session)
             return
-        for _ in range(_MOST_MESSAGES):
+        for _ in range(_MAX_MESSAGES):
             async with asyncio.timeout(_IDLE_S):
                 length, mac = await session.length()
             async with self._large if length > _LARGE_BYTES else contextlib.nullcontext():
@@ -256,7 +258,7 @@ def _bound(address: str, count: int) -> Iterator[socket.socket]:
             sock = socket.socket(found[0], socket.SOCK_STREAM)
             made.append(sock)
             sock.bind(found[4])
-            sock.listen(_MOST_CONNECTIONS)
+            sock.listen(_MAX_CONNECTIONS)
             sock.setblocking(False)
     except BaseException:  # none stays open; raised again
         for sock in made:

@@ -1,8 +1,14 @@
-"""What a front hears on the control channel."""
+"""Events of the control channel, the inbox in which a front receives them, and the channel's thread."""
 
+import asyncio
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 RejectedKind = Literal["token", "duplicate", "stale", "malformed", "late", "misfit", "left_out"]
 """token: the proof does not fit. duplicate: its rank is taken. stale: of another start of the job. malformed: not our
@@ -20,7 +26,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class NodeMessage:
     """A node, or for others the head (0), has sent a message. Its texts are as the sender wrote them: see unisono.text."""
 
     node_rank: int
@@ -71,7 +77,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class FileReceived:
     """A file that a node sent is whole and on disk at the head, or it is not.
 
     Attributes:
@@ -93,4 +99,106 @@ class Arrived:
     error: str = ""
 
 
-Event = Joined | Said | Left | Rejected | Arrived
+Event = Joined | NodeMessage | Left | Rejected | FileReceived
+
+
+Item = TypeVar("Item")
+
+
+class Inbox(Generic[Item]):
+    """Thread-safe. `take` empties it; `fileno` can be selected on together with pipes of ranks."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._changed = threading.Condition()
+        self._readable, self._writable = os.pipe()
+        self._closed = False
+
+    def put(self, item: Item) -> None:
+        """Adds an item; the descriptor becomes readable."""
+        with self._changed:
+            if not self._items and not self._closed:
+                os.write(self._writable, b"!")
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def take(self, timeout_s: float) -> list[Item]:
+        """All that waits, in order; waits for the first until `timeout_s` is over, then gives an empty list."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._closed, timeout=max(0.0, timeout_s))
+            items = list(self._items)
+            if items and not self._closed:
+                os.read(self._readable, 1)
+            self._items.clear()
+            return items
+
+    def fileno(self) -> int:
+        """The descriptor. Nobody but `take` reads from it."""
+        return self._readable
+
+    def close(self) -> None:
+        """Gives the descriptors back; what waits can still be taken."""
+        with self._changed:
+            if not self._closed:
+                self._closed = True
+                for fd in (self._readable, self._writable):
+                    with contextlib.suppress(OSError):
+                        os.close(fd)
+            self._changed.notify_all()
+
+
+Result = TypeVar("Result")
+
+
+class LoopThread:
+    """An asyncio loop in a daemon thread. It starts with its first user and ends with its last."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def enter(self) -> None:
+        """One more user."""
+        with self._lock:
+            self._users += 1
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._loop,), name="unisono.control", daemon=True
+                )
+                self._thread.start()
+
+    def leave(self) -> None:
+        """One user less. The last one waits until the thread is over."""
+        with self._lock:
+            self._users -= 1
+            if self._users or self._loop is None or self._thread is None:
+                return
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop = self._thread = None
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of a coroutine, run there and waited for here."""
+        assert self._loop is not None, "enter first"
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def post(self, work: Callable[..., object], *args: object) -> None:
+        """Runs a function there, later, in the order of posting. Does nothing once the thread is over."""
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(work, *args)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+CHANNEL_THREAD = LoopThread()

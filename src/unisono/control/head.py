@@ -1,31 +1,54 @@
-"""The head's side of the channel, in the channel's thread: who calls, who is here, what is the last word."""
+"""The head's state and its end of each connection, in the channel's thread."""
 
 import asyncio
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unisono.control.connection import BYE, Pulse
-from unisono.control.events import Event, Joined, Left, Rejected, RejectedKind, Said
-from unisono.control.frames import Body, Piece, encode
-from unisono.control.handshake import Hello, Refusal, judge
-from unisono.control.inbox import Inbox
+from unisono.control.connection import BYE, SUSPECT_S, Connection, Heartbeats
+from unisono.control.events import Event, Inbox, Joined, Left, NodeMessage, Rejected, RejectedKind
+from unisono.control.protocol import (
+    ANSWERS,
+    CALLS,
+    PROVEN_BYTES,
+    TO_NODE,
+    UNPROVEN_BYTES,
+    Body,
+    DifferentVersion,
+    Forged,
+    FrameParser,
+    Greeting,
+    Hello,
+    Malformed,
+    Piece,
+    Refusal,
+    claimed_identity,
+    decode_frame,
+    encode,
+    fresh_nonce,
+    greeting_seal,
+    hello_seal,
+    preamble,
+    refusal_of,
+    session_seal,
+)
 
 if TYPE_CHECKING:
-    from unisono.control.caller import Caller
+    pass
+
 
 SPARE_CONNECTIONS = 64
 """How many more connections than nodes there may be; the oldest unproven one gives way."""
 _SAME_REJECTION_S = 10.0
-_MOST_REJECTIONS = 256
+_MAX_REJECTIONS = 256
 
 
-class Taker(Protocol):
+class FileSink(Protocol):
     """Takes the files that nodes send. Called in the channel's thread, so it must not block."""
 
-    def heard(self, caller: "Caller", item: Body | Piece) -> None:
+    def heard(self, caller: "IncomingConnection", item: Body | Piece) -> None:
         """An offer, a piece, or the end of a file. Raises Malformed for what no node of ours would send."""
 
-    def gone(self, caller: "Caller") -> None:
+    def gone(self, caller: "IncomingConnection") -> None:
         """The connection is over."""
 
 
@@ -41,29 +64,31 @@ class Head:
         self.epoch = epoch
         self.welcome = welcome
         self.inbox = inbox
-        self.members: dict[int, Caller] = {}
-        self.late: set[Caller] = set()
-        self.unproven: dict[Caller, None] = {}  # in the order of their coming
-        self.open: set[Caller] = set()  # all of these, and those whose last bytes are on their way
+        self.members: dict[int, IncomingConnection] = {}
+        self.late: set[IncomingConnection] = set()
+        self.unproven: dict[IncomingConnection, None] = {}  # in the order of their coming
+        self.open: set[IncomingConnection] = (
+            set()
+        )  # all of these, and those whose last bytes are on their way
         self.last_word: bytes | None = None
         self.words = 0  # how many last words there have been: an acknowledgement says which one it means
-        self.taker: Taker | None = None
+        self.taker: FileSink | None = None
         self.left_out: dict[int, str] = {}  # nodes that may not come in any more, and why
         self.closing = False
         self.empty = asyncio.Event()
         self._own_name = f"the head itself ({host})"
         self._rejections: dict[tuple[str, RejectedKind, int | None], float] = {}
-        self._pulse = Pulse()
+        self._pulse = Heartbeats()
 
     def start(self) -> None:
         """Begins to beat."""
         self._pulse.start(self.present)
 
-    def present(self) -> list["Caller"]:
+    def present(self) -> list["IncomingConnection"]:
         """Everybody who has proven itself."""
         return [*self.members.values(), *self.late]
 
-    def came(self, caller: "Caller") -> None:
+    def came(self, caller: "IncomingConnection") -> None:
         """A connection has been made; nothing is known of it."""
         self.unproven[caller] = None
         self.open.add(caller)
@@ -71,13 +96,13 @@ class Head:
             oldest = next(iter(self.unproven))
             oldest.give_up("malformed", "has proven nothing and gave way to others: too many call at once")
 
-    def judge(self, hello: Hello) -> Refusal | None:
+    def refusal_of(self, hello: Hello) -> Refusal | None:
         """Whether this proven caller may come in."""
         member = self.members.get(hello.node_rank)
         if member is not None and member.is_same_call(hello):
             member = None
         holder = member.holder() if member else self._own_name if hello.node_rank == 0 else ""
-        return judge(
+        return refusal_of(
             hello,
             run=self.run,
             epoch=self.epoch,
@@ -87,7 +112,7 @@ class Head:
             left_out=self.left_out.get(hello.node_rank, ""),
         )
 
-    def admit(self, caller: "Caller", hello: Hello) -> None:
+    def admit(self, caller: "IncomingConnection", hello: Hello) -> None:
         """Takes a proven caller in. There is no await between judging and this: a rank is never given twice."""
         self.unproven.pop(caller, None)
         welcome = {"t": "welcome", "run_nonce": self.run, "epoch": self.epoch, "wall": time.time()}
@@ -105,7 +130,7 @@ class Head:
                                        "late", hello.node_rank))  # fmt: skip
         caller.write(self.last_word)
 
-    def left(self, caller: "Caller", why: str) -> None:
+    def left(self, caller: "IncomingConnection", why: str) -> None:
         """A connection is over."""
         self.open.discard(caller)
         self.unproven.pop(caller, None)
@@ -123,27 +148,27 @@ class Head:
             )
         self.look_whether_empty()
 
-    def turn_away(self, caller: "Caller", event: Rejected) -> None:
+    def turn_away(self, caller: "IncomingConnection", event: Rejected) -> None:
         """Tells the front of a rejection. Of those who prove nothing only so many are told of that memory is bounded."""
         self.unproven.pop(caller, None)
         if event.kind in ("token", "malformed") and not self._is_news(caller, event):
             return
         self.inbox.put(event)
 
-    def _is_news(self, caller: "Caller", event: Rejected) -> bool:
+    def _is_news(self, caller: "IncomingConnection", event: Rejected) -> bool:
         """Whether this was not told of in the last seconds, and not too much else was."""
         now = time.monotonic()
         told = {key: at for key, at in self._rejections.items() if now - at < _SAME_REJECTION_S}
         key = (caller.ip(), event.kind, event.claims)
-        news = key not in told and len(told) < _MOST_REJECTIONS
+        news = key not in told and len(told) < _MAX_REJECTIONS
         self._rejections = {**told, key: now} if news else told
         return news
 
     def said(self, node_rank: int, message: dict[str, Any]) -> None:
         """A node has said something."""
-        self.inbox.put(Said(node_rank, message))
+        self.inbox.put(NodeMessage(node_rank, message))
 
-    def transfers(self, caller: "Caller", item: Body | Piece) -> None:
+    def transfers(self, caller: "IncomingConnection", item: Body | Piece) -> None:
         """A node sends a file, or a part of one."""
         if self.taker is not None:
             self.taker.heard(caller, item)
@@ -171,7 +196,7 @@ class Head:
         for caller in self.present():
             caller.write(self.last_word)
 
-    def acknowledged(self, caller: "Caller") -> bool:
+    def acknowledged(self, caller: "IncomingConnection") -> bool:
         """Whether it has the last word."""
         return self.last_word is not None and caller.acknowledged == self.words
 
@@ -182,7 +207,7 @@ class Head:
             self.dismiss(caller)
         self.look_whether_empty()
 
-    def dismiss(self, caller: "Caller") -> None:
+    def dismiss(self, caller: "IncomingConnection") -> None:
         """Says goodbye to one, once it has the last word. Its own closing follows."""
         if self.closing and (self.last_word is None or self.acknowledged(caller)):
             caller.write(BYE)
@@ -197,3 +222,183 @@ class Head:
         self._pulse.stop()
         for caller in list(self.open):
             caller.abort("the head has closed")
+
+
+PROOF_S = 3.0
+"""How long a caller may take until it has proven itself."""
+
+
+class Door(Protocol):
+    """What a caller finds: the head."""
+
+    token: bytes
+    run: str
+    epoch: int
+    closing: bool
+
+    def came(self, caller: "IncomingConnection") -> None:
+        """A connection has been made."""
+
+    def judge(self, hello: Hello) -> Refusal | None:
+        """Whether a proven caller may come in."""
+
+    def admit(self, caller: "IncomingConnection", hello: Hello) -> None:
+        """Takes a proven caller in."""
+
+    def turn_away(self, caller: "IncomingConnection", event: Rejected) -> None:
+        """Somebody is not let in."""
+
+    def said(self, node_rank: int, message: dict[str, Any]) -> None:
+        """A node has said something."""
+
+    def transfers(self, caller: "IncomingConnection", item: Body | Piece) -> None:
+        """A node sends a file: an offer, a piece, the end of it."""
+
+    def dismiss(self, caller: "IncomingConnection") -> None:
+        """A node has the last word."""
+
+    def left(self, caller: "IncomingConnection", why: str) -> None:
+        """A connection is over."""
+
+
+class IncomingConnection(Connection):
+    """A connection at the head, from its first byte to its end."""
+
+    def __init__(self, head: Door) -> None:
+        super().__init__(FrameParser(CALLS, limit=UNPROVEN_BYTES))
+        self.hello: Hello | None = None
+        """Who it is, once it has proven it and was let in."""
+        self.goodbye = False
+        self.acknowledged = 0
+        self._head = head
+        self._greeting: Greeting | None = None
+        self._done = False
+        self._came = time.monotonic()
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def ip(self) -> str:
+        """The address it calls from."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    def holder(self) -> str:
+        """Who it is, for people."""
+        assert self.hello is not None
+        now = time.monotonic()
+        silent_s = now - self.heard
+        silent = f", silent for {silent_s:.0f} s" if silent_s > SUSPECT_S else ""
+        return f"{self.hello.host} ({self.ip()}, process {self.hello.pid}, here for {now - self._came:.0f} s{silent})"
+
+    def is_same_call(self, hello: Hello) -> bool:
+        """Whether that is the same process, which did not hear our welcome in time and calls again."""
+        return self.hello is not None and (self.hello.call, self.hello.host) == (hello.call, hello.host)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Asyncio has accepted it."""
+        super().connection_made(transport)
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(
+            PROOF_S, self.give_up, "malformed", f"has proven nothing in {PROOF_S:.0f} s"
+        )
+        self._head.came(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Asyncio has bytes; after the preamble comes our greeting."""
+        super().data_received(data)
+        if self._greeting is None and self.parser.began and not self._ending:
+            self._greet()
+
+    def arrived(self, frame: tuple[bytes, bytes]) -> None:
+        """A frame: the hello, or what a node says."""
+        if self.hello is None:
+            self._prove(frame)
+        else:
+            assert self.seal is not None
+            self._hear(decode_frame(self.seal.unseal(frame)))
+
+    def malformed(self, error: Malformed) -> None:
+        """What came is not our protocol."""
+        if isinstance(error, DifferentVersion) and self.transport is not None:
+            self.transport.write(preamble(ANSWERS))  # so that the other version can say so, too
+        if self.hello is None:
+            self.give_up("malformed", str(error))
+        else:
+            self.abort(f"it {error}")
+
+    def over(self, why: str) -> None:
+        """It is gone."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self.hello is None and not self._done and not self._head.closing:
+            self._reject("malformed", "hung up before it had proven anything")
+        self._head.left(self, why)
+
+    def give_up(
+        self, kind: RejectedKind, why: str, *, node_rank: int | None = None, holder: str = ""
+    ) -> None:
+        """Lets it in no more, and tells the front."""
+        self._reject(kind, why, node_rank=node_rank, holder=holder)
+        self.end(why)
+
+    def _reject(
+        self, kind: RejectedKind, why: str, *, node_rank: int | None = None, holder: str = ""
+    ) -> None:
+        if not self._done:
+            self._done = True
+            self._head.turn_away(self, Rejected(self.address, why, kind, node_rank, holder))
+
+    def _greet(self) -> None:
+        assert self.transport is not None
+        self._greeting = Greeting(fresh_nonce(), self._head.run, self._head.epoch)
+        self.transport.write(preamble(ANSWERS))
+        self.seal = greeting_seal(sends=TO_NODE)
+        self.write(encode(self._greeting.to_body()))
+
+    def _prove(self, frame: tuple[bytes, bytes]) -> None:
+        if self._greeting is None:
+            raise Malformed("did not wait for the greeting")
+        node_rank, host = claimed_identity(frame[1])
+        name = "" if node_rank is None else f"node {node_rank}" + (f" ({host})" if host else "")
+        try:
+            body = hello_seal(self._head.token, self._greeting, sends=TO_NODE).open(frame)
+        except Forged:
+            refusal = Refusal("token", "does not know the job's token")
+            self.write(encode(refusal.to_body()))  # without proof: it could not check one
+            self.give_up("token", f"{name or 'somebody'} {refusal.text}", node_rank=node_rank)
+            return
+        self._let_in(Hello.from_body(body), self._greeting)
+
+    def _let_in(self, hello: Hello, greeting: Greeting) -> None:
+        self.seal = session_seal(self._head.token, greeting, hello, sends=TO_NODE)
+        refusal = self._head.judge(hello)
+        if refusal is not None and refusal.kind != "late":
+            self.write(encode(refusal.to_body()))
+            why = f"node {hello.node_rank} ({hello.host}) {refusal.text}"
+            self.give_up(refusal.kind, why, node_rank=hello.node_rank, holder=refusal.holder)
+            return
+        assert self._deadline is not None
+        self._deadline.cancel()
+        self.hello = hello
+        self._done = True
+        self.parser.limit = PROVEN_BYTES
+        self._head.admit(self, hello)
+
+    def _hear(self, body: Body | Piece) -> None:
+        assert self.hello is not None
+        match body:
+            case Piece() | {"t": "offer" | "sent" | "withdraw", "id": int()}:
+                self._head.transfers(self, body)
+            case {"t": "ping"}:
+                pass
+            case {"t": "say", "m": dict() as message}:
+                self._head.said(self.hello.node_rank, message)
+            case {"t": "clock"}:
+                self.write(encode({"t": "clock", "wall": time.time()}))
+            case {"t": "ack", "n": int() as number}:
+                self.acknowledged = number
+                self._head.dismiss(self)
+            case {"t": "bye"}:
+                self.other_gave_up(body)
+                self.goodbye = not self.gave_up
+                self.end(self.silence.why if self.silence is not None else "")
+            case _:
+                raise Malformed("sent a frame of an unknown type")

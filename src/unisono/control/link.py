@@ -5,13 +5,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, Self
 
-from unisono.control.connection import BYE, Connection, Pulse
-from unisono.control.dial import Called, Caller, call
-from unisono.control.events import Left, Said
-from unisono.control.frames import PROVEN_BYTES, Body, Malformed, Piece, encode, encode_piece
-from unisono.control.handshake import is_host_name
-from unisono.control.inbox import Inbox
-from unisono.control.loop import SHARED
+from unisono.control.connection import BYE, Connection, Heartbeats
+from unisono.control.dial import DialedConnection, DialRequest, dial_head
+from unisono.control.events import CHANNEL_THREAD, Inbox, Left, NodeMessage
+from unisono.control.protocol import PROVEN_BYTES, Body, Malformed, Piece, encode, encode_piece, is_host_name
 from unisono.errors import UsageError
 
 _GOODBYE_S = 2.0
@@ -19,7 +16,7 @@ HEAD_RANK = 0
 
 
 class NodeLink:
-    """The connection to the head, from `connect` to `close`. Messages of the head are `Said(0, …)`; its end is one `Left`.
+    """The connection to the head, from `connect` to `close`. Messages of the head are `NodeMessage(0, …)`; its end is one `Left`.
 
     Attributes:
         welcome: what the head tells every node; with run_nonce, epoch and wall (its clock).
@@ -58,20 +55,20 @@ class NodeLink:
             raise UsageError.of(
                 f"`{node_host}` is no host name", why="allowed are letters, digits and _ . @ : -"
             )
-        caller = Caller(host, port, token, node_rank, node_host, nodes or 0, run_nonce or "", epoch)
-        return cls(call(caller, timeout_s=timeout_s, on_wait=on_wait), head_host=host)
+        caller = DialRequest(host, port, token, node_rank, node_host, nodes or 0, run_nonce or "", epoch)
+        return cls(dial_head(caller, timeout_s=timeout_s, on_wait=on_wait), head_host=host)
 
-    def __init__(self, called: Called, *, head_host: str) -> None:
+    def __init__(self, called: DialedConnection, *, head_host: str) -> None:
         self.welcome = called.welcome
         self.local_address: str = called.sock.getsockname()[0]
         self.clock_offset_s = called.clock_offset_s
         self.next_transfer = 0
-        self._inbox: Inbox[Said | Left] = Inbox()
+        self._inbox: Inbox[NodeMessage | Left] = Inbox()
         self._closed = False
-        SHARED.enter()
-        self._line = SHARED.run(_bring_to_life(called, head_host, self._inbox))
+        CHANNEL_THREAD.enter()
+        self._line = CHANNEL_THREAD.run(_bring_to_life(called, head_host, self._inbox))
 
-    def receive(self, timeout_s: float) -> list[Said | Left]:
+    def receive(self, timeout_s: float) -> list[NodeMessage | Left]:
         """All that has come, in order; waits for the first until `timeout_s` is over."""
         return self._inbox.take(timeout_s)
 
@@ -85,32 +82,32 @@ class NodeLink:
         Raises:
             ValueError: if the message is larger than 8 MiB, or no JSON.
         """
-        SHARED.post(self._line.write, encode({"t": "say", "m": message}))
+        CHANNEL_THREAD.post(self._line.write, encode({"t": "say", "m": message}))
 
     def send_of_file(self, part: Body | Piece) -> None:
-        """Sends a piece of a file, or what is to be said of one. For control.transfer, which bounds how much is on its way."""
-        SHARED.post(self._line.write, encode_piece(part) if isinstance(part, Piece) else encode(part))
+        """Sends a piece of a file, or what is to be said of one. For control.file_sender, which bounds how much is on its way."""
+        CHANNEL_THREAD.post(self._line.write, encode_piece(part) if isinstance(part, Piece) else encode(part))
 
     def hear_of_files(self, heard: Callable[[Body], None]) -> None:
         """What the head says of files goes there, in the channel's thread; when the head is gone, {"t": "gone", "why"}."""
-        SHARED.run(self._line.hear_of_files(heard))
+        CHANNEL_THREAD.run(self._line.hear_of_files(heard))
 
     def close(self) -> None:
         """Says goodbye, and waits a moment until the head has heard it and all that was sent."""
         if self._closed:
             return
         self._closed = True
-        SHARED.post(self._line.say_goodbye)
+        CHANNEL_THREAD.post(self._line.say_goodbye)
         self._line.gone.wait(_GOODBYE_S)
-        SHARED.run(self._line.cut())
-        SHARED.leave()
+        CHANNEL_THREAD.run(self._line.cut())
+        CHANNEL_THREAD.leave()
         self._inbox.close()
 
 
 class _Line(Connection):
     """The node's end, in the channel's thread."""
 
-    def __init__(self, called: Called, head_host: str, inbox: Inbox[Said | Left]) -> None:
+    def __init__(self, called: DialedConnection, head_host: str, inbox: Inbox[NodeMessage | Left]) -> None:
         super().__init__(called.parser)
         self.seal = called.seal
         self.parser.limit = PROVEN_BYTES
@@ -121,7 +118,7 @@ class _Line(Connection):
         self._inbox = inbox
         self._clean = False
         self._leaving = False
-        self._pulse = Pulse()
+        self._pulse = Heartbeats()
         self._over = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -184,10 +181,10 @@ class _Line(Connection):
                 if self._of_files is not None:
                     self._of_files(body)
             case {"t": "say", "m": dict() as message}:
-                self._inbox.put(Said(HEAD_RANK, message))
+                self._inbox.put(NodeMessage(HEAD_RANK, message))
             case {"t": "last", "n": int() as number, "m": dict() as message}:
                 self._clean = True
-                self._inbox.put(Said(HEAD_RANK, message))
+                self._inbox.put(NodeMessage(HEAD_RANK, message))
                 self.write(encode({"t": "ack", "n": number}))
             case {"t": "bye"}:
                 self.other_gave_up(body)
@@ -197,7 +194,7 @@ class _Line(Connection):
                 raise Malformed("sent a frame of an unknown type")
 
 
-async def _bring_to_life(called: Called, head_host: str, inbox: Inbox[Said | Left]) -> _Line:
+async def _bring_to_life(called: DialedConnection, head_host: str, inbox: Inbox[NodeMessage | Left]) -> _Line:
     called.sock.setblocking(False)
     line = _Line(called, head_host, inbox)
     await asyncio.get_running_loop().create_connection(lambda: line, sock=called.sock)

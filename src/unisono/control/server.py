@@ -1,19 +1,22 @@
-"""The head's end of the control channel, for the front of node 0."""
+"""The head's end of the control channel, for the front of node 0; and its listening port."""
 
 import asyncio
 import contextlib
+import errno
+import resource
 import socket
 import time
 from typing import Any
 
-from unisono.control.caller import Caller
+from unisono.causes import Evidence, Verdict
 from unisono.control.connection import SUSPECT_S
-from unisono.control.events import Event
-from unisono.control.frames import encode
-from unisono.control.head import Head, Taker
-from unisono.control.inbox import Inbox
-from unisono.control.listening import allow_open_files, bind
-from unisono.control.loop import SHARED
+from unisono.control.dial import disagreement
+from unisono.control.events import CHANNEL_THREAD, Event, Inbox
+from unisono.control.head import FileSink, Head, IncomingConnection
+from unisono.control.protocol import encode
+from unisono.errors import UnfitError, UsageError
+from unisono.facts.tcp import find_listener
+from unisono.text import one_line
 
 _WELCOME_BYTES = 48 << 10
 _BACKLOG = 2048  # calls that wait to be accepted; the system may allow fewer
@@ -46,14 +49,14 @@ class HeadServer:
         assert token, "a job of several nodes has a token"
         assert len(encode({"t": "welcome", "welcome": welcome})) < _WELCOME_BYTES, "send large things later"
         allow_open_files(nodes)
-        self._socket = bind(host, port, backlog=_BACKLOG)
+        self._socket = bind_port(host, port, backlog=_BACKLOG)
         name = self._socket.getsockname()
         self.address: tuple[str, int] = (str(name[0]), int(name[1]))
         self._inbox: Inbox[Event] = Inbox()
         self._closed = False
         own_name = str(welcome.get("head_host") or socket.gethostname())
-        SHARED.enter()
-        self._head, self._server = SHARED.run(
+        CHANNEL_THREAD.enter()
+        self._head, self._server = CHANNEL_THREAD.run(
             self._start(token=token, nodes=nodes, host=own_name, welcome=dict(welcome), run=run_nonce,
                         epoch=epoch)
         )  # fmt: skip
@@ -72,7 +75,7 @@ class HeadServer:
         Raises:
             ValueError: if the message is larger than 8 MiB, or no JSON.
         """
-        SHARED.post(self._head.send, node_rank, encode({"t": "say", "m": message}))
+        CHANNEL_THREAD.post(self._head.send, node_rank, encode({"t": "say", "m": message}))
 
     def tell_all(self, message: dict[str, Any]) -> None:
         """Sends a message to all nodes that are here.
@@ -80,11 +83,11 @@ class HeadServer:
         Raises:
             ValueError: if the message is larger than 8 MiB, or no JSON.
         """
-        SHARED.post(self._head.tell_all, encode({"t": "say", "m": message}))
+        CHANNEL_THREAD.post(self._head.tell_all, encode({"t": "say", "m": message}))
 
     def leave_out(self, node_rank: int, why: str) -> None:
         """Lets a node in no more until the job ends; `why` goes on from `node R (HOST) `. What it still says is heard until it hangs up."""
-        SHARED.post(self._head.leave_out, node_rank, why)
+        CHANNEL_THREAD.post(self._head.leave_out, node_rank, why)
 
     def settle(self, message: dict[str, Any]) -> None:
         """Says the last word: to all who are here, and, until `close`, to everybody who still comes.
@@ -93,15 +96,15 @@ class HeadServer:
             ValueError: if the message is larger than 8 MiB, or no JSON.
         """
         encode({"t": "last", "n": 0, "m": message})
-        SHARED.post(self._head.settle, message)
+        CHANNEL_THREAD.post(self._head.settle, message)
 
-    def take_files(self, taker: Taker | None) -> None:
-        """Says who takes the files that nodes send from now on; None: nobody does. See control.transfer."""
-        SHARED.run(self._take_files(taker))
+    def take_files(self, taker: FileSink | None) -> None:
+        """Says who takes the files that nodes send from now on; None: nobody does. See control.file_sender."""
+        CHANNEL_THREAD.run(self._take_files(taker))
 
-    def reply(self, caller: Caller, body: dict[str, Any]) -> None:
+    def reply(self, caller: IncomingConnection, body: dict[str, Any]) -> None:
         """Answers the sender of a file, from any thread."""
-        SHARED.post(caller.write, encode(body))
+        CHANNEL_THREAD.post(caller.write, encode(body))
 
     def tell(self, event: Event) -> None:
         """Adds to what `receive` gives."""
@@ -122,18 +125,20 @@ class HeadServer:
         if self._closed:
             return
         self._closed = True
-        SHARED.run(self._stop(patience_s))
-        SHARED.leave()
+        CHANNEL_THREAD.run(self._stop(patience_s))
+        CHANNEL_THREAD.leave()
         self._inbox.close()
 
     async def _start(self, **known: Any) -> tuple[Head, asyncio.Server]:
         head = Head(inbox=self._inbox, **known)
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Caller(head), sock=self._socket, backlog=_BACKLOG)
+        server = await loop.create_server(
+            lambda: IncomingConnection(head), sock=self._socket, backlog=_BACKLOG
+        )
         head.start()
         return head, server
 
-    async def _take_files(self, taker: Taker | None) -> None:
+    async def _take_files(self, taker: FileSink | None) -> None:
         self._head.taker = taker
 
     async def _stop(self, patience_s: float) -> None:
@@ -144,3 +149,95 @@ class HeadServer:
         self._head.stop()
         while self._head.open:
             await asyncio.sleep(0)  # asyncio reports the ends of aborted connections in its next rounds
+
+
+_OTHER_FILES = 100
+_SEGMENT_BYTES = 1_160  # with headers below the smallest MTU that IPv6 allows, 1280
+_ALL_ADDRESSES = ("", "0.0.0.0", "::", "*")  # noqa: S104 - the addresses that are refused
+
+
+def bind_port(host: str, port: int, *, backlog: int) -> socket.socket:
+    """A socket that listens on `host` alone. Port 0: the system chooses one.
+
+    Raises:
+        UsageError: if `host` means all addresses, or the port may not be had.
+        Disagreed: if the port is taken, the name has no address, or the address is another machine's.
+    """
+    if host in _ALL_ADDRESSES:
+        raise UsageError.of(
+            f"the head may not listen on `{host}`: that is every network of this machine",
+            fix="give the address on which the other nodes reach this one: --head HOST:PORT",
+        )
+    family, address = _resolve(host, port)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is nobody's
+        # Accepted connections have it from here, and callers are told: where large packets are lost, reports still come
+        # through, so that the dial matrix can name it.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
+        sock.bind(address)
+        sock.listen(backlog)
+    except OSError as error:
+        sock.close()
+        raise _cannot_bind(error, host, port) from error
+    return sock
+
+
+def allow_open_files(nodes: int) -> None:
+    """Sees to it that this process may have a connection to every node.
+
+    Raises:
+        UnfitError: if the system's hard limit is too low for that.
+    """
+    needed = nodes + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        summary = f"a head of {nodes} nodes needs {needed} open files, and this process may have {hard}"
+        fix = f"`ulimit -n {max(65536, needed)}` before the start, or LimitNOFILE= in the service"
+        evidence = (Evidence(where="RLIMIT_NOFILE", text=f"soft {soft}, hard {hard}"),)
+        verdict = Verdict(cause="ulimit", when="before", summary=summary, evidence=evidence, fix=(fix,))
+        raise UnfitError.of(summary, where="RLIMIT_NOFILE", fix=fix, verdict=verdict)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        why = one_line(str(getattr(error, "strerror", "") or error))
+        raise disagreement(
+            "dns_failure", f"the head does not know its own name `{host}`: {why}", where=host,
+            fix=("give the IP address of the interface that the other nodes reach: --head IP:PORT",),
+        ) from error  # fmt: skip
+    return found[0][0], found[0][4]
+
+
+def _cannot_bind(error: OSError, host: str, port: int) -> Exception:
+    address = f"{host}:{port}"
+    if error.errno == errno.EADDRINUSE:
+        return _taken(host, port)
+    if error.errno == errno.EADDRNOTAVAIL:
+        return disagreement(
+            "head_unreachable", f"the head cannot listen on {address}: no interface of this machine has this address",
+            where=address,
+            fix=("start node 0 on the machine that has this address, or give --head an address of this one: `ip -br addr`",),
+        )  # fmt: skip
+    why = one_line(error.strerror or str(error)).lower()
+    return UsageError.of(
+        f"the head cannot listen on {address}: {why}", fix="give a port above 1023: --head HOST:PORT"
+    )
+
+
+def _taken(host: str, port: int) -> Exception:
+    listener = find_listener(port)
+    if listener is None:
+        owner, fix = "somebody who cannot be seen from here", f"`sudo ss -ltnp 'sport = :{port}'` shows who"
+    else:
+        owner = f"process {listener.pid} ({one_line(listener.command, limit=120) or '?'})"
+        fix = f"if it is left over from an earlier start, end it: kill {listener.pid}"
+    return disagreement(
+        "port_in_use", f"the head cannot have port {port} on {host}: {owner} listens there", where=f"{host}:{port}",
+        why=owner, fix=(fix, "or start all nodes with another port: --head HOST:PORT"),
+    )  # fmt: skip

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.agree.reports import NodeReport, settings_of
-from unisono.control.tokens import derive
+from unisono.control.protocol import derive
 from unisono.doctor.check import Check, Finding
 from unisono.doctor.ladder.attempt import ENDING_S, STARTING_S, Child, Children, outcome_of
 from unisono.doctor.ladder.checks import DEADLINE_S, kept_in

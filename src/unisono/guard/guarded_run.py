@@ -15,7 +15,7 @@ from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_programs
 from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
-from unisono.control.events import Left, Said
+from unisono.control.events import Left, NodeMessage
 from unisono.errors import Disagreed
 from unisono.events import Show, say
 from unisono.facts import Environment, Machine, Probes, read_environment, read_machine, take_token
@@ -352,7 +352,7 @@ class _Start:
                 if isinstance(event, Left) and event.node_rank == node_rank:
                     return None
                 if (
-                    isinstance(event, Said)
+                    isinstance(event, NodeMessage)
                     and event.node_rank == node_rank
                     and event.message.get("kind") == "diagnosed"
                 ):

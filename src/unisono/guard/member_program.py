@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from unisono.causes import Verdict, find_cause
-from unisono.control.events import Left, Said
+from unisono.control.events import Left, NodeMessage
 from unisono.events import Message, Show, say
 from unisono.guard.local_program import LocalProgram
 from unisono.guard.program_end import exit_code_of_program
@@ -79,7 +79,7 @@ class MemberProgram:
             return self._code
         return exit_code_of_program(own)
 
-    def _take(self, event: Said | Left, telling: MonitorReports) -> None:
+    def _take(self, event: NodeMessage | Left, telling: MonitorReports) -> None:
         if isinstance(event, Left):
             self._lost(event)
             return

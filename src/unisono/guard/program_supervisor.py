@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from unisono.agree.agreement import Agreement
 from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
-from unisono.control.events import Event, Left, Said
+from unisono.control.events import Event, Left, NodeMessage
 from unisono.control.server import HeadServer
 from unisono.events import Message, Show, say
 from unisono.guard.launcher_facts import LauncherFacts
@@ -173,7 +173,7 @@ class ProgramSupervisor:
             if event.node_rank not in self.programs:
                 self._lost[event.node_rank] = NodeLoss.at_head(event)
                 self._note_trouble()
-        elif isinstance(event, Said):
+        elif isinstance(event, NodeMessage):
             try:
                 self._take(event.node_rank, event.message)
             except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from unisono.causes import Verdict
 from unisono.control.events import Left
-from unisono.control.transfer.sending import Outcome, Transfers
+from unisono.control.file_sender import FileSender, TransferOutcome
 from unisono.events import Message, Show
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.rescue import KeptSender
@@ -95,7 +95,7 @@ class Serving:
     def run(self) -> LastWord | LostHead:
         """Until the end; the ranks are gone then."""
         self._telling = MonitorReports(self.local, self._node_rank, self.link.send)
-        with self.local, contextlib.closing(self._telling), Transfers(self.link.link) as transfers:
+        with self.local, contextlib.closing(self._telling), FileSender(self.link.link) as transfers:
             self._make_senders(transfers)
             self.interrupts.collect()
             self.link.send({"kind": "ranks_started"})
@@ -136,12 +136,12 @@ class Serving:
         self.local.end(why)
         return LostHead(self._head, loss, step, self.plan)
 
-    def _take_outcome(self, outcome: Outcome) -> None:
+    def _take_outcome(self, outcome: TransferOutcome) -> None:
         for sender in (self._shards, self._kept):
             if sender is not None:
                 sender.ended(outcome)
 
-    def _make_senders(self, transfers: Transfers) -> None:
+    def _make_senders(self, transfers: FileSender) -> None:
         if self.checkpoints is not None:
             self._shards = ShardSender(transfers, self.checkpoints, self._tell, self.disk.later)
         if self.local.kept is not None:

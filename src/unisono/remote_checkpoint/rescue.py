@@ -13,11 +13,10 @@ from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.snapshot import StepSnapshot, read_slots
 from unisono.checkpoint.store import CheckpointStore, temporary_name
 from unisono.checkpoint.writer import STATE, StorageFailed, TensorFile, group_file, state_text, write_files
-from unisono.control.events import Arrived, Left, Said
+from unisono.control.events import FileReceived, Left, NodeMessage
+from unisono.control.file_receiver import FileReceiver
+from unisono.control.file_sender import FileSender, Offer, OfferRefused, TransferOutcome
 from unisono.control.server import HeadServer
-from unisono.control.transfer.content import Offer, Refused
-from unisono.control.transfer.receiving import Receiving
-from unisono.control.transfer.sending import Outcome, Transfers
 from unisono.events import Message, Show
 from unisono.plan import RunPlan
 from unisono.rendezvous.verdict_exchange import stop_of
@@ -214,7 +213,7 @@ class KeptSender:
         send: sends the head a message.
     """
 
-    def __init__(self, transfers: Transfers, memory: SharedMemory, send: Callable[[Message], None]) -> None:
+    def __init__(self, transfers: FileSender, memory: SharedMemory, send: Callable[[Message], None]) -> None:
         self._transfers = transfers
         self._memory = memory
         self._send = send
@@ -229,7 +228,7 @@ class KeptSender:
         if not self._waits_for:
             self._send({"kind": SENT})
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: TransferOutcome) -> None:
         """One of them is at the head, or it is not; the head knows."""
         if outcome.transfer in self._waits_for:
             self._waits_for.discard(outcome.transfer)
@@ -254,18 +253,18 @@ def collect(
     began = time.monotonic()
     with (
         _folder(checkpoints) as folder,
-        Receiving(server, {_KEPT: lambda offer: _place(plan, folder, offer)}) as receiving,
+        FileReceiver(server, {_KEPT: lambda offer: _place(plan, folder, offer)}) as receiving,
     ):
         for node_rank in waiting:
             server.send(node_rank, {"kind": WANTED})
         while waiting and time.monotonic() < _limit(plan, interrupts, began, receiving.moved):
             for event in server.receive(0.2):
                 match event:
-                    case Arrived(label={"kind": "kept", "rank": int(rank)}, path=Path() as path):
+                    case FileReceived(label={"kind": "kept", "rank": int(rank)}, path=Path() as path):
                         found.steps[rank], found.damage[rank] = read_slots(memoryview(path.read_bytes()))
-                    case Said(message={"kind": "kept_sent"}):
+                    case NodeMessage(message={"kind": "kept_sent"}):
                         waiting.discard(event.node_rank)
-                    case Said(message={"kind": "stop", "signal": name, **rest}):
+                    case NodeMessage(message={"kind": "stop", "signal": name, **rest}):
                         stopped = stop_of(name, plan.node(event.node_rank).host)
                         interrupts.ask(stopped.number, where=stopped.where, again=rest.get("again") is True)
                     case Left():
@@ -286,7 +285,7 @@ def _limit(plan: RunPlan, interrupts: Interrupts, began: float, moved: float) ->
 def _place(plan: RunPlan, folder: Path, offer: Offer) -> Path:
     rank: Any = offer.label.get("rank")
     if rank not in [place.rank for place in plan.on_node(offer.node_rank)]:
-        raise Refused(f"rank {rank!r:.20} is none of node {offer.node_rank}")
+        raise OfferRefused(f"rank {rank!r:.20} is none of node {offer.node_rank}")
     return folder / f"kept-{int(rank):05d}"
 
 

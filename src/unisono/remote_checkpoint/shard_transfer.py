@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.manifest import is_file_name
-from unisono.control.events import Arrived
+from unisono.control.events import FileReceived
+from unisono.control.file_receiver import FileReceiver
+from unisono.control.file_sender import Content, FileSender, Offer, OfferRefused, TransferOutcome
 from unisono.control.server import HeadServer
-from unisono.control.transfer.content import Content, Offer, Refused
-from unisono.control.transfer.receiving import Receiving
-from unisono.control.transfer.sending import Outcome, Transfers
 from unisono.events import Message
 from unisono.plan import RunPlan
 from unisono.text import one_line
@@ -64,7 +63,7 @@ class ShardSender:
     """
 
     def __init__(
-        self, transfers: Transfers, checkpoints: Path, tell: Callable[[int, Message], None],
+        self, transfers: FileSender, checkpoints: Path, tell: Callable[[int, Message], None],
         later: Callable[[Callable[[], object]], None],
     ) -> None:  # fmt: skip
         self._later = later
@@ -89,7 +88,7 @@ class ShardSender:
         if not files:
             self._end(waiting)
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: TransferOutcome) -> None:
         """A file is at the head, or it is not."""
         waiting = self._of_transfer.pop(outcome.transfer, None)
         if waiting is None:
@@ -129,7 +128,7 @@ def clear_parts(checkpoints: Path) -> None:
 def taking_shards(plan: RunPlan, server: HeadServer, checkpoints: Path) -> Iterator["ShardArrivals"]:
     """Takes the parts that the ranks of other nodes send, as long as the context lasts."""
     arrivals = ShardArrivals(plan, checkpoints)
-    with Receiving(server, {SHARD: arrivals.place}) as receiving:
+    with FileReceiver(server, {SHARD: arrivals.place}) as receiving:
         arrivals.watches(receiving)
         try:
             yield arrivals
@@ -150,12 +149,12 @@ class ShardArrivals:
         self._checkpoints = checkpoints
         self._there: dict[tuple[str, str], tuple[int, str]] = {}
         self._given_up: set[str] = set()
-        self._receiving: Receiving | None = None
+        self._receiving: FileReceiver | None = None
         self._coming = ""
         self._told = 0.0
         self._over = threading.Event()
 
-    def watches(self, receiving: Receiving) -> None:
+    def watches(self, receiving: FileReceiver) -> None:
         """What takes the parts: it shows whether they move."""
         self._receiving, self._told = receiving, receiving.moved
 
@@ -183,11 +182,11 @@ class ShardArrivals:
         rank, temporary, name = (offer.label.get(key) for key in ("rank", "temporary", "name"))
         own = [place.rank for place in self._plan.on_node(offer.node_rank)]
         if not isinstance(rank, int) or rank not in own:
-            raise Refused(f"rank {rank!r:.20} is none of node {offer.node_rank}")
+            raise OfferRefused(f"rank {rank!r:.20} is none of node {offer.node_rank}")
         if not is_temporary_name(temporary):
-            raise Refused(f"{temporary!r:.80} is no checkpoint that is being written")
+            raise OfferRefused(f"{temporary!r:.80} is no checkpoint that is being written")
         if not isinstance(name, str) or not is_shard_of(name, rank, self._plan.world_size):
-            raise Refused(f"{name!r:.80} is no part of rank {rank}")
+            raise OfferRefused(f"{name!r:.80} is no part of rank {rank}")
         folder = self._begun(str(temporary))
         self._coming = str(temporary)
         return folder / name
@@ -200,10 +199,12 @@ class ShardArrivals:
         folder = self._checkpoints / temporary
         while not folder.is_dir():
             if temporary in self._given_up or self._over.wait(_LOOK_S):
-                raise Refused(f"rank 0 does not write checkpoint {temporary.partition('.')[0]} (any more)")
+                raise OfferRefused(
+                    f"rank 0 does not write checkpoint {temporary.partition('.')[0]} (any more)"
+                )
         return folder
 
-    def arrived(self, event: Arrived) -> None:
+    def arrived(self, event: FileReceived) -> None:
         """A part has arrived, or has not."""
         if event.label.get("kind") == SHARD and event.path is not None:
             self._there[event.path.parent.name, event.path.name] = (event.bytes, event.xxh3_128)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from unisono.control.tokens import new_token
+from unisono.control.protocol import new_token
 from unisono.errors import UsageError
 from unisono.files import open_given
 from unisono.text import one_line

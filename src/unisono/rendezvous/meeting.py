@@ -12,7 +12,7 @@ from unisono.agree.display import name_node, plain_host
 from unisono.agree.membership import wrong_token
 from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
-from unisono.control.events import Arrived, Event, Joined, Left, Rejected, Said
+from unisono.control.events import Event, FileReceived, Joined, Left, NodeMessage, Rejected
 from unisono.control.server import HeadServer
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message
@@ -307,7 +307,7 @@ class Meeting:
             self._keep(self.reports, self.agreement)
 
     def _take(self, event: Event) -> None:
-        if not isinstance(event, Said) or event.message.get("kind") in ("refused", "stop"):
+        if not isinstance(event, NodeMessage) or event.message.get("kind") in ("refused", "stop"):
             # The last arrival counts, not the last report: files may be large. Of a node that fell silent, its last sign of life.
             silent_s = event.silent_s if isinstance(event, Left) else 0.0
             self._last_news = time.monotonic() - silent_s
@@ -318,9 +318,9 @@ class Meeting:
                 self._lost(event)
             case Rejected():
                 self._turned_away(event)
-            case Said():
+            case NodeMessage():
                 self._said(event.node_rank, event.message)
-            case Arrived():
+            case FileReceived():
                 pass  # before there are ranks nothing is sent
 
     def _lost(self, event: Left) -> None:

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 from unisono.agree.reports import NodeReport
-from unisono.control.events import Left, Said
+from unisono.control.events import Left, NodeMessage
 from unisono.control.link import NodeLink
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message
@@ -57,7 +57,7 @@ class Attendance:
         self.welcome = self.link.welcome
         self.head_gone: Left | None = None
         self._over = False
-        self._kept: list[Said | Left] = []
+        self._kept: list[NodeMessage | Left] = []
 
     def __enter__(self) -> Self:
         return self
@@ -75,7 +75,7 @@ class Attendance:
         """Sends a message to the head."""
         self.link.send(message)
 
-    def receive(self, timeout_s: float) -> list[Said | Left]:
+    def receive(self, timeout_s: float) -> list[NodeMessage | Left]:
         """As `link.receive`, with what has come already and was not asked for yet."""
         kept, self._kept = self._kept, []
         return [*kept, *self.link.receive(0 if kept else timeout_s)]
@@ -96,7 +96,11 @@ class Attendance:
         while True:
             events = self.receive(_POLL_S)
             for index, event in enumerate(events):
-                if isinstance(event, Said) and event.message.get("kind") in kinds and not _is_refusal(event):
+                if (
+                    isinstance(event, NodeMessage)
+                    and event.message.get("kind") in kinds
+                    and not _is_refusal(event)
+                ):
                     self._kept = events[index + 1 :]
                     return event.message
                 self._hear(event)
@@ -141,7 +145,7 @@ class Attendance:
             else:
                 self._kept.append(event)
 
-    def _hear(self, event: Said | Left) -> None:
+    def _hear(self, event: NodeMessage | Left) -> None:
         if isinstance(event, Left):
             self._over = True
             self.head_gone = event
@@ -241,7 +245,7 @@ def try_network(attendance: Attendance, report: NodeReport, *, tries_collective:
         node_collective(attendance, task)
 
 
-def _is_refusal(event: Said) -> bool:
+def _is_refusal(event: NodeMessage) -> bool:
     """Whether the head ends the job without a result: nothing was trained."""
     return event.message.get("kind") == "ended" and event.message.get("result") is None
 

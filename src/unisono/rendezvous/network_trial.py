@@ -13,7 +13,7 @@ from unisono.agree.display import name_node
 from unisono.agree.reports import DialReport, NodeReport
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.control.echo import EchoListener, reach_key
-from unisono.control.reach import Peer, choose_peers, dial_all
+from unisono.control.reachability import Peer, choose_peers, dial_all
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message
 from unisono.facts import read_environment

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from unisono.agree.agreement import Agreement
 from unisono.agree.reports import RankReport
 from unisono.causes import Verdict
-from unisono.control.events import Arrived, Event, Left, Said
+from unisono.control.events import Event, FileReceived, Left, NodeMessage
 from unisono.errors import UnisonoError
 from unisono.events import Message, Show
 from unisono.plan import RunPlan
@@ -55,7 +55,7 @@ _ONLY_OF_RANK_0 = ("phase", "step", "eval", "sample", "checkpoint", "ready", "no
 class ShardPort(Protocol):
     """Where the checkpoint parts of other nodes' ranks arrive (`remote_checkpoint.shard_transfer`)."""
 
-    def arrived(self, event: Arrived, /) -> None:
+    def arrived(self, event: FileReceived, /) -> None:
         """A part is here, or did not get here."""
 
     def moves(self) -> Message | None:
@@ -321,9 +321,11 @@ class _RankSupervision:
         if isinstance(event, Left):
             if event.node_rank in self._away:
                 self.conductor.node_lost(NodeLoss.at_head(event), now=now)
-        elif isinstance(event, Arrived) and self.shards is not None:
+        elif isinstance(event, FileReceived) and self.shards is not None:
             self.shards.arrived(event)
-        elif isinstance(event, Said) and event.node_rank in {node.node_rank for node in self.plan.nodes}:
+        elif isinstance(event, NodeMessage) and event.node_rank in {
+            node.node_rank for node in self.plan.nodes
+        }:
             try:
                 self._take_said(event.node_rank, event.message)
             except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:

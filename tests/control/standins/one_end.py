@@ -13,10 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from unisono.control.events import Left
+from unisono.control.file_sender import Content, FileSender
 from unisono.control.link import NodeLink
 from unisono.control.server import HeadServer
-from unisono.control.transfer.content import Content
-from unisono.control.transfer.sending import Transfers
 
 TOKEN = b"the secret of this job, 32 bytes"
 
@@ -49,7 +48,7 @@ def node(port: str, rank: str) -> None:
 
 def sender(port: str, rank: str, mib: str) -> None:
     link = join(int(port), int(rank))
-    with Transfers(link) as transfers, tempfile.NamedTemporaryFile() as file:
+    with FileSender(link) as transfers, tempfile.NamedTemporaryFile() as file:
         file.truncate(int(mib) << 20)
         transfers.send(Path(file.name), {"kind": "test", "name": "large"}, Content(int(mib) << 20, "0" * 32))
         while not transfers.outcomes():

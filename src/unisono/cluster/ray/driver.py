@@ -14,7 +14,7 @@ from unisono.cluster.ray.cluster_health import RaysHead
 from unisono.cluster.ray.node_fronts import Fronts, KeeperLost, Place, name_lost_place, refuse_unlike
 from unisono.cluster.ray.nodes import connected, head_of, living_nodes, met, placed, rays_head, wanted_of
 from unisono.cluster.ray.running import Ended, RayJobRequest, Running
-from unisono.control.tokens import new_token
+from unisono.control.protocol import new_token
 from unisono.errors import UnfitError, UsageError
 from unisono.events import Reporter, read_message
 from unisono.facts import read_environment

@@ -16,7 +16,7 @@ from unisono.cluster.ray.mirror import Mirror, Mirroring
 from unisono.cluster.ray.node_fronts import Fronts, KeeperLost, Place, name_lost_place, ray_on
 from unisono.cluster.ray.nodes import head_of
 from unisono.config import RunConfig
-from unisono.control.tokens import new_token
+from unisono.control.protocol import new_token
 from unisono.errors import UnfitError
 from unisono.events import Message, Reporter, read_message
 from unisono.facts import read_environment

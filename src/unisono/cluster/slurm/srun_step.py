@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import IO, Self
 
-from unisono.control.tokens import new_token
+from unisono.control.protocol import new_token
 from unisono.errors import UnfitError
 from unisono.facts import take_token
 

@@ -9,7 +9,7 @@ import json
 import time
 from dataclasses import dataclass
 
-from unisono.control.echo import EchoListener, NotOurs, Session, call
+from unisono.control.echo import EchoListener, EchoSession, ForeignPeer, prove_as_dialer
 from unisono.files import parse_json
 from unisono.text import one_line
 
@@ -59,7 +59,7 @@ def measure(address: str, port: int, key: bytes) -> Measured:
         return asyncio.run(_measure(address, port, key))
     except TimeoutError:
         return Measured(trouble=f"nothing came of it within {_WHOLE_S:g} s")
-    except (OSError, EOFError, NotOurs, ValueError) as error:
+    except (OSError, EOFError, ForeignPeer, ValueError) as error:
         return Measured(trouble=one_line(str(error) or type(error).__name__, limit=200))
 
 
@@ -67,7 +67,7 @@ async def _measure(address: str, port: int, key: bytes) -> Measured:
     async with asyncio.timeout(_WHOLE_S):
         reader, writer = await asyncio.open_connection(address, port)
         try:
-            session = await call(reader, writer, key)
+            session = await prove_as_dialer(reader, writer, key)
             rtt_s = min([await _ping(session) for _ in range(_PINGS)])
             await session.send(_UP)
             await _send_stream(writer)
@@ -80,18 +80,18 @@ async def _measure(address: str, port: int, key: bytes) -> Measured:
             await asyncio.sleep(0)  # lets the transport close its socket
 
 
-async def _ping(session: Session) -> float:
+async def _ping(session: EchoSession) -> float:
     began = time.perf_counter()
     await session.send(_PING)
     await _message(session)
     return time.perf_counter() - began
 
 
-async def _message(session: Session) -> bytes:
+async def _message(session: EchoSession) -> bytes:
     return await session.body(*await session.length())
 
 
-async def _answer(session: Session) -> None:
+async def _answer(session: EchoSession) -> None:
     """The listener's side: until the caller hangs up."""
     with contextlib.suppress(EOFError):
         while True:
@@ -104,7 +104,7 @@ async def _answer(session: Session) -> None:
                 case b"down":
                     await _send_stream(session.writer)
                 case _:
-                    raise NotOurs("an unknown question")
+                    raise ForeignPeer("an unknown question")
 
 
 async def _send_stream(writer: asyncio.StreamWriter) -> None:
@@ -124,7 +124,7 @@ async def _count_stream(reader: asyncio.StreamReader) -> float:
     while head != _END:
         length = int.from_bytes(head, "big")
         if length > len(_CHUNK) or time.monotonic() - began > _MOST_S + STREAM_S:
-            raise NotOurs("a stream that does not end")
+            raise ForeignPeer("a stream that does not end")
         await reader.readexactly(length)
         total += length
         head = await reader.readexactly(4)

@@ -1,8 +1,34 @@
-"""A node's side: reads files, one after the other, and sends them in pieces as the head asks for more."""
+"""Files and bytes of the other nodes on their way to the head's disk, over the control channel.
+
+A node:                                                     The head:
+
+    transfers = Transfers(link)                             places = {"shard": place}   # Offer -> Path, or raises Refused
+    transfers.send(path, {"kind": "shard", ...}, content)   with Receiving(server, places):
+    transfers.send(buffer, {"kind": "snapshot", ...})           for event in server.receive(...):
+    select([..., transfers.fileno()], ...)                          match event:
+    for outcome in transfers.outcomes(): ...                            case Arrived(label=..., path=..., error=...): ...
+
+`label["kind"]` says which rule at the head decides where it goes; the rest of the label is for that rule. A file is at the
+head under its name only when it is there whole, synced, with the size and the XXH3-128 digest that the sender gave; until
+then it is `.NAME.part` beside it, which goes away with whatever goes wrong. Both sides are told of every end: the sender by
+an Outcome, the head's front by an Arrived among its events, which comes before any message that the sender sends after its Outcome.
+
+    node → head   offer: id, size, digest, label
+    head → node   more: so many pieces may come                              no room, no such place: done, with the reason
+    node → head   pieces, each of at most PIECE_BYTES
+    head → node   more: 1, for each piece that is written
+    node → head   sent                                                       withdraw: it cannot be read after all
+    head → node   done, with the reason if it is not there                   at any time
+
+So at most WINDOW pieces of a file are on their way, and what else the channel carries (beats, an abort, a verdict) waits for
+4 MiB at the most. The head takes AT_ONCE files at the same time; further offers wait. A node sends one after the other.
+Nothing here waits in the thread of a front: reading, digesting, writing and syncing have threads of their own.
+"""
 
 import contextlib
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -12,17 +38,79 @@ from typing import Any, Self
 
 import xxhash
 
-from unisono.control.frames import PIECE_BYTES, Body, Piece
-from unisono.control.inbox import Inbox
+from unisono.control.events import Inbox
 from unisono.control.link import NodeLink
-from unisono.control.transfer.content import Content, Offer, Refused
+from unisono.control.protocol import PIECE_BYTES, Body, Malformed, Piece
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_MAX_ID = (1 << 32) - 1
+
+
+Buffer = bytes | memoryview
+
+
+class OfferRefused(Exception):  # noqa: N818 - named for what happened to the offer
+    """A file is not taken. The text says why, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Size and XXH3-128 digest (hex) of a file or buffer."""
+
+    bytes: int
+    xxh3_128: str
+
+    @classmethod
+    def of(cls, data: Buffer) -> Self:
+        """Of what is in memory."""
+        return cls(memoryview(data).nbytes, xxhash.xxh3_128_hexdigest(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A node would send this.
+
+    Attributes:
+        node_rank: who.
+        host: its name.
+        transfer: the number of the transfer on its connection.
+        content: size and digest.
+        label: what it is. `kind` is a str; the rest is for the rule of that kind to check.
+    """
+
+    node_rank: int
+    host: str
+    transfer: int
+    content: Content
+    label: dict[str, Any]
+
+    def to_body(self) -> Body:
+        """A frame's body; who sends it stands in the connection."""
+        size, digest = self.content.bytes, self.content.xxh3_128
+        return {"t": "offer", "id": self.transfer, "bytes": size, "xxh3_128": digest, "label": self.label}
+
+    @classmethod
+    def from_body(cls, body: Body, *, node_rank: int, host: str) -> Self:
+        """Reads an offer.
+
+        Raises:
+            Malformed: if it is none.
+        """
+        match body:
+            case {
+                "t": "offer", "id": int() as number, "bytes": int() as size, "xxh3_128": str() as digest,
+                "label": {"kind": str(), **_rest} as label,
+            } if 0 <= number <= _MAX_ID and 0 <= size < 1 << 63 and _DIGEST.fullmatch(digest):  # fmt: skip
+                return cls(node_rank, host, number, Content(size, digest), label)
+        raise Malformed("sent an offer of a file that is none")
+
 
 Source = Path | bytes | memoryview
 _CLOSING_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TransferOutcome:
     """How a transfer ended.
 
     Attributes:
@@ -48,13 +136,13 @@ class _Job:
     content: Content | None
 
 
-class Transfers:
+class FileSender:
     """Sends files and buffers to the head. There is one of it for a link at a time; `close` it before the link."""
 
     def __init__(self, link: NodeLink) -> None:
         self._link = link
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._ended: Inbox[Outcome] = Inbox()
+        self._ended: Inbox[TransferOutcome] = Inbox()
         self._changed = threading.Condition()
         self._number = link.next_transfer
         self._sending = -1
@@ -86,7 +174,7 @@ class Transfers:
         self._jobs.put(_Job(number, source, label, content))
         return number
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[TransferOutcome]:
         """Those that have ended since the last call."""
         return self._ended.take(0)
 
@@ -126,16 +214,16 @@ class Transfers:
             try:
                 with _opened(job.source) as (held, size):
                     self._carry(job, held, size)
-            except (OSError, Refused) as problem:
-                error = _words(problem)
+            except (OSError, OfferRefused) as problem:
+                error = _error_text(problem)
                 if self._done is None:  # the head has not ended it
                     self._link.send_of_file({"t": "withdraw", "id": job.number, "why": error})
-            self._ended.put(Outcome(job.number, job.label, size, time.monotonic() - began, error))
+            self._ended.put(TransferOutcome(job.number, job.label, size, time.monotonic() - began, error))
 
-    def _carry(self, job: _Job, held: "_Held", size: int) -> None:
+    def _carry(self, job: _Job, held: "_OpenSource", size: int) -> None:
         content = job.content or held.content()
         if size != content.bytes:
-            raise Refused(f"it has {size} bytes, {content.bytes} were written")
+            raise OfferRefused(f"it has {size} bytes, {content.bytes} were written")
         with self._changed:
             self._raise_if_over()
         offer = Offer(0, "", job.number, content, job.label)
@@ -164,10 +252,10 @@ class Transfers:
 
     def _raise_if_over(self) -> None:
         if self._done is not None or self._lost:
-            raise Refused(self._done or self._lost or "the head has ended it before it was sent")
+            raise OfferRefused(self._done or self._lost or "the head has ended it before it was sent")
 
 
-class _Held:
+class _OpenSource:
     """A source, opened."""
 
     def __init__(self, fd: int | None, buffer: memoryview) -> None:
@@ -182,7 +270,7 @@ class _Held:
         """
         data = self._buffer[offset : offset + size] if self._fd is None else os.pread(self._fd, size, offset)
         if len(data) != size:
-            raise Refused(f"it ends after {offset + len(data)} bytes")
+            raise OfferRefused(f"it ends after {offset + len(data)} bytes")
         return data
 
     def content(self) -> Content:
@@ -197,20 +285,20 @@ class _Held:
 
 
 @contextlib.contextmanager
-def _opened(source: Source) -> Iterator[tuple[_Held, int]]:
+def _opened(source: Source) -> Iterator[tuple[_OpenSource, int]]:
     """The source, and its size in bytes."""
     if not isinstance(source, Path):
         buffer = memoryview(source).cast("B")
-        yield _Held(None, buffer), buffer.nbytes
+        yield _OpenSource(None, buffer), buffer.nbytes
         return
     fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        yield _Held(fd, memoryview(b"")), os.fstat(fd).st_size
+        yield _OpenSource(fd, memoryview(b"")), os.fstat(fd).st_size
     finally:
         os.close(fd)
 
 
-def _words(problem: OSError | Refused) -> str:
+def _error_text(problem: OSError | OfferRefused) -> str:
     if isinstance(problem, OSError):
         place = f"{problem.filename}: " if problem.filename else ""
         return f"{place}it cannot be read: {problem.strerror or problem}"

@@ -12,21 +12,21 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
 
-from unisono.control.echo import NotOurs, Session, call
+from unisono.control.echo import EchoSession, ForeignPeer, prove_as_dialer
 from unisono.text import one_line
 
 SIZES = (1, 1_400, 9_000, 1 << 16, 1 << 20)
 """Bytes: smaller than any packet, just below and above what one packet carries, and two that fill buffers."""
-MOST_PEERS = 16
+MAX_PEERS = 16
 _BRIEF = 3  # so many of the sizes for a peer that everybody dials
-_PINGS = 3
+_ROUND_TRIPS = 3
 _AT_ONCE = 64
 _LARGE_AT_ONCE = 4
 _LOST_AFTER = 2
-_MOST_PORTS = 8
+_MAX_PORTS = 8
 
 Result = TypeVar("Result")
-Outcome = Literal["ok", "refused", "timed_out", "unreachable", "stranger", "stalled"]
+DialOutcome = Literal["ok", "refused", "timed_out", "unreachable", "stranger", "stalled"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Reached:
+class DialResult:
     """What this node saw at one port of a peer.
 
     Attributes:
@@ -86,7 +86,7 @@ class Reached:
     target: int
     address: str
     port: int
-    outcome: Outcome
+    outcome: DialOutcome
     largest_bytes: int
     tried_bytes: list[int]
     rtt_s: float | None
@@ -106,7 +106,7 @@ class DialLimits:
     patient_s: float = 15.0
 
 
-def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MOST_PEERS) -> list[Peer]:
+def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MAX_PEERS) -> list[Peer]:
     """Whom a node dials: all others where they are few, else neighbours in a ring, one, two, four, … places away, and the head.
 
     So every node is dialled from both sides by `most` others, whatever the number of nodes. The head is dialled by
@@ -133,7 +133,7 @@ def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MOST_PEER
 
 def dial_all(
     peers: Sequence[Peer], key: bytes, *, source: int, limits: DialLimits | None = None
-) -> list[Reached]:
+) -> list[DialResult]:
     """Dials every port of every peer, many at a time; one result for each, in their order.
 
     It blocks for three seconds where connections or packets are lost, for about twenty where a peer hardly moves. Large messages
@@ -150,18 +150,18 @@ def dial_all(
     return asyncio.run(_dial_all(peers, key, source, limits or DialLimits()))
 
 
-async def _dial_all(peers: Sequence[Peer], key: bytes, source: int, limits: DialLimits) -> list[Reached]:
+async def _dial_all(peers: Sequence[Peer], key: bytes, source: int, limits: DialLimits) -> list[DialResult]:
     room, large = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_LARGE_AT_ONCE)
 
-    async def one(peer: Peer, port: int) -> Reached:
+    async def one(peer: Peer, port: int) -> DialResult:
         async with room:
-            return await _Trial(peer, port, source, limits, large).run(key)
+            return await _Dial(peer, port, source, limits, large).run(key)
 
     return await asyncio.gather(*(one(peer, port) for peer in peers for port in peer.ports))
 
 
 @dataclass
-class _Trial:
+class _Dial:
     """One connection to one port, and how far it came."""
 
     peer: Peer
@@ -172,7 +172,7 @@ class _Trial:
     largest: int = 0
     rtt_s: float | None = None
 
-    async def run(self, key: bytes) -> Reached:
+    async def run(self, key: bytes) -> DialResult:
         limits = self.limits
         try:
             async with asyncio.timeout(limits.connect_s):
@@ -192,10 +192,10 @@ class _Trial:
 
     async def _talk(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, sock: socket.socket
-    ) -> Reached:
+    ) -> DialResult:
         try:
-            session = await _in_time(call(reader, writer, key), sock, self.limits)
-        except NotOurs as foreign:
+            session = await _within_limits(prove_as_dialer(reader, writer, key), sock, self.limits)
+        except ForeignPeer as foreign:
             return self._ended("stranger", str(foreign))
         except TimeoutError:
             return self._ended("timed_out", "the connection was accepted, and then nothing came")
@@ -203,40 +203,42 @@ class _Trial:
             return self._ended("stranger", "the connection was accepted and closed without our answer")
         return await self._exchange(session, sock)
 
-    async def _exchange(self, session: Session, sock: socket.socket) -> Reached:
+    async def _exchange(self, session: EchoSession, sock: socket.socket) -> DialResult:
         brief = self.peer.brief or self.port != self.peer.ports[0]
         tried: list[int] = []
         for size in SIZES[:_BRIEF] if brief else SIZES:
             tried.append(size)
             try:
-                for _ in range(_PINGS if size == SIZES[0] else 1):
+                for _ in range(_ROUND_TRIPS if size == SIZES[0] else 1):
                     async with self.large if size > SIZES[_BRIEF - 1] else contextlib.nullcontext():
-                        await _in_time(self._echo(session, size), sock, self.limits)
+                        await _within_limits(self._echo(session, size), sock, self.limits)
             except TimeoutError:
                 return self._ended("stalled", f"{size:,} bytes did not come back", tried)
-            except (OSError, EOFError, NotOurs) as error:
-                return self._ended("stalled", f"{size:,} bytes: {_said(error)}", tried)
+            except (OSError, EOFError, ForeignPeer) as error:
+                return self._ended("stalled", f"{size:,} bytes: {_error_text(error)}", tried)
             self.largest = size
         return self._ended("ok", "", tried)
 
-    async def _echo(self, session: Session, size: int) -> None:
+    async def _echo(self, session: EchoSession, size: int) -> None:
         body = secrets.token_bytes(size)
         began = time.perf_counter()
         await session.send(body)
         if await session.body(*await session.length()) != body:
-            raise NotOurs("other bytes came back")
+            raise ForeignPeer("other bytes came back")
         if size == SIZES[0]:
             taken = time.perf_counter() - began
             self.rtt_s = taken if self.rtt_s is None else min(taken, self.rtt_s)
 
-    def _ended(self, outcome: Outcome, note: str, tried: Sequence[int] = ()) -> Reached:
-        return Reached(
+    def _ended(self, outcome: DialOutcome, note: str, tried: Sequence[int] = ()) -> DialResult:
+        return DialResult(
             source=self.source, target=self.peer.node_rank, address=self.peer.address, port=self.port, outcome=outcome,
             largest_bytes=self.largest, tried_bytes=list(tried), rtt_s=self.rtt_s, note=one_line(note, limit=200),
         )  # fmt: skip
 
 
-async def _in_time(work: Coroutine[Any, Any, Result], sock: socket.socket, limits: DialLimits) -> Result:
+async def _within_limits(
+    work: Coroutine[Any, Any, Result], sock: socket.socket, limits: DialLimits
+) -> Result:
     """What `work` gives on this connection.
 
     Raises:
@@ -249,7 +251,7 @@ async def _in_time(work: Coroutine[Any, Any, Result], sock: socket.socket, limit
         wait_s = min(1.0, limits.message_s)
         if _loses_packets(sock) or time.monotonic() >= ended:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, OSError, EOFError, NotOurs):
+            with contextlib.suppress(asyncio.CancelledError, OSError, EOFError, ForeignPeer):
                 await task
             raise TimeoutError
     return task.result()
@@ -282,11 +284,11 @@ async def _connect(address: str, port: int) -> socket.socket:
     return sock
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, EOFError):
         return "the peer closed the connection"
     return getattr(error, "strerror", None) or str(error)
 
 
 def _are_ports(ports: list[Any]) -> bool:
-    return len(ports) <= _MOST_PORTS and all(isinstance(port, int) and 0 < port < 1 << 16 for port in ports)
+    return len(ports) <= _MAX_PORTS and all(isinstance(port, int) and 0 < port < 1 << 16 for port in ports)

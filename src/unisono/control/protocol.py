@@ -1,17 +1,13 @@
-"""The bytes on the wire: a preamble, then frames. Pure: no socket, no clock.
-
-    frame = length of the body (4 bytes, big-endian) | MAC (32 bytes) | body (a JSON object with a field `t`, its type)
-    MAC   = HMAC-SHA256(key, direction (1 byte) | sequence in that direction (8 bytes) | body)
-    body  = or, from a proven node to the head only, a piece of a file: 0 (1 byte) | transfer (4) | offset (8) | bytes
-
-A frame that was changed, left out, repeated, or sent back to its sender does not fit its MAC.
-"""
+"""The control protocol: frames on the wire, keys, and the handshake. Pure: no socket, no clock."""
 
 import hmac
 import json
-from dataclasses import dataclass
-from typing import Any
+import re
+import secrets
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
+from unisono.control.events import RejectedKind
 from unisono.files import parse_json
 
 PROTOCOL = 2
@@ -42,11 +38,11 @@ class Malformed(Exception):  # noqa: N818 - named for what the bytes are
     """What came is not our protocol. The text says, on one line, what came instead."""
 
 
-class Foreign(Malformed):
+class ForeignProtocol(Malformed):
     """The first bytes are not ours: another program."""
 
 
-class OtherProtocol(Malformed):
+class DifferentVersion(Malformed):
     """It is ours, of another version."""
 
     def __init__(self, version: int) -> None:
@@ -105,7 +101,7 @@ def encode_piece(piece: Piece) -> bytes:
     return b"".join((_PIECE, piece.transfer.to_bytes(4, "big"), piece.offset.to_bytes(8, "big"), piece.data))
 
 
-def decode_any(data: bytes) -> Body | Piece:
+def decode_frame(data: bytes) -> Body | Piece:
     """What a proven node may send: a body, or a piece of a file.
 
     Raises:
@@ -180,13 +176,13 @@ class FrameParser:
         if seen != self._side[: len(seen)]:
             shown = repr(bytes(self._buffer[:24]))[2:-1]
             self._buffer.clear()
-            raise Foreign(f"is no control channel of unisono: it begins with `{shown}`")
+            raise ForeignProtocol(f"is no control channel of unisono: it begins with `{shown}`")
         if len(self._buffer) < PREAMBLE_BYTES:
             return
         version = self._buffer[PREAMBLE_BYTES - 1]
         if version != PROTOCOL:
             self._buffer.clear()
-            raise OtherProtocol(version)
+            raise DifferentVersion(version)
         del self._buffer[:PREAMBLE_BYTES]
         self._side = b""
 
@@ -234,3 +230,196 @@ class Seal:
 
     def _mac(self, direction: bytes, sequence: int, body: bytes) -> bytes:
         return hmac.digest(self._key, direction + sequence.to_bytes(8, "big") + body, "sha256")
+
+
+TOKEN_BYTES = 32
+
+
+def new_token() -> str:
+    """A fresh secret for a job, as text that fits a file or an environment variable."""
+    return secrets.token_urlsafe(TOKEN_BYTES)
+
+
+def derive(token: bytes, purpose: str, *parts: str | int) -> bytes:
+    """A key of 32 bytes for `purpose` alone. Whoever has it learns neither the token nor the key of another purpose.
+
+    Args:
+        token: the job's secret, not empty.
+        purpose: what the key is for, for example `control.session` or `rank`.
+        parts: what it is bound to as well: a nonce, a rank. They are written as JSON, so no two lists read the same.
+    """
+    assert token, "a job of several nodes has a token"
+    return hmac.digest(token, json.dumps(["unisono", purpose, *parts]).encode(), "sha256")
+
+
+_HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_.@:-]{1,255}\Z")
+_NONCE = re.compile(r"[0-9a-f]{32}\Z")
+_RUN = re.compile(r"[A-Za-z0-9_.:-]{0,64}\Z")
+_MAX_NODES = 1 << 20
+
+
+def is_host_name(name: object) -> bool:
+    """Whether a peer may be called so (DESIGN B8)."""
+    return isinstance(name, str) and _HOST_NAME.match(name) is not None
+
+
+def fresh_nonce() -> str:
+    """16 random bytes in hex."""
+    return secrets.token_hex(16)
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """The head's first words. Not proven: they count only through the keys that are made with them."""
+
+    nonce: str
+    run: str
+    epoch: int
+
+    def to_body(self) -> Body:
+        """A frame's body."""
+        return {"t": "greeting", **asdict(self)}
+
+    @classmethod
+    def from_body(cls, body: Body) -> Self:
+        """Reads a greeting.
+
+        Raises:
+            Malformed: if it is none.
+        """
+        nonce, run, epoch = body.get("nonce"), body.get("run"), body.get("epoch")
+        if body["t"] != "greeting" or not _matches(_NONCE, nonce) or not _matches(_RUN, run):
+            raise Malformed("sent no greeting")
+        return cls(str(nonce), str(run), _integer(epoch, 0, 1 << 31, "an epoch"))
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who calls.
+
+    Attributes:
+        nonce: fresh for this connection.
+        call: the same for all attempts of one process to join.
+        nodes: how many it expects; 0: it does not say.
+        run: the nonce of the start that it belongs to.
+        epoch: of that start.
+    """
+
+    nonce: str
+    call: str
+    node_rank: int
+    nodes: int
+    host: str
+    pid: int
+    run: str
+    epoch: int
+
+    def to_body(self) -> Body:
+        """A frame's body."""
+        return {"t": "hello", **asdict(self)}
+
+    @classmethod
+    def from_body(cls, body: Body) -> Self:
+        """Reads a hello.
+
+        Raises:
+            Malformed: if it is none, or holds what no node of ours would send.
+        """
+        if body["t"] != "hello" or not all(_matches(_NONCE, body.get(name)) for name in ("nonce", "call")):
+            raise Malformed("sent no hello")
+        if not is_host_name(body.get("host")):
+            raise Malformed("gives a host name that is none: allowed are letters, digits and _ . @ : -")
+        if not _matches(_RUN, body.get("run")):
+            raise Malformed("gives a run that is none")
+        return cls(
+            nonce=body["nonce"],
+            call=body["call"],
+            node_rank=_integer(body.get("node_rank"), -(1 << 31), 1 << 31, "a node rank"),
+            nodes=_integer(body.get("nodes"), 0, _MAX_NODES, "a number of nodes"),
+            host=body["host"],
+            pid=_integer(body.get("pid"), 0, 1 << 31, "a process id"),
+            run=body["run"],
+            epoch=_integer(body.get("epoch"), 0, 1 << 31, "an epoch"),
+        )
+
+
+def claimed_identity(data: bytes) -> tuple[int | None, str]:
+    """The rank and the host that an unproven hello claims; None and empty where it says nothing usable."""
+    try:
+        hello = Hello.from_body(decode(data))
+    except Malformed:
+        return None, ""
+    return hello.node_rank, hello.host
+
+
+def greeting_seal(*, sends: bytes) -> Seal:
+    """For the greeting, and for refusing somebody who could not check a proof."""
+    return Seal(b"", sends=sends)
+
+
+def hello_seal(token: bytes, greeting: Greeting, *, sends: bytes) -> Seal:
+    """For the hello: it fits only this greeting."""
+    return Seal(derive(token, "control.hello", greeting.nonce), sends=sends)
+
+
+def session_seal(token: bytes, greeting: Greeting, hello: Hello, *, sends: bytes) -> Seal:
+    """For all that follows: bound to both nonces, the run, the epoch, the rank and the number of nodes."""
+    parts = (greeting.nonce, hello.nonce, hello.run, hello.epoch, hello.node_rank, hello.nodes, hello.host)
+    return Seal(derive(token, "control.session", *parts), sends=sends)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a proven caller is not let in. `text` goes on from `node R (HOST) `."""
+
+    kind: RejectedKind
+    text: str
+    holder: str = ""
+
+    def to_body(self) -> Body:
+        """A frame's body."""
+        return {"t": "refused", **asdict(self)}
+
+
+def refusal_of(
+    hello: Hello, *, run: str, epoch: int, nodes: int, holder: str, settled: bool, left_out: str = ""
+) -> Refusal | None:
+    """Whether a proven caller may come in, and if not, why.
+
+    Args:
+        hello: who calls.
+        run: the nonce of this start.
+        epoch: of this start.
+        nodes: how many the head expects.
+        holder: who has its rank already, for people; empty: nobody.
+        settled: whether the last word has been said.
+        left_out: why the job goes on without its node; empty: it does not.
+    """
+    if hello.run != run:
+        return Refusal(
+            "stale", f"belongs to another start of the job (run {hello.run or '?'}, this is {run})"
+        )
+    if hello.epoch != epoch:
+        age = "an earlier" if hello.epoch < epoch else "a later"
+        return Refusal("stale", f"belongs to {age} epoch of the run ({hello.epoch}, this is {epoch})")
+    if hello.nodes not in (0, nodes):
+        return Refusal("misfit", f"expects {hello.nodes} nodes, the head expects {nodes}")
+    if not 0 <= hello.node_rank < nodes:
+        return Refusal("misfit", f"is none of the {nodes} nodes: ranks go from 0 to {nodes - 1}")
+    if settled:
+        return Refusal("late", "came after the last word")
+    if left_out:
+        return Refusal("left_out", left_out)
+    if holder:
+        return Refusal("duplicate", f"is here already: {holder} has this rank", holder)
+    return None
+
+
+def _matches(pattern: re.Pattern[str], value: Any) -> bool:
+    return isinstance(value, str) and pattern.match(value) is not None
+
+
+def _integer(value: Any, least: int, most: int, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise Malformed(f"gives {what} that is none")
+    return value

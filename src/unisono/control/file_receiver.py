@@ -13,11 +13,11 @@ from typing import Self
 
 import xxhash
 
-from unisono.control.caller import Caller
-from unisono.control.events import Arrived
-from unisono.control.frames import Body, Malformed, Piece
+from unisono.control.events import FileReceived
+from unisono.control.file_sender import Content, Offer, OfferRefused
+from unisono.control.head import IncomingConnection
+from unisono.control.protocol import Body, Malformed, Piece
 from unisono.control.server import HeadServer
-from unisono.control.transfer.content import Content, Offer, Refused
 from unisono.text import one_line
 from unisono.units import show_bytes, show_seconds
 
@@ -25,9 +25,9 @@ WINDOW = 8
 """So many pieces of a file may be on their way."""
 AT_ONCE = 8
 """So many files are taken at the same time, over all nodes; others wait. Bounds memory, with WINDOW, to 32 MiB."""
-OF_A_NODE = 2
+PER_NODE = 2
 """So many of them are one node's, so that none keeps the others waiting. Ours send one after the other."""
-MOST_OPEN = 64
+MAX_OPEN = 64
 """So many files of one node may be under way or wait; who offers more is hung up on."""
 SILENT_S = 120.0
 """A file of which nothing has come for so long, though it was asked for, is given up, so that its place is free again."""
@@ -35,12 +35,12 @@ SYNC_BYTES = 32 << 20
 """After so many the disk is waited for, so that a slow one shows in the pace of the pieces, and not in one long wait at the end."""
 _CLOSING_S = 2.0
 
-Place = Callable[[Offer], Path]
+PlacementRule = Callable[[Offer], Path]
 """Where an offered file goes: a path in a directory that exists and that is not a link. Called in a thread of the transfer.
 Raises Refused where it may not go anywhere."""
 
 
-class _Stop(str):
+class _StopReason(str):
     """Why a transfer ends before it is whole."""
 
     __slots__ = ()
@@ -49,10 +49,10 @@ class _Stop(str):
 class _Incoming:
     """One file on its way. `granted` is how many pieces its sender may still send."""
 
-    def __init__(self, caller: Caller, offer: Offer) -> None:
+    def __init__(self, caller: IncomingConnection, offer: Offer) -> None:
         self.caller = caller
         self.offer = offer
-        self.items: queue.SimpleQueue[Piece | _Stop | None] = queue.SimpleQueue()
+        self.items: queue.SimpleQueue[Piece | _StopReason | None] = queue.SimpleQueue()
         self.granted = 0
         self.lock = threading.Lock()
         self.began = time.monotonic()
@@ -75,7 +75,7 @@ class _Incoming:
         self.items.put(piece)
 
 
-class Receiving:
+class FileReceiver:
     """Takes files from now until `close`; as a context manager, to its end. There is one of it for a server at a time.
 
     Attributes:
@@ -83,7 +83,7 @@ class Receiving:
     """
 
     def __init__(
-        self, server: HeadServer, places: Mapping[str, Place], *, silent_s: float = SILENT_S
+        self, server: HeadServer, places: Mapping[str, PlacementRule], *, silent_s: float = SILENT_S
     ) -> None:
         """Begins.
 
@@ -97,9 +97,9 @@ class Receiving:
         self._places = dict(places)
         self._silent_s = silent_s
         self._lock = threading.Lock()
-        self._known: dict[tuple[Caller, int], _Incoming] = {}
-        self._open: Counter[Caller] = Counter()
-        self._taken: Counter[Caller] = Counter()
+        self._known: dict[tuple[IncomingConnection, int], _Incoming] = {}
+        self._open: Counter[IncomingConnection] = Counter()
+        self._taken: Counter[IncomingConnection] = Counter()
         self._waiting: deque[_Incoming] = deque()
         self._threads: set[threading.Thread] = set()
         server.take_files(self)
@@ -118,14 +118,14 @@ class Receiving:
             waiting = list(self._waiting)
             self._waiting.clear()
         for incoming in known:
-            incoming.items.put(_Stop(why))
+            incoming.items.put(_StopReason(why))
         for incoming in waiting:
             self._end(incoming, None, why)
         limit = time.monotonic() + _CLOSING_S
         for thread in threads:
             thread.join(max(0.0, limit - time.monotonic()))  # one whose disk does not answer is left behind
 
-    def heard(self, caller: Caller, item: Body | Piece) -> None:
+    def heard(self, caller: IncomingConnection, item: Body | Piece) -> None:
         """In the channel's thread: what a node says of a file."""
         if isinstance(item, Piece):
             incoming = self._known.get((caller, item.transfer))
@@ -138,24 +138,24 @@ class Receiving:
         incoming = self._known.get((caller, item["id"]))
         if incoming is not None:
             why = one_line(str(item.get("why", "")), limit=500)
-            incoming.items.put(None if item["t"] == "sent" else _Stop(why))
+            incoming.items.put(None if item["t"] == "sent" else _StopReason(why))
 
-    def gone(self, caller: Caller) -> None:
+    def gone(self, caller: IncomingConnection) -> None:
         """In the channel's thread: the connection is over."""
         with self._lock:
             found = [incoming for (of, _), incoming in self._known.items() if of is caller]
         for incoming in found:
-            incoming.items.put(_Stop("its node is gone"))
+            incoming.items.put(_StopReason("its node is gone"))
 
-    def _offered(self, caller: Caller, body: Body) -> None:
+    def _offered(self, caller: IncomingConnection, body: Body) -> None:
         assert caller.hello is not None
         offer = Offer.from_body(body, node_rank=caller.hello.node_rank, host=caller.hello.host)
         incoming = _Incoming(caller, offer)
         with self._lock:
             if (caller, offer.transfer) in self._known:
                 raise Malformed("offered a file twice under one number")
-            if self._open[caller] >= MOST_OPEN:
-                raise Malformed(f"offered a file while {MOST_OPEN} of its own wait")
+            if self._open[caller] >= MAX_OPEN:
+                raise Malformed(f"offered a file while {MAX_OPEN} of its own wait")
             self._known[caller, offer.transfer] = incoming
             self._open[caller] += 1
             self._waiting.append(incoming)
@@ -166,7 +166,7 @@ class Receiving:
         if len(self._threads) >= AT_ONCE:
             return
         for incoming in self._waiting:
-            if self._taken[incoming.caller] < OF_A_NODE:
+            if self._taken[incoming.caller] < PER_NODE:
                 self._waiting.remove(incoming)
                 self._taken[incoming.caller] += 1
                 thread = threading.Thread(target=self._work, args=(incoming,), name="unisono.receive", daemon=True)  # fmt: skip
@@ -188,7 +188,7 @@ class Receiving:
         path, why = None, "the head has failed on it: its log tells more"
         try:
             path, why = self._keep(incoming), ""
-        except Refused as error:
+        except OfferRefused as error:
             why = str(error)
         except OSError as error:
             why = f"{error.filename or 'it'} cannot be written on the head's node: {error.strerror or error}"
@@ -200,13 +200,13 @@ class Receiving:
         offer = incoming.offer
         place = self._places.get(offer.label["kind"])
         if place is None:
-            raise Refused(f"the head knows no file of kind {offer.label['kind']!r:.40}")
+            raise OfferRefused(f"the head knows no file of kind {offer.label['kind']!r:.40}")
         try:
             path = place(offer)
         except (KeyError, TypeError, ValueError) as error:
-            raise Refused("the head cannot read what kind of file it is") from error
+            raise OfferRefused("the head cannot read what kind of file it is") from error
         if ".." in path.parts or not path.name.isprintable():
-            raise Refused("its name is none of a file")
+            raise OfferRefused("its name is none of a file")
         with _part_of(path, offer.content.bytes) as (fd, finish):
             self._more(incoming, WINDOW)
             try:
@@ -215,7 +215,7 @@ class Receiving:
                 error.filename = str(path)
                 raise
             if found != offer.content:
-                raise Refused(_difference(offer, found))
+                raise OfferRefused(_difference(offer, found))
             os.fsync(fd)
             finish()
         return path
@@ -223,10 +223,10 @@ class Receiving:
     def _write(self, incoming: _Incoming, fd: int) -> Content:
         digest, size, most = xxhash.xxh3_128(), 0, incoming.offer.content.bytes
         while (item := self._next_of(incoming)) is not None:
-            if isinstance(item, _Stop):
-                raise Refused(item)
+            if isinstance(item, _StopReason):
+                raise OfferRefused(item)
             if item.offset != size or size + len(item.data) > most:
-                raise Refused("its pieces do not follow each other, or are more than was offered")
+                raise OfferRefused("its pieces do not follow each other, or are more than was offered")
             _write_all(fd, item.data)
             digest.update(item.data)
             size += len(item.data)
@@ -236,11 +236,11 @@ class Receiving:
             self._more(incoming, 1)
         return Content(size, digest.hexdigest())
 
-    def _next_of(self, incoming: _Incoming) -> Piece | _Stop | None:
+    def _next_of(self, incoming: _Incoming) -> Piece | _StopReason | None:
         try:
             return incoming.items.get(timeout=self._silent_s)
         except queue.Empty:
-            return _Stop(f"nothing of it has come for {show_seconds(self._silent_s)}")
+            return _StopReason(f"nothing of it has come for {show_seconds(self._silent_s)}")
 
     def _more(self, incoming: _Incoming, pieces: int) -> None:
         incoming.grant(pieces)
@@ -254,11 +254,11 @@ class Receiving:
                 _subtract(self._open, incoming.caller)
         seconds = time.monotonic() - incoming.began
         size, digest = offer.content.bytes, offer.content.xxh3_128
-        self._server.tell(Arrived(offer.node_rank, offer.label, path, size, digest, seconds, why))
+        self._server.tell(FileReceived(offer.node_rank, offer.label, path, size, digest, seconds, why))
         self._server.reply(incoming.caller, {"t": "done", "id": offer.transfer, "why": why})
 
 
-def _subtract(counts: Counter[Caller], caller: Caller) -> None:
+def _subtract(counts: Counter[IncomingConnection], caller: IncomingConnection) -> None:
     """One less; a connection of which there is nothing left is forgotten."""
     counts[caller] -= 1
     if not counts[caller]:
@@ -276,14 +276,14 @@ def _part_of(path: Path, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
-        raise Refused(f"the head does not wait for it any more: {path.parent} is not there") from None
+        raise OfferRefused(f"the head does not wait for it any more: {path.parent} is not there") from None
     part = f".{path.name}.part"
     try:
         if _is_in(folder, path.name):
-            raise Refused(f"{path} is there already")
+            raise OfferRefused(f"{path} is there already")
         free = shutil.disk_usage(folder).free
         if free < size:
-            raise Refused(_no_room(path, size, free))
+            raise OfferRefused(_no_room(path, size, free))
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)  # fmt: skip
         try:
             yield fd, lambda: os.rename(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
