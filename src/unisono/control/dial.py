@@ -76,7 +76,7 @@ class DialRequest:
     nodes: int = 0
     run: str = ""
     epoch: int | None = None
-    dial_head: str = field(default_factory=fresh_nonce)
+    call: str = field(default_factory=fresh_nonce)
 
     @property
     def me(self) -> str:
@@ -209,9 +209,15 @@ def _shake_hands(caller: DialRequest, sock: socket.socket) -> DialedConnection:
     except Malformed as error:
         raise _NoAnswer(str(error), believed_after=_STRANGE_ANSWERS) from error
     hello = Hello(
-        nonce=fresh_nonce(), call=caller.call, node_rank=caller.node_rank, nodes=caller.nodes, host=caller.node_host, pid=os.getpid(),
-        run=caller.run or greeting.run, epoch=greeting.epoch if caller.epoch is None else caller.epoch,
-    )  # fmt: skip
+        nonce=fresh_nonce(),
+        call=caller.call,
+        node_rank=caller.node_rank,
+        nodes=caller.nodes,
+        host=caller.node_host,
+        pid=os.getpid(),
+        run=caller.run or greeting.run,
+        epoch=greeting.epoch if caller.epoch is None else caller.epoch,
+    )
     sock.sendall(hello_seal(caller.token, greeting, sends=TO_HEAD).close(encode(hello.to_body())))
     parser.limit = _WELCOME_BYTES
     seal = session_seal(caller.token, greeting, hello, sends=TO_HEAD)
@@ -296,8 +302,14 @@ def node_name(node_rank: int, host: str) -> str:
 
 
 def disagreement(
-    cause: str, summary: str, *, where: str = "", why: str = "", fix: tuple[str, ...] = (), hosts: tuple[str, ...] = ()
-) -> Disagreed:  # fmt: skip
+    cause: str,
+    summary: str,
+    *,
+    where: str = "",
+    why: str = "",
+    fix: tuple[str, ...] = (),
+    hosts: tuple[str, ...] = (),
+) -> Disagreed:
     """An error and its verdict in one.
 
     Args:
@@ -328,33 +340,44 @@ def unreachable_error(me: str, address: str, why: str, waited_s: float) -> Disag
     """The head does not answer."""
     host, _, port = address.rpartition(":")
     return disagreement(
-        "head_unreachable", f"{me} cannot reach the head at {address}: {why}", where=address,
+        "head_unreachable",
+        f"{me} cannot reach the head at {address}: {why}",
+        where=address,
         why=f"tried for {waited_s:.0f} s",
         fix=(
             f"see whether node 0 runs and listens there; from this node: nc -vz {host} {port}",
             "refused: start the head first; no answer: open the firewall, or give an address that both nodes share",
         ),
-    )  # fmt: skip
+    )
 
 
 def unknown_host_error(me: str, host: str, why: str, waited_s: float) -> Disagreed:
     """The head's name has no address here."""
     return disagreement(
-        "dns_failure", f"{me} does not know the head's name `{host}`: {why}", where=host,
+        "dns_failure",
+        f"{me} does not know the head's name `{host}`: {why}",
+        where=host,
         why=f"asked the resolver for {waited_s:.0f} s",
-        fix=(f"give an IP address: --head IP:PORT; `getent hosts {host}` must answer on this node",
-             "or add the name to DNS or /etc/hosts of every node"),
-    )  # fmt: skip
+        fix=(
+            f"give an IP address: --head IP:PORT; `getent hosts {host}` must answer on this node",
+            "or add the name to DNS or /etc/hosts of every node",
+        ),
+    )
 
 
 def foreign_program_error(me: str, address: str, why: str) -> Disagreed:
     """Something answers at the head's address, and it is not the head."""
     port = address.rpartition(":")[2]
     return disagreement(
-        "port_in_use", f"{me} called the head at {address}, and what answers there {why}", where=address, why=why,
-        fix=(f"on the head's machine: `ss -ltnp 'sport = :{port}'` shows who has the port",
-             "start all nodes with another port: --head HOST:PORT"),
-    )  # fmt: skip
+        "port_in_use",
+        f"{me} called the head at {address}, and what answers there {why}",
+        where=address,
+        why=why,
+        fix=(
+            f"on the head's machine: `ss -ltnp 'sport = :{port}'` shows who has the port",
+            "start all nodes with another port: --head HOST:PORT",
+        ),
+    )
 
 
 def version_error(me: str, address: str, version: int) -> Disagreed:
@@ -362,17 +385,23 @@ def version_error(me: str, address: str, version: int) -> Disagreed:
     return disagreement(
         "version_mismatch",
         f"the head at {address} speaks version {version} of the control protocol, {me} speaks {PROTOCOL}",
-        where=address, fix=("install the same version of unisono on all nodes",),
-    )  # fmt: skip
+        where=address,
+        fix=("install the same version of unisono on all nodes",),
+    )
 
 
 def token_error(me: str, host: str, address: str) -> Disagreed:
     """The proofs do not fit."""
     return disagreement(
-        "token_rejected", f"{me} and the head at {address} do not have the same token", where=address, hosts=(host,),
-        fix=("give the same token to all nodes: --token-file FILE, or UNISONO_TOKEN",
-             "if it is the same: an earlier start of the job still listens there; end it"),
-    )  # fmt: skip
+        "token_rejected",
+        f"{me} and the head at {address} do not have the same token",
+        where=address,
+        hosts=(host,),
+        fix=(
+            "give the same token to all nodes: --token-file FILE, or UNISONO_TOKEN",
+            "if it is the same: an earlier start of the job still listens there; end it",
+        ),
+    )
 
 
 _CAUSE_OF = {
@@ -382,11 +411,16 @@ _CAUSE_OF = {
     "left_out": "node_missing",
 }
 _FIX_OF = {
-    "duplicate": ("give each node its own rank: --node-rank 0, 1, 2 …", "if the holder is left over, end it by its pid"),
+    "duplicate": (
+        "give each node its own rank: --node-rank 0, 1, 2 …",
+        "if the holder is left over, end it by its pid",
+    ),
     "stale": ("end this process and start the command again",),
-    "left_out": ("when the job has ended, start it again on all nodes: it goes on from its newest checkpoint",),
+    "left_out": (
+        "when the job has ended, start it again on all nodes: it goes on from its newest checkpoint",
+    ),
     "misfit": ("give the same --nodes to all nodes, and each its own --node-rank from 0",),
-}  # fmt: skip
+}
 
 
 def refusal_error(me: str, host: str, address: str, *, kind: str, text: str) -> Disagreed:

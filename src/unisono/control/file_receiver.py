@@ -169,7 +169,9 @@ class FileReceiver:
             if self._taken[incoming.caller] < PER_NODE:
                 self._waiting.remove(incoming)
                 self._taken[incoming.caller] += 1
-                thread = threading.Thread(target=self._work, args=(incoming,), name="unisono.receive", daemon=True)  # fmt: skip
+                thread = threading.Thread(
+                    target=self._work, args=(incoming,), name="unisono.receive", daemon=True
+                )
                 self._threads.add(thread)
                 thread.start()
                 return
@@ -284,7 +286,9 @@ def _part_of(path: Path, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
         free = shutil.disk_usage(folder).free
         if free < size:
             raise OfferRefused(_no_room(path, size, free))
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)  # fmt: skip
+        fd = os.open(
+            part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder
+        )
         try:
             yield fd, lambda: os.rename(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         finally:

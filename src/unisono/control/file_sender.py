@@ -1,17 +1,17 @@
-"""Files and bytes of the other nodes on their way to the head's disk, over the control channel.
+"""Sends files and buffers of a node to the head's disk, over the control channel. `file_receiver` is the head's side.
 
 A node:                                                     The head:
 
-    transfers = Transfers(link)                             places = {"shard": place}   # Offer -> Path, or raises Refused
-    transfers.send(path, {"kind": "shard", ...}, content)   with Receiving(server, places):
-    transfers.send(buffer, {"kind": "snapshot", ...})           for event in server.receive(...):
-    select([..., transfers.fileno()], ...)                          match event:
-    for outcome in transfers.outcomes(): ...                            case Arrived(label=..., path=..., error=...): ...
+    sender = FileSender(link)                               places = {"shard": place}   # Offer -> Path, or raises Refused
+    sender.send(path, {"kind": "shard", ...}, content)      with FileReceiver(server, places):
+    sender.send(buffer, {"kind": "snapshot", ...})              for event in server.receive(...):
+    select([..., sender.fileno()], ...)                             match event:
+    for outcome in sender.outcomes(): ...                               case FileReceived(label=..., path=..., error=...): ...
 
 `label["kind"]` says which rule at the head decides where it goes; the rest of the label is for that rule. A file is at the
 head under its name only when it is there whole, synced, with the size and the XXH3-128 digest that the sender gave; until
 then it is `.NAME.part` beside it, which goes away with whatever goes wrong. Both sides are told of every end: the sender by
-an Outcome, the head's front by an Arrived among its events, which comes before any message that the sender sends after its Outcome.
+a TransferOutcome, the head's front by a FileReceived among its events, which comes before any message that the sender sends after its Outcome.
 
     node → head   offer: id, size, digest, label
     head → node   more: so many pieces may come                              no room, no such place: done, with the reason
@@ -98,9 +98,12 @@ class Offer:
         """
         match body:
             case {
-                "t": "offer", "id": int() as number, "bytes": int() as size, "xxh3_128": str() as digest,
+                "t": "offer",
+                "id": int() as number,
+                "bytes": int() as size,
+                "xxh3_128": str() as digest,
                 "label": {"kind": str(), **_rest} as label,
-            } if 0 <= number <= _MAX_ID and 0 <= size < 1 << 63 and _DIGEST.fullmatch(digest):  # fmt: skip
+            } if 0 <= number <= _MAX_ID and 0 <= size < 1 << 63 and _DIGEST.fullmatch(digest):
                 return cls(node_rank, host, number, Content(size, digest), label)
         raise Malformed("sent an offer of a file that is none")
 

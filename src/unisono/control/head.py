@@ -56,8 +56,16 @@ class Head:
     """All state of the head's side. Its methods run in the channel's thread only."""
 
     def __init__(
-        self, *, token: bytes, nodes: int, host: str, welcome: dict[str, Any], run: str, epoch: int, inbox: Inbox[Event]
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        token: bytes,
+        nodes: int,
+        host: str,
+        welcome: dict[str, Any],
+        run: str,
+        epoch: int,
+        inbox: Inbox[Event],
+    ) -> None:
         self.token = token
         self.nodes = nodes
         self.run = run
@@ -126,8 +134,15 @@ class Head:
             self.inbox.put(Joined(hello.node_rank, hello.host, caller.ip()))
             return
         self.late.add(caller)
-        self.turn_away(caller, Rejected(caller.address, f"node {hello.node_rank} ({hello.host}) came after the last word",
-                                       "late", hello.node_rank))  # fmt: skip
+        self.turn_away(
+            caller,
+            Rejected(
+                caller.address,
+                f"node {hello.node_rank} ({hello.host}) came after the last word",
+                "late",
+                hello.node_rank,
+            ),
+        )
         caller.write(self.last_word)
 
     def left(self, caller: "IncomingConnection", why: str) -> None:
@@ -228,43 +243,10 @@ PROOF_S = 3.0
 """How long a caller may take until it has proven itself."""
 
 
-class Door(Protocol):
-    """What a caller finds: the head."""
-
-    token: bytes
-    run: str
-    epoch: int
-    closing: bool
-
-    def came(self, caller: "IncomingConnection") -> None:
-        """A connection has been made."""
-
-    def judge(self, hello: Hello) -> Refusal | None:
-        """Whether a proven caller may come in."""
-
-    def admit(self, caller: "IncomingConnection", hello: Hello) -> None:
-        """Takes a proven caller in."""
-
-    def turn_away(self, caller: "IncomingConnection", event: Rejected) -> None:
-        """Somebody is not let in."""
-
-    def said(self, node_rank: int, message: dict[str, Any]) -> None:
-        """A node has said something."""
-
-    def transfers(self, caller: "IncomingConnection", item: Body | Piece) -> None:
-        """A node sends a file: an offer, a piece, the end of it."""
-
-    def dismiss(self, caller: "IncomingConnection") -> None:
-        """A node has the last word."""
-
-    def left(self, caller: "IncomingConnection", why: str) -> None:
-        """A connection is over."""
-
-
 class IncomingConnection(Connection):
     """A connection at the head, from its first byte to its end."""
 
-    def __init__(self, head: Door) -> None:
+    def __init__(self, head: Head) -> None:
         super().__init__(FrameParser(CALLS, limit=UNPROVEN_BYTES))
         self.hello: Hello | None = None
         """Who it is, once it has proven it and was let in."""
@@ -369,7 +351,7 @@ class IncomingConnection(Connection):
 
     def _let_in(self, hello: Hello, greeting: Greeting) -> None:
         self.seal = session_seal(self._head.token, greeting, hello, sends=TO_NODE)
-        refusal = self._head.judge(hello)
+        refusal = self._head.refusal_of(hello)
         if refusal is not None and refusal.kind != "late":
             self.write(encode(refusal.to_body()))
             why = f"node {hello.node_rank} ({hello.host}) {refusal.text}"

@@ -27,10 +27,19 @@ class NodeLink:
 
     @classmethod
     def connect(
-        cls, *, host: str, port: int, token: bytes, node_rank: int, node_host: str, timeout_s: float,
-        on_wait: Callable[[str, float], None] | None = None, nodes: int | None = None, run_nonce: str | None = None,
+        cls,
+        *,
+        host: str,
+        port: int,
+        token: bytes,
+        node_rank: int,
+        node_host: str,
+        timeout_s: float,
+        on_wait: Callable[[str, float], None] | None = None,
+        nodes: int | None = None,
+        run_nonce: str | None = None,
         epoch: int | None = None,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """Calls the head until it answers, or `timeout_s` is over.
 
         Args:

@@ -231,9 +231,16 @@ class _Dial:
 
     def _ended(self, outcome: DialOutcome, note: str, tried: Sequence[int] = ()) -> DialResult:
         return DialResult(
-            source=self.source, target=self.peer.node_rank, address=self.peer.address, port=self.port, outcome=outcome,
-            largest_bytes=self.largest, tried_bytes=list(tried), rtt_s=self.rtt_s, note=one_line(note, limit=200),
-        )  # fmt: skip
+            source=self.source,
+            target=self.peer.node_rank,
+            address=self.peer.address,
+            port=self.port,
+            outcome=outcome,
+            largest_bytes=self.largest,
+            tried_bytes=list(tried),
+            rtt_s=self.rtt_s,
+            note=one_line(note, limit=200),
+        )
 
 
 async def _within_limits(

@@ -44,8 +44,16 @@ class HeadServer:
     """
 
     def __init__(
-        self, *, host: str, port: int, token: bytes, nodes: int, welcome: dict[str, Any], run_nonce: str, epoch: int = 0
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        host: str,
+        port: int,
+        token: bytes,
+        nodes: int,
+        welcome: dict[str, Any],
+        run_nonce: str,
+        epoch: int = 0,
+    ) -> None:
         assert token, "a job of several nodes has a token"
         assert len(encode({"t": "welcome", "welcome": welcome})) < _WELCOME_BYTES, "send large things later"
         allow_open_files(nodes)
@@ -57,9 +65,10 @@ class HeadServer:
         own_name = str(welcome.get("head_host") or socket.gethostname())
         CHANNEL_THREAD.enter()
         self._head, self._server = CHANNEL_THREAD.run(
-            self._start(token=token, nodes=nodes, host=own_name, welcome=dict(welcome), run=run_nonce,
-                        epoch=epoch)
-        )  # fmt: skip
+            self._start(
+                token=token, nodes=nodes, host=own_name, welcome=dict(welcome), run=run_nonce, epoch=epoch
+            )
+        )
 
     def receive(self, timeout_s: float) -> list[Event]:
         """All that has happened, in order; waits for the first until `timeout_s` is over."""
@@ -208,9 +217,11 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     except (socket.gaierror, UnicodeError) as error:
         why = one_line(str(getattr(error, "strerror", "") or error))
         raise disagreement(
-            "dns_failure", f"the head does not know its own name `{host}`: {why}", where=host,
+            "dns_failure",
+            f"the head does not know its own name `{host}`: {why}",
+            where=host,
             fix=("give the IP address of the interface that the other nodes reach: --head IP:PORT",),
-        ) from error  # fmt: skip
+        ) from error
     return found[0][0], found[0][4]
 
 
@@ -220,10 +231,13 @@ def _cannot_bind(error: OSError, host: str, port: int) -> Exception:
         return _taken(host, port)
     if error.errno == errno.EADDRNOTAVAIL:
         return disagreement(
-            "head_unreachable", f"the head cannot listen on {address}: no interface of this machine has this address",
+            "head_unreachable",
+            f"the head cannot listen on {address}: no interface of this machine has this address",
             where=address,
-            fix=("start node 0 on the machine that has this address, or give --head an address of this one: `ip -br addr`",),
-        )  # fmt: skip
+            fix=(
+                "start node 0 on the machine that has this address, or give --head an address of this one: `ip -br addr`",
+            ),
+        )
     why = one_line(error.strerror or str(error)).lower()
     return UsageError.of(
         f"the head cannot listen on {address}: {why}", fix="give a port above 1023: --head HOST:PORT"
@@ -238,6 +252,9 @@ def _taken(host: str, port: int) -> Exception:
         owner = f"process {listener.pid} ({one_line(listener.command, limit=120) or '?'})"
         fix = f"if it is left over from an earlier start, end it: kill {listener.pid}"
     return disagreement(
-        "port_in_use", f"the head cannot have port {port} on {host}: {owner} listens there", where=f"{host}:{port}",
-        why=owner, fix=(fix, "or start all nodes with another port: --head HOST:PORT"),
-    )  # fmt: skip
+        "port_in_use",
+        f"the head cannot have port {port} on {host}: {owner} listens there",
+        where=f"{host}:{port}",
+        why=owner,
+        fix=(fix, "or start all nodes with another port: --head HOST:PORT"),
+    )
