@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from unisono.control.connection import BYE, SUSPECT_S, Connection, Heartbeats
 from unisono.control.events import Event, Inbox, Joined, Left, NodeMessage, Rejected, RejectedKind
@@ -31,10 +31,6 @@ from unisono.control.protocol import (
     refusal_of,
     session_seal,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 SPARE_CONNECTIONS = 64
 """How many more connections than nodes there may be; the oldest unproven one gives way."""
