@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono.crash import is_peer_loss, told_of
-from unisono.errors import UnisonoError
-from unisono.events import Reporter
-from unisono.storage_errors import storage_failure, unusable_path
+from unisono.errors import UnisonoError, storage_failure, unusable_path
+from unisono.events import Reporter, describe_crash, is_peer_loss
 
 _PR_SET_PDEATHSIG = 1
 TEMPLATE_HAS_NO_END = signal.SIGVTALRM
@@ -110,7 +108,7 @@ def _ended(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter, *, is
         reporter.send("refused", **error.to_json())
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - the edge of a process: recorded, and told to the front
-        told = told_of(error)
+        told = describe_crash(error)
         # A task has its paths from a person; those of a rank were usable when its run began.
         failure = unusable_path(error, has_begun=not is_task) or (
             None if is_peer_loss(error) else storage_failure(error)

@@ -1,10 +1,17 @@
 """The exception tree. The class says when, the instance holds the data, the exit code is part of the class (DESIGN A2)."""
 
+import contextlib
+import errno
+import os
+import re
+import resource
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Self
 
-from unisono.causes import Verdict
+from unisono.causes import Evidence, Verdict, find_cause
 from unisono.text import one_line, plain
+from unisono.units import show_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +120,161 @@ class RankDied(UnisonoError):  # noqa: N818 - named for what happened
     """A rank ended by itself: an exception, a signal, out of memory."""
 
     exit_code = 5
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_OPEN_FILES = (errno.EMFILE, errno.ENFILE)
+_NOT_OURS = (errno.EROFS, errno.EACCES, errno.EPERM)
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_BROKEN = (
+    errno.EIO, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOLCK, errno.ESTALE, errno.EROFS,
+)  # fmt: skip
+"""Together with those above: numbers that are about files also where the error has no path, as of write(2), fsync(2) and mmap(2)."""
+_OF_A_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
+"""No path of ours is too long or a circle; what a person gave is."""
+_OF_ACCESS = (errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENXIO)
+# safetensors works in Rust, and gives the error's number only in its text.
+_IN_TEXT = re.compile(r"\bos error (\d+)\b")
+
+
+def error_number(error: BaseException) -> int | None:
+    """The errno of a failed call on files; None where an exception is none, or does not say."""
+    if isinstance(error, OSError):
+        return error.errno if isinstance(error.errno, int) else None
+    found = _IN_TEXT.search(str(error)) if type(error).__name__ == "SafetensorError" else None
+    return int(found[1]) if found else None
+
+
+def storage_words(error: BaseException) -> str:
+    """What the system calls it: "File too large"."""
+    number = error_number(error)
+    own = error.strerror if isinstance(error, OSError) else None
+    if own and number is not None and "Detail: [errno" in own:  # pyarrow's, around the system's
+        return os.strerror(number)
+    return own or (os.strerror(number) if number is not None else str(error))
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the disk or a quota is full."""
+    return error_number(error) in FULL
+
+
+def file_size_limit() -> int | None:
+    """The largest file that this process may write, in bytes (`ulimit -f`); None: no limit."""
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def storage_reason(error: BaseException) -> str:
+    """Why a file could not be read or written, in one sentence with the value of the limit, if it was a limit."""
+    number = error_number(error)
+    if _is_too_large(error):
+        limit = file_size_limit()
+        if limit is None:
+            return "the file system allows no file of this size"
+        return f"the limit of the file size is {limit} bytes ({show_bytes(limit)}, `ulimit -f`)"
+    if number in _OPEN_FILES:
+        return f"the limit of open files is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (`ulimit -n`), or that of the system is reached"
+    if number in FULL:
+        return "the disk or the quota is full"
+    if number == errno.EROFS:
+        return "the file system is read-only, as after an error of its device"
+    if number in _NOT_OURS:
+        return "this user may not write there"
+    if number in _GONE:
+        return "it was removed, renamed or replaced while the run was using it"
+    return "the storage failed"
+
+
+def storage_remedy(
+    error: BaseException,
+    *,
+    full: str = "free space there, and run the same command again",
+    else_: str = "check that file system, and run the same command again",
+) -> str:
+    """What to do about it.
+
+    Args:
+        error: of a call on files.
+        full: what is said where a disk is full.
+        else_: what is said where no limit and no full disk is the cause.
+    """
+    number = error_number(error)
+    if _is_too_large(error) and file_size_limit() is not None:
+        return "raise the limit where the run is started: `ulimit -f unlimited` (in a service: LimitFSIZE=infinity; for all logins: fsize in limits.conf)"
+    if number in _OPEN_FILES:
+        return "raise the limit where the run is started: `ulimit -n 65536`"
+    if number in FULL:
+        return full
+    return else_
+
+
+def _is_too_large(error: BaseException) -> bool:
+    """Whether the system refused to make a file larger; a reader of ours that refuses a large file has words of its own."""
+    return error_number(error) == errno.EFBIG and storage_words(error) == os.strerror(errno.EFBIG)
+
+
+def storage_verdict(error: BaseException, problem: Problem, *, phase: str | None) -> Verdict | None:
+    """The verdict on a limit, a full disk, or in a phase that writes one that cannot be written any more, with the words of a problem; None where the catalogue has no cause for the error."""
+    number = error_number(error)
+    is_limit = number in _OPEN_FILES or (_is_too_large(error) and file_size_limit() is not None)
+    name = "disk_full" if number in FULL else "ulimit" if is_limit else None
+    if number in _NOT_OURS and phase is not None:
+        name = "storage_unfit"
+    known = find_cause(name) if name is not None else None
+    if known is None:
+        return None
+    return Verdict(
+        cause=known.id, when="during", summary=problem.what, phase=phase, evidence=(Evidence(where=problem.where, text=problem.why),),
+        fix=tuple(dict.fromkeys((problem.fix, *known.remedy))) if number in FULL else (problem.fix,),
+    )  # fmt: skip
+
+
+def storage_failure(error: BaseException) -> UnfitError | None:
+    """The same as an error that a person is shown (exit code 6); None where an exception is not the storage's.
+
+    An error with an absolute path is about a file. Without one the number decides: sockets, pipes and processes fail with others.
+    """
+    number = error_number(error)
+    if number is None:
+        return None
+    path = str(getattr(error, "filename", None) or "")
+    if not path.startswith("/") and number not in (errno.EFBIG, *FULL, *_OPEN_FILES, *_BROKEN):
+        return None
+    doing = "cannot be used" if path else "a file cannot be read or written"
+    problem = Problem(
+        f"{path} {doing}: {storage_words(error)}".strip(), path, storage_reason(error), storage_remedy(error)
+    )
+    return UnfitError(problem, verdict=storage_verdict(error, problem, phase=None))
+
+
+@contextlib.contextmanager
+def as_usage_error() -> Iterator[None]:
+    """Within it nothing of the work exists yet, so a path that cannot be used is one that a person gave.
+
+    Raises:
+        UsageError: in place of the system's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        refusal = unusable_path(error, has_begun=False)
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+def unusable_path(error: BaseException, *, has_begun: bool) -> UsageError | None:
+    """The same where not the storage is at fault, but a path that a person gave (exit code 2); None for other errors.
+
+    Args:
+        error: that came to the edge of a process.
+        has_begun: whether the work has files of its own, which were usable when it began: only a name that can never be used is
+            then a person's.
+    """
+    path = getattr(error, "filename", None) if isinstance(error, OSError) else None
+    if path is None or error_number(error) not in (_OF_A_NAME if has_begun else (*_OF_A_NAME, *_OF_ACCESS)):
+        return None
+    return UsageError.of(
+        f"a path cannot be used: {storage_words(error)}", where=str(path), fix="give another path, or make this one usable"
+    )  # fmt: skip

@@ -29,11 +29,12 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO
 
-from unisono.aside import Aside
+from unisono.background import BackgroundThread
 from unisono.files import parse_json
 from unisono.text import one_line
 
@@ -107,7 +108,7 @@ class _EventsLog:
     def __init__(self, path: str, on_trouble: Callable[[str], None]) -> None:
         self.path = path
         self._fd: int | None = None
-        self._aside = Aside("events-log", on_trouble)
+        self._aside = BackgroundThread("events-log", on_trouble)
 
     def keep(self, data: bytes) -> None:
         """Has a line written."""
@@ -152,3 +153,48 @@ def read_message(line: str) -> Message | None:
 def say(show: Show, text: str) -> None:
     """A line for people."""
     show({"kind": "note", "time": time.time(), "text": text})
+
+
+_PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Socket closed",
+    "NCCL communicator was aborted",
+    "remote process exited",
+)
+_OWN_TEXTS = ("failed to listen", "EADDRINUSE")
+"""What torch raises in the same classes, of this rank alone."""
+
+
+def describe_crash(error: BaseException) -> dict[str, Any]:
+    """What the message `crashed` says: `error`, `where`, `traceback`, `peer_lost`."""
+    return {
+        "error": one_line(f"{type(error).__name__}: {error}"),
+        "where": _place_of(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "peer_lost": is_peer_loss(error),
+    }
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Whether an exception is the consequence of another rank's death, as torch, gloo and NCCL tell it.
+
+    Errors of the same words that no collective has raised (a download, a pipe of one's own) are not.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if type(seen).__name__ in _PEER_ERRORS:
+            return not any(text in str(seen) for text in _OWN_TEXTS)
+        if isinstance(seen, RuntimeError) and any(text in str(seen) for text in _PEER_TEXTS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _place_of(error: BaseException) -> str:
+    """file:line where the exception was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.aside import Aside
+from unisono.background import BackgroundThread
 from unisono.errors import ConfigError
 from unisono.events import Reporter
 
@@ -30,7 +30,7 @@ class TensorboardWriter:
             ) from error
         self._directory = directory
         self._report = report
-        self._aside = Aside("tensorboard", self._tell)
+        self._aside = BackgroundThread("tensorboard", self._tell)
         self._aside.do(partial(self._open, SummaryWriter, purge_step))
 
     def scalars(self, step: int, values: dict[str, float | None]) -> None:

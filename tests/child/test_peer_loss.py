@@ -2,7 +2,7 @@
 
 import pytest
 
-from unisono.crash import is_peer_loss
+from unisono.events import is_peer_loss
 
 _SEEN = [
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1742",

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from unisono.cli.app import main
-from unisono.compat.llamafactory import llamafactory_version, refuse_if_llamafactory
+from unisono.config.load import llamafactory_version, refuse_if_llamafactory
 from unisono.errors import ConfigError
 
 V0 = {

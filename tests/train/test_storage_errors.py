@@ -16,9 +16,9 @@ from tests import fuse
 from tests.conftest import training_in
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.token_table import TokenTable
+from unisono.errors import storage_failure
 from unisono.events import Reporter
 from unisono.rundir.records import read_metrics
-from unisono.storage_errors import storage_failure
 
 Train = Callable[..., Any]
 save = CheckpointStore.save

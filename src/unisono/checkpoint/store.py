@@ -22,7 +22,7 @@ from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, is_file_n
 from unisono.checkpoint.retention import Candidate, Rules, decide
 from unisono.checkpoint.verified import KnownStates
 from unisono.checkpoint.verify import Damage, digest_file, inspect
-from unisono.checkpoint.writer import StorageFailed, storage_failure
+from unisono.checkpoint.writer import StorageFailed, write_failure
 from unisono.errors import IntegrityError, Problem
 from unisono.files import fsync_dir, read_bytes
 
@@ -165,7 +165,7 @@ class CheckpointStore:
             )
             self._publish(directory, target, manifest.signed(self._key))
         except BaseException as error:  # also Ctrl-C leaves no half directory; raised again
-            trouble = storage_failure(error, target, directory)
+            trouble = write_failure(error, target, directory)
             shutil.rmtree(directory, ignore_errors=True)
             if trouble is not None:
                 raise trouble from error

@@ -19,8 +19,16 @@ import xxhash
 
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.checkpoint.manifest import FileEntry
-from unisono.errors import Problem, UnfitError
-from unisono.storage_errors import error_number, is_full, reason, remedy, storage_verdict, words
+from unisono.errors import (
+    Problem,
+    UnfitError,
+    error_number,
+    is_full,
+    storage_reason,
+    storage_remedy,
+    storage_verdict,
+    storage_words,
+)
 from unisono.units import show_bytes
 
 PARTS = "unisono.parts"
@@ -346,7 +354,7 @@ def free_bytes(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-def storage_failure(error: BaseException, target: Path, temporary: Path) -> StorageFailed | None:
+def write_failure(error: BaseException, target: Path, temporary: Path) -> StorageFailed | None:
     """What an exception of a write means for the user; None if it is not the storage's doing. Removes what was written."""
     if isinstance(error, StorageFailed):
         error.path = target
@@ -360,10 +368,10 @@ def storage_failure(error: BaseException, target: Path, temporary: Path) -> Stor
             free = free_bytes(_existing(target.parent))
             return StorageFull(target, needed_bytes=max(written, free) + 1, free_bytes=free)
     problem = Problem(
-        f"checkpoint {target.name} cannot be written: {words(error)}",
+        f"checkpoint {target.name} cannot be written: {storage_words(error)}",
         str(getattr(error, "filename", None) or target),
-        reason(error),
-        remedy(
+        storage_reason(error),
+        storage_remedy(
             error,
             else_="fix it, or set output_dir to a different one; the older checkpoints are as they were",
         ),

@@ -135,8 +135,7 @@ def _with_lost_output(code: int, words: list[str]) -> int:
 
 def _show(error: Exception, *, command: str) -> int:
     """Tells a refusal in its own lines, and a defect of ours with its traceback; gives the exit code."""
-    from unisono.errors import UnisonoError
-    from unisono.storage_errors import storage_failure, unusable_path
+    from unisono.errors import UnisonoError, storage_failure, unusable_path
 
     speak = output()
     if not isinstance(error, UnisonoError):

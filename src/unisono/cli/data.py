@@ -23,7 +23,7 @@ def preview(
 ) -> None:
     """Show the first rows as the model will see them, what counts in the loss, lengths, and the ledger of rows."""
     from unisono.cli.output import output
-    from unisono.compat.load import load_own_config
+    from unisono.config.load import load_own_config
     from unisono.facts import read_environment
     from unisono.supervise.task_process import run_task
 

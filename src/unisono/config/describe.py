@@ -12,7 +12,7 @@ _PLAIN = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 
 @dataclass(frozen=True, slots=True)
-class Says:
+class Takes:
     """In the annotation of a field: what it takes, where its type alone does not tell."""
 
     text: str
@@ -29,7 +29,7 @@ def describe(annotation: Any, metadata: list[Any] | None = None) -> str:
         inner, *more = get_args(annotation)
         return describe(inner, [*(metadata or []), *more])
     extra = _flat(metadata or [])
-    said = [item.text for item in extra if isinstance(item, Says)]
+    said = [item.text for item in extra if isinstance(item, Takes)]
     if said:
         return said[0]
     if get_origin(annotation) in (Union, UnionType):

@@ -1,4 +1,7 @@
-"""From a YAML file and `key.sub=value` overrides to a RunConfig, or to all that is wrong with them at once."""
+"""From a YAML file and `key.sub=value` overrides to a RunConfig, or to all that is wrong with them at once.
+
+A config holds no secrets, since it is kept with the results and shown to others. A file of LLaMA-Factory is recognized and refused.
+"""
 
 import math
 import re
@@ -8,13 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from unisono.config.complaints import complaints
-from unisono.config.overrides import lay_over
-from unisono.config.places import Places
+from unisono.config.problems import problems_of
 from unisono.config.schema import RunConfig
-from unisono.config.secrets import find_secrets
-from unisono.config.yaml_file import KeyPath, read_yaml
+from unisono.config.yaml_file import COMMAND_LINE, KeyPath, KeyPlaces, parse_value, read_yaml
 from unisono.errors import ConfigError, Problem
+from unisono.facts.redaction import is_secret
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,14 @@ def build_config(
     Raises:
         ConfigError: with every problem that was found.
     """
-    places = Places(lines, name)
-    raw, problems = lay_over(raw, overrides, places)
+    places = KeyPlaces(lines, name)
+    raw, problems = apply_overrides(raw, overrides, places)
     secrets = find_secrets(raw, places)
     problems += secrets.values()
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
-        others = complaints(error, raw, places)
+        others = problems_of(error, raw, places)
         problems += [problem for key, found in others.items() if key not in secrets for problem in found]
         # Without the cause: pydantic's own text would repeat the values, secrets among them.
         raise ConfigError(*sorted(problems, key=_line)) from None
@@ -70,3 +71,144 @@ def _line(problem: Problem) -> float:
     """The line of a problem, so that they can be mended from top to bottom; what has no line comes last."""
     found = re.search(r":(\d+)$", problem.where)
     return int(found[1]) if found else math.inf
+
+
+def load_own_config(path: Path, overrides: tuple[str, ...] = ()) -> LoadedConfig:
+    """The config in a file with `key.sub=value` laid over it: what every command reads its config with.
+
+    Raises:
+        ConfigError: with every problem that was found, or with the one that it is another tool's.
+    """
+    raw, lines = read_yaml(path)
+    refuse_if_llamafactory(raw, str(path))
+    return build_config(raw, lines=lines, name=str(path), path=path, overrides=overrides)
+
+
+def apply_overrides(
+    raw: dict[str, Any], overrides: tuple[str, ...], places: KeyPlaces
+) -> tuple[dict[str, Any], list[Problem]]:
+    """The mapping with all overrides in it, later ones over earlier ones, and what is wrong with them."""
+    problems: list[Problem] = []
+    raw = _with_model_section(raw)
+    for text in overrides:
+        try:
+            key, value = _parse_override(text)
+            raw = _with_model_section(_replaced(raw, key, value, text))
+            places.override(key)
+        except ConfigError as error:
+            problems += error.problems
+    return raw, problems
+
+
+def _with_model_section(raw: dict[str, Any]) -> dict[str, Any]:
+    """`model: NAME` written out, so that `model.dtype=…` can be laid over it."""
+    return {**raw, "model": {"path": raw["model"]}} if isinstance(raw.get("model"), str) else raw
+
+
+def _parse_override(text: str) -> tuple[KeyPath, Any]:
+    dotted, equals, value_text = text.partition("=")
+    parts = dotted.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError.of(
+            f"{text!r} is no override", where=COMMAND_LINE, fix="write key.sub=value, as in optim.lr=1e-4"
+        )
+    return tuple(int(part) if re.fullmatch("[0-9]{1,6}", part) else part for part in parts), parse_value(
+        value_text, name=COMMAND_LINE
+    )
+
+
+def _replaced(base: Any, key: KeyPath, value: Any, text: str) -> Any:
+    """`base` with the value at `key`; sections on the way are made where there are none."""
+    if not key:
+        return value
+    head, *rest = key
+    if isinstance(base, list):
+        if not isinstance(head, int) or head >= len(base):
+            raise ConfigError.of(
+                f"{text!r} does not fit: there is a list of {len(base)} items",
+                where=COMMAND_LINE,
+                fix=f"name an item by its number, 0 to {len(base) - 1}",
+            )
+        return [
+            _replaced(item, tuple(rest), value, text) if i == head else item for i, item in enumerate(base)
+        ]
+    inner = base if isinstance(base, dict) else {}
+    name = str(head)
+    return {**inner, name: _replaced(inner.get(name), tuple(rest), value, text)}
+
+
+_SECRET_KEY = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|access_?key)s?$", re.IGNORECASE)
+_WHY_NO_SECRETS = "a config is kept with the results and shown to others"
+
+
+def find_secrets(value: Any, places: KeyPlaces, key: KeyPath = ()) -> dict[KeyPath, Problem]:
+    """A problem for every secret in a tree of values; none of them is repeated in the message."""
+    if not isinstance(value, dict | list):
+        problem = _judge_value(value, places, key)
+        return {key: problem} if problem else {}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return {
+        k: found for name, inner in items for k, found in find_secrets(inner, places, (*key, name)).items()
+    }
+
+
+def _judge_value(value: Any, places: KeyPlaces, key: KeyPath) -> Problem | None:
+    name = ".".join(map(str, key))
+    if is_secret(value):
+        what = "a URL with credentials" if "://" in value else "what looks like an access token"
+        fix = "leave it out, and set it in the environment that the storage's package reads (for s3: AWS_ACCESS_KEY_ID …)"
+        return Problem(f"{name} holds {what}", places.of(key), _WHY_NO_SECRETS, fix)
+    if isinstance(value, str) and value and key and _SECRET_KEY.search(str(key[-1])):
+        fix = "remove it, and set it in the environment (for the hub: HF_TOKEN)"
+        return Problem(f"{name} looks like a secret", places.of(key), _WHY_NO_SECRETS, fix)
+    return None
+
+
+# Keys of LLaMA-Factory's own (not those that transformers' TrainingArguments shares with other tools), and ours for them.
+_OWN_KEYS = {
+    "model_name_or_path": "model", "stage": "objective", "finetuning_type": "adapter.kind", "dataset": "data.train",
+    "dataset_dir": "data.train", "eval_dataset": "data.eval", "val_size": "data.eval", "template": "data.template",
+    "cutoff_len": "data.max_length", "lora_rank": "adapter.rank", "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout", "lora_target": "adapter.targets", "adapter_name_or_path": "", "max_samples": "",
+    "preprocessing_num_workers": "", "overwrite_cache": "", "plot_loss": "", "quantization_bit": "", "export_dir": "",
+    "infer_backend": "", "neat_packing": "data.packing", "train_on_prompt": "data.loss_on", "mask_history": "data.loss_on",
+}  # fmt: skip
+_SHARED_KEYS = {
+    "learning_rate": "optim.lr", "num_train_epochs": "duration", "max_steps": "duration", "lr_scheduler_type": "optim.schedule",
+    "warmup_ratio": "optim.warmup", "per_device_train_batch_size": "batch.micro", "gradient_accumulation_steps": "batch.global",
+    "save_steps": "checkpoint.every", "eval_steps": "eval.every",
+}  # fmt: skip
+_ENOUGH_KEYS = 2
+
+
+def llamafactory_version(raw: dict[str, Any]) -> str | None:
+    """`v0` or `v1` if the mapping is a LLaMA-Factory file, else None."""
+    if "data" in raw:  # ours has it always, theirs never
+        return None
+    if "model" in raw:
+        return "v1" if "train_dataset" in raw else None
+    return "v0" if len(_OWN_KEYS.keys() & raw.keys()) >= _ENOUGH_KEYS else None
+
+
+def refuse_if_llamafactory(raw: dict[str, Any], name: str) -> None:
+    """Refuses a LLaMA-Factory file in one sentence; anything else passes.
+
+    Args:
+        raw: the mapping that was read.
+        name: the file's name, for the message.
+
+    Raises:
+        ConfigError: if it is one.
+    """
+    version = llamafactory_version(raw)
+    if version is None:
+        return
+    ours = [
+        f"{key} → {target}" for key, target in (_OWN_KEYS | _SHARED_KEYS).items() if target and key in raw
+    ]
+    carry = f", and carry over {', '.join(ours)}" if ours else ""
+    raise ConfigError.of(
+        f"{name} is a LLaMA-Factory file ({version}), which this release of unisono does not read",
+        where=name,
+        fix=f"make a config with `unisono init --out train.yaml`{carry}",
+    )

@@ -3,12 +3,14 @@
 Quantities stay as they were written (`3 epochs`, `3%`); the properties beside them give them parsed.
 """
 
+import hashlib
+import json
 import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from unisono.config.describe import Says
+from unisono.config.describe import Takes
 from unisono.units import Duration, Warmup, parse_bytes, parse_seconds
 
 
@@ -68,22 +70,22 @@ def _float_of_yaml(value: Any) -> Any:
 DurationText = Annotated[
     str,
     AfterValidator(_check_duration),
-    Says("an amount with its unit, as `3 epochs`, `500 steps` or `2M tokens`"),
+    Takes("an amount with its unit, as `3 epochs`, `500 steps` or `2M tokens`"),
 ]
 WarmupText = Annotated[
-    str, AfterValidator(_check_warmup), Says("a share or a number of steps, as `3%` or `100 steps`")
+    str, AfterValidator(_check_warmup), Takes("a share or a number of steps, as `3%` or `100 steps`")
 ]
-SecondsText = Annotated[str, AfterValidator(_check_seconds), Says("a time, as `25 seconds` or `2 minutes`")]
+SecondsText = Annotated[str, AfterValidator(_check_seconds), Takes("a time, as `25 seconds` or `2 minutes`")]
 PatienceText = Annotated[
     str,
     AfterValidator(lambda text: text if text == "auto" else _check_seconds(text)),
-    Says("`auto`, or a time, as `5 minutes`"),
+    Takes("`auto`, or a time, as `5 minutes`"),
 ]
-BytesText = Annotated[str, AfterValidator(_check_bytes), Says("a size, as `1 GB` or `50 MB`")]
+BytesText = Annotated[str, AfterValidator(_check_bytes), Takes("a size, as `1 GB` or `50 MB`")]
 StorageText = Annotated[
-    str, AfterValidator(_check_storage), Says("a URL, as `s3://bucket/runs` or `file:///mnt/copies`")
+    str, AfterValidator(_check_storage), Takes("a URL, as `s3://bucket/runs` or `file:///mnt/copies`")
 ]
-Pattern = Annotated[str, AfterValidator(_check_pattern), Says("a regular expression")]
+Pattern = Annotated[str, AfterValidator(_check_pattern), Takes("a regular expression")]
 Share = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, BeforeValidator(_float_of_yaml), Field(gt=0.0)]
 NotNegative = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0)]
@@ -148,12 +150,12 @@ class DataSection(Section):
 
     train: Annotated[
         str | list[str | SourceSection],
-        Says("a path, a glob, a URL, a hub id, or a list of these and of sections"),
+        Takes("a path, a glob, a URL, a hub id, or a list of these and of sections"),
     ] = Field(description="a path, glob, URL (fsspec), hub id, or a list of sources")
     eval: Annotated[
         Annotated[float, Field(gt=0.0, lt=1.0)] | str | None,
         BeforeValidator(_float_of_yaml),
-        Says("a share between 0 and 1 (as 0.05), a path, or null"),
+        Takes("a share between 0 and 1 (as 0.05), a path, or null"),
     ] = Field(default=None, description="a share split off with the run's seed, or a path, or null")
     format: Format = Field(default="auto", description="how a row is written; auto: found out and said")
     template: str | None = Field(
@@ -194,7 +196,7 @@ class OptimSection(Section):
     warmup: WarmupText = Field(default="3%", description="the learning rate rises over so much of the run")
     min_lr: Share = Field(default=0.0, description="where the schedule ends, as a share of lr")
     weight_decay: NotNegative = Field(default=0.0, description="of matrices; norms and biases have none")
-    betas: Annotated[tuple[Share, Share], Says("a list of two numbers from 0 to below 1")] = Field(
+    betas: Annotated[tuple[Share, Share], Takes("a list of two numbers from 0 to below 1")] = Field(
         default=(0.9, 0.999), description="how slowly the two moments of AdamW forget"
     )
     max_grad_norm: Positive | None = Field(
@@ -406,3 +408,17 @@ def _divisors(number: int) -> str:
     """The numbers that divide `number`, as `1, 2, 4 or 8`; the first twelve."""
     *others, last = [str(n) for n in range(1, number + 1) if number % n == 0][:12]
     return f"{', '.join(others)} or {last}" if others else last
+
+
+# A run may be moved, prolonged, watched or restarted differently and is still the same run.
+_NOT_THE_RUN = {"output_dir", "duration", "restarts", "grace", "reasons", "track", "parallel", "watch"}
+
+
+def deciding_keys(config: RunConfig) -> dict[str, Any]:
+    """The part of a config that decides what is learnt: all but output_dir, duration, restarts, grace, reasons, track, parallel and watch."""
+    return config.model_dump(mode="json", by_alias=True, exclude=_NOT_THE_RUN)
+
+
+def config_digest(config: RunConfig) -> str:
+    """A hex digest of what decides."""
+    return hashlib.sha256(json.dumps(deciding_keys(config), sort_keys=True).encode()).hexdigest()[:32]

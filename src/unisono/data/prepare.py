@@ -31,13 +31,12 @@ from unisono.data.encode import ENCODER_VERSION
 from unisono.data.rows import flat_total
 from unisono.data.sources import Source, find_sources
 from unisono.data.token_table import TokenTable
-from unisono.errors import DataError, ModelError, UnfitError
+from unisono.errors import DataError, ModelError, UnfitError, storage_reason, storage_remedy, storage_words
 from unisono.events import Reporter
 from unisono.files import fsync_dir, read_json, whole_file, write_json
 from unisono.inputs import expand, fault_of
 from unisono.plan.run_plan import DataSummary, SplitSummary
 from unisono.plan.sequences import steps_for_tokens
-from unisono.storage_errors import reason, remedy, words
 from unisono.text import library_words
 from unisono.units import Duration
 
@@ -74,7 +73,7 @@ class CacheLookup:
 
     directory: Path
     hit: bool
-    reason: str
+    storage_reason: str
 
 
 def gather_ingredients(
@@ -190,10 +189,10 @@ def writing_table(directory: Path) -> Iterator[Path]:
         fsync_dir(root)
     except OSError as error:
         raise UnfitError.of(
-            f"the cache of token tables cannot be written: {words(error)}",
+            f"the cache of token tables cannot be written: {storage_words(error)}",
             where=str(root),
-            why=reason(error),
-            fix=remedy(
+            why=storage_reason(error),
+            fix=storage_remedy(
                 error,
                 full="make room there, or set XDG_CACHE_HOME to a place with room",
                 else_="fix that file system, or set XDG_CACHE_HOME to a different place",

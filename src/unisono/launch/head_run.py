@@ -14,7 +14,7 @@ from unisono.causes import Verdict
 from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.config import LoadedConfig
-from unisono.errors import Disagreed, UnfitError, UnisonoError
+from unisono.errors import Disagreed, UnfitError, UnisonoError, as_usage_error
 from unisono.events import Message, Show, say
 from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.files import make_private_dir
@@ -44,7 +44,6 @@ from unisono.rendezvous.party import Party
 from unisono.rundir import RunDir
 from unisono.rundir.records import RunResult, complete_verdict, set_verdict, write_result
 from unisono.rundir.start_decision import StartDecision, refuse_if_shrunk
-from unisono.storage_errors import before_anything_began
 from unisono.supervise.bounded_io import RunsDisk, leave
 from unisono.supervise.child_process import interface_name, rank_environments
 from unisono.supervise.evidence import keep_evidence
@@ -78,7 +77,7 @@ class HeadRun:
         """To its end; gives the object of result.json."""
         with self.stack as stack:
             telling = refusals_told(self.party) if self.party is not None else contextlib.nullcontext()
-            with telling, before_anything_began():
+            with telling, as_usage_error():
                 claimed = stack.enter_context(
                     claim(
                         loaded.config, host=here.machine.host, port=self.party.topology.head_port if self.party is not None else 0,

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.config import RunConfig
-from unisono.config.digest import what_decides
+from unisono.config.schema import deciding_keys
 from unisono.errors import Disagreed
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, RunPlan
 from unisono.text import validation_words
@@ -96,7 +96,7 @@ def _problems(
 
 
 def _without_paths(config: RunConfig) -> dict[str, Any]:
-    body = what_decides(config)
+    body = deciding_keys(config)
     for section, key in _PATHS:
         body[section].pop(key, None)
     return body

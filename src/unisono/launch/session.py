@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config import LoadedConfig
-from unisono.errors import Disagreed, UnisonoError
+from unisono.errors import Disagreed, UnisonoError, as_usage_error
 from unisono.events import Show, say
 from unisono.facts import Environment, read_environment, read_machine, take_token
 from unisono.launch.head_run import HeadRun, plan_start
@@ -19,7 +19,6 @@ from unisono.plan import RunPlan
 from unisono.rendezvous import verdict_exchange
 from unisono.rundir import RunDir
 from unisono.rundir.start_decision import decide_start
-from unisono.storage_errors import before_anything_began
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 
 
@@ -63,7 +62,7 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
     """
     loaded, here = _look(request, read_environment())
     run = RunDir(Path(loaded.config.output_dir))
-    with before_anything_began():
+    with as_usage_error():
         decision = decide_start(
             run, loaded.config, resume=request.resume, fresh=request.fresh, allow=request.allowed
         )
@@ -76,7 +75,7 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
 
 def _look(request: TrainRequest, environment: Environment) -> tuple[LoadedConfig, LocalNode]:
     """The config, and what is here for it."""
-    with before_anything_began():
+    with as_usage_error():
         loaded = load_asked(request)
         refuse_live_launcher(environment, request)
         return loaded, look_around(request, loaded, read_machine(request.probes.devices), environment)

@@ -11,8 +11,8 @@ import yaml
 
 from unisono import __version__
 from unisono.causes import Verdict
-from unisono.compat.load import load_own_config
 from unisono.config import LoadedConfig, RunConfig
+from unisono.config.load import load_own_config
 from unisono.errors import UsageError
 from unisono.facts import Environment, Probes
 from unisono.facts.slurm import SlurmStep

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from unisono.config.digest import config_digest
-from unisono.config.schema import RunConfig, Section
+from unisono.config.schema import RunConfig, Section, config_digest
 from unisono.errors import ConfigError
 from unisono.plan.run_plan import (
     DataSummary,

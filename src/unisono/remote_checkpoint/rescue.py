@@ -17,12 +17,12 @@ from unisono.control.events import FileReceived, Left, NodeMessage
 from unisono.control.file_receiver import FileReceiver
 from unisono.control.file_sender import FileSender, Offer, OfferRefused, TransferOutcome
 from unisono.control.server import HeadServer
+from unisono.errors import storage_reason, storage_words
 from unisono.events import Message, Show
 from unisono.plan import RunPlan
 from unisono.rendezvous.verdict_exchange import stop_of
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, truncate_after
-from unisono.storage_errors import reason, words
 from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.local_ranks import SharedMemory, keeping_ranks
 from unisono.supervise.postmortem import NodeLoss
@@ -121,7 +121,7 @@ def _why(error: StorageFailed | OSError | ValueError) -> str:
         return "; ".join(text for problem in error.problems for text in (problem.what, problem.why) if text)
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
-        return f"{words(error)}{where}; {reason(error)}"
+        return f"{storage_words(error)}{where}; {storage_reason(error)}"
     return str(error)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from unisono.config import RunConfig
-from unisono.config.digest import config_digest
+from unisono.config.schema import config_digest
 from unisono.errors import UsageError
 from unisono.files import fsync_dir, kind_of, read_object
 from unisono.rundir import RunDir

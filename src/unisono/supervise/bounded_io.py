@@ -8,12 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
-from unisono.aside import Aside
-from unisono.errors import UnfitError
+from unisono.background import BackgroundThread
+from unisono.errors import UnfitError, storage_reason, storage_remedy, storage_words
 from unisono.events import Message
 from unisono.facts.processes import read_thread
 from unisono.facts.storage import responds
-from unisono.storage_errors import reason, remedy, words
 
 Result = TypeVar("Result")
 
@@ -27,7 +26,7 @@ class Hung(Exception):  # noqa: N818 - named for what happened, as RankDied is
 
 
 def unless_stuck(
-    work: Callable[[], Result], *, aside: Aside | None = None, stuck_s: float = STUCK_S
+    work: Callable[[], Result], *, aside: BackgroundThread | None = None, stuck_s: float = STUCK_S
 ) -> Result:
     """What `work` gives, however long it takes while it moves.
 
@@ -39,7 +38,7 @@ def unless_stuck(
     Raises:
         Hung: if it does not move.
     """
-    aside, job = aside or Aside("files"), _Job(work)
+    aside, job = aside or BackgroundThread("files"), _Job(work)
     aside.do(job)
     moves, since = None, time.monotonic()
     while not job.done.wait(_POLL_S):
@@ -84,7 +83,7 @@ class RunsDisk:
         self.is_lost = False
         self.root = root
         self._show = show
-        self._aside = Aside("files")
+        self._aside = BackgroundThread("files")
 
     def later(self, work: Callable[[], object]) -> None:
         """Has it done before what is written next, if the storage answers, and waits for nothing: the ranks, too, write there, and say what is wrong with it."""
@@ -112,8 +111,8 @@ class RunsDisk:
                 self._warn("storage_blocked", f"{what} cannot be written into the run's directory: {hung}")
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            text = f"{what} cannot be written: {words(error)}{where}; {reason(error)}"
-            self._warn("storage_failed", text, fix=remedy(error, full=_FIX, else_=_FIX))
+            text = f"{what} cannot be written: {storage_words(error)}{where}; {storage_reason(error)}"
+            self._warn("storage_failed", text, fix=storage_remedy(error, full=_FIX, else_=_FIX))
         return None
 
     def need(self, what: str, work: Callable[[], Result]) -> Result:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from unisono.aside import Aside
+from unisono.background import BackgroundThread
 from unisono.causes import Evidence, Verdict
 from unisono.causes.signatures import LINE_LIMIT, Signature, find_signature, match_line
 from unisono.errors import UnisonoError
@@ -292,7 +292,7 @@ class LogTimes:
         self._appender = Appender(self._path)
         self._size = os.fstat(log.fileno()).st_size
         self._warnings: list[Message] = []
-        self._aside = Aside("log-times", self._failed, most=1)
+        self._aside = BackgroundThread("log-times", self._failed, most=1)
 
     def note(self) -> list[Message]:
         """Has a look taken, if the last one is over; gives a warning, once, where that does not work."""

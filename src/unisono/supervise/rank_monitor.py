@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from unisono.aside import Aside
+from unisono.background import BackgroundThread
 from unisono.events import Message
 from unisono.facts.accelerators import GpuUtilization, gpu_utilization
 from unisono.facts.processes import (
@@ -68,7 +68,7 @@ class RankMonitor:
         self._raw: dict[int, RawEvidence] = {}
         self._links: list[str] = []
         self._links_at: float | None = None
-        self._reading = Aside("ends of logs")
+        self._reading = BackgroundThread("ends of logs")
         self._logs: dict[int, str] = {}
         self._log_s = _LOG_S
 

@@ -16,11 +16,18 @@ import torch
 
 from unisono.checkpoint.model_manifest import read_model_manifest, write_model_manifest
 from unisono.config.schema import CheckpointSection
-from unisono.errors import ModelError, UnfitError, UsageError
+from unisono.errors import (
+    ModelError,
+    UnfitError,
+    UsageError,
+    error_number,
+    storage_reason,
+    storage_remedy,
+    storage_words,
+)
 from unisono.events import Reporter
 from unisono.files import fsync_dir, read_json, write_json
 from unisono.model.load import load_base, load_tokenizer
-from unisono.storage_errors import error_number, reason, remedy, words
 from unisono.task.inference import (
     adapter_tokenizer,
     load_target,
@@ -155,10 +162,10 @@ def whole_directory(out: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) or error_number(error) is not None:
             raise UnfitError.of(
-                f"{out} cannot be written: {words(error)}",
+                f"{out} cannot be written: {storage_words(error)}",
                 where=str(out),
-                why=reason(error),
-                fix=remedy(
+                why=storage_reason(error),
+                fix=storage_remedy(
                     error, else_="make room or choose a different place; nothing was left half written"
                 ),
             ) from error

@@ -16,10 +16,9 @@ import torch
 
 from unisono.checkpoint.snapshot import SLOTS, Entry, Layout, Slots, needed_bytes, slot_text
 from unisono.checkpoint.state import DTYPES, dtype_name
-from unisono.errors import Problem, UnfitError
+from unisono.errors import Problem, UnfitError, storage_reason, storage_remedy, storage_verdict, storage_words
 from unisono.facts.limits import available_memory
 from unisono.rundir.records import without_nan
-from unisono.storage_errors import reason, remedy, storage_verdict, words
 from unisono.train.run import Contents, Run, contents_of
 from unisono.train.saver import Part
 from unisono.units import show_bytes
@@ -289,12 +288,14 @@ def _take_memory(fd: int, size: int) -> memoryview:
         os.posix_fallocate(fd, 0, size)
         return memoryview(mmap.mmap(fd, size))
     except OSError as error:
-        why = reason(error) if error.errno != errno.ENOMEM else "the machine has no memory left"
+        why = storage_reason(error) if error.errno != errno.ENOMEM else "the machine has no memory left"
         problem = Problem(
-            f"no shared memory of {size} bytes ({show_bytes(size)}) to keep each step in: {words(error)}",
+            f"no shared memory of {size} bytes ({show_bytes(size)}) to keep each step in: {storage_words(error)}",
             f"rank memory (memfd), {size} bytes",
             why,
-            remedy(error, else_="free memory on this machine, or train a smaller adapter (adapter.rank)"),
+            storage_remedy(
+                error, else_="free memory on this machine, or train a smaller adapter (adapter.rank)"
+            ),
         )
         raise UnfitError(problem, verdict=storage_verdict(error, problem, phase="log")) from error
 

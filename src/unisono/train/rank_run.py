@@ -14,13 +14,21 @@ import torch
 from unisono.checkpoint.model_manifest import write_model_manifest
 from unisono.checkpoint.store import step_of
 from unisono.checkpoint.writer import free_bytes
-from unisono.errors import Problem, UnfitError
+from unisono.errors import (
+    Problem,
+    UnfitError,
+    error_number,
+    is_full,
+    storage_reason,
+    storage_remedy,
+    storage_verdict,
+    storage_words,
+)
 from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import fsync_dir
 from unisono.plan import RunPlan
 from unisono.rundir.records import best_evaluated
-from unisono.storage_errors import error_number, is_full, reason, remedy, storage_verdict, words
 from unisono.train import faults
 from unisono.train.evaluation import exact_match_share, wants_exact_match
 from unisono.train.front_io import EXIT_CODES, StopRequest
@@ -76,8 +84,8 @@ def _close(run: Run, storage: StorageWatch) -> None:
         if lost is not None:
             run.report.warning(
                 "metrics_lost",
-                f"{run.metrics.waiting} lines of metrics.jsonl could not be written: {words(lost)} ({run.files.metrics}); {reason(lost)}",
-                fix=remedy(lost, else_="fix the storage"),
+                f"{run.metrics.waiting} lines of metrics.jsonl could not be written: {storage_words(lost)} ({run.files.metrics}); {storage_reason(lost)}",
+                fix=storage_remedy(lost, else_="fix the storage"),
             )
     if run.tracker is not None:
         run.tracker.close()
@@ -237,7 +245,7 @@ def _refuse_on_storage_error(run: Run, temporary: Path, target: Path) -> Iterato
         if not isinstance(error, OSError) and error_number(error) is None:
             raise
         shutil.rmtree(temporary, ignore_errors=True)
-        why = reason(error)
+        why = storage_reason(error)
         if is_full(error):
             with contextlib.suppress(OSError):
                 why = f"the disk is full: {show_bytes(free_bytes(target.parent))} are free without what was begun"
@@ -245,10 +253,10 @@ def _refuse_on_storage_error(run: Run, temporary: Path, target: Path) -> Iterato
         if run.saved_step is None:
             again = "run the same command again"
         problem = Problem(
-            f"the result cannot be written to {target}: {words(error)}",
+            f"the result cannot be written to {target}: {storage_words(error)}",
             str(target),
             why,
-            f"{remedy(error, else_='fix the storage')}; {again}",
+            f"{storage_remedy(error, else_='fix the storage')}; {again}",
         )
         raise UnfitError(problem, verdict=storage_verdict(error, problem, phase="finish")) from error
 

@@ -19,12 +19,18 @@ import torch
 from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.state import CheckpointReader, load_optimizer
 from unisono.checkpoint.store import step_of, temporary_name
-from unisono.checkpoint.writer import STATE, StorageFailed, state_text, storage_failure
-from unisono.errors import IntegrityError, Problem
+from unisono.checkpoint.writer import STATE, StorageFailed, state_text, write_failure
+from unisono.errors import (
+    IntegrityError,
+    Problem,
+    storage_reason,
+    storage_remedy,
+    storage_verdict,
+    storage_words,
+)
 from unisono.files import read_object
 from unisono.model.sharding import sharded_like
 from unisono.rundir.records import MetricsWriter, best_evaluated
-from unisono.storage_errors import reason, remedy, storage_verdict, words
 from unisono.train import faults
 from unisono.train.rank0_work import TURN_S, CheckpointBroadcast, on_rank0
 from unisono.train.run import Run, TrainState, contents_of
@@ -248,7 +254,7 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
         )
     except (StorageFailed, OSError) as error:
         target = run.files.checkpoint(job.step)
-        failure = error if isinstance(error, StorageFailed) else storage_failure(error, target, target)
+        failure = error if isinstance(error, StorageFailed) else write_failure(error, target, target)
         assert failure is not None
         run.save_failure = failure
         dismiss_parts(run, job)
@@ -263,9 +269,11 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
     try:
         run.store.prune(run.plan.config.checkpoint.keep, protect=_best_saved(run), every=run.plan.keep_every)
     except OSError as error:  # the new one is safe; what could not go is tried again after the next save
-        what = f"older checkpoints cannot be deleted: {words(error)} ({error.filename or path.parent})"
+        what = (
+            f"older checkpoints cannot be deleted: {storage_words(error)} ({error.filename or path.parent})"
+        )
         run.report.warning(
-            "prune_failed", what, fix=remedy(error, else_="delete them by hand, or fix the storage")
+            "prune_failed", what, fix=storage_remedy(error, else_="delete them by hand, or fix the storage")
         )
     return path
 
@@ -327,10 +335,10 @@ def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
         metrics.sync()
     except OSError as error:
         problem = Problem(
-            f"step {save.step} cannot be saved: metrics.jsonl cannot be written: {words(error)}",
+            f"step {save.step} cannot be saved: metrics.jsonl cannot be written: {storage_words(error)}",
             str(path),
-            reason(error),
-            remedy(error, else_="fix the storage; the older checkpoints are as they were"),
+            storage_reason(error),
+            storage_remedy(error, else_="fix the storage; the older checkpoints are as they were"),
         )
         verdict = storage_verdict(error, problem, phase="save")
         raise StorageFailed(problem, path=path, verdict=verdict) from error
@@ -356,12 +364,12 @@ def _tell(run: Run, job: Job, path: Path, save: Save) -> bool:
     except FileNotFoundError as error:
         run.report.warning(
             "checkpoint_gone",
-            f"checkpoint {path.name} was saved, and is no longer in {path.parent}: {reason(error)}",
+            f"checkpoint {path.name} was saved, and is no longer in {path.parent}: {storage_reason(error)}",
             fix="put it back if it was moved; leave the run's directory alone while it trains. The next save makes a new one",
         )
         return False
     except OSError as error:
-        text = f"checkpoint {path.name} was saved, and the storage does not let it be looked at: {words(error)} ({path})"
+        text = f"checkpoint {path.name} was saved, and the storage does not let it be looked at: {storage_words(error)} ({path})"
         run.report.warning("checkpoint_unread", text, fix=fix)
     run.report.send("checkpoint", bytes=n_bytes, **told)
     return True

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from unisono.causes import Verdict
 from unisono.checkpoint.manifest import FileEntry
-from unisono.checkpoint.writer import StorageFailed, TensorFile, group_file, storage_failure, write_files
+from unisono.checkpoint.writer import StorageFailed, TensorFile, group_file, write_failure, write_files
 from unisono.errors import Problem
 from unisono.files import make_private_dir
 from unisono.train import faults
@@ -76,7 +76,7 @@ def write_shard(run: Run, job: Job, save: Save, files: Files) -> None:
         entries = write_own_files(run, job, save, files, directory, {})
         refuse_abandoned(save, directory)
     except (OSError, StorageFailed) as failure:
-        trouble = storage_failure(failure, directory, directory)
+        trouble = write_failure(failure, directory, directory)
         found = trouble or (failure if isinstance(failure, StorageFailed) else None)
         error = "; ".join(str(problem.what) for problem in found.problems) if found else str(failure)
         verdict = found.verdict.to_json() if found and found.verdict else None

@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from unisono.crash import told_of
+from unisono.events import describe_crash
 from unisono.integrations.border import (
     Presence,
     Registration,
@@ -188,7 +188,7 @@ class Here:
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.presence.tell("result", step=step, exit_code=self._exit_code)
         else:
-            self.presence.tell("crashed", step=step, **told_of(error))
+            self.presence.tell("crashed", step=step, **describe_crash(error))
 
     def _forked(self) -> None:
         """A child is no rank by birth, and must not write in its parent's record."""

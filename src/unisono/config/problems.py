@@ -4,10 +4,9 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from unisono.config.describe import Says, all_keys, describe, keys_of, section_in
-from unisono.config.places import Places
+from unisono.config.describe import Takes, all_keys, describe, keys_of, section_in
 from unisono.config.schema import RunConfig
-from unisono.config.yaml_file import KeyPath
+from unisono.config.yaml_file import KeyPath, KeyPlaces
 from unisono.errors import Problem
 from unisono.facts.redaction import is_secret
 from unisono.text import nearest, one_line
@@ -23,7 +22,9 @@ _SPECIAL = ("extra_forbidden", "missing", "value_error", "invalid_key")
 _LONGEST_VALUE = 60  # characters of a value that a message repeats
 
 
-def complaints(error: ValidationError, raw: dict[str, Any], places: Places) -> dict[KeyPath, list[Problem]]:
+def problems_of(
+    error: ValidationError, raw: dict[str, Any], places: KeyPlaces
+) -> dict[KeyPath, list[Problem]]:
     """What is wrong, key by key."""
     found: dict[KeyPath, list[Any]] = {}
     for item in error.errors(include_url=False):
@@ -33,7 +34,7 @@ def complaints(error: ValidationError, raw: dict[str, Any], places: Places) -> d
         has_inner = any(len(other) > len(key) and other[: len(key)] == key for other in found)
         if has_inner and not any(item["type"] in _SPECIAL for item in items):
             continue  # a union says for each of its members that this is none of them; the real trouble lies deeper
-        problems[key] = _of_key(key, items, places)
+        problems[key] = _problems_of_key(key, items, places)
     return problems
 
 
@@ -62,7 +63,7 @@ def _has(value: Any, part: str | int) -> bool:
     return isinstance(value, list) and isinstance(part, int) and part < len(value)
 
 
-def _of_key(key: KeyPath, items: list[Any], places: Places) -> list[Problem]:
+def _problems_of_key(key: KeyPath, items: list[Any], places: KeyPlaces) -> list[Problem]:
     """The problems of one key: an unknown or missing one, a value that breaks a rule, or one of another type."""
     name, where = ".".join(map(str, key)), places.of(key)
     item = next((item for item in items if item["type"] in _SPECIAL), items[0])
@@ -84,7 +85,7 @@ def _of_key(key: KeyPath, items: list[Any], places: Places) -> list[Problem]:
     return [Problem(what, where, "", _type_fix(item, annotation, metadata))]
 
 
-def _contradiction(text: str, places: Places) -> Problem:
+def _contradiction(text: str, places: KeyPlaces) -> Problem:
     """What the root's validator says: `key: what; remedy`."""
     name = text.partition(":")[0]
     what, _, fix = text.partition("; ")
@@ -108,7 +109,7 @@ def _type_fix(item: Any, annotation: Any, metadata: list[Any]) -> str:
         near = "cuda" if value == "gpu" and "cuda" in words else nearest(value, words)
         return f"did you mean `{near}`?" if near else ""
     takes_any_text = str in (annotation, *get_args(annotation)) and not any(
-        isinstance(m, Says) for m in metadata
+        isinstance(m, Takes) for m in metadata
     )
     return f"put it in quotes: '{value}'" if takes_any_text and isinstance(value, int | float) else ""
 

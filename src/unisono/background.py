@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 Work = Callable[[], object]
 
-_NAMED_AFTER_S = 5.0
+_REPORTED_AFTER_S = 5.0
 
 
-class Aside:
+class BackgroundThread:
     """What is given to it is done soon, or, where the disk fails or hangs, not at all; nobody waits, and it is told once.
 
     The thread holds up nobody's end: what is not done by then stays undone.
@@ -58,7 +58,7 @@ class Aside:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             since = self._since
-        if since is not None and (idle_s := time.monotonic() - since) > _NAMED_AFTER_S:
+        if since is not None and (idle_s := time.monotonic() - since) > _REPORTED_AFTER_S:
             self._tell(f"the storage does not answer: nothing for {idle_s:.0f} s")
         return taken
 

@@ -1,1 +1,0 @@
-"""Other tools' files: recognised by their keys."""
