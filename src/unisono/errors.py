@@ -13,6 +13,28 @@ from unisono.causes import Evidence, Verdict, find_cause
 from unisono.text import one_line, plain
 from unisono.units import show_bytes
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_OPEN_FILES = (errno.EMFILE, errno.ENFILE)
+_NOT_OURS = (errno.EROFS, errno.EACCES, errno.EPERM)
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_BROKEN = (
+    errno.EIO,
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.EREMOTEIO,
+    errno.EBADMSG,
+    errno.EUCLEAN,
+    errno.ENOLCK,
+    errno.ESTALE,
+    errno.EROFS,
+)
+"""Together with those above: numbers that are about files also where the error has no path, as of write(2), fsync(2) and mmap(2)."""
+_OF_A_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
+"""No path of ours is too long or a circle; what a person gave is."""
+_OF_ACCESS = (errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENXIO)
+# safetensors works in Rust, and gives the error's number only in its text.
+_IN_TEXT = re.compile(r"\bos error (\d+)\b")
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -122,19 +144,7 @@ class RankDied(UnisonoError):  # noqa: N818 - named for what happened
     exit_code = 5
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-_OPEN_FILES = (errno.EMFILE, errno.ENFILE)
-_NOT_OURS = (errno.EROFS, errno.EACCES, errno.EPERM)
-_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-_BROKEN = (
-    errno.EIO, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOLCK, errno.ESTALE, errno.EROFS,
-)  # fmt: skip
-"""Together with those above: numbers that are about files also where the error has no path, as of write(2), fsync(2) and mmap(2)."""
-_OF_A_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
-"""No path of ours is too long or a circle; what a person gave is."""
-_OF_ACCESS = (errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENXIO)
-# safetensors works in Rust, and gives the error's number only in its text.
-_IN_TEXT = re.compile(r"\bos error (\d+)\b")
+# ---- errors of the storage
 
 
 def error_number(error: BaseException) -> int | None:
@@ -225,9 +235,13 @@ def storage_verdict(error: BaseException, problem: Problem, *, phase: str | None
     if known is None:
         return None
     return Verdict(
-        cause=known.id, when="during", summary=problem.what, phase=phase, evidence=(Evidence(where=problem.where, text=problem.why),),
+        cause=known.id,
+        when="during",
+        summary=problem.what,
+        phase=phase,
+        evidence=(Evidence(where=problem.where, text=problem.why),),
         fix=tuple(dict.fromkeys((problem.fix, *known.remedy))) if number in FULL else (problem.fix,),
-    )  # fmt: skip
+    )
 
 
 def storage_failure(error: BaseException) -> UnfitError | None:
@@ -276,5 +290,7 @@ def unusable_path(error: BaseException, *, has_begun: bool) -> UsageError | None
     if path is None or error_number(error) not in (_OF_A_NAME if has_begun else (*_OF_A_NAME, *_OF_ACCESS)):
         return None
     return UsageError.of(
-        f"a path cannot be used: {storage_words(error)}", where=str(path), fix="give another path, or make this one usable"
-    )  # fmt: skip
+        f"a path cannot be used: {storage_words(error)}",
+        where=str(path),
+        fix="give another path, or make this one usable",
+    )

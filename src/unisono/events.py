@@ -42,6 +42,18 @@ Message = dict[str, Any]
 Show = Callable[[Message], None]
 """What a front does with a message: a line on the screen, of JSON, or of a test."""
 
+_PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Socket closed",
+    "NCCL communicator was aborted",
+    "remote process exited",
+)
+_OWN_TEXTS = ("failed to listen", "EADDRINUSE")
+"""What torch raises in the same classes, of this rank alone."""
 _CLOSE_S = 2.0
 
 
@@ -97,9 +109,12 @@ class Reporter:
     def _log_failed(self, why: str) -> None:
         assert self._log is not None
         self.send(
-            "warning", code="events_log", where=self._log.path, fix="look at that file system",
+            "warning",
+            code="events_log",
+            where=self._log.path,
+            fix="look at that file system",
             text=f"this rank's messages are not kept in {self._log.path} from here on: {why}; they are shown all the same",
-        )  # fmt: skip
+        )
 
 
 class _EventsLog:
@@ -155,18 +170,7 @@ def say(show: Show, text: str) -> None:
     show({"kind": "note", "time": time.time(), "text": text})
 
 
-_PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
-_PEER_TEXTS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "Socket closed",
-    "NCCL communicator was aborted",
-    "remote process exited",
-)
-_OWN_TEXTS = ("failed to listen", "EADDRINUSE")
-"""What torch raises in the same classes, of this rank alone."""
+# ---- what the message `crashed` says
 
 
 def describe_crash(error: BaseException) -> dict[str, Any]:

@@ -17,18 +17,30 @@ HEAD_BYTES = 4096
 SAMPLE_BYTES = 1 << 20
 
 _MARKS = (
-    (b"\xff\xfe\x00\x00", "UTF-32"), (b"\x00\x00\xfe\xff", "UTF-32"), (b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"),
-)  # fmt: skip
+    (b"\xff\xfe\x00\x00", "UTF-32"),
+    (b"\x00\x00\xfe\xff", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+)
 _CONTENTS = (
-    (b"\x1f\x8b", "gzip", "gunzip -c {0} > {1}"), (b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc {0} > {1}"),
-    (b"BZh", "bzip2", "bunzip2 -c {0} > {1}"), (b"\xfd7zXZ\x00", "xz", "xz -dc {0} > {1}"),
-    (b"PK\x03\x04", "zip (or Excel)", ""), (b"PAR1", "Parquet", ""), (b"ARROW1", "Arrow", ""), (b"%PDF", "PDF", ""),
-    (b"SQLite format 3", "SQLite", ""), (b"\x89HDF", "HDF5", ""), (b"\xd0\xcf\x11\xe0", "old Excel or Word", ""),
-)  # fmt: skip
+    (b"\x1f\x8b", "gzip", "gunzip -c {0} > {1}"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc {0} > {1}"),
+    (b"BZh", "bzip2", "bunzip2 -c {0} > {1}"),
+    (b"\xfd7zXZ\x00", "xz", "xz -dc {0} > {1}"),
+    (b"PK\x03\x04", "zip (or Excel)", ""),
+    (b"PAR1", "Parquet", ""),
+    (b"ARROW1", "Arrow", ""),
+    (b"%PDF", "PDF", ""),
+    (b"SQLite format 3", "SQLite", ""),
+    (b"\x89HDF", "HDF5", ""),
+    (b"\xd0\xcf\x11\xe0", "old Excel or Word", ""),
+)
 _KINDS = (
-    (stat.S_ISFIFO, "a named pipe (FIFO)"), (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a character device"), (stat.S_ISBLK, "a block device"),
-)  # fmt: skip
+    (stat.S_ISFIFO, "a named pipe (FIFO)"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
 # The most frequent letters of what each encoding is used for. Text that is decoded in a wrong way has few of them.
 _FREQUENT = {
     "GB18030": "的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之年过",
@@ -38,7 +50,7 @@ _FREQUENT = {
     "EUC-KR": "이다는에을가의고하지를은로한사어기도서리나자시인대",
     "WINDOWS-1251": "оеаинтсрвлкмдпуяызьбгчйхжшюцщэфё",
     "WINDOWS-1252": "éèàùâêîôûçäöüßñáíóúåæø¿¡«»’‘“”–—…€°",
-}  # fmt: skip
+}
 _HIGH = re.compile(rb"[\x80-\xff]+")
 _LEAST_CHARACTERS = 4
 _LEAST_SHARE = {"WINDOWS-1251": 0.95, "WINDOWS-1252": 0.9, "SHIFT_JIS": 0.3, "EUC-JP": 0.3}

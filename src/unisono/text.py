@@ -41,9 +41,18 @@ def nearest(word: str, known: list[str]) -> str | None:
 
 
 _KINDS = {
-    "int": "a whole number", "float": "a number", "finite": "a finite number", "string": "text", "bool": "true or false",
-    "dict": "an object", "model": "an object", "mapping": "an object", "list": "a list", "tuple": "a list", "set": "a list",
-}  # fmt: skip
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "string": "text",
+    "bool": "true or false",
+    "dict": "an object",
+    "model": "an object",
+    "mapping": "an object",
+    "list": "a list",
+    "tuple": "a list",
+    "set": "a list",
+}
 
 
 def validation_words(error: Any) -> str:

@@ -11,8 +11,13 @@ _NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([k
 _LONGEST = 60  # characters; on more blanks than that the pattern would search for minutes
 _SCALE = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _UNITS: dict[str, Unit] = {
-    "step": "steps", "steps": "steps", "epoch": "epochs", "epochs": "epochs", "token": "tokens", "tokens": "tokens",
-}  # fmt: skip
+    "step": "steps",
+    "steps": "steps",
+    "epoch": "epochs",
+    "epochs": "epochs",
+    "token": "tokens",
+    "tokens": "tokens",
+}
 
 
 def _split(text: str) -> tuple[float, str]:
@@ -99,8 +104,16 @@ def parse_seconds(text: str) -> float:
     """
     amount, word = _split(text)
     factor = {
-        "s": 1, "second": 1, "seconds": 1, "min": 60, "minute": 60, "minutes": 60, "h": 3600, "hour": 3600, "hours": 3600,
-    }.get(word.lower())  # fmt: skip
+        "s": 1,
+        "second": 1,
+        "seconds": 1,
+        "min": 60,
+        "minute": 60,
+        "minutes": 60,
+        "h": 3600,
+        "hour": 3600,
+        "hours": 3600,
+    }.get(word.lower())
     if factor is None:
         raise ValueError(f"{text!r} has no unit of time; write for example `25 seconds` or `2 minutes`")
     return amount * factor

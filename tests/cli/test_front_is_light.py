@@ -26,7 +26,7 @@ HELP_CPU_S = 0.3 * 5
 IMPORT_THE_FRONT = """
 import importlib, json, pkgutil, sys
 import unisono, unisono.cli.app
-rooms = ["cli", "doctor", "drill", "launch", "plan", "config", "facts", "rundir", "compat", "causes"]
+rooms = ["cli", "doctor", "drill", "launch", "plan", "config", "facts", "rundir", "causes"]
 names = ["unisono." + name for name in ("errors", "events", "child", "files", "text", "units")]
 names += ["unisono.checkpoint.manifest", "unisono.checkpoint.store", "unisono.checkpoint.resume", "unisono.rundir.curve"]
 for room in rooms:

@@ -23,12 +23,12 @@ def preview(
 ) -> None:
     """Show the first rows as the model will see them, what counts in the loss, lengths, and the ledger of rows."""
     from unisono.cli.output import output
-    from unisono.config.load import load_own_config
+    from unisono.config.load import load_config
     from unisono.facts import read_environment
     from unisono.supervise.task_process import run_task
 
     speak = output()
-    loaded = load_own_config(config, tuple(overrides or ()))
+    loaded = load_config(config, tuple(overrides or ()))
     request = {
         "config": loaded.config.model_dump(mode="json", by_alias=True),
         "cache_dir": str(read_environment().cache_dir),

@@ -17,6 +17,27 @@ from unisono.config.yaml_file import COMMAND_LINE, KeyPath, KeyPlaces, parse_val
 from unisono.errors import ConfigError, Problem
 from unisono.facts.redaction import is_secret
 
+_SECRET_KEY = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|access_?key)s?$", re.IGNORECASE)
+_WHY_NO_SECRETS = "a config is kept with the results and shown to others"
+
+# Keys of LLaMA-Factory's own (not those that transformers' TrainingArguments shares with other tools), and ours for them.
+# fmt: off
+_OWN_KEYS = {
+    "model_name_or_path": "model", "stage": "objective", "finetuning_type": "adapter.kind", "dataset": "data.train",
+    "dataset_dir": "data.train", "eval_dataset": "data.eval", "val_size": "data.eval", "template": "data.template",
+    "cutoff_len": "data.max_length", "lora_rank": "adapter.rank", "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout", "lora_target": "adapter.targets", "adapter_name_or_path": "", "max_samples": "",
+    "preprocessing_num_workers": "", "overwrite_cache": "", "plot_loss": "", "quantization_bit": "", "export_dir": "",
+    "infer_backend": "", "neat_packing": "data.packing", "train_on_prompt": "data.loss_on", "mask_history": "data.loss_on",
+}
+_SHARED_KEYS = {
+    "learning_rate": "optim.lr", "num_train_epochs": "duration", "max_steps": "duration", "lr_scheduler_type": "optim.schedule",
+    "warmup_ratio": "optim.warmup", "per_device_train_batch_size": "batch.micro", "gradient_accumulation_steps": "batch.global",
+    "save_steps": "checkpoint.every", "eval_steps": "eval.every",
+}
+# fmt: on
+_ENOUGH_KEYS = 2
+
 
 @dataclass(frozen=True)
 class LoadedConfig:
@@ -29,12 +50,13 @@ class LoadedConfig:
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> LoadedConfig:
-    """Reads a config file; each override is `key.sub=value`, the value in YAML.
+    """The config in a file with `key.sub=value` laid over it: what every command reads its config with.
 
     Raises:
-        ConfigError: with every problem that was found.
+        ConfigError: with every problem that was found, or with the one that it is another tool's.
     """
     raw, lines = read_yaml(path)
+    refuse_if_llamafactory(raw, str(path))
     return build_config(raw, lines=lines, name=str(path), path=path, overrides=overrides)
 
 
@@ -73,15 +95,7 @@ def _line(problem: Problem) -> float:
     return int(found[1]) if found else math.inf
 
 
-def load_own_config(path: Path, overrides: tuple[str, ...] = ()) -> LoadedConfig:
-    """The config in a file with `key.sub=value` laid over it: what every command reads its config with.
-
-    Raises:
-        ConfigError: with every problem that was found, or with the one that it is another tool's.
-    """
-    raw, lines = read_yaml(path)
-    refuse_if_llamafactory(raw, str(path))
-    return build_config(raw, lines=lines, name=str(path), path=path, overrides=overrides)
+# ---- overrides
 
 
 def apply_overrides(
@@ -137,8 +151,7 @@ def _replaced(base: Any, key: KeyPath, value: Any, text: str) -> Any:
     return {**inner, name: _replaced(inner.get(name), tuple(rest), value, text)}
 
 
-_SECRET_KEY = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|access_?key)s?$", re.IGNORECASE)
-_WHY_NO_SECRETS = "a config is kept with the results and shown to others"
+# ---- secrets
 
 
 def find_secrets(value: Any, places: KeyPlaces, key: KeyPath = ()) -> dict[KeyPath, Problem]:
@@ -164,21 +177,7 @@ def _judge_value(value: Any, places: KeyPlaces, key: KeyPath) -> Problem | None:
     return None
 
 
-# Keys of LLaMA-Factory's own (not those that transformers' TrainingArguments shares with other tools), and ours for them.
-_OWN_KEYS = {
-    "model_name_or_path": "model", "stage": "objective", "finetuning_type": "adapter.kind", "dataset": "data.train",
-    "dataset_dir": "data.train", "eval_dataset": "data.eval", "val_size": "data.eval", "template": "data.template",
-    "cutoff_len": "data.max_length", "lora_rank": "adapter.rank", "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout", "lora_target": "adapter.targets", "adapter_name_or_path": "", "max_samples": "",
-    "preprocessing_num_workers": "", "overwrite_cache": "", "plot_loss": "", "quantization_bit": "", "export_dir": "",
-    "infer_backend": "", "neat_packing": "data.packing", "train_on_prompt": "data.loss_on", "mask_history": "data.loss_on",
-}  # fmt: skip
-_SHARED_KEYS = {
-    "learning_rate": "optim.lr", "num_train_epochs": "duration", "max_steps": "duration", "lr_scheduler_type": "optim.schedule",
-    "warmup_ratio": "optim.warmup", "per_device_train_batch_size": "batch.micro", "gradient_accumulation_steps": "batch.global",
-    "save_steps": "checkpoint.every", "eval_steps": "eval.every",
-}  # fmt: skip
-_ENOUGH_KEYS = 2
+# ---- files of LLaMA-Factory
 
 
 def llamafactory_version(raw: dict[str, Any]) -> str | None:

@@ -410,6 +410,8 @@ def _divisors(number: int) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+# ---- the digest by which two configs are the same run
+
 # A run may be moved, prolonged, watched or restarted differently and is still the same run.
 _NOT_THE_RUN = {"output_dir", "duration", "restarts", "grace", "reasons", "track", "parallel", "watch"}
 

@@ -12,7 +12,7 @@ import yaml
 from unisono import __version__
 from unisono.causes import Verdict
 from unisono.config import LoadedConfig, RunConfig
-from unisono.config.load import load_own_config
+from unisono.config.load import load_config
 from unisono.errors import UsageError
 from unisono.facts import Environment, Probes
 from unisono.facts.slurm import SlurmStep
@@ -192,7 +192,7 @@ def load_asked(request: TrainRequest) -> LoadedConfig:
     overrides = request.overrides
     if request.restarts is not None:
         overrides = (*overrides, f"restarts={request.restarts}")
-    loaded = load_own_config(request.config_path, overrides)
+    loaded = load_config(request.config_path, overrides)
     origins = loaded.origins if request.origins is None else request.origins
     return replace(loaded, config=with_absolute_paths(loaded.config, Path.cwd()), origins=origins)
 

@@ -1,6 +1,6 @@
 """A LLaMA-Factory file is recognised by its keys, and nothing else is.
 
-Run: pytest tests/compat
+Run: pytest tests/config/test_llamafactory.py
 """
 
 from pathlib import Path
