@@ -73,7 +73,7 @@ class CacheLookup:
 
     directory: Path
     hit: bool
-    storage_reason: str
+    reason: str
 
 
 def gather_ingredients(
