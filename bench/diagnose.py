@@ -60,7 +60,7 @@ def diagnosed(log: Path) -> dict[str, Any]:
 
 def engines() -> dict[str, float]:
     """How fast each engine finds all hints in the same bytes, without any of them being left out as frequent."""
-    from unisono.diagnose.prefilter import _finder
+    from unisono.diagnose.lines import _finder
     from unisono.diagnose.scan import STRONG, WEAK
 
     words = sorted({word.encode() for word in (*STRONG, *WEAK)})

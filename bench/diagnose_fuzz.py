@@ -89,9 +89,8 @@ def fuzz(cases: list[dict[str, bytes]], seed: int, seconds: float) -> dict[str, 
 
 def diagnosed(folder: str) -> tuple[str, str]:
     """All that the command would print, and the cause."""
-    from unisono.diagnose.reading import diagnose_logs, read_all
-    from unisono.diagnose.redact import redacted, redacted_json
-    from unisono.diagnose.sources import find_sources
+    from unisono.diagnose.lines import redacted, redacted_json
+    from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
     from unisono.diagnose.timeline import draw
 
     read = read_all(find_sources([folder]))

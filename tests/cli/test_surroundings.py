@@ -32,7 +32,7 @@ DEEP = "[" * 2000 + "]" * 2000
 FORKS = """
 import importlib, json, os, signal, sys, time
 from unisono.cli.app import build_app, main
-for name in ("checkpoint.store", "diagnose.ours", "diagnose.reading", "rundir.merged_logs", "cluster.launchers", "cli.screen"):
+for name in ("checkpoint.store", "diagnose.own_runs", "diagnose.reading", "rundir.merged_logs", "cluster.launchers", "cli.screen"):
     importlib.import_module("unisono." + name)
 build_app()
 for line in sys.stdin:

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.diagnose.finding import Finding
-from unisono.diagnose.flight import judge_recordings
-from unisono.diagnose.recording import NotARecordingError, is_recording, rank_of_name, read_recording
+from unisono.diagnose.flight_recording import NotARecordingError, is_recording, rank_of_name, read_recording
+from unisono.diagnose.flight_rules import judge_recordings
+from unisono.diagnose.run_facts import Hypothesis
 
 RECORDED = Path(__file__).parent / "recorded"
 JSON, PICKLE = "flight-rank-*.json", "nccl_trace_rank_*"
 
 
-def judged(case: str, pattern: str, *, without: int | None = None) -> list[Finding]:
+def judged(case: str, pattern: str, *, without: int | None = None) -> list[Hypothesis]:
     files = sorted((RECORDED / f"flight-{case}").glob(pattern))
     assert len(files) == 3
     return judge_recordings(
@@ -26,7 +26,7 @@ def judged(case: str, pattern: str, *, without: int | None = None) -> list[Findi
     )
 
 
-def with_status(case: str, change: Any) -> list[Finding]:
+def with_status(case: str, change: Any) -> list[Hypothesis]:
     """The recordings of a case after `change(rank, dump)`, as NCCL's would be named."""
     found = []
     for rank, file in enumerate(sorted((RECORDED / f"flight-{case}").glob(JSON))):

@@ -14,10 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.diagnose.reading import Read, diagnose_logs, read_all
+from unisono.diagnose.reading import LimitedStream, LogContents, diagnose_logs, find_sources, read_all
 from unisono.diagnose.scan import scan
-from unisono.diagnose.sources import find_sources
-from unisono.diagnose.stream import Watched
 from unisono.diagnose.timeline import draw
 
 WORDS = (
@@ -28,7 +26,7 @@ WORDS = (
 log_bytes = st.lists(st.one_of(st.sampled_from(WORDS), st.binary(max_size=20)), max_size=40).map(b"".join)
 
 
-def read(*paths: Path) -> Read:
+def read(*paths: Path) -> LogContents:
     return read_all(find_sources([str(path) for path in paths]))
 
 
@@ -104,7 +102,7 @@ def test_a_gz_bomb_is_read_to_a_limit_only(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_stream_tells_how_far_it_is() -> None:
     seen: list[tuple[int, int]] = []
-    watched = Watched(io.BytesIO(b"x" * 10), 10, lambda packed, given: seen.append((packed, given)))
+    watched = LimitedStream(io.BytesIO(b"x" * 10), 10, lambda packed, given: seen.append((packed, given)))
     while watched.read(4):
         pass
     assert seen == [(4, 4), (8, 8), (10, 10), (10, 10)]

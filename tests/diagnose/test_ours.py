@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unisono.causes.verdict import Verdict
-from unisono.diagnose.ours import diagnose_run, is_run
+from unisono.diagnose.own_runs import diagnose_run, is_run
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.diagnose import prefilter
-from unisono.diagnose.prefilter import EDGE_KEPT, OFTEN, OFTEN_STRONG, Prefilter
+from unisono.diagnose import lines
+from unisono.diagnose.lines import EDGE_KEPT, OFTEN, OFTEN_STRONG, Prefilter
 
 STRONG, WEAK = ("CUDA out of memory", "Error: ", "Traceback (most"), ("it/s]", "step", "steps/s")
 
@@ -27,9 +27,9 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
     if request.param == "re":
         monkeypatch.setattr(builtins, "__import__", without_re2)
-    prefilter._finder.cache_clear()
+    lines._finder.cache_clear()
     yield request.param
-    prefilter._finder.cache_clear()
+    lines._finder.cache_clear()
 
 
 def places(data: bytes) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.diagnose.redact import SHOWN_CHARS, redacted, shown
+from unisono.diagnose.lines import SHOWN_CHARS, redacted, shown
 from unisono.diagnose.scan import scan
 
 # Put together here, so that nobody's scanner takes this file for a leak.

@@ -6,8 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.diagnose.event import Event, EventKind, Who
-from unisono.diagnose.facts import RankFacts, RunFacts
+from unisono.diagnose.run_facts import Event, EventKind, Origin, RankFacts, RunFacts
 from unisono.diagnose.timeline import LEAST_WIDTH, MOST_ROWS, draw
 
 SIGNS = set(" -+w~FEX#")
@@ -22,7 +21,7 @@ def event(
     host: str | None = None,
     source: str = "a.log",
 ) -> Event:
-    return Event(source, line, line, "x", kind, None, "text", Who(rank=rank, host=host), time)
+    return Event(source, line, line, "x", kind, None, "text", Origin(rank=rank, host=host), time)
 
 
 def run_of(*events: Event, ranks: int = 0) -> RunFacts:

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from unisono.causes import CATALOGUE, Evidence, Verdict
-from unisono.diagnose.framework import BY_PRIORITY
+from unisono.diagnose.gather import BY_PRIORITY
 from unisono.guard.command import read_command
 from unisono.guard.program_end import (
     ProgramEnd,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from unisono.diagnose.ours import diagnose_run
+from unisono.diagnose.own_runs import diagnose_run
 from unisono.facts.processes import processes_below
 
 UNISONO = str(Path(sys.executable).parent / "unisono")

@@ -50,7 +50,7 @@ def way_back(framework: str) -> tuple[str, ...]:
     """How a program of somebody else's resumes, as a line of a remedy; empty where its framework is not known.
 
     Args:
-        framework: as diagnose.framework calls it: llamafactory, axolotl, torchtune, lightning, trl, transformers.
+        framework: as diagnose.gather calls it: llamafactory, axolotl, torchtune, lightning, trl, transformers.
     """
     known = _WAYS_BACK.get(framework)
     return (f"To resume, if it had saved a checkpoint: {known}.",) if known else ()

@@ -11,7 +11,7 @@ import typer
 from unisono.cli.output import output
 
 if TYPE_CHECKING:
-    from unisono.diagnose.tell import Diagnosis
+    from unisono.diagnose.judge import Diagnosis
 
 
 def diagnose(
@@ -25,7 +25,7 @@ def diagnose(
     timeline: Annotated[bool, typer.Option("--timeline", help="Draw the ranks over time.")] = False,
 ) -> None:
     """Reads the logs of a run, ours or anybody's, and names the cause, the culprit, the evidence and the remedy."""
-    from unisono.diagnose.ours import diagnose_run, is_run, log_files
+    from unisono.diagnose.own_runs import diagnose_run, is_run, log_files
 
     root = Path(paths[0])
     if len(paths) == 1 and is_run(root):
@@ -37,8 +37,7 @@ def diagnose(
 
 def _of_logs(paths: list[str]) -> "Diagnosis":
     from unisono.cli.reading_line import ReadingLine
-    from unisono.diagnose.reading import diagnose_logs, read_all
-    from unisono.diagnose.sources import find_sources
+    from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
     from unisono.errors import UsageError
     from unisono.text import plain
 
@@ -63,7 +62,7 @@ def _show(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
     if output().json:
         _emit(found, every=every, timeline=timeline)
         return
-    from unisono.diagnose.redact import redacted
+    from unisono.diagnose.lines import redacted
 
     speak = output()
     for line in _lines(found, every=every):
@@ -88,7 +87,7 @@ def _lines(found: "Diagnosis", *, every: bool) -> Iterator[str]:
 
 
 def _emit(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
-    from unisono.diagnose.redact import redacted_json
+    from unisono.diagnose.lines import redacted_json
 
     body = found.verdict.to_json()
     body["chain"] = [link.model_dump() for link in found.chain]

@@ -84,8 +84,7 @@ def run(
 
 def _diagnosis(log: Path) -> "Verdict | None":
     """What the program printed, read by the engine of `unisono diagnose`; None where that names nothing."""
-    from unisono.diagnose.reading import diagnose_logs, read_all
-    from unisono.diagnose.sources import find_sources
+    from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
 
     try:
         read = read_all(find_sources([str(log)]))

@@ -2,15 +2,12 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from unisono.diagnose.event import Event
-from unisono.diagnose.exits import find_exits
-from unisono.diagnose.facts import Collective, Ending, Exit, RankFacts, RunFacts, Traceback
-from unisono.diagnose.framework import find_framework
-from unisono.diagnose.runs import last_run
+from unisono.diagnose.attribution import Attribution, with_ranks
+from unisono.diagnose.process_ends import find_exits
+from unisono.diagnose.run_facts import Collective, Ending, Event, Exit, RankFacts, RunFacts, Traceback
 from unisono.diagnose.scan import Scanned
-from unisono.diagnose.whose import Whose, with_ranks
 
 _TOLD_WORLD = ("process_rank", "processes", "rank_of_world", "lightning_member", "nccl_rank", "ray_distributed", "ray_rank", "world_size", "lightning_started")  # fmt: skip
 _MOST_RANKS = 1 << 16
@@ -21,7 +18,7 @@ def gather(scanned: Sequence[Scanned]) -> RunFacts:
     """The facts of the last run in these logs."""
     kept, earlier = last_run(scanned)
     logs = with_ranks(kept)
-    whose = Whose(logs)
+    whose = Attribution(logs)
     placed = [whose.events(log) for log in logs]
     events = tuple(event for found in placed for event in found)
     tracebacks = tuple(trace for log in logs for trace in whose.traces(log))
@@ -182,3 +179,109 @@ def _group(text: str) -> str:
 
     found = re.search(r"\[PG (?:ID )?(\w{1,12})(?: PG GUID ([\w()]{1,60}))? Rank", text)
     return found[2] or found[1] if found else ""
+
+
+BY_PRIORITY = (
+    "llamafactory", "axolotl", "kohya", "recipes", "torchtune", "megatron", "trl", "lightning", "ray", "transformers", "deepspeed", "accelerate", "torchrun",
+)  # fmt: skip
+"""Whose settings a person would change, first those that wrap others."""
+
+
+def find_framework(events: Iterable[Event]) -> str:
+    """One of BY_PRIORITY, or "" where nothing tells."""
+    found = {name for event in events if event.signature == "made_by" for name in event.fields}
+    return next((name for name in BY_PRIORITY if name in found), "")
+
+
+def find_all(events: Iterable[Event]) -> set[str]:
+    """All tools that took part."""
+    return {name for event in events if event.signature == "made_by" for name in event.fields}
+
+
+_BEGINS = frozenset({"omp_banner", "lf_tasks", "launched", "deepspeed_cmd", "ray_began"})
+_ENDS = frozenset({
+    "table_first", "exit_line", "deepspeed_return", "trainer_finished", "lightning_finished", "worker_group_finished", "preempted", "srun_exit",
+})  # fmt: skip
+_OVERLAP_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A run that came before the one that counts, in the same log.
+
+    Attributes:
+        source: the log.
+        first: its first line; last: its last line.
+    """
+
+    source: str
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.first}-{self.last}"
+
+
+def last_run(scanned: Sequence[Scanned]) -> tuple[list[Scanned], list[Earlier]]:
+    """The logs cut down to the last run in each, and what was cut off."""
+    kept, earlier = [], []
+    for one in scanned:
+        begins = _beginnings(one)
+        for first, after in zip([_START, *begins], begins, strict=False):
+            earlier.append(Earlier(one.name, first.line, max(first.line, after.line - 1)))
+        kept.append(_from(one, begins[-1].order) if begins else one)
+    return kept, earlier
+
+
+_START = Event(source="", line=1, order=0, signature="line", kind="fact", cause=None, text="")
+
+
+def _beginnings(one: Scanned) -> list[Event]:
+    """The events with which a further run begins."""
+    found: list[Event] = []
+    begin, ended, restarts = 0, False, False
+    for place, event in enumerate(one.events):
+        if event.signature in _ENDS or _is_plain_end(event):
+            ended, restarts = True, False
+        elif event.signature == "worker_group_restarts":
+            restarts = True
+        elif event.signature in _BEGINS and ended and not restarts:
+            if not _same_run(one.events[begin:place], one.events[place:]):
+                found.append(event)
+                begin = place
+            ended = False
+    return found
+
+
+def _is_plain_end(event: Event) -> bool:
+    """An exception that is no rank's: the launcher's, or that of a program with one rank."""
+    return event.signature == "exception" and event.rank is None
+
+
+def _same_run(before: list[Event], after: list[Event]) -> bool:
+    """Whether two parts are logs of two nodes, one behind the other: other nodes, other ranks, or the same time."""
+    for name, signature in (("node", "lf_nodes"), ("node", "deepspeed_nodes")):
+        one, other = (
+            {e.fields.get(name) for e in part if e.signature == signature} for part in (before, after)
+        )
+        if one and other:
+            return not one & other
+    one_ranks, other_ranks = (
+        {e.fields["rank"] for e in part if e.signature in ("process_rank", "rank_of_world")}
+        for part in (before, after)
+    )
+    if one_ranks and other_ranks:
+        return not one_ranks & other_ranks
+    began = next((e.time for e in after if e.time is not None), None)
+    last = max((e.time for e in before if e.time is not None), default=None)
+    return began is not None and last is not None and began < last - _OVERLAP_S
+
+
+def _from(one: Scanned, order: int) -> Scanned:
+    return replace(
+        one,
+        events=[event for event in one.events if event.order >= order],
+        tracebacks=[trace for trace in one.tracebacks if trace.began >= order],
+        head=[event for event in one.head if event.order >= order],
+        tail=[event for event in one.tail if event.order >= order],
+    )

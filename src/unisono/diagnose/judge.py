@@ -1,10 +1,12 @@
-"""Which finding holds: the order of judgement. Consequences never win while anything else is there."""
+"""Which hypothesis holds: the order of judgement, the verdict and what is reported beside it. Consequences never win while anything else is there."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from unisono.diagnose.facts import RunFacts
-from unisono.diagnose.finding import Finding
-from unisono.diagnose.rules.death import (
+from unisono.causes.verdict import Evidence, Verdict
+from unisono.diagnose.remedy import remedy
+from unisono.diagnose.rule_view import View, first_of_each, ranks_of
+from unisono.diagnose.rules_death import (
     find_cancelled,
     find_deaths,
     find_out_of_memory,
@@ -12,21 +14,20 @@ from unisono.diagnose.rules.death import (
     find_ray_deaths,
     find_silence,
 )
-from unisono.diagnose.rules.finished import find_finished, find_nan
-from unisono.diagnose.rules.hang import find_hang, find_mismatches, find_uneven
-from unisono.diagnose.rules.launch import (
+from unisono.diagnose.rules_finished import find_finished, find_nan
+from unisono.diagnose.rules_hang import find_hang, find_mismatches, find_uneven
+from unisono.diagnose.rules_named import find_named, find_user_errors
+from unisono.diagnose.rules_setup import (
+    find_interfaces,
+    find_ray_resources,
     find_rendezvous,
     find_single_device,
     find_unbound,
     find_unequal_nodes,
+    find_unshared,
+    find_versions,
 )
-from unisono.diagnose.rules.network import find_interfaces, find_versions
-from unisono.diagnose.rules.owned import find_owned
-from unisono.diagnose.rules.program import find_user_errors
-from unisono.diagnose.rules.ray import find_ray_resources
-from unisono.diagnose.rules.storage import find_unshared
-from unisono.diagnose.rules.unclear import find_unclear
-from unisono.diagnose.rules.view import View
+from unisono.diagnose.run_facts import Event, Hypothesis, RunFacts
 
 SPECIFIC: tuple[str, ...] = (
     "host_oom_killed", "gpu_fell_off", "ecc_error", "ulimit", "shm_too_small", "disk_full", "single_device_nccl", "duplicate_gpu", "invalid_device_ordinal", "ib_unreachable", "p2p_blocked",
@@ -38,13 +39,13 @@ SPECIFIC: tuple[str, ...] = (
 CERTAIN = 0.8
 """What is said with less confidence does not come before the program's own exceptions."""
 
-_WORDS: tuple[Callable[[View], list[Finding]], ...] = (find_versions, find_owned, find_out_of_memory, find_single_device, find_interfaces, find_unshared)  # fmt: skip
-_STRUCTURE: tuple[Callable[[View], list[Finding]], ...] = (
+_WORDS: tuple[Callable[[View], list[Hypothesis]], ...] = (find_versions, find_named, find_out_of_memory, find_single_device, find_interfaces, find_unshared)  # fmt: skip
+_STRUCTURE: tuple[Callable[[View], list[Hypothesis]], ...] = (
     find_unequal_nodes, find_mismatches, find_uneven, find_deaths, find_rendezvous, find_silence, find_unbound, find_hang, find_ray_deaths,
 )  # fmt: skip
 
 
-def judge(facts: RunFacts) -> list[Finding]:
+def judge(facts: RunFacts) -> list[Hypothesis]:
     """All that may be, the most likely first; never empty."""
     view = View(facts)
     ended = find_finished(view)
@@ -60,20 +61,20 @@ def judge(facts: RunFacts) -> list[Finding]:
     resources = find_ray_resources(view)
     ranked = [*certain, *nan, *_unless_caught(own), *structure, *resources, *own, *vague]
     ranked = _with_preemption(taken, ranked)
-    return _distinct([*(ranked or find_cancelled(view)), *find_unclear(view)])
+    return _distinct([*(ranked or find_cancelled(view)), *find_undetermined(view)])
 
 
-def _specific(finding: Finding) -> tuple[bool, int]:
+def _specific(finding: Hypothesis) -> tuple[bool, int]:
     place = SPECIFIC.index(finding.cause) if finding.cause in SPECIFIC else len(SPECIFIC)
     return finding.confidence < CERTAIN, place
 
 
-def _unless_caught(own: Sequence[Finding]) -> list[Finding]:
+def _unless_caught(own: Sequence[Hypothesis]) -> list[Hypothesis]:
     """The program's exceptions that ended it, as far as one can see."""
     return [finding for finding in own if finding.confidence > 0.5]
 
 
-def _with_preemption(taken: list[Finding], ranked: list[Finding]) -> list[Finding]:
+def _with_preemption(taken: list[Hypothesis], ranked: list[Hypothesis]) -> list[Hypothesis]:
     """The scheduler's word counts where nothing had failed before it."""
     if not taken:
         return ranked
@@ -88,11 +89,116 @@ def _with_preemption(taken: list[Finding], ranked: list[Finding]) -> list[Findin
     return [ranked[0], *taken, *ranked[1:]] if before else [*taken, *ranked]
 
 
-def _distinct(findings: list[Finding]) -> list[Finding]:
+def _distinct(findings: list[Hypothesis]) -> list[Hypothesis]:
     """One for each cause; "undetermined" only where nothing else is left."""
-    found: dict[str, Finding] = {}
+    found: dict[str, Hypothesis] = {}
     for finding in findings:
         found.setdefault(finding.cause, finding)
     if len(found) > 1:
         found.pop("undetermined", None)
     return list(found.values())
+
+
+MOST_EVIDENCE = 10
+MOST_LINKS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What is made of some logs.
+
+    Attributes:
+        verdict: the answer.
+        chain: the first cause, then what followed, as lines of evidence.
+        alternatives: other causes that were thought of, the next likely first.
+        missing: what would say more.
+        facts: of the run, for a timeline.
+    """
+
+    verdict: Verdict
+    chain: tuple[Evidence, ...]
+    alternatives: tuple[Verdict, ...]
+    missing: tuple[str, ...]
+    facts: RunFacts
+
+
+def make_diagnosis(findings: list[Hypothesis], facts: RunFacts) -> Diagnosis:
+    """The first finding as the verdict, the others as alternatives."""
+    first = findings[0]
+    return Diagnosis(
+        verdict=verdict_of(first, facts),
+        chain=_chain(first, facts),
+        alternatives=tuple(verdict_of(finding, facts) for finding in findings[1:]),
+        missing=first.missing,
+        facts=facts,
+    )
+
+
+def verdict_of(finding: Hypothesis, facts: RunFacts) -> Verdict:
+    """A finding in the form of DESIGN A4."""
+    healthy = finding.cause == "healthy"
+    return Verdict(
+        cause=finding.cause,
+        when="after",
+        severity="none" if healthy else "warning" if finding.cause in _HARMLESS else "fatal",
+        summary=finding.why,
+        ranks=finding.ranks,
+        hosts=finding.hosts,
+        phase=finding.phase,
+        step=finding.step,
+        evidence=_evidence(finding.evidence),
+        fix=() if healthy else tuple(remedy(finding, facts)),
+        confidence=finding.confidence,
+    )
+
+
+_HARMLESS = frozenset({"process_group_destroyed_twice", "teardown_crash"})
+
+
+def _evidence(events: tuple[Event, ...]) -> tuple[Evidence, ...]:
+    found: dict[tuple[str, str], Evidence] = {}
+    for event in events:
+        found.setdefault((event.where, event.text), Evidence(where=event.where, text=event.text))
+    return tuple(found.values())[:MOST_EVIDENCE]
+
+
+def _chain(finding: Hypothesis, facts: RunFacts) -> tuple[Evidence, ...]:
+    """What followed the first cause: one line of each kind, in time."""
+    if finding.cause in ("healthy", "undetermined") or not finding.evidence:
+        return ()
+    first = finding.evidence[0]
+    cited = {(event.source, event.line) for event in finding.evidence}
+    later: dict[str, Event] = {}
+    for event in facts.events:
+        after = event.order > first.order if event.source == first.source else event.time is None or first.time is None or event.time >= first.time  # fmt: skip
+        if event.kind in ("consequence", "death") and after and (event.source, event.line) not in cited:
+            later.setdefault(event.signature, event)
+    ordered = sorted(later.values(), key=lambda event: (event.time is None, event.time or 0.0, event.source, event.order))  # fmt: skip
+    return _evidence((first, *ordered[:MOST_LINKS]))
+
+
+_RECORD = "next time set TORCH_NCCL_TRACE_BUFFER_SIZE=20000 (TORCH_FR_BUFFER_SIZE since torch 2.9), TORCH_NCCL_DUMP_ON_TIMEOUT=1 and NCCL_DEBUG=INFO on all ranks: the flight recorder's dumps of every rank name who did not come"  # fmt: skip
+
+
+def find_undetermined(view: View) -> list[Hypothesis]:
+    """An answer that names no cause and says what is missing."""
+    victims = [*view.consequences, *(trace.event for trace in view.facts.tracebacks if view.is_victim(trace))]
+    if victims:
+        seen = ranks_of(victims)
+        whose = f"only what ranks {', '.join(map(str, seen[:8]))} suffered" if seen else "only consequences"
+        world = view.facts.world_size
+        others = [str(rank) for rank in range(min(world or 0, 64)) if rank not in seen]
+        logs = f"the logs of ranks {', '.join(others[:16])}" if others else "the logs of all other ranks, from their beginning"  # fmt: skip
+        return [Hypothesis("undetermined", f"{whose} is visible; the log of whoever failed first is missing", first_of_each(victims), confidence=0.3, missing=(logs, _RECORD, "dmesg of every rank's host"))]  # fmt: skip
+    ends = view.failing_exits or list(view.facts.exits)
+    if ends:
+        return [Hypothesis("undetermined", "processes ended, and no line says why", tuple(one.event for one in ends[:4]), confidence=0.3, missing=("the logs of all ranks", "dmesg of their hosts"))]  # fmt: skip
+    errors = [event for event in view.facts.events if event.kind in ("error", "death")]
+    if errors:
+        return [Hypothesis("undetermined", "something failed, and the line that says what is not here", tuple(errors[:4]), confidence=0.3, missing=("the log from its beginning", "the logs of all ranks"))]  # fmt: skip
+    lines = sum(source.lines for source in view.facts.sources.values())
+    last = [source.tail[-1] for source in view.facts.sources.values() if source.tail]
+    if not lines or not last:
+        return [Hypothesis("undetermined", "there is nothing in the logs", (), confidence=1.0, missing=("the logs of the run",))]  # fmt: skip
+    where = f" at step {view.facts.step}" + (f" of {view.facts.steps}" if view.facts.steps else "") if view.facts.step is not None else ""  # fmt: skip
+    return [Hypothesis("undetermined", f"the logs show neither a failure nor an end: they stop{where}", tuple(last[:4]), confidence=0.5, missing=("what comes after the last line, if the run is over", "the logs of the other ranks", "the launcher's own output, and dmesg"), step=view.facts.step)]  # fmt: skip

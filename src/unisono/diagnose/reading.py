@@ -1,25 +1,216 @@
-"""From paths to a diagnosis: the whole way, one log after the other."""
+"""From paths to a diagnosis: where logs come from, how far they are read, and what they hold, one log after the other."""
 
+import gzip
+import os
+import stat
+import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from unisono.diagnose.flight import judge_recordings, with_recordings
+from unisono.diagnose.attribution import with_host
+from unisono.diagnose.flight_recording import (
+    MOST_BYTES,
+    NotARecordingError,
+    Recording,
+    is_recording,
+    read_recording,
+)
+from unisono.diagnose.flight_rules import judge_recordings, with_recordings
 from unisono.diagnose.gather import gather
-from unisono.diagnose.judge import judge
-from unisono.diagnose.recording import MOST_BYTES, NotARecordingError, Recording, is_recording, read_recording
+from unisono.diagnose.judge import Diagnosis, judge, make_diagnosis
 from unisono.diagnose.scan import Scanned, scan
-from unisono.diagnose.sources import Source
-from unisono.diagnose.stream import Watched
-from unisono.diagnose.tell import Diagnosis, tell
-from unisono.diagnose.whom import with_host
+from unisono.files import open_given
+
+STDIN = "-"
+MOST_FILES = 4096
+"""Of a directory; more are some data set's, not a run's."""
+_NOT_LOGS = frozenset(
+    [".py", ".pyc", ".so", ".pt", ".pth", ".bin", ".safetensors", ".arrow", ".parquet", ".npy", ".npz", ".png", ".svg", ".jpg", ".zip", ".tar", ".whl", ".model", ".tiktoken", ".lock", ".distcp", ".idx"]
+)  # fmt: skip
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A log.
+
+    Attributes:
+        name: as it is shown: the shortest end of the path that tells it from the others.
+        path: the file; None: stdin.
+    """
+
+    name: str
+    path: Path | None
+
+    @property
+    def size(self) -> int:
+        """Bytes on the disk, 0 where nobody knows."""
+        try:
+            return self.path.stat().st_size if self.path else 0
+        except OSError:
+            return 0
+
+    @property
+    def is_pipe(self) -> bool:
+        """Whether it is a pipe with a name: that of a process substitution, or of mkfifo."""
+        try:
+            return self.path is not None and stat.S_ISFIFO(self.path.stat().st_mode)
+        except OSError:
+            return False
+
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """A stream of its bytes, decompressed.
+
+        Raises:
+            OSError: if it cannot be read.
+        """
+        if self.path is None:
+            yield sys.stdin.buffer
+            return
+        with open_given(self.path) as raw:
+            if raw.peek(2)[:2] != _GZIP_MAGIC:
+                yield raw
+                return
+            with gzip.GzipFile(fileobj=raw) as unpacked:
+                yield unpacked  # type: ignore[misc]  # read(n) is all that is asked of it
+
+
+def find_sources(paths: list[str]) -> list[Source]:
+    """The logs below these paths, in the order of their names.
+
+    Raises:
+        FileNotFoundError: if a path does not exist.
+    """
+    found: dict[Path, None] = {}
+    stdin = False
+    for path in paths:
+        if path == STDIN or _is_stdin(Path(path)):
+            stdin = True
+        else:
+            found.update(dict.fromkeys(_files(Path(path))))
+    files = list(found)
+    sources = [Source(name, path) for name, path in zip(_short_names(files), files, strict=True)]
+    return [*([Source("stdin", None)] if stdin else []), *sources]
+
+
+def _is_stdin(path: Path) -> bool:
+    """Whether a path that is no plain file is another name of stdin: /dev/stdin, /dev/tty."""
+    try:
+        found = path.stat()
+        return not stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.fstat(0))
+    except OSError:
+        return False
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if not path.exists():
+        raise FileNotFoundError(path)
+    if not path.is_dir():
+        yield path
+        return
+    count = 0
+    for folder, folders, names in os.walk(path):
+        folders.sort()
+        for name in sorted(names):
+            one = Path(folder) / name
+            if one.suffix.lower() not in _NOT_LOGS and one.is_file():
+                count += 1
+                if count > MOST_FILES:
+                    return
+                yield one
+
+
+def _short_names(paths: list[Path]) -> list[str]:
+    """For each path the fewest of its last parts that no other path ends in."""
+    names = []
+    for path in paths:
+        parts = path.parts
+        length = next(
+            (
+                length
+                for length in range(1, len(parts) + 1)
+                if sum(other.parts[-length:] == parts[-length:] for other in paths) == 1
+            ),
+            len(parts),
+        )
+        names.append("/".join(parts[-length:]).lstrip("/") or str(path))
+    return names
+
+
+LEAST_UNPACKED_BYTES = 1 << 30
+MOST_RATIO = 200
+"""Of what a compressed log unpacks to; real ones stay below 100."""
+MOST_PIPED_BYTES = 1 << 34
+"""Of a pipe with a name, as of `<(…)`. One that never ends is not read for ever; stdin is, until a person ends it."""
+
+
+@dataclass(slots=True)
+class LimitedStream:
+    """A stream that says how far it is, and ends where its limit is.
+
+    Attributes:
+        stream: what is read.
+        packed_bytes: its size on the disk; 0: unknown.
+        on_read: called with the number of bytes read from the disk so far, and of those that came of it.
+        is_pipe: whether it comes from a pipe with a name, and so is not read past MOST_PIPED_BYTES.
+        given_bytes: so many were given on.
+        cut: it was ended at the limit.
+        damage: what is wrong with a compressed one; it ended there.
+    """
+
+    stream: BinaryIO
+    packed_bytes: int
+    on_read: Callable[[int, int], None]
+    is_pipe: bool = False
+    given_bytes: int = 0
+    cut: bool = False
+    damage: str = ""
+
+    def read(self, size: int) -> bytes:
+        """The next bytes; none where the stream, or what is read of it, ends.
+
+        Raises:
+            OSError: if it cannot be read.
+        """
+        if self.is_pipe and self.given_bytes >= MOST_PIPED_BYTES:
+            self.cut = True
+            return b""
+        packed = getattr(self.stream, "fileobj", None)  # of a gzip.GzipFile
+        data = self.stream.read(size) if packed is None else self._unpacked(size)
+        self.given_bytes += len(data)
+        self.on_read(packed.tell() if packed is not None else self.given_bytes, self.given_bytes)
+        return data
+
+    def _unpacked(self, size: int) -> bytes:
+        """As much as there is before the limit, or before the damage: GzipFile.read would throw that away."""
+        parts: list[bytes] = []
+        wanted = size
+        while wanted > 0 and not self.damage:
+            if self.given_bytes + size - wanted >= max(LEAST_UNPACKED_BYTES, MOST_RATIO * self.packed_bytes):
+                self.cut = True
+                break
+            try:
+                part = self.stream.read1(wanted)  # type: ignore[attr-defined]
+            except (OSError, EOFError, zlib.error) as error:
+                self.damage = str(error)
+                break
+            if not part:
+                break
+            parts.append(part)
+            wanted -= len(part)
+        return b"".join(parts)
+
 
 _HEAD_BYTES = 4096
 
 
 @dataclass(slots=True)
-class Read:
+class LogContents:
     """What some logs hold.
 
     Attributes:
@@ -35,22 +226,22 @@ class Read:
     bytes: int = 0
 
 
-def read_all(sources: Sequence[Source], *, on_read: Callable[[int], None] = lambda _: None) -> Read:
+def read_all(sources: Sequence[Source], *, on_read: Callable[[int], None] = lambda _: None) -> LogContents:
     """What each log holds.
 
     Args:
         sources: the logs.
         on_read: called now and then with the number of bytes that were read from the disk so far, of all logs.
     """
-    read, before = Read(), 0
+    read, before = LogContents(), 0
     for source in sources:
         size = source.size
         watched = None
         try:
             with source.open() as stream:
-                watched = Watched(stream, size, lambda packed, _, before=before: on_read(before + packed))  # type: ignore[misc]
+                watched = LimitedStream(stream, size, _counted_from(before, on_read))
                 watched.is_pipe = source.is_pipe
-                _take(source, stream, watched, read)
+                _read_one(source, stream, watched, read)
         except (OSError, EOFError, zlib.error, NotARecordingError) as error:
             read.refused.append(f"{source.name}: {getattr(error, 'strerror', None) or error}")
         if watched:
@@ -68,14 +259,18 @@ def read_all(sources: Sequence[Source], *, on_read: Callable[[int], None] = lamb
     return read
 
 
+def _counted_from(before: int, on_read: Callable[[int], None]) -> Callable[[int, int], None]:
+    return lambda packed, _: on_read(before + packed)
+
+
 def diagnose_logs(scanned: Sequence[Scanned], recordings: Sequence[Recording] = ()) -> Diagnosis:
     """The verdict on logs, and on flight recordings, that were read."""
     facts = gather(scanned)
     findings = with_recordings(judge(facts), judge_recordings(recordings))
-    return tell([with_host(finding, facts) for finding in findings], facts)
+    return make_diagnosis([with_host(finding, facts) for finding in findings], facts)
 
 
-def _take(source: Source, stream: Any, watched: Watched, read: Read) -> None:
+def _read_one(source: Source, stream: Any, watched: LimitedStream, read: LogContents) -> None:
     if is_recording(stream.peek(_HEAD_BYTES)):
         read.recordings.append(read_recording(source.name, watched.read(MOST_BYTES + 1)))
     else:

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 from unisono.causes.catalogue import find_cause, for_others
-from unisono.diagnose.facts import RunFacts
-from unisono.diagnose.finding import Finding
+from unisono.diagnose.run_facts import Hypothesis, RunFacts
 from unisono.text import one_line
 
 _HF = ("transformers", "trl", "llamafactory", "axolotl")
@@ -14,7 +13,7 @@ _RESUMABLE = frozenset(
 """Ends that have nothing to do with what is trained: somebody who reads of one wants to resume."""
 
 
-def remedy(finding: Finding, facts: RunFacts) -> list[str]:
+def remedy(finding: Hypothesis, facts: RunFacts) -> list[str]:
     """The lines of "do this", the most particular first."""
     special = _SPECIAL.get(finding.cause)
     lines = special(finding, facts) if special else []
@@ -28,11 +27,11 @@ def remedy(finding: Finding, facts: RunFacts) -> list[str]:
     return [one_line(line) for line in lines]
 
 
-def _who(finding: Finding) -> str:
+def _who(finding: Hypothesis) -> str:
     return f"rank {finding.ranks[0]}" if len(finding.ranks) == 1 else "the rank that failed"
 
 
-def _nproc(finding: Finding, facts: RunFacts) -> list[str]:
+def _nproc(finding: Hypothesis, facts: RunFacts) -> list[str]:
     if facts.framework == "llamafactory":
         how = "NPROC_PER_NODE=N (LLaMA-Factory; torchrun: --nproc_per_node N)"
     else:
@@ -40,14 +39,14 @@ def _nproc(finding: Finding, facts: RunFacts) -> list[str]:
     return [f"Set the same CUDA_VISIBLE_DEVICES on all nodes, or unset it everywhere, and declare {how} on each node: the number is otherwise taken from the visible devices."]  # fmt: skip
 
 
-def _unbound(finding: Finding, facts: RunFacts) -> list[str]:
+def _unbound(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [
         "Bind the device before the first barrier: torch.cuda.set_device(local_rank), then init_process_group(..., device_id=torch.device('cuda', local_rank)); barrier(device_ids=[local_rank]).",
         "If it hangs all the same, the transport is at fault: try one at a time NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1, NCCL_SOCKET_IFNAME=<interface>.",
     ]  # fmt: skip
 
 
-def _unequal(finding: Finding, facts: RunFacts) -> list[str]:
+def _unequal(finding: Hypothesis, facts: RunFacts) -> list[str]:
     lines = ["Give every rank the same number of steps: the same seed in train_test_split (and in every split and shuffle), so that the split has the same length on all ranks; drop_last=True."]  # fmt: skip
     if facts.framework in _HF:
         lines.append(
@@ -62,11 +61,11 @@ def _unequal(finding: Finding, facts: RunFacts) -> list[str]:
     return lines
 
 
-def _mismatch(finding: Finding, facts: RunFacts) -> list[str]:
+def _mismatch(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["Make the same collectives in the same order on every rank: look for a branch (if rank == 0, if loss is nan, an early return, evaluation on some ranks) around the call in the traceback."]  # fmt: skip
 
 
-def _died(finding: Finding, facts: RunFacts) -> list[str]:
+def _died(finding: Hypothesis, facts: RunFacts) -> list[str]:
     who, name = _who(finding), finding.facts.get("signal", "")
     if name == "SIGSEGV":
         return [f"{who} crashed with SIGSEGV (segmentation fault) in native code: run with PYTHONFAULTHANDLER=1 (faulthandler prints the Python stack), allow a core dump (ulimit -c unlimited), and read dmesg."]  # fmt: skip
@@ -77,7 +76,7 @@ def _died(finding: Finding, facts: RunFacts) -> list[str]:
     return [f"Look at the last lines of {who}'s own log and at how it ended: its exit code, a kill or signal (dmesg -T, OOM: out of memory), os._exit or sys.exit or an early return in the program."]  # fmt: skip
 
 
-def _stalled(finding: Finding, facts: RunFacts) -> list[str]:
+def _stalled(finding: Hypothesis, facts: RunFacts) -> list[str]:
     who = _who(finding)
     lines = [f"See where {who} stands while it happens: py-spy dump --pid PID."]
     if facts.framework == "llamafactory":
@@ -89,7 +88,7 @@ def _stalled(finding: Finding, facts: RunFacts) -> list[str]:
     return lines
 
 
-def _oom_host(finding: Finding, facts: RunFacts) -> list[str]:
+def _oom_host(finding: Hypothesis, facts: RunFacts) -> list[str]:
     lines = ["Give the job more RAM (host memory; in containers the memory limit), or need less:"]
     if facts.framework == "llamafactory":
         lines[0] += " smaller preprocessing_num_workers and dataloader_num_workers, streaming: true."
@@ -98,18 +97,18 @@ def _oom_host(finding: Finding, facts: RunFacts) -> list[str]:
     return lines
 
 
-def _oom_cuda(finding: Finding, facts: RunFacts) -> list[str]:
+def _oom_cuda(finding: Hypothesis, facts: RunFacts) -> list[str]:
     name = {"llamafactory": "per_device_train_batch_size: 1, a smaller cutoff_len", "trl": "per_device_train_batch_size=1, a smaller max_length", "lightning": "a smaller batch_size, accumulate_grad_batches"}  # fmt: skip
     first = name.get(facts.framework, "a smaller batch size per device (per_device_train_batch_size=1) and more gradient_accumulation_steps, shorter sequences (cutoff)")  # fmt: skip
     return [f"Need less: {first}; gradient_checkpointing; then ZeRO-3 or FSDP, LoRA or QLoRA.", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps where much is reserved and not allocated."]  # fmt: skip
 
 
-def _disk(finding: Finding, facts: RunFacts) -> list[str]:
+def _disk(finding: Hypothesis, facts: RunFacts) -> list[str]:
     keep = "save_total_limit: 2 keeps fewer checkpoints" if facts.framework in (*_HF, "") else "keep fewer checkpoints (transformers: save_total_limit; Lightning: save_top_k)"  # fmt: skip
     return [f"Free disk space where checkpoints and caches go (df -h, df -i); {keep}; move HF_HOME, TMPDIR and the output to a larger disk."]  # fmt: skip
 
 
-def _user(finding: Finding, facts: RunFacts) -> list[str]:
+def _user(finding: Hypothesis, facts: RunFacts) -> list[str]:
     told = finding.facts
     at = f"line {told['line']} of {told['file']}" if told.get("file") and told.get("line") else "the line that its traceback ends in"  # fmt: skip
     what = f"{told.get('exception', 'the exception')}: {told.get('message', '')}".rstrip(" :")
@@ -131,24 +130,24 @@ def _hint(told: dict[str, str]) -> str:
     return ""
 
 
-def _port(finding: Finding, facts: RunFacts) -> list[str]:
+def _port(finding: Hypothesis, facts: RunFacts) -> list[str]:
     how = "MASTER_PORT=29501 llamafactory-cli train …" if facts.framework == "llamafactory" else "--master_port / MASTER_PORT, or the port of --rdzv_endpoint; on one node `torchrun --standalone`"  # fmt: skip
     return [f"Take another port: {how}.", "Find who holds it: `ss -ltnp | grep :PORT`; often it is a rank of the last run that still lives."]  # fmt: skip
 
 
-def _rendezvous(finding: Finding, facts: RunFacts) -> list[str]:
+def _rendezvous(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["Start all nodes within the timeout with the same --nnodes, --rdzv_id and --rdzv_endpoint (MASTER_ADDR, MASTER_PORT); from every node the head's port must be reached: `nc -vz HEAD PORT` (firewall)."]  # fmt: skip
 
 
-def _loopback(finding: Finding, facts: RunFacts) -> list[str]:
+def _loopback(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["In /etc/hosts of the head node take its name off the line 127.0.1.1; or set MASTER_ADDR (--master_addr) to an address that the other nodes reach, and GLOO_SOCKET_IFNAME to its interface."]  # fmt: skip
 
 
-def _dns(finding: Finding, facts: RunFacts) -> list[str]:
+def _dns(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["Make the name resolve on every node (`getent hosts NAME`): an entry in /etc/hosts or in DNS; or give an IP address in MASTER_ADDR. In Kubernetes wait for the headless service."]  # fmt: skip
 
 
-def _missing(finding: Finding, facts: RunFacts) -> list[str]:
+def _missing(finding: Hypothesis, facts: RunFacts) -> list[str]:
     name = _module(finding)
     return [f"Install it in the environment that the launcher starts, on every node: pip install {name or 'MODULE'}."]  # fmt: skip
 
@@ -156,7 +155,7 @@ def _missing(finding: Finding, facts: RunFacts) -> list[str]:
 _PACKAGES = {"cv2": "opencv-python", "yaml": "pyyaml", "PIL": "pillow", "sklearn": "scikit-learn", "llamafactory": "-e . (in LLaMA-Factory's directory)", "flash_attn": "flash-attn --no-build-isolation"}  # fmt: skip
 
 
-def _module(finding: Finding) -> str:
+def _module(finding: Hypothesis) -> str:
     for event in finding.evidence:
         _, _, rest = event.text.partition("No module named ")
         name = rest.strip().strip("'\"").split("'")[0].split(".")[0].strip("`;, ")
@@ -165,84 +164,84 @@ def _module(finding: Finding) -> str:
     return ""
 
 
-def _shared(finding: Finding, facts: RunFacts) -> list[str]:
+def _shared(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["Write the output to storage that all nodes share (NFS, Lustre), or let each node save its own: save_on_each_node: true (transformers, LLaMA-Factory), DeepSpeed: use_node_local_storage."]  # fmt: skip
 
 
-def _version(finding: Finding, facts: RunFacts) -> list[str]:
+def _version(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["Install the same versions on all nodes, and those that the message asks for: pip install --upgrade (transformers, accelerate, torch …) as named in it; compare `pip freeze` between nodes."]  # fmt: skip
 
 
-def _path(finding: Finding, facts: RunFacts) -> list[str]:
+def _path(finding: Hypothesis, facts: RunFacts) -> list[str]:
     key = "model_name_or_path" if facts.framework in (*_HF, "") else "the model's path"
     return [f"Check that {key} exists, on every node and inside the container, and holds config.json and the weights: what is no directory is taken for a name on the hub."]  # fmt: skip
 
 
-def _hub(finding: Finding, facts: RunFacts) -> list[str]:
+def _hub(finding: Hypothesis, facts: RunFacts) -> list[str]:
     lines = ["Reach the hub or do without: HF_ENDPOINT=https://… (a mirror), a proxy; or download the model on a machine with network, give its local path, and set HF_HUB_OFFLINE=1."]  # fmt: skip
     if facts.collectives:
         lines.append("The others waited for it: download before the process group is made, on rank 0 first, or let them wait longer (ddp_timeout, init_process_group(timeout=…)).")  # fmt: skip
     return lines
 
 
-def _preempted(finding: Finding, facts: RunFacts) -> list[str]:
+def _preempted(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["Start it again from the last checkpoint; Slurm: #SBATCH --requeue, --signal=B:USR1@120 and a larger --time limit; save more often than it is taken away."]  # fmt: skip
 
 
-def _ray_died(finding: Finding, facts: RunFacts) -> list[str]:
+def _ray_died(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["Read the dead worker's log (ray logs; worker-*.err and raylet.out below /tmp/ray/session_latest/logs on its node) and dmesg: most often it ran out of memory (OOM). More memory, fewer workers per node, max_failures in FailureConfig."]  # fmt: skip
 
 
-def _ray_room(finding: Finding, facts: RunFacts) -> list[str]:
+def _ray_room(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["Compare `ray status` with ScalingConfig(num_workers, use_gpu, resources_per_worker): ask for no more CPUs and GPUs than a node has and than are free."]  # fmt: skip
 
 
-def _arch(finding: Finding, facts: RunFacts) -> list[str]:
+def _arch(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["Install a PyTorch wheel that is built for this GPU, for example: pip install torch --index-url https://download.pytorch.org/whl/cu128 (Blackwell, sm_100 and sm_120, needs torch 2.7 or newer with cu128)."]  # fmt: skip
 
 
-def _no_cuda(finding: Finding, facts: RunFacts) -> list[str]:
+def _no_cuda(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["This torch has no CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu126 (and start the container with --gpus all); on CPU use the backend gloo."]  # fmt: skip
 
 
-def _unused(finding: Finding, facts: RunFacts) -> list[str]:
+def _unused(finding: Hypothesis, facts: RunFacts) -> list[str]:
     how = {"llamafactory": "ddp_find_unused_parameters: true", "lightning": "strategy='ddp_find_unused_parameters_true'", "transformers": "ddp_find_unused_parameters=True", "trl": "ddp_find_unused_parameters=True"}.get(facts.framework, "DistributedDataParallel(find_unused_parameters=True)")  # fmt: skip
     return [f"{how} (find_unused_parameters), or freeze what takes no part in the loss; with gradient checkpointing gradient_checkpointing_kwargs={{'use_reentrant': False}}."]  # fmt: skip
 
 
-def _nan(finding: Finding, facts: RunFacts) -> list[str]:
+def _nan(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["Lower the learning rate (learning_rate, lr), train in bf16 instead of fp16, clip gradients (max_grad_norm: 1.0), add warmup; look for rows with empty labels. Go back to a checkpoint from before."]  # fmt: skip
 
 
-def _single(finding: Finding, facts: RunFacts) -> list[str]:
+def _single(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["Choose no distributed strategy for one device (Lightning: strategy='auto', devices=1; no strategy='ddp'), show it one device: CUDA_VISIBLE_DEVICES=0; a newer Lightning does this by itself."]  # fmt: skip
 
 
-def _twice(finding: Finding, facts: RunFacts) -> list[str]:
+def _twice(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["The results are complete. Guard the call: if torch.distributed.is_initialized(): torch.distributed.destroy_process_group(); let one place own it; with Ray Train upgrade ray."]  # fmt: skip
 
 
-def _teardown(finding: Finding, facts: RunFacts) -> list[str]:
+def _teardown(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["The results are complete and usable: check that the last checkpoint is there. Call torch.distributed.destroy_process_group() after the last step, close loggers and loaders, then exit."]  # fmt: skip
 
 
-def _ordinal(finding: Finding, facts: RunFacts) -> list[str]:
+def _ordinal(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["Start no more ranks on a node than it shows devices: --nproc_per_node (LLaMA-Factory: NPROC_PER_NODE; Lightning: devices) at most the length of CUDA_VISIBLE_DEVICES, inside which devices count from 0 (nvidia-smi -L)."]  # fmt: skip
 
 
-def _tokens(finding: Finding, facts: RunFacts) -> list[str]:
+def _tokens(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["model.resize_token_embeddings(len(tokenizer)) after tokens were added (LLaMA-Factory: resize_vocab: true); use the tokenizer that belongs to the model; no token id may reach its vocab size."]  # fmt: skip
 
 
-def _gpu(finding: Finding, facts: RunFacts) -> list[str]:
+def _gpu(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [f"Take the GPU of {_who(finding)} out of use: nvidia-smi and dmesg (Xid) on its host, drain the node, reboot; when it comes back, replace the hardware (power, riser, card)."]  # fmt: skip
 
 
-def _clear(finding: Finding, facts: RunFacts) -> list[str]:
+def _clear(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return ["Give diagnose the logs of all ranks and nodes from their beginning (torchrun --log-dir DIR --tee 3), and set for the next run NCCL_DEBUG=INFO, TORCH_NCCL_TRACE_BUFFER_SIZE=20000 (FlightRecorder), TORCH_NCCL_DUMP_ON_TIMEOUT=1."]  # fmt: skip
 
 
-_SPECIAL: dict[str, Callable[[Finding, RunFacts], list[str]]] = {
+_SPECIAL: dict[str, Callable[[Hypothesis, RunFacts], list[str]]] = {
     "nproc_mismatch": _nproc, "device_unbound_barrier": _unbound, "unequal_steps": _unequal, "collective_mismatch": _mismatch, "rank_died_first": _died, "rank_stalled": _stalled,
     "host_oom_killed": _oom_host, "cuda_oom": _oom_cuda, "disk_full": _disk, "user_code_error": _user, "port_in_use": _port, "rdzv_timeout": _rendezvous, "hostname_loopback": _loopback,
     "dns_failure": _dns, "missing_dependency": _missing, "checkpoint_not_shared": _shared, "version_mismatch": _version, "model_path_missing": _path, "hub_unreachable": _hub,

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from unisono.diagnose.event import Event
-from unisono.diagnose.facts import RunFacts
+from unisono.diagnose.run_facts import Event, RunFacts
 from unisono.text import one_line
 
 MOST_ROWS = 32

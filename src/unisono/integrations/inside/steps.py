@@ -52,7 +52,7 @@ class Counting:
 
 
 def framework_in(modules: Container[str]) -> str:
-    """Whose loop it is, as diagnose.framework calls it; empty where it is the program's own, or not known.
+    """Whose loop it is, as diagnose.gather calls it; empty where it is the program's own, or not known.
 
     Args:
         modules: that the process has loaded.

@@ -2,10 +2,8 @@
 
 import re
 
-from unisono.diagnose.event import Event
-from unisono.diagnose.facts import Traceback
-from unisono.diagnose.finding import Finding
-from unisono.diagnose.rules.view import View
+from unisono.diagnose.rule_view import View
+from unisono.diagnose.run_facts import Event, Hypothesis, Traceback
 
 _NAN = re.compile(r"\bnan\b|returned nan|inf`", re.IGNORECASE)
 _STRONG = re.compile(r"train_runtime|train metrics|Do not forget to share")
@@ -15,7 +13,7 @@ _KERNELS = frozenset({"kernel_out_of_memory", "kernel_segfault"})
 _TWICE = re.compile(r"Process group cannot be None|assert pg is not None|Invalid process group specified|process group has already been destroyed|Default process group has not been initialized")  # fmt: skip
 
 
-def find_finished(view: View) -> list[Finding]:
+def find_finished(view: View) -> list[Hypothesis]:
     """What is to be said of a run whose work was done."""
     end = _end_of_work(view)
     if end is None:
@@ -47,7 +45,7 @@ def find_finished(view: View) -> list[Finding]:
     return [] if real else [_healthy(view, end)]
 
 
-def find_destroyed_twice(view: View) -> list[Finding]:
+def find_destroyed_twice(view: View) -> list[Hypothesis]:
     """The process group was destroyed twice, after training."""
     found = [trace for trace in view.facts.tracebacks if _is_destroy(trace)]
     lines = view.facts.of("group_is_none")
@@ -60,10 +58,10 @@ def find_destroyed_twice(view: View) -> list[Finding]:
         return []
     evidence = (*lines[:2], *(trace.event for trace in found[:2]), *done[:1])
     why = "training was done; then the process group was destroyed a second time"
-    return [Finding("process_group_destroyed_twice", why, evidence, confidence=0.95)]
+    return [Hypothesis("process_group_destroyed_twice", why, evidence, confidence=0.95)]
 
 
-def find_nan(view: View) -> list[Finding]:
+def find_nan(view: View) -> list[Hypothesis]:
     """The loss is no number, and stayed so."""
     said = [
         event for event in view.facts.events if event.cause == "nan_loss" and event.kind in ("error", "death")
@@ -83,7 +81,7 @@ def find_nan(view: View) -> list[Finding]:
     step = rows_nan[0] if rows_nan else words[0]
     own = {event.number("rank") for event in view.facts.of("nan_of_rank")}
     ranks = tuple(rank for rank in own if rank is not None) if len(own) == 1 else ()
-    return [Finding("nan_loss", "the loss or its gradient is not a number, and training went on or ended with it", evidence, ranks, confidence=0.95, step=step.number("step"))]  # fmt: skip
+    return [Hypothesis("nan_loss", "the loss or its gradient is not a number, and training went on or ended with it", evidence, ranks, confidence=0.95, step=step.number("step"))]  # fmt: skip
 
 
 def _is_row(event: Event) -> bool:
@@ -111,28 +109,28 @@ def _is_after(view: View, event: Event, end: Event) -> bool:
     return True
 
 
-def _crash_of_all_done(view: View) -> list[Finding]:
+def _crash_of_all_done(view: View) -> list[Hypothesis]:
     """Every rank said that it was done, and then one aborted."""
     done = _all_said_done(view)
     crash = _crash_at_exit(view, min(done, key=lambda event: event.order)) if done else None
     return [crash] if crash else []
 
 
-def _all_done(view: View) -> list[Finding]:
+def _all_done(view: View) -> list[Hypothesis]:
     """Every rank says that it is done, or the last step was made, and nothing failed."""
     bad = [event for event in view.facts.events if event.kind in ("error", "death") and not view.survived(event) and not view.is_quiet(event) and not view.is_reported(event)]  # fmt: skip
     if bad or view.failing_exits or view.tracebacks:
         return []
     done = _all_said_done(view)
     if done:
-        return [Finding("healthy", "every rank says that it is done, and nothing failed", (done[-1],), confidence=0.85)]  # fmt: skip
+        return [Hypothesis("healthy", "every rank says that it is done, and nothing failed", (done[-1],), confidence=0.85)]  # fmt: skip
     if _all_steps(view) and not view.consequences:
         last = [event for event in view.progress if event.number("step") == view.facts.step]
-        return [Finding("healthy", f"the last of {view.facts.steps} steps was made, and nothing failed", tuple(last[-1:]), confidence=0.7)]  # fmt: skip
+        return [Hypothesis("healthy", f"the last of {view.facts.steps} steps was made, and nothing failed", tuple(last[-1:]), confidence=0.7)]  # fmt: skip
     return []
 
 
-def _crash_at_exit(view: View, end: Event) -> Finding | None:
+def _crash_at_exit(view: View, end: Event) -> Hypothesis | None:
     """A process that aborted after its work was done."""
     aborts = [
         event
@@ -148,7 +146,7 @@ def _crash_at_exit(view: View, end: Event) -> Finding | None:
     if errors or any(event.cause == "host_oom_killed" for event in view.facts.events):
         return None
     evidence = (*aborts[:2], *(one.event for one in aborted[:2]), end)
-    return Finding("teardown_crash", "all work was done; then a process aborted while it was leaving", evidence, confidence=0.85)  # fmt: skip
+    return Hypothesis("teardown_crash", "all work was done; then a process aborted while it was leaving", evidence, confidence=0.85)  # fmt: skip
 
 
 def _all_steps(view: View) -> bool:
@@ -164,7 +162,7 @@ def _is_destroy(trace: Traceback) -> bool:
     )
 
 
-def _healthy(view: View, end: Event) -> Finding:
+def _healthy(view: View, end: Event) -> Hypothesis:
     warned = [event for event in view.facts.events if event.kind in ("error", "death", "consequence")]
     more = f"; {len(warned)} lines that look bad were survived" if warned else ""
-    return Finding("healthy", f"the run finished{more}", (end,), confidence=0.95)
+    return Hypothesis("healthy", f"the run finished{more}", (end,), confidence=0.95)

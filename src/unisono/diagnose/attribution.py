@@ -1,4 +1,4 @@
-"""Whose an event is where its line does not say: by its log, its process, its place on its host, the table or the traceback that it stands in."""
+"""Which rank and host an event belongs to where its line does not say so, and which host a hypothesis names."""
 
 import re
 from bisect import bisect_left
@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from unisono.diagnose.event import Event, Who
-from unisono.diagnose.facts import Exit, SourceFacts, Traceback
+from unisono.diagnose.line_prefixes import split_prefix
+from unisono.diagnose.run_facts import Event, Exit, Hypothesis, Origin, RunFacts, SourceFacts, Traceback
 from unisono.diagnose.scan import Scanned
 
 _MESSAGE_LINES = 14
@@ -48,7 +48,7 @@ def with_ranks(logs: Sequence[Scanned]) -> list[Scanned]:
     return [replace(log, who=replace(log.who, rank=found[log.name])) if log.name in found else log for log in logs]  # fmt: skip
 
 
-class Whose:
+class Attribution:
     """Whose an event is, where the line itself does not say."""
 
     def __init__(self, logs: Sequence[Scanned]) -> None:
@@ -105,7 +105,7 @@ class Whose:
             rank = self._global(one.local_rank, one.event.source)
         return replace(one, rank=rank, host=one.host or self._hosts.get(one.event.source))
 
-    def _told(self, trace: Traceback, log: Scanned) -> Who:
+    def _told(self, trace: Traceback, log: Scanned) -> Origin:
         """Whom a traceback is of by the table that it stands in, or by the words of who hands it on."""
         who = trace.event.who
         if who.rank is not None or who.local_rank is not None or who.pid in self._pids:
@@ -117,14 +117,14 @@ class Whose:
         near = above is not None and above.signature == wanted and above.order > trace.began - reach
         return replace(who, rank=above.number("rank")) if above is not None and near else who
 
-    def _trace(self, trace: Traceback, who: Who) -> Traceback:
+    def _trace(self, trace: Traceback, who: Origin) -> Traceback:
         return replace(trace, event=self._placed(trace.event, who), earlier=tuple(self._trace(one, one.event.who if one.event.who != trace.event.who else who) for one in trace.earlier))  # fmt: skip
 
-    def _placed(self, event: Event, who: Who) -> Event:
+    def _placed(self, event: Event, who: Origin) -> Event:
         who = self._completed(who, event.source)
         return event if who == event.who else replace(event, who=who)
 
-    def _completed(self, who: Who, source: str) -> Who:
+    def _completed(self, who: Origin, source: str) -> Origin:
         rank = who.rank
         log = self._logs[source]
         if rank is None and who.pid is not None:
@@ -248,3 +248,46 @@ def _is_cut(log: Scanned) -> bool:
     """Whether a log begins in the middle: with a watchdog's, a frame's or a table's line."""
     first = next((event.text for event in log.head if event.text.strip()), "")
     return first.startswith(("  File ", "    ", "frame #")) or "Watchdog caught" in first
+
+
+_NOBODYS = frozenset({
+    "healthy", "undetermined", "rdzv_timeout", "dns_failure", "hostname_loopback", "nproc_mismatch", "unequal_steps", "collective_mismatch", "device_unbound_barrier", "rank_stalled",
+    "preempted_sigterm", "unused_parameters_ddp", "nan_loss", "port_in_use", "ib_unreachable", "p2p_blocked", "duplicate_gpu", "process_group_destroyed_twice", "teardown_crash",
+    "single_device_nccl", "ray_resources_unsatisfiable",
+})  # fmt: skip
+"""What no host is to blame for because its log tells of it: whoever writes is the one who waited."""
+_WORDS_CHARS = 60
+_NAMELESS = frozenset({"localhost", "127.0.0.1", None})
+"""What every host is called."""
+_MACHINES = frozenset({"gpu_fell_off", "ecc_error", "host_oom_killed", "driver_too_old", "shm_too_small", "ulimit"})  # fmt: skip
+"""What is a machine's: its name helps even where no other one is known."""
+
+
+def with_host(finding: Hypothesis, facts: RunFacts) -> Hypothesis:
+    """The finding with its host, where it names none and there is one to name."""
+    if finding.hosts or finding.cause in ("healthy", "undetermined"):
+        return finding
+    known = facts.ranks.get(finding.ranks[0]) if len(finding.ranks) == 1 else None
+    if known and known.host and known.host not in _NAMELESS:
+        return replace(finding, hosts=(known.host,))
+    if (finding.ranks and finding.cause not in _MACHINES) or finding.cause in _NOBODYS:
+        return finding
+    cited = [event for event in finding.evidence if event.kind in ("error", "death", "fact")]
+    said = {(event.signature, _words(event)) for event in cited}
+    kinds = {event.signature for event in cited}
+    alike = [
+        event
+        for event in facts.events
+        if event.signature in kinds and (event.signature, _words(event)) in said
+    ]
+    shown = {
+        event.who.host for event in (*cited, *alike)
+    }  # evidence is cut short: others may have said the same
+    told = any(event.who.pid is not None for event in finding.evidence)  # Ray says where the process was
+    several = len(facts.hosts) > 1 or (facts.nodes or 1) > 1 or finding.cause in _MACHINES or told
+    host = next(iter(shown)) if len(shown) == 1 and not shown & _NAMELESS else None
+    return replace(finding, hosts=(host,)) if host and several else finding
+
+
+def _words(event: Event) -> str:
+    return split_prefix(event.text)[1][:_WORDS_CHARS]

@@ -2,11 +2,9 @@
 
 import re
 
-from unisono.diagnose.event import Event
-from unisono.diagnose.facts import Exit
-from unisono.diagnose.finding import Finding
-from unisono.diagnose.rules.hang import LOST, WAITED, stalled
-from unisono.diagnose.rules.view import View, first_of_each, hosts_of, ranks_of
+from unisono.diagnose.rule_view import View, first_of_each, hosts_of, ranks_of
+from unisono.diagnose.rules_hang import LOST, WAITED, stalled
+from unisono.diagnose.run_facts import Event, Exit, Hypothesis
 
 _DEADLY = frozenset({-4, -7, -8, -9, -11})
 _SIGNALS = {-4: "SIGILL", -6: "SIGABRT", -7: "SIGBUS", -8: "SIGFPE", -9: "SIGKILL", -11: "SIGSEGV"}
@@ -23,7 +21,7 @@ _POD_LINES = 12
 """From the name of a pod to the reason of its end, in what kubectl prints."""
 
 
-def find_out_of_memory(view: View) -> list[Finding]:
+def find_out_of_memory(view: View) -> list[Hypothesis]:
     """The kernel, a cgroup or a scheduler ended a process for its memory, or none was left."""
     said = [event for event in view.facts.pointing_to("host_oom_killed") if event.kind in ("error", "death") and not view.survived(event) and not _is_strangers(view, event)]  # fmt: skip
     if not said:
@@ -47,10 +45,10 @@ def find_out_of_memory(view: View) -> list[Finding]:
     who = f"rank {ranks[0]}'s process" if len(ranks) == 1 else "a process"
     oom = [event for event in said if event.signature == "host_memory_gone"]
     why = f"{who} could not get memory of the host" if oom and len(oom) == len(said) else f"{who} was killed for its use of host memory"  # fmt: skip
-    return [Finding("host_oom_killed", why, tuple(_unique((*decisive, *lines))), ranks if len(ranks) <= 1 else (), pods if len(pods) == 1 else _hosts(view, said, ranks), confidence=0.95, step=view.facts.step)]  # fmt: skip
+    return [Hypothesis("host_oom_killed", why, tuple(_unique((*decisive, *lines))), ranks if len(ranks) <= 1 else (), pods if len(pods) == 1 else _hosts(view, said, ranks), confidence=0.95, step=view.facts.step)]  # fmt: skip
 
 
-def find_ray_deaths(view: View) -> list[Finding]:
+def find_ray_deaths(view: View) -> list[Hypothesis]:
     """Ray lost a worker, and no log says why."""
     said = [event for event in view.facts.pointing_to("ray_worker_died") if not view.survived(event)]
     if not said:
@@ -66,10 +64,10 @@ def find_ray_deaths(view: View) -> list[Finding]:
     hosts = tuple(dict.fromkeys(ip for ip in ips if ip))
     one = tuple(sorted(ranks)) if len(ranks) == 1 else ()
     why = f"Ray lost the worker of rank {one[0]}" if one else "Ray lost a worker process"
-    return [Finding("ray_worker_died", why, first_of_each(said), one, hosts if len(hosts) == 1 else (), confidence=0.8, missing=("the dead worker's own log (worker-*.err below /tmp/ray/session_latest/logs)", "dmesg of its host"))]  # fmt: skip
+    return [Hypothesis("ray_worker_died", why, first_of_each(said), one, hosts if len(hosts) == 1 else (), confidence=0.8, missing=("the dead worker's own log (worker-*.err below /tmp/ray/session_latest/logs)", "dmesg of its host"))]  # fmt: skip
 
 
-def find_preemption(view: View) -> list[Finding]:
+def find_preemption(view: View) -> list[Hypothesis]:
     """The scheduler took the machine away."""
     said = [event for event in view.facts.pointing_to("preempted_sigterm") if not view.survived(event)]
     if not said:
@@ -77,25 +75,25 @@ def find_preemption(view: View) -> list[Finding]:
     said.sort(key=lambda event: event.signature != "preempted" or "SignalException" in event.text)
     failed = tuple(dict.fromkeys(event.fields["host"] for event in view.facts.of("node_failed")))
     why = f"the job was ended since node {', '.join(failed)} failed" if failed else "the job was told to end from outside"  # fmt: skip
-    return [Finding("preempted_sigterm", why, first_of_each(said), hosts=failed if len(failed) == 1 else (), confidence=0.9, step=view.facts.step)]  # fmt: skip
+    return [Hypothesis("preempted_sigterm", why, first_of_each(said), hosts=failed if len(failed) == 1 else (), confidence=0.9, step=view.facts.step)]  # fmt: skip
 
 
-def find_cancelled(view: View) -> list[Finding]:
+def find_cancelled(view: View) -> list[Hypothesis]:
     """The job was told to end, nobody says why, and nothing had failed before."""
     said = [event for event in view.facts.of("cancelled") if not view.survived(event) and not _SERVICES.search(event.text)]  # fmt: skip
     lost = [event for event in view.facts.of(*LOST, *WAITED) if any(one.source != event.source or event.order < one.order for one in said)]  # fmt: skip
     failed = [event for event in view.facts.events if event.kind in ("error", "death") and not view.is_quiet(event) and not view.is_victims(event) and event.signature not in ("traceback", "exception")]  # fmt: skip
     if not said or lost or failed or view.failing_exits:
         return []
-    return [Finding("preempted_sigterm", "the job was told to end from outside (scancel, a service that stops it, a machine that is taken back), and nothing had failed before", first_of_each(said), confidence=0.6, step=view.facts.step, missing=("the scheduler's word on why it was cancelled",))]  # fmt: skip
+    return [Hypothesis("preempted_sigterm", "the job was told to end from outside (scancel, a service that stops it, a machine that is taken back), and nothing had failed before", first_of_each(said), confidence=0.6, step=view.facts.step, missing=("the scheduler's word on why it was cancelled",))]  # fmt: skip
 
 
-def find_deaths(view: View) -> list[Finding]:
+def find_deaths(view: View) -> list[Hypothesis]:
     """A rank ended by a signal or a code that no exception of its own explains."""
     return _by_exit(view) or _by_words(view)
 
 
-def _by_exit(view: View) -> list[Finding]:
+def _by_exit(view: View) -> list[Hypothesis]:
     exits = [one for one in view.failing_exits if not view.survived(one.event)]
     deadly = [one for one in exits if one.code in _DEADLY]
     if deadly:
@@ -119,7 +117,7 @@ def _by_exit(view: View) -> list[Finding]:
     return [_ended(view, silent, 0.7)] if alone and not watched else []
 
 
-def _ended(view: View, exits: list[Exit], confidence: float) -> Finding:
+def _ended(view: View, exits: list[Exit], confidence: float) -> Hypothesis:
     ranks = tuple(sorted({one.rank for one in exits if one.rank is not None}))
     if not ranks and len(exits) == 1:
         ranks = ranks_of(view.facts.of("fatal_python", "kernel_segfault")) or _left_over(view)
@@ -143,10 +141,10 @@ def _ended(view: View, exits: list[Exit], confidence: float) -> Finding:
     evidence += tuple(event for event in view.facts.of("table_signal") if event.number("pid") in pids)[:1]
     hosts = tuple(dict.fromkeys(one.host for one in exits if one.host and (one.rank in ranks or not ranks)))
     several = len({*view.facts.hosts, *hosts}) > 1
-    return Finding("rank_died_first", f"{who} {how}, with no word of why", evidence, ranks if len(ranks) == 1 else (), hosts if several and len(hosts) == 1 else (), confidence=confidence, step=view.facts.step, facts={"signal": _SIGNALS.get(code, ""), "code": str(code)}, missing=("dmesg of its host", f"the log of {who}"))  # fmt: skip
+    return Hypothesis("rank_died_first", f"{who} {how}, with no word of why", evidence, ranks if len(ranks) == 1 else (), hosts if several and len(hosts) == 1 else (), confidence=confidence, step=view.facts.step, facts={"signal": _SIGNALS.get(code, ""), "code": str(code)}, missing=("dmesg of its host", f"the log of {who}"))  # fmt: skip
 
 
-def _killed(view: View) -> list[Finding]:
+def _killed(view: View) -> list[Hypothesis]:
     """A shell says that its process was killed, and nothing had gone wrong before."""
     before = {event.source: event.order for event in reversed(view.facts.of(*LOST, *WAITED, "cancelled", "preempted"))}  # fmt: skip
     said = [
@@ -156,7 +154,7 @@ def _killed(view: View) -> list[Finding]:
     if not said:
         return []
     ranks = ranks_of(said)
-    return [Finding("rank_died_first", "a process was killed from outside (SIGKILL), with no word of why", first_of_each(said), ranks if len(ranks) == 1 else (), confidence=0.7, step=view.facts.step, facts={"signal": "SIGKILL"}, missing=("dmesg of its host",))]  # fmt: skip
+    return [Hypothesis("rank_died_first", "a process was killed from outside (SIGKILL), with no word of why", first_of_each(said), ranks if len(ranks) == 1 else (), confidence=0.7, step=view.facts.step, facts={"signal": "SIGKILL"}, missing=("dmesg of its host",))]  # fmt: skip
 
 
 def _is_strangers(view: View, event: Event) -> bool:
@@ -189,16 +187,16 @@ def _left_over(view: View) -> tuple[int, ...]:
     return tuple(rest) if complained and len(rest) == 1 else ()
 
 
-def _by_words(view: View) -> list[Finding]:
+def _by_words(view: View) -> list[Hypothesis]:
     """A crash that the interpreter or the shell reported."""
     said = [event for event in view.facts.of("fatal_python", "kernel_segfault") if not view.survived(event)]
     if not said:
         return _killed(view)
     ranks = ranks_of(said)
-    return [Finding("rank_died_first", "a process crashed in native code", first_of_each(said), ranks if len(ranks) == 1 else (), confidence=0.85, facts={"signal": "SIGSEGV"}, missing=("a core dump, or faulthandler's stack",))]  # fmt: skip
+    return [Hypothesis("rank_died_first", "a process crashed in native code", first_of_each(said), ranks if len(ranks) == 1 else (), confidence=0.85, facts={"signal": "SIGSEGV"}, missing=("a core dump, or faulthandler's stack",))]  # fmt: skip
 
 
-def find_silence(view: View) -> list[Finding]:
+def find_silence(view: View) -> list[Hypothesis]:
     """The others lost a peer, and one rank says nothing at all."""
     lost = [event for event in view.facts.of(*LOST) if not view.survived(event)]
     if not lost:
@@ -221,7 +219,7 @@ def find_silence(view: View) -> list[Finding]:
     facts = view.facts.ranks.get(rank)
     source = view.facts.sources.get(facts.own_source) if facts else None
     last = source.tail[-1:] if source else ([facts.last] if facts and facts.last else [])
-    return [Finding("rank_died_first", f"rank {rank} is gone without a word: the others lost their connection to it", (*first_of_each(lost, limit=4), *last), (rank,), confidence=0.75, step=view.facts.step, facts={"signal": ""}, missing=("its exit code", "dmesg of its host"))]  # fmt: skip
+    return [Hypothesis("rank_died_first", f"rank {rank} is gone without a word: the others lost their connection to it", (*first_of_each(lost, limit=4), *last), (rank,), confidence=0.75, step=view.facts.step, facts={"signal": ""}, missing=("its exit code", "dmesg of its host"))]  # fmt: skip
 
 
 def _gap(view: View) -> set[int]:

@@ -3,10 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 
-from unisono.diagnose.event import Event
-from unisono.diagnose.facts import Collective
-from unisono.diagnose.finding import Finding
-from unisono.diagnose.rules.view import View, first_of_each
+from unisono.diagnose.rule_view import View, first_of_each
+from unisono.diagnose.run_facts import Collective, Event, Hypothesis
 
 NEAR_END_SHARE = 0.97
 NEAR_END_STEPS = 6
@@ -20,7 +18,7 @@ WAITED = ("watchdog", "watchdog_timeout", "gloo_timeout", "store_wait", "monitor
 LOST = ("peer_closed", "store_lost", "nccl_peer_gone", "gloo_no_mesh", "ib_flushed")
 
 
-def find_mismatches(view: View) -> list[Finding]:
+def find_mismatches(view: View) -> list[Hypothesis]:
     """Two ranks in different collectives, told in so many words."""
     prints = view.facts.of("fingerprint", "mismatch_detected")
     sizes = view.facts.of("gloo_sizes", "nccl_sizes")
@@ -32,11 +30,11 @@ def find_mismatches(view: View) -> list[Finding]:
     if prints:
         odd = _odd_print(view.facts.of("fingerprint"))
         why = "two ranks are in different collectives" + (f"; the odd one is rank {odd}" if odd is not None else "")  # fmt: skip
-        return [Finding("collective_mismatch", why, first_of_each(sorted(prints, key=lambda e: e.signature != "mismatch_detected")), (odd,) if odd is not None else (), confidence=0.95)]  # fmt: skip
-    return [Finding("collective_mismatch", "what one rank sent is not what another expected: they are in different collectives", first_of_each(sizes), confidence=0.75, missing=_next_time())]  # fmt: skip
+        return [Hypothesis("collective_mismatch", why, first_of_each(sorted(prints, key=lambda e: e.signature != "mismatch_detected")), (odd,) if odd is not None else (), confidence=0.95)]  # fmt: skip
+    return [Hypothesis("collective_mismatch", "what one rank sent is not what another expected: they are in different collectives", first_of_each(sizes), confidence=0.75, missing=_next_time())]  # fmt: skip
 
 
-def find_uneven(view: View, *, told: Iterable[Event] = ()) -> list[Finding]:
+def find_uneven(view: View, *, told: Iterable[Event] = ()) -> list[Hypothesis]:
     """Ranks with fewer steps than the others."""
     waited = [event for event in view.facts.events if event.signature in (*WAITED, *LOST)]
     if not waited and not told:
@@ -50,14 +48,14 @@ def find_uneven(view: View, *, told: Iterable[Event] = ()) -> list[Finding]:
         lines = [event for event in view.facts.of("length", "rank_has") if _rank_of(event) in lengths]
         lines.sort(key=lambda event: _rank_of(event) != odd)
         counts = ", ".join(f"rank {rank}: {length}" for rank, length in sorted(lengths.items())[:8])
-        return [Finding("unequal_steps", f"the ranks do not have the same amount of data ({counts})", (*lines[:6], *proofs[:3]), (odd,) if odd is not None else (), confidence=0.9, step=view.facts.step)]  # fmt: skip
+        return [Hypothesis("unequal_steps", f"the ranks do not have the same amount of data ({counts})", (*lines[:6], *proofs[:3]), (odd,) if odd is not None else (), confidence=0.9, step=view.facts.step)]  # fmt: skip
     done = _finished_early(view)
     if done is not None:
-        return [Finding("unequal_steps", f"rank {done.number('rank')} was done with its steps while others still made theirs", (done, *proofs[:3]), (done.number("rank") or 0,), confidence=0.85, step=view.facts.step)]  # fmt: skip
+        return [Hypothesis("unequal_steps", f"rank {done.number('rank')} was done with its steps while others still made theirs", (done, *proofs[:3]), (done.number("rank") or 0,), confidence=0.85, step=view.facts.step)]  # fmt: skip
     return []
 
 
-def find_hang(view: View) -> list[Finding]:
+def find_hang(view: View) -> list[Hypothesis]:
     """From what the watchdogs of several ranks say."""
     groups: dict[str, list[Collective]] = defaultdict(list)
     for one in view.facts.collectives:
@@ -99,7 +97,7 @@ def near_end(view: View) -> bool:
     return bool(step and steps and steps > 1 and (step / steps >= NEAR_END_SHARE or steps - step <= NEAR_END_STEPS) and step > NEAR_END_STEPS)  # fmt: skip
 
 
-def _told(view: View, waiting: list[Collective]) -> list[Finding]:
+def _told(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     """Torch's own report on ranks that are out of step."""
     said = view.facts.of("lagging")
     if not said:
@@ -109,10 +107,10 @@ def _told(view: View, waiting: list[Collective]) -> list[Finding]:
     )
     who = ", ".join(f"rank {rank}" for rank in ranks[:8])
     cause = "unequal_steps" if near_end(view) else "rank_stalled"
-    return [Finding(cause, f"{who} did not join the collective in which the others waited", (*said[:2], *_lines(waiting)[:3]), ranks if len(ranks) == 1 else (), confidence=0.85, step=view.facts.step, missing=_next_time())]  # fmt: skip
+    return [Hypothesis(cause, f"{who} did not join the collective in which the others waited", (*said[:2], *_lines(waiting)[:3]), ranks if len(ranks) == 1 else (), confidence=0.85, step=view.facts.step, missing=_next_time())]  # fmt: skip
 
 
-def _different(view: View, waiting: list[Collective]) -> list[Finding]:
+def _different(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     """The same sequence number, and not the same collective."""
     known = {one.rank: (one.op, one.numel_in) for one in waiting if one.op and one.rank is not None}
     ops = Counter(op for op, _ in known.values())
@@ -125,11 +123,11 @@ def _different(view: View, waiting: list[Collective]) -> list[Finding]:
     ranks = (odd,) if odd is not None else ()
     kinds = ", ".join(f"rank {rank}: {op} of {size}" for rank, (op, size) in sorted(known.items())[:6])
     if near_end(view):
-        return [Finding("unequal_steps", f"near the end of the data the ranks are in different collectives ({kinds})", evidence, ranks, confidence=0.75, step=view.facts.step)]  # fmt: skip
-    return [Finding("collective_mismatch", f"at the same place the ranks are in different collectives ({kinds})", evidence, ranks, confidence=0.85, step=view.facts.step)]  # fmt: skip
+        return [Hypothesis("unequal_steps", f"near the end of the data the ranks are in different collectives ({kinds})", evidence, ranks, confidence=0.75, step=view.facts.step)]  # fmt: skip
+    return [Hypothesis("collective_mismatch", f"at the same place the ranks are in different collectives ({kinds})", evidence, ranks, confidence=0.85, step=view.facts.step)]  # fmt: skip
 
 
-def _behind(view: View, waiting: list[Collective]) -> list[Finding]:
+def _behind(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     """A rank that enqueued less than the others, or waits for an earlier collective."""
     places = {one.rank: one.enqueued for one in waiting if one.enqueued is not None and one.rank is not None}
     if len(places) < 2 or len(set(places.values())) < 2:
@@ -144,10 +142,10 @@ def _behind(view: View, waiting: list[Collective]) -> list[Finding]:
     evidence = _lines(waiting, first=last[0])
     cause = "unequal_steps" if near_end(view) else "rank_stalled"
     who = ", ".join(f"rank {rank}" for rank in last)
-    return [Finding(cause, f"{who} is behind the others: collective {low}, others are at {max(places.values())}", evidence, ranks, confidence=0.7, step=view.facts.step, missing=_next_time())]  # fmt: skip
+    return [Hypothesis(cause, f"{who} is behind the others: collective {low}, others are at {max(places.values())}", evidence, ranks, confidence=0.7, step=view.facts.step, missing=_next_time())]  # fmt: skip
 
 
-def _absent(view: View, waiting: list[Collective]) -> list[Finding]:
+def _absent(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     """All who waited wait for the same; somebody who is known to exist did not wait."""
     absent = missing_ranks(view, {one.rank for one in waiting if one.rank is not None})
     if len(absent) != 1:
@@ -155,7 +153,7 @@ def _absent(view: View, waiting: list[Collective]) -> list[Finding]:
     return [stalled(view, absent[0], [one.event for one in waiting])]
 
 
-def _first_goes_on(view: View, waiting: list[Collective]) -> list[Finding]:
+def _first_goes_on(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     """Ranks above 0 waited, and the bar of the main process, which alone shows one, went on meanwhile: it did not come."""
     ranks = {one.rank for one in waiting if one.rank is not None}
     if not ranks or 0 in ranks or ranks | {0} != set(range(max(ranks) + 1)):
@@ -166,12 +164,12 @@ def _first_goes_on(view: View, waiting: list[Collective]) -> list[Finding]:
     return [stalled(view, 0, [one.event for one in waiting])] if after else []
 
 
-def stalled(view: View, rank: int, proofs: list[Event]) -> Finding:
+def stalled(view: View, rank: int, proofs: list[Event]) -> Hypothesis:
     """The finding that a rank did not come, with the last that was seen of it."""
     facts = view.facts.ranks.get(rank)
     busy = _last_sign(view, rank)
     if near_end(view) and (busy is None or busy.signature not in ("preparing", "preparing_data", "loading")):
-        return Finding("unequal_steps", f"near the end of the data rank {rank} did not come to a collective in which the others waited", (*proofs[:3], *([busy] if busy else [])), (rank,), confidence=0.6, step=view.facts.step, missing=_next_time())  # fmt: skip
+        return Hypothesis("unequal_steps", f"near the end of the data rank {rank} did not come to a collective in which the others waited", (*proofs[:3], *([busy] if busy else [])), (rank,), confidence=0.6, step=view.facts.step, missing=_next_time())  # fmt: skip
     phase = None
     if busy is not None and busy.signature in ("preparing", "preparing_data"):
         phase = "preparing data"
@@ -180,17 +178,17 @@ def stalled(view: View, rank: int, proofs: list[Event]) -> Finding:
     doing = f"; its last sign of life is that it was {phase}" if phase else ""
     evidence = (*([busy] if busy else []), *proofs[:4])
     known = facts is not None and bool(facts.own_source)
-    return Finding("rank_stalled", f"rank {rank} did not come to a collective in which the others waited{doing}", evidence, (rank,), confidence=0.85 if known or phase else 0.7, phase=phase, step=view.facts.step, missing=() if known else (f"the log of rank {rank}",))  # fmt: skip
+    return Hypothesis("rank_stalled", f"rank {rank} did not come to a collective in which the others waited{doing}", evidence, (rank,), confidence=0.85 if known or phase else 0.7, phase=phase, step=view.facts.step, missing=() if known else (f"the log of rank {rank}",))  # fmt: skip
 
 
-def _undecided(view: View, waiting: list[Collective]) -> list[Finding]:
+def _undecided(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     if near_end(view):
         lines = [event for event in view.progress if event.number("step") == view.facts.step][-1:]
-        return [Finding("unequal_steps", "ranks waited in vain near the end of the data", (*_lines(waiting), *lines), confidence=0.55, step=view.facts.step, missing=_next_time())]  # fmt: skip
+        return [Hypothesis("unequal_steps", "ranks waited in vain near the end of the data", (*_lines(waiting), *lines), confidence=0.55, step=view.facts.step, missing=_next_time())]  # fmt: skip
     return []
 
 
-def _gloo(view: View) -> list[Finding]:
+def _gloo(view: View) -> list[Hypothesis]:
     """Waits without sequence numbers: gloo, the store, monitored barriers."""
     listed = _listed(view)
     if listed:
@@ -198,7 +196,7 @@ def _gloo(view: View) -> list[Finding]:
     named = view.facts.of("monitored_barrier")
     if named:
         ranks = tuple(int(word) for word in named[0].fields["ranks"].replace(",", " ").split())
-        return [Finding("rank_stalled", f"{', '.join(f'rank {rank}' for rank in ranks)} did not come to a barrier", tuple(named[:4]), ranks if len(ranks) == 1 else ranks[:64], confidence=0.9)]  # fmt: skip
+        return [Hypothesis("rank_stalled", f"{', '.join(f'rank {rank}' for rank in ranks)} did not come to a barrier", tuple(named[:4]), ranks if len(ranks) == 1 else ranks[:64], confidence=0.9)]  # fmt: skip
     waits = [event for event in view.facts.of("gloo_timeout", "store_wait", "timed_out_work") if not view.survived(event)]  # fmt: skip
     ranks_waiting = {event.rank for event in waits if event.rank is not None}
     if not waits:
@@ -215,10 +213,10 @@ def _gloo(view: View) -> list[Finding]:
         return [stalled(view, next(iter(lost)), waits)]
     if not any(event.signature in ("gloo_timeout", "store_wait") for event in waits):
         return []
-    return [Finding("rank_stalled", "ranks waited for one that did not come in time; the logs do not show which", first_of_each(waits), confidence=0.4, missing=_whose(alive or absent))]  # fmt: skip
+    return [Hypothesis("rank_stalled", "ranks waited for one that did not come in time; the logs do not show which", first_of_each(waits), confidence=0.4, missing=_whose(alive or absent))]  # fmt: skip
 
 
-def _listed(view: View) -> list[Finding]:
+def _listed(view: View) -> list[Hypothesis]:
     """A coordinator's list of those who did not come: Horovod's inspector of stalls, JAX's coordination service."""
     lines = view.facts.of("not_come")
     words = [event for event in view.facts.of("stall_seen", "tasks_unhealthy") if not view.survived(event)]
@@ -229,7 +227,7 @@ def _listed(view: View) -> list[Finding]:
     gone = any(event.signature == "tasks_unhealthy" for event in words)
     who = ", ".join(f"rank {rank}" for rank in ranks[:8])
     why = f"{who} sends no heartbeats any more" if gone else f"{who} did not come to a collective in which the others waited"  # fmt: skip
-    return [Finding("rank_died_first" if gone else "rank_stalled", why, (*words[:2], *lines[:3]), ranks if len(ranks) == 1 else (), confidence=0.85, step=view.facts.step, missing=(f"the log of {who}",))]  # fmt: skip
+    return [Hypothesis("rank_died_first" if gone else "rank_stalled", why, (*words[:2], *lines[:3]), ranks if len(ranks) == 1 else (), confidence=0.85, step=view.facts.step, missing=(f"the log of {who}",))]  # fmt: skip
 
 
 def missing_ranks(view: View, waiting: set[int]) -> list[int]:

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from unisono.diagnose.event import Event, Who
-from unisono.diagnose.finding import Finding
-from unisono.diagnose.recording import Entry, Recording
+from unisono.diagnose.flight_recording import Entry, Recording
+from unisono.diagnose.run_facts import Event, Hypothesis, Origin
 
 SIZES_MATCH = frozenset(
     ["all_reduce", "allreduce", "allreduce_coalesced", "all_reduce_barrier", "barrier", "broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "all_gather", "_all_gather_base", "all_gather_into_tensor_coalesced", "ALLGATHER_coalesced", "all_gather_single", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "REDUCE_SCATTER_coalesced", "reduce_scatter_single"]
@@ -21,7 +20,7 @@ _MOST_SHOWN = 8
 _Place = tuple[str, int]
 
 
-def judge_recordings(recordings: Sequence[Recording]) -> list[Finding]:
+def judge_recordings(recordings: Sequence[Recording]) -> list[Hypothesis]:
     """What the recordings of a run say together, the most likely first; empty where nobody waits in them."""
     run = _Run(tuple(recordings))
     if not run.waits:
@@ -29,7 +28,7 @@ def judge_recordings(recordings: Sequence[Recording]) -> list[Finding]:
     return run.mismatches() or run.absences() or run.undecided()
 
 
-def with_recordings(findings: list[Finding], recorded: list[Finding]) -> list[Finding]:
+def with_recordings(findings: list[Hypothesis], recorded: list[Hypothesis]) -> list[Hypothesis]:
     """The findings of the logs with those of the recordings, which know better than watchdogs who waited for whom.
 
     What a log says in so many words stays first: an exception, a signal, a full disk come before the wait that they cause.
@@ -77,7 +76,7 @@ class _Run:
                 found[group, seq].append(rank)
         return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0])))
 
-    def mismatches(self) -> list[Finding]:
+    def mismatches(self) -> list[Hypothesis]:
         """Ranks that are at the same number of a group with different collectives: the lowest such number counts."""
         for group, seq in self._compared():
             came = {rank: entry for rank in self.members[group] if (entry := self.entry(rank, group, seq))}
@@ -86,7 +85,7 @@ class _Run:
                 return [self._mismatch(came, odd)]
         return []
 
-    def absences(self) -> list[Finding]:
+    def absences(self) -> list[Hypothesis]:
         """Ranks for which others wait while they wait for nobody."""
         absent = {place: self._absent(place) for place in self.waits}
         blocked = {rank for place, ranks in self.waits.items() if absent[place] for rank in ranks}
@@ -100,12 +99,12 @@ class _Run:
         gone = [rank for rank in free if rank not in self.of_rank]
         return [*([self._did_not_come(here, absent)] if here else []), *([self._left_nothing(gone, absent, alone=not here)] if gone else [])]  # fmt: skip
 
-    def undecided(self) -> list[Finding]:
+    def undecided(self) -> list[Hypothesis]:
         """Nobody is known not to have come, and some wait."""
         place, ranks = next(iter(self.waits.items()))
         return [self._busy(place, ranks) or self._idle(place, ranks) or self._nobody(place, ranks)]
 
-    def _busy(self, place: _Place, ranks: list[int]) -> Finding | None:
+    def _busy(self, place: _Place, ranks: list[int]) -> Hypothesis | None:
         """All have called it, and on a few GPUs it has not begun. Only NCCL's recorder tells that."""
         entries = {rank: entry for rank in ranks if (entry := self.entry(rank, *place))}
         states = Counter(entry.state for entry in entries.values() if entry.backend == "nccl")
@@ -113,9 +112,9 @@ class _Run:
             return None
         late = sorted(rank for rank, entry in entries.items() if entry.state == "scheduled")
         why = f"all ranks called {self._called(place)}, and on {_ranks(late)} the GPU has not begun it: it still works on, or hangs in, what came before"
-        return Finding("rank_stalled", why, self._evidence(late, place), tuple(late), confidence=0.6)
+        return Hypothesis("rank_stalled", why, self._evidence(late, place), tuple(late), confidence=0.6)
 
-    def _idle(self, place: _Place, ranks: list[int]) -> Finding | None:
+    def _idle(self, place: _Place, ranks: list[int]) -> Hypothesis | None:
         """Who waits for nobody while all others wait; gloo does not record who belongs to a group."""
         idle = [rank for rank, recording in self.of_rank.items() if not recording.waits]
         if not idle:
@@ -123,9 +122,9 @@ class _Run:
         waits = list(self.waits.items())[:_MOST_SHOWN]
         told = "; ".join(f"{_ranks(waiting)} in {self._called(at)}" for at, waiting in waits)
         why = f"others wait ({told}), and {_ranks(idle)} for nobody"
-        return Finding("rank_stalled", why, self._evidence([*ranks, *idle], place), tuple(idle), confidence=0.6)  # fmt: skip
+        return Hypothesis("rank_stalled", why, self._evidence([*ranks, *idle], place), tuple(idle), confidence=0.6)  # fmt: skip
 
-    def _nobody(self, place: _Place, ranks: list[int]) -> Finding:
+    def _nobody(self, place: _Place, ranks: list[int]) -> Hypothesis:
         missing = [
             "what the network says: NCCL_DEBUG=INFO in the next run; and the stacks of the ranks (py-spy dump)"
         ]
@@ -134,7 +133,7 @@ class _Run:
         if len(self.of_rank) < 2:
             missing.append("the recordings of the other ranks: one alone shows who waits, not for whom")
         why = f"{_ranks(ranks)} wait in {self._called(place)}, and the recordings show nobody who is late or does something else"
-        return Finding("undetermined", why, self._evidence(ranks, place), confidence=0.3, missing=tuple(missing))  # fmt: skip
+        return Hypothesis("undetermined", why, self._evidence(ranks, place), confidence=0.3, missing=tuple(missing))  # fmt: skip
 
     def entry(self, rank: int, group: str, seq: int) -> Entry | None:
         """What a rank brought to that place."""
@@ -164,22 +163,22 @@ class _Run:
                 found.append(rank)
         return found
 
-    def _mismatch(self, came: dict[int, Entry], odd: list[int]) -> Finding:
+    def _mismatch(self, came: dict[int, Entry], odd: list[int]) -> Hypothesis:
         one = next(iter(came.values()))
         told = ", ".join(f"rank {rank}: {entry}" for rank, entry in _shown(came, odd))
         nobody = "" if odd else "; as many ranks have the one as the other, so nobody can be named"
         why = f"at number {one.seq} of group {one.group} the ranks are in different collectives ({told}){nobody}"
         order = [*odd, *(rank for rank in came if rank not in odd)]
-        return Finding("collective_mismatch", why, self._evidence(order, (one.group, one.seq)), tuple(odd), confidence=0.95 if odd else 0.8)  # fmt: skip
+        return Hypothesis("collective_mismatch", why, self._evidence(order, (one.group, one.seq)), tuple(odd), confidence=0.95 if odd else 0.8)  # fmt: skip
 
-    def _did_not_come(self, ranks: list[int], absent: dict[_Place, list[int]]) -> Finding:
+    def _did_not_come(self, ranks: list[int], absent: dict[_Place, list[int]]) -> Hypothesis:
         place = next(place for place, missing in absent.items() if set(missing) & set(ranks))
         late = [rank for rank in ranks if rank in absent[place]]
         last = "; ".join(
             f"rank {rank}'s last was {self._last(rank, place[0])}" for rank in late[:_MOST_SHOWN]
         )
         why = f"{_ranks(self.waits[place])} wait in {self._called(place)}, to which {_ranks(late)} did not come: {last}"
-        return Finding(
+        return Hypothesis(
             "rank_stalled",
             why,
             self._evidence([*late, *self.waits[place]], place),
@@ -187,17 +186,17 @@ class _Run:
             confidence=0.85,
         )
 
-    def _left_nothing(self, ranks: list[int], absent: dict[_Place, list[int]], *, alone: bool) -> Finding:
+    def _left_nothing(self, ranks: list[int], absent: dict[_Place, list[int]], *, alone: bool) -> Hypothesis:
         place = next(place for place, missing in absent.items() if set(missing) & set(ranks))
         late = [rank for rank in ranks if rank in absent[place]]
         few = len(late) * 2 <= len(self.of_rank)
         why = f"{_ranks(self.waits[place])} wait in {self._called(place)}, and there is no recording of {_ranks(late)}"
         missing = (f"the recordings and logs of {_ranks(late)}: a rank that died leaves none",)
         if not (alone and few):
-            return Finding("undetermined", why, self._evidence(self.waits[place], place), confidence=0.3, missing=missing)  # fmt: skip
-        return Finding("rank_died_first", why, self._evidence(self.waits[place], place), tuple(late), confidence=0.5, missing=missing)  # fmt: skip
+            return Hypothesis("undetermined", why, self._evidence(self.waits[place], place), confidence=0.3, missing=missing)  # fmt: skip
+        return Hypothesis("rank_died_first", why, self._evidence(self.waits[place], place), tuple(late), confidence=0.5, missing=missing)  # fmt: skip
 
-    def _circle(self, absent: dict[_Place, list[int]]) -> Finding:
+    def _circle(self, absent: dict[_Place, list[int]]) -> Hypothesis:
         places = [place for place, missing in absent.items() if missing]
         told = "; ".join(
             f"{_ranks(self.waits[place])} in {self._called(place)}" for place in places[:_MOST_SHOWN]
@@ -205,7 +204,7 @@ class _Run:
         evidence = tuple(
             event for place in places[:_MOST_SHOWN] for event in self._evidence(self.waits[place][:1], place)
         )
-        return Finding("collective_mismatch", f"ranks wait for each other in different groups: {told}", evidence, confidence=0.85)  # fmt: skip
+        return Hypothesis("collective_mismatch", f"ranks wait for each other in different groups: {told}", evidence, confidence=0.85)  # fmt: skip
 
     def _called(self, place: _Place) -> str:
         entry = next(
@@ -237,7 +236,7 @@ class _Run:
         elif entry:
             text += ", not completed" if (recording.waits.get(group) or seq + 1) <= seq else ", completed"
             text += f", called at {entry.place}" if entry.place else ""
-        return Event(recording.name, 1, seq, "flight", "fact", None, text, Who(rank=rank), entry.time if entry else None, {"seq": str(seq), "group": group})  # fmt: skip
+        return Event(recording.name, 1, seq, "flight", "fact", None, text, Origin(rank=rank), entry.time if entry else None, {"seq": str(seq), "group": group})  # fmt: skip
 
 
 def _odd(came: dict[int, Entry]) -> list[int] | None:

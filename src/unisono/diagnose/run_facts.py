@@ -1,9 +1,77 @@
-"""What is known of a run after its logs were read: the input of the rules."""
+"""What is known of a run after its logs were read, the input of the rules; and a Hypothesis, what a rule makes of it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from unisono.diagnose.event import Event
+EventKind = Literal["warning", "error", "consequence", "progress", "finished", "death", "fact"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whom a line speaks of, as far as it says so itself. None: it does not say.
+
+    Attributes:
+        rank: the global rank.
+        host: the host's name or address, as written.
+        local_rank: the rank on its host.
+        pid: the process.
+        node_rank: the number of the host.
+    """
+
+    rank: int | None = None
+    host: str | None = None
+    local_rank: int | None = None
+    pid: int | None = None
+    node_rank: int | None = None
+
+
+NO_ORIGIN = Origin()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A line that means something.
+
+    Attributes:
+        source: the name of the log, as it is shown.
+        line: its number, from 1; only line feeds count, as in an editor.
+        order: a number that grows along the source; pieces of one line have numbers of their own.
+        signature: the id of the signature that the line has, or of the part of diagnose that made the event.
+        kind: what kind of line it is.
+        cause: an id of the catalogue that it points to; None: to none in particular.
+        text: the line without its prefixes, control characters and secrets.
+        who: whom it speaks of.
+        time: seconds since 1970 by the host's clock read as if it were UTC; None: the line has none.
+        fields: what was read from it: numbers and names, as text.
+    """
+
+    source: str
+    line: int
+    order: int
+    signature: str
+    kind: EventKind
+    cause: str | None
+    text: str
+    who: Origin = NO_ORIGIN
+    time: float | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that it speaks of."""
+        return self.who.rank
+
+    @property
+    def where(self) -> str:
+        """As `file:line`."""
+        return f"{self.source}:{self.line}"
+
+    def number(self, name: str) -> int | None:
+        """The field as a whole number, or None where it is absent or is none."""
+        text = self.fields.get(name) or ""
+        return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else None
+
 
 Ending = Literal["finished", "exception", "signal", "exit", "terminated", "unknown"]
 
@@ -194,3 +262,34 @@ class RunFacts:
     def pointing_to(self, *causes: str) -> list[Event]:
         """The events that point to one of these causes."""
         return [event for event in self.events if event.cause in causes]
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One possible cause.
+
+    Attributes:
+        cause: an id of the catalogue.
+        why: one sentence: what happened, with names and numbers.
+        evidence: the lines that show it, the decisive one first.
+        ranks: the culprits, never the victims; empty where nobody can be named.
+        hosts: the same for hosts.
+        confidence: 0 to 1; 1: the log says it in so many words.
+        followed: what came of it, in time: the chain after the first cause.
+        missing: what would say more: whose log, which variable to set next time.
+        facts: particulars for the remedy, for example the name of a module.
+        step: the training step at which it happened, where it is known.
+        phase: what the run was doing, where it is known.
+    """
+
+    cause: str
+    why: str
+    evidence: tuple[Event, ...] = ()
+    ranks: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    confidence: float = 1.0
+    followed: tuple[Event, ...] = ()
+    missing: tuple[str, ...] = ()
+    facts: dict[str, str] = field(default_factory=dict)
+    step: int | None = None
+    phase: str | None = None

@@ -8,11 +8,10 @@ from pydantic import ValidationError
 from unisono.causes.catalogue import way_back
 from unisono.causes.signatures import match_line
 from unisono.causes.verdict import Evidence, Verdict
-from unisono.diagnose.event import Event
-from unisono.diagnose.facts import RunFacts
-from unisono.diagnose.redact import shown
-from unisono.diagnose.tell import Diagnosis
-from unisono.diagnose.told import Told, facts_of, read_told
+from unisono.diagnose.judge import Diagnosis
+from unisono.diagnose.lines import shown
+from unisono.diagnose.rank_events import RankEvents, facts_of, read_rank_events
+from unisono.diagnose.run_facts import Event, RunFacts
 from unisono.files import objects_of, read_object
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
@@ -48,27 +47,27 @@ def diagnose_run(root: Path, read_logs: Callable[[], Diagnosis] | None = None) -
         read_logs: gives what its logs say; called only where the run has left no verdict.
     """
     run = RunDir(root)
-    told = read_told(run)
+    told = read_rank_events(run)
     facts = facts_of(run, told)
     verdict = (
-        _living(run, facts)
-        or _stored(run)
-        or _ended(run, facts)
+        _running(run, facts)
+        or _stored_verdict(run)
+        or _ended_with_result(run, facts)
         or _crashed(told, facts)
         or _logs(read_logs, told, facts)
         or _ended_badly(run, facts)
         or _silent(told, facts)
     )
     onward = (
-        _onward(run, verdict)
+        _resume_fix(run, verdict)
         if facts.framework == "unisono"
-        else _onward_of_program(verdict, facts.framework)
+        else _program_resume_fix(verdict, facts.framework)
     )
     verdict = verdict.model_copy(update={"fix": (*verdict.fix, *onward)})
     return Diagnosis(verdict, (), (), (), facts)
 
 
-def _living(run: RunDir, facts: RunFacts) -> Verdict | None:
+def _running(run: RunDir, facts: RunFacts) -> Verdict | None:
     holder = read_holder(run.lock)
     if holder is None:
         return None
@@ -79,7 +78,7 @@ def _living(run: RunDir, facts: RunFacts) -> Verdict | None:
     )  # fmt: skip
 
 
-def _stored(run: RunDir) -> Verdict | None:
+def _stored_verdict(run: RunDir) -> Verdict | None:
     """What the run itself said."""
     body = read_object(run.verdict) or _verdict_of(read_result(run))
     try:
@@ -96,7 +95,7 @@ def _verdict_of(result: RunResult | None) -> dict[str, object]:
     return dict(result.verdict or {}) if result else {}
 
 
-def _ended(run: RunDir, facts: RunFacts) -> Verdict | None:
+def _ended_with_result(run: RunDir, facts: RunFacts) -> Verdict | None:
     """What follows from result.json alone."""
     result = read_result(run)
     if result is None:
@@ -165,7 +164,7 @@ def _ended_badly(run: RunDir, facts: RunFacts) -> Verdict | None:
     return Verdict(cause="undetermined", when="after", summary=summary)
 
 
-def _crashed(told: Sequence[Told], facts: RunFacts) -> Verdict | None:
+def _crashed(told: Sequence[RankEvents], facts: RunFacts) -> Verdict | None:
     """A rank's own exception; the first in time."""
     crashes = [(one, *one.crash) for one in told if one.crash]
     if not crashes:
@@ -182,7 +181,9 @@ def _crashed(told: Sequence[Told], facts: RunFacts) -> Verdict | None:
     )  # fmt: skip
 
 
-def _logs(read_logs: Callable[[], Diagnosis] | None, told: Sequence[Told], facts: RunFacts) -> Verdict | None:
+def _logs(
+    read_logs: Callable[[], Diagnosis] | None, told: Sequence[RankEvents], facts: RunFacts
+) -> Verdict | None:
     """What the logs say in so many words."""
     logs = read_logs() if read_logs else None
     if logs is None or logs.verdict.cause in _VAGUE or logs.verdict.confidence < 0.8:
@@ -192,7 +193,7 @@ def _logs(read_logs: Callable[[], Diagnosis] | None, told: Sequence[Told], facts
     return logs.verdict.model_copy(update={"phase": logs.verdict.phase or phase, "step": facts.step})
 
 
-def _silent(told: Sequence[Told], facts: RunFacts) -> Verdict:
+def _silent(told: Sequence[RankEvents], facts: RunFacts) -> Verdict:
     """No result, no verdict, no exception: who is behind, and who fell silent first."""
     at = f"after step {facts.step}" if facts.step is not None else "before its first step"
     heard = sorted((one for one in told if one.last_time is not None), key=lambda one: one.last_time or 0.0)
@@ -221,7 +222,7 @@ def _silent(told: Sequence[Told], facts: RunFacts) -> Verdict:
     return Verdict(cause="undetermined", when="after", summary=summary, phase=heard[0].phase or None if heard else None, step=facts.step, evidence=tuple(evidence), fix=fix, confidence=0.5)  # fmt: skip
 
 
-def _behind(told: Sequence[Told]) -> list[Told]:
+def _behind(told: Sequence[RankEvents]) -> list[RankEvents]:
     """Ranks in an earlier phase than most before training; from the first step on, phases come and go."""
     places = {one.rank: min(phase_named(one.phase), phase_named("data")) for one in told}
     lowest, highest = min(places.values(), default=0), max(places.values(), default=0)
@@ -229,21 +230,21 @@ def _behind(told: Sequence[Told]) -> list[Told]:
     return late if lowest < highest and 2 * len(late) < len(told) + 1 else []
 
 
-def _first_silent(heard: Sequence[Told]) -> list[Told]:
+def _first_silent(heard: Sequence[RankEvents]) -> list[RankEvents]:
     """Who was last heard of clearly before all others."""
     if len(heard) < 2:
         return []
     return [heard[0]] if (heard[1].last_time or 0.0) - (heard[0].last_time or 0.0) > SILENT_S else []
 
 
-def _onward_of_program(verdict: Verdict, framework: str) -> list[str]:
+def _program_resume_fix(verdict: Verdict, framework: str) -> list[str]:
     """How a program of `unisono run` resumes, where that is known and not said yet."""
     if verdict.severity == "none":
         return []
     return [line for line in way_back(framework) if line not in verdict.fix]
 
 
-def _onward(run: RunDir, verdict: Verdict) -> list[str]:
+def _resume_fix(run: RunDir, verdict: Verdict) -> list[str]:
     """How to go on."""
     result = read_result(run)
     if verdict.when == "during" and verdict.severity == "none":
@@ -263,11 +264,11 @@ def _onward(run: RunDir, verdict: Verdict) -> list[str]:
     return [f"unisono train {run.config}{ranks}{where}: {begin}"]
 
 
-def _rank(one: Told) -> str:
+def _rank(one: RankEvents) -> str:
     return f"rank {one.rank}{f' ({one.host})' if one.host else ''}"
 
 
-def _hosts(told: Sequence[Told]) -> tuple[str, ...]:
+def _hosts(told: Sequence[RankEvents]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one.host for one in told if one.host))
 
 

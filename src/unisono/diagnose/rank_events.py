@@ -1,13 +1,12 @@
-"""What the ranks of one of our runs have told of themselves: events/, metrics.jsonl and the sizes of logs, in the form of facts."""
+"""What the ranks of one of our runs reported: events/, metrics.jsonl and the sizes of logs, in the form of facts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.diagnose.event import Event, EventKind, Who
-from unisono.diagnose.facts import RankFacts, RunFacts
-from unisono.diagnose.redact import shown
+from unisono.diagnose.lines import shown
+from unisono.diagnose.run_facts import Event, EventKind, Origin, RankFacts, RunFacts
 from unisono.events import Message, read_message
 from unisono.files import iterate_lines, objects_of, parse_json, read_object, read_text
 from unisono.rundir import RunDir
@@ -27,7 +26,7 @@ _TEXT_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RankEvents:
     """One rank of a run of ours, since its last start.
 
     Attributes:
@@ -54,16 +53,18 @@ class Told:
         return None
 
 
-def read_told(run: RunDir) -> list[Told]:
+def read_rank_events(run: RunDir) -> list[RankEvents]:
     """All ranks that have told anything, in order; a torn line is passed over."""
     clocks = Clocks(run)
     hosts = {
         _whole(place.get("rank")): one_line(str(place.get("host") or ""), limit=100) for place in _places(run)
     }
-    return [_told(path, hosts, clocks, run) for path in sorted(run.events(0).parent.glob("rank-*.jsonl"))]
+    return [
+        _read_rank(path, hosts, clocks, run) for path in sorted(run.events(0).parent.glob("rank-*.jsonl"))
+    ]
 
 
-def facts_of(run: RunDir, told: list[Told]) -> RunFacts:
+def facts_of(run: RunDir, told: list[RankEvents]) -> RunFacts:
     """The same in the form that rules, judging and the timeline take."""
     plan = read_object(run.plan)
     step = last_step(run)
@@ -77,7 +78,7 @@ def facts_of(run: RunDir, told: list[Told]) -> RunFacts:
     )  # fmt: skip
 
 
-def _framework(plan: Message, told: list[Told]) -> str:
+def _framework(plan: Message, told: list[RankEvents]) -> str:
     """Who trains: we; or what a program of `unisono run` has loaded, empty where that is not known."""
     if not isinstance(plan.get("command"), list):
         return "unisono"
@@ -97,7 +98,7 @@ def last_step(run: RunDir) -> int | None:
     return max(steps, default=None)
 
 
-def _rank_facts(one: Told, step: int | None) -> RankFacts:
+def _rank_facts(one: RankEvents, step: int | None) -> RankFacts:
     finished = next((event for event in one.events if event.kind == "finished"), None)
     progress = next((event for event in reversed(one.events) if event.kind == "progress"), None)
     own = [found for message in one.messages if (found := _whole(message.get("step"))) is not None]
@@ -107,7 +108,7 @@ def _rank_facts(one: Told, step: int | None) -> RankFacts:
     )  # fmt: skip
 
 
-def _told(path: Path, hosts: dict[int | None, str], clocks: Clocks, run: RunDir) -> Told:
+def _read_rank(path: Path, hosts: dict[int | None, str], clocks: Clocks, run: RunDir) -> RankEvents:
     rank = _whole(path.stem.rpartition("-")[2]) or 0
     host = hosts.get(rank, "")
     ahead_s = clocks.ahead_s(rank)
@@ -122,7 +123,7 @@ def _told(path: Path, hosts: dict[int | None, str], clocks: Clocks, run: RunDir)
         time = message.get("time")
         when = time - ahead_s if is_time(time) else None
         kind = _KINDS.get(message["kind"], "progress")
-        events.append(Event(f"events/{path.name}", number, number, "told", kind, None, _text(message), Who(rank=rank, host=host or None), when))  # fmt: skip
+        events.append(Event(f"events/{path.name}", number, number, "told", kind, None, _text(message), Origin(rank=rank, host=host or None), when))  # fmt: skip
         messages.append(message)
     times = [event.time for event in events if event.time is not None]
     grew = [
@@ -130,7 +131,7 @@ def _told(path: Path, hosts: dict[int | None, str], clocks: Clocks, run: RunDir)
         for log in run.log("HOST", rank).parent.glob(f"*-rank-{rank:05d}.times")
         if (when := _last_growth(log)) is not None
     ]
-    return Told(rank, host, tuple(events), phase, max(times[-1:] + grew, default=None), tuple(messages))
+    return RankEvents(rank, host, tuple(events), phase, max(times[-1:] + grew, default=None), tuple(messages))
 
 
 def _messages(path: Path) -> Iterator[tuple[int, Message]]:

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from unisono.diagnose.event import Event
-from unisono.diagnose.facts import Exit, RunFacts, Traceback
+from unisono.diagnose.run_facts import Event, Exit, RunFacts, Traceback
 
 SURVIVED_STEPS = 3
 """Signs of progress of the same rank after an error, from which on the error was not its end."""

@@ -1,0 +1,289 @@
+"""Causes that a log names in so many words, and the program's own exceptions."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from unisono.causes.catalogue import find_cause
+from unisono.diagnose.line_prefixes import split_prefix
+from unisono.diagnose.process_ends import exception_of
+from unisono.diagnose.rule_view import WRAPPERS, View, hosts_of, ranks_of
+from unisono.diagnose.run_facts import Event, Hypothesis, Traceback
+
+ALIKE = frozenset({
+    "gated_model", "model_path_missing", "hub_unreachable", "flash_attn_missing", "missing_dependency", "version_mismatch", "no_cuda_build", "driver_too_old", "cuda_arch_unsupported",
+    "bnb_no_gpu", "unused_parameters_ddp", "checkpoint_mismatch", "port_in_use", "rdzv_timeout", "dns_failure", "hostname_loopback", "preempted_sigterm",
+    "ray_resources_unsatisfiable", "duplicate_gpu", "ib_unreachable", "p2p_blocked", "nccl_socket_iface", "nan_loss", "collective_mismatch", "checkpoint_not_shared",
+})  # fmt: skip
+"""What all ranks of a host share: no rank is to blame for it."""
+ALL_TOGETHER = frozenset({"unused_parameters_ddp", "nan_loss", "collective_mismatch", "duplicate_gpu", "rdzv_timeout", "preempted_sigterm", "ib_unreachable", "p2p_blocked", "port_in_use"})  # fmt: skip
+"""What is nobody's even where a single rank says it."""
+HOSTS = frozenset({
+    "nccl_socket_iface", "driver_too_old", "no_cuda_build", "cuda_arch_unsupported", "shm_too_small", "ulimit", "disk_full", "missing_dependency", "flash_attn_missing", "bnb_no_gpu",
+    "model_path_missing", "gpu_fell_off", "ecc_error", "host_oom_killed", "checkpoint_not_shared", "corrupt_checkpoint", "hub_unreachable", "gated_model", "port_in_use", "version_mismatch", "cuda_oom",
+})  # fmt: skip
+"""What may be wrong with one host and not with the others."""
+STRUCTURAL = frozenset({
+    "rank_stalled", "rank_died_first", "user_code_error", "single_device_nccl", "device_unbound_barrier", "unequal_steps", "ray_worker_died", "host_oom_killed", "nan_loss", "preempted_sigterm",
+    "nccl_socket_iface", "hostname_loopback", "collective_mismatch", "rdzv_timeout", "dns_failure", "ray_resources_unsatisfiable", "nproc_mismatch", "teardown_crash", "process_group_destroyed_twice",
+})  # fmt: skip
+"""Pointed to by words, but judged by rules of their own."""
+SPEAKS_QUIETLY = frozenset({"driver_too_old", "cuda_arch_unsupported", "nan_loss"})
+"""Causes that are told in a warning and are meant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A cause with the lines that say so."""
+
+    cause: str
+    events: tuple[Event, ...]
+    quiet: bool
+
+
+def find_named(view: View) -> list[Hypothesis]:
+    """A finding for each cause that somebody names, that was not survived, and that no rule of its own judges."""
+    causes = dict.fromkeys(event.cause for event in view.facts.events if event.cause)
+    found = []
+    for cause in causes:
+        if cause in STRUCTURAL:
+            continue
+        said = lines_naming(view, cause)
+        if said is not None:
+            found.append(named_hypothesis(view, said))
+    return found
+
+
+def lines_naming(view: View, cause: str) -> Named | None:
+    """The lines that name the cause and count; None: there are none, or all were survived."""
+    events = [
+        event
+        for event in view.facts.events
+        if event.cause == cause and event.kind in ("error", "death") and not view.is_victims(event) and not view.survived(event) and not view.is_reported(event)
+    ]  # fmt: skip
+    loud = [event for event in events if not view.is_quiet(event)]
+    if loud:
+        return Named(cause, tuple(loud), quiet=False)
+    return Named(cause, tuple(events), quiet=cause not in SPEAKS_QUIETLY) if events else None
+
+
+def named_hypothesis(view: View, said: Named, *, why: str = "") -> Hypothesis:
+    """The finding for lines that name their cause."""
+    ranks = () if said.cause in ALIKE and not _alone(view, said) else culprits(view, said.events)
+    hosts = _hosts(view, said, ranks)
+    title = find_cause(said.cause)
+    return Hypothesis(
+        cause=said.cause,
+        why=why or _sentence(title.title if title else said.cause, ranks, hosts),
+        evidence=said.events[:8],
+        ranks=ranks,
+        hosts=hosts,
+        confidence=0.5 if said.quiet else 0.95,
+        step=view.facts.step,
+    )
+
+
+def culprits(view: View, events: Iterable[Event]) -> tuple[int, ...]:
+    """Whose lines these are; nobody where all ranks say the same, or where nobody can be told."""
+    named = ranks_of(events)
+    world = view.facts.world_size
+    if not named:
+        rank = view.table_rank()
+        if rank is None:
+            rank = _only_device_error(view)
+        return (rank,) if rank is not None and view.distributed else ()
+    if len(named) > 1 and world is not None and len(named) >= world:
+        return ()
+    if len(named) > 1:
+        first = view.table_rank()
+        return (first,) if first in named else named
+    return named if world != 1 else ()
+
+
+def _alone(view: View, said: Named) -> bool:
+    """Whether a single rank says so and others only suffered from it: then it is that rank's trouble, whatever it mostly is."""
+    named = set(ranks_of(said.events))
+    if len(named) != 1 or said.cause in ALL_TOGETHER:
+        return False
+    return any(event.rank not in (None, *named) for event in view.consequences)
+
+
+def _only_device_error(view: View) -> int | None:
+    """The one rank whose exception is an error of its device: assertions and the kernel's lines have no rank."""
+    ranks = {
+        event.rank
+        for event in view.facts.of("device_assert", "launch_failure", "nccl_system_error")
+        if event.rank is not None and "unhandled system error" not in event.text
+    }
+    return next(iter(ranks)) if len(ranks) == 1 else None
+
+
+def _hosts(view: View, said: Named, ranks: tuple[int, ...]) -> tuple[str, ...]:
+    """The host, where it can be one host's trouble and there are several."""
+    if said.cause not in HOSTS or (len(view.facts.hosts) < 2 and (view.facts.nodes or 1) < 2):
+        return ()
+    hosts = hosts_of(said.events)
+    return hosts if len(hosts) == 1 else ()
+
+
+def _sentence(title: str, ranks: tuple[int, ...], hosts: tuple[str, ...]) -> str:
+    who = ", ".join([*(f"rank {rank}" for rank in ranks), *(f"host {host}" for host in hosts)])
+    return f"{who}: {title}" if who else title
+
+
+Rule = Callable[[View], list[Hypothesis]]
+
+
+NOT_OWNERS = frozenset({
+    "user_code_error", "rank_stalled", "rank_died_first", "device_unbound_barrier", "teardown_crash", "preempted_sigterm", "unequal_steps", "nproc_mismatch", "single_device_nccl", "straggler",
+})  # fmt: skip
+"""Pointed to by lines that explain no exception."""
+_NCCL = re.compile(r"NCCL error in|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|DistBackendError|HCCL|c10d::|torch\.distributed\.Dist\w+Error")  # fmt: skip
+_BLAMED_ON = re.compile(r"^(?:CUDA error: (?:unspecified launch failure|an illegal memory access|misaligned address|an illegal instruction|device-side assert)|CUDA error: unknown)")  # fmt: skip
+
+
+_COLLECTIVES = frozenset({
+    "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier",
+    "monitored_barrier", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "wait", "init_process_group", "rendezvous", "sync_global_devices", "wait_for_everyone", "synchronize",
+})  # fmt: skip
+"""Functions in which ranks meet: what is raised in them is mostly another's fault."""
+
+
+def find_user_errors(view: View) -> list[Hypothesis]:
+    """One finding for the program's own exceptions, if there are any."""
+    own = [trace for trace in view.tracebacks if _is_own(view, trace)]
+    lone = [] if own else _without_header(view)
+    alive = [trace for trace in own if not view.survived(trace.event)]
+    late = [trace for trace in alive if _is_unknown_model(trace)]
+    if late:
+        return [_unknown_model(late)]
+    threads = [trace for trace in view.facts.tracebacks if trace.threaded and not view.is_victim(trace) and not view.survived(trace.event)]  # fmt: skip
+    if not own and not lone and threads and (view.consequences or view.failing_exits):
+        return [_of_thread(view, threads)]
+    if not alive and not lone and (refused := _refused_start(view)):
+        return refused
+    if not alive and not lone:
+        return [_finding(view, own, 0.4)] if own and view.failing_exits else []
+    if not alive:
+        return [_from_lines(view, lone)]
+    meets = all(trace.type in ("RuntimeError", "TimeoutError", "XlaRuntimeError") and {*trace.functions[-1:]} & _COLLECTIVES for trace in alive)  # fmt: skip
+    return [_finding(view, alive, 0.6 if meets else 0.9)]
+
+
+def _refused_start(view: View) -> list[Hypothesis]:
+    """A program that did not take its arguments: it says so without a traceback."""
+    said = [event for event in view.facts.of("usage_error") if not view.survived(event)]
+    if not said:
+        return []
+    words = _after_label(said[0].text)
+    return [Hypothesis("user_code_error", f"the program did not accept how it was called: {words[:160]}", tuple(said[:4]), culprits(view, said) if len(ranks_of(said)) == 1 else (), confidence=0.85, facts={"exception": "", "message": words})]  # fmt: skip
+
+
+def _of_thread(view: View, traces: list[Traceback]) -> Hypothesis:
+    """A thread of the program ended, and the rank that it belonged to did not come any more."""
+    found = _finding(view, traces, 0.75)
+    first = traces[0]
+    ranks = (first.event.rank,) if first.event.rank is not None else view.silent()
+    who = f"rank {ranks[0]}" if ranks else "the program"
+    return replace(found, ranks=ranks, why=f"a thread of {who} ended with {first.type}: {first.message.splitlines()[0] if first.message else ''}; then its rank stood still")  # fmt: skip
+
+
+def _is_unknown_model(trace: Traceback) -> bool:
+    """A model type that transformers of this version have no entry for; newer ones say so in words."""
+    return trace.type == "KeyError" and "configuration_auto.py" in trace.frame
+
+
+def _unknown_model(traces: list[Traceback]) -> Hypothesis:
+    kind = traces[0].message.strip("'\"")
+    return Hypothesis("version_mismatch", f"the installed transformers know no model type {kind}: they are older than the model", tuple(trace.event for trace in traces[:3]), confidence=0.85, facts={"package": "transformers"})  # fmt: skip
+
+
+def _is_own(view: View, trace: Traceback) -> bool:
+    """Whether it is the program's own failure, and no other entry's."""
+    if view.is_victim(trace) or _NCCL.search(f"{trace.event.text}"):
+        return False
+    return not any(_owned_elsewhere(view, event) for event in view.near(trace))
+
+
+def _owned_elsewhere(view: View, event: Event) -> bool:
+    return (
+        event.cause is not None
+        and event.cause not in NOT_OWNERS
+        and event.kind in ("error", "death")
+        and not view.is_quiet(event)
+    )  # fmt: skip
+
+
+def _without_header(view: View) -> list[Event]:
+    """Last lines of tracebacks whose heads are lost."""
+    covered = {(trace.event.source, trace.event.line) for trace in view.facts.tracebacks}
+    covered |= {(one.event.source, one.event.line) for trace in view.facts.tracebacks for one in trace.earlier}  # fmt: skip
+    found = []
+    for event in view.facts.of("exception"):
+        parts = exception_of(_after_label(event.text))
+        if (
+            (event.source, event.line) in covered
+            or parts is None
+            or parts[0] in WRAPPERS
+            or parts[0] in ("Error", "Exception")
+        ):
+            continue
+        owned = any(one.line == event.line and one.source == event.source and _owned_elsewhere(view, one) for one in view.facts.events)  # fmt: skip
+        if not owned and not view.is_victims(event) and not _NCCL.search(event.text) and not view.survived(event):  # fmt: skip
+            found.append(event)
+    return found
+
+
+def _after_label(text: str) -> str:
+    return re.sub(r"^(?:\[rank\d{1,6}\]: ?|\([^)]{1,120}\) ?|\d{1,5}: )+", "", split_prefix(text)[1])
+
+
+def _finding(view: View, traces: list[Traceback], confidence: float) -> Hypothesis:
+    traces = sorted(
+        traces,
+        key=lambda trace: (
+            trace.event.time is None,
+            trace.event.time or 0.0,
+            trace.event.source,
+            trace.event.order,
+        ),
+    )
+    first = traces[0]
+    same = [trace for trace in traces if (trace.type, trace.user_frame) == (first.type, first.user_frame)]
+    ranks = culprits(view, [trace.event for trace in same])
+    where = first.user_frame or first.frame
+    whose = f"rank {ranks[0]} raised" if len(ranks) == 1 else "the program raised"
+    why = f"{whose} {first.type}: {first.message.splitlines()[0] if first.message.strip() else ''}".rstrip(" :")  # fmt: skip
+    return Hypothesis(
+        cause="user_code_error",
+        why=why + (f", in {where}" if where else ""),
+        evidence=tuple(trace.event for trace in same[:4]),
+        ranks=ranks,
+        confidence=confidence,
+        facts={
+            "exception": first.type,
+            "message": first.message.splitlines()[0] if first.message else "",
+            "frame": where,
+            "file": first.user_file,
+            "line": str(first.user_line or ""),
+            "handled": ", ".join(one.type for one in first.earlier),
+            "functions": " ".join(first.functions[-6:]),
+        },
+        step=view.facts.step,
+    )
+
+
+def _from_lines(view: View, lines: list[Event]) -> Hypothesis:
+    first = lines[0]
+    parts = exception_of(_after_label(first.text)) or ("", "")
+    ranks = culprits(view, [event for event in lines if event.text == first.text] or [first])
+    return Hypothesis(
+        cause="user_code_error",
+        why=f"{parts[0]}: {parts[1]}".rstrip(" :"),
+        evidence=tuple(lines[:4]),
+        ranks=ranks,
+        confidence=0.6,
+        facts={"exception": parts[0], "message": parts[1]},
+        missing=("the traceback above it",),
+        step=view.facts.step,
+    )
