@@ -92,7 +92,7 @@ def test_of_a_gz_that_is_cut_short_what_is_there_counts_and_it_is_said(tmp_path:
 
 
 def test_a_gz_bomb_is_read_to_a_limit_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.diagnose.stream.LEAST_UNPACKED_BYTES", 8 << 20)
+    monkeypatch.setattr("unisono.diagnose.reading.LEAST_UNPACKED_BYTES", 8 << 20)
     bomb = tmp_path / "bomb.log.gz"
     bomb.write_bytes(gzip.compress(bytes(64 << 20)))
     found = read(bomb)

@@ -18,7 +18,9 @@ _SNIPPET_BYTES = 240
 _ROWS = frozenset({"table_rank", "table_first", "ray_snippet"})
 _MOST_SPANS = 200
 """Of the tracebacks of a log, whose lines are looked for: the last ones."""
-_LAUNCHED = frozenset({"omp_banner", "lf_tasks", "deepspeed_nodes", "spawned", "ray_member", "srun_exit", "table_first"})  # fmt: skip
+_LAUNCHED = frozenset(
+    {"omp_banner", "lf_tasks", "deepspeed_nodes", "spawned", "ray_member", "srun_exit", "table_first"}
+)
 """Lines of launchers: the log is not one rank's alone."""
 _KERNELS = frozenset({"killed_pid", "xid_pid", "segfault_pid"})
 """Lines of a kernel that name a process."""
@@ -45,7 +47,9 @@ _NUMBER = re.compile(r"\d+")
 def with_ranks(logs: Sequence[Scanned]) -> list[Scanned]:
     """The logs, with the rank of each that is one rank's alone though its name does not say so in words."""
     found = _numbered(logs) or _each_of_one(logs)
-    return [replace(log, who=replace(log.who, rank=found[log.name])) if log.name in found else log for log in logs]  # fmt: skip
+    return [
+        replace(log, who=replace(log.who, rank=found[log.name])) if log.name in found else log for log in logs
+    ]
 
 
 class Attribution:
@@ -61,8 +65,11 @@ class Attribution:
         self._per_node = _per_node(logs)
         self._rows = {log.name: [event for event in log.events if event.signature in _ROWS] for log in logs}
         self._one_node = len({node for node in self._nodes.values() if node is not None}) <= 1 and not any(
-            (event.number("nodes") or 1) > 1 for log in logs for event in log.events if event.signature in ("lf_nodes", "deepspeed_nodes", "nnodes")
-        )  # fmt: skip
+            (event.number("nodes") or 1) > 1
+            for log in logs
+            for event in log.events
+            if event.signature in ("lf_nodes", "deepspeed_nodes", "nnodes")
+        )
 
     def source(self, log: Scanned) -> SourceFacts:
         """What is known of a log as a whole."""
@@ -82,7 +89,11 @@ class Attribution:
     def events(self, log: Scanned) -> list[Event]:
         """All of a log, those within a traceback as its process's."""
         told = [(trace, self._told(trace, log)) for trace in log.tracebacks[-_MOST_SPANS:]]
-        spans = [(trace, who) for trace, who in told if trace.tabled or who.pid is not None or who != trace.event.who]  # fmt: skip
+        spans = [
+            (trace, who)
+            for trace, who in told
+            if trace.tabled or who.pid is not None or who != trace.event.who
+        ]
         processes = {event.line: event.number("pid") for event in log.events if event.signature in _KERNELS}
         found = []
         for event in log.events:
@@ -118,7 +129,14 @@ class Attribution:
         return replace(who, rank=above.number("rank")) if above is not None and near else who
 
     def _trace(self, trace: Traceback, who: Origin) -> Traceback:
-        return replace(trace, event=self._placed(trace.event, who), earlier=tuple(self._trace(one, one.event.who if one.event.who != trace.event.who else who) for one in trace.earlier))  # fmt: skip
+        return replace(
+            trace,
+            event=self._placed(trace.event, who),
+            earlier=tuple(
+                self._trace(one, one.event.who if one.event.who != trace.event.who else who)
+                for one in trace.earlier
+            ),
+        )
 
     def _placed(self, event: Event, who: Origin) -> Event:
         who = self._completed(who, event.source)
@@ -135,7 +153,11 @@ class Attribution:
             rank = log.who.rank
         if rank is None and log.who.local_rank is not None:
             rank = self._global(log.who.local_rank, source)
-        host = who.host or (self._members.get(who.pid) if who.pid is not None else None) or self._hosts.get(source)  # fmt: skip
+        host = (
+            who.host
+            or (self._members.get(who.pid) if who.pid is not None else None)
+            or self._hosts.get(source)
+        )
         return who if rank == who.rank and host == who.host else replace(who, rank=rank, host=host)
 
     def _global(self, local_rank: int, source: str) -> int | None:
@@ -152,7 +174,13 @@ def _numbered(logs: Sequence[Scanned]) -> dict[str, int]:
     worlds = {
         event.number("world") for log in logs for event in log.events if event.signature in _TOLD_WORLD
     } - {None, 0}
-    if len(logs) < 2 or len(stems) != 1 or worlds - {len(logs)} or _NO_RANKS.search(next(iter(stems))) or any(log.who.rank is not None or log.who.local_rank is not None for log in logs):  # fmt: skip
+    if (
+        len(logs) < 2
+        or len(stems) != 1
+        or worlds - {len(logs)}
+        or _NO_RANKS.search(next(iter(stems)))
+        or any(log.who.rank is not None or log.who.local_rank is not None for log in logs)
+    ):
         return {}
     places = [place for place, values in enumerate(zip(*names.values(), strict=True)) if len(set(values)) > 1]
     if len(places) != 1:
@@ -169,7 +197,9 @@ def _each_of_one(logs: Sequence[Scanned]) -> dict[str, int]:
     """Ranks of logs in each of which a single rank speaks, and in each another one."""
     if len(logs) < 2 or any(log.who.rank is not None or log.who.local_rank is not None for log in logs):
         return {}
-    found = {log.name: next(iter(ranks)) for log in logs if len(ranks := _labels(log)) == 1 and not _launched(log)}  # fmt: skip
+    found = {
+        log.name: next(iter(ranks)) for log in logs if len(ranks := _labels(log)) == 1 and not _launched(log)
+    }
     several = any(len(_labels(log)) > 1 for log in logs)
     return found if len(found) > 1 and len(set(found.values())) == len(found) and not several else {}
 
@@ -183,7 +213,12 @@ def _launched(log: Scanned) -> bool:
 
 
 def _is_within(event: Event, trace: Traceback) -> bool:
-    return trace.began <= event.order and event.line <= trace.event.line + (0 if event.order <= trace.event.order else _MESSAGE_LINES) and event.who.rank is None and event.who.pid is None  # fmt: skip
+    return (
+        trace.began <= event.order
+        and event.line <= trace.event.line + (0 if event.order <= trace.event.order else _MESSAGE_LINES)
+        and event.who.rank is None
+        and event.who.pid is None
+    )
 
 
 def _pid_ranks(logs: Sequence[Scanned]) -> dict[int, int]:
@@ -240,7 +275,12 @@ def _host_of(log: Scanned) -> str | None:
 
 
 def _per_node(logs: Sequence[Scanned]) -> int:
-    counts = {event.number("count") or 0 for log in logs for event in log.events if event.signature in ("lf_tasks", "nproc", "deepspeed_nodes")}  # fmt: skip
+    counts = {
+        event.number("count") or 0
+        for log in logs
+        for event in log.events
+        if event.signature in ("lf_tasks", "nproc", "deepspeed_nodes")
+    }
     return next(iter(counts)) if len(counts) == 1 else 0
 
 
@@ -250,16 +290,20 @@ def _is_cut(log: Scanned) -> bool:
     return first.startswith(("  File ", "    ", "frame #")) or "Watchdog caught" in first
 
 
+# fmt: off
 _NOBODYS = frozenset({
     "healthy", "undetermined", "rdzv_timeout", "dns_failure", "hostname_loopback", "nproc_mismatch", "unequal_steps", "collective_mismatch", "device_unbound_barrier", "rank_stalled",
     "preempted_sigterm", "unused_parameters_ddp", "nan_loss", "port_in_use", "ib_unreachable", "p2p_blocked", "duplicate_gpu", "process_group_destroyed_twice", "teardown_crash",
     "single_device_nccl", "ray_resources_unsatisfiable",
-})  # fmt: skip
+})
+# fmt: on
 """What no host is to blame for because its log tells of it: whoever writes is the one who waited."""
 _WORDS_CHARS = 60
 _NAMELESS = frozenset({"localhost", "127.0.0.1", None})
 """What every host is called."""
-_MACHINES = frozenset({"gpu_fell_off", "ecc_error", "host_oom_killed", "driver_too_old", "shm_too_small", "ulimit"})  # fmt: skip
+_MACHINES = frozenset(
+    {"gpu_fell_off", "ecc_error", "host_oom_killed", "driver_too_old", "shm_too_small", "ulimit"}
+)
 """What is a machine's: its name helps even where no other one is known."""
 
 

@@ -119,7 +119,9 @@ def read_recording(name: str, data: bytes) -> Recording:
         value = read_pickle(data) if data[:1] == b"\x80" else json.loads(data.decode("utf-8", "replace"))
         return _recording(name, value)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise NotARecordingError(f"{one_line(name)} is no flight recording that can be read: {one_line(str(error), limit=300)}") from error  # fmt: skip
+        raise NotARecordingError(
+            f"{one_line(name)} is no flight recording that can be read: {one_line(str(error), limit=300)}"
+        ) from error
 
 
 def rank_of_name(name: str) -> int | None:
@@ -172,12 +174,23 @@ def _entry(one: Mapping[str, Any]) -> Entry:
     inputs, outputs = _sizes(one.get("input_sizes")), _sizes(one.get("output_sizes"))
     created = one.get("time_created_ns")
     return Entry(
-        group=one_line(":".join(str(part)[:_NAME_CHARS] for part in one["process_group"][:2]), limit=_NAME_CHARS),
+        group=one_line(
+            ":".join(str(part)[:_NAME_CHARS] for part in one["process_group"][:2]), limit=_NAME_CHARS
+        ),
         seq=int(one["collective_seq_id"]),
-        kind=one_line(kind), backend=one_line(backend), inputs=_elements(inputs), outputs=_elements(outputs), sizes=str(inputs) if inputs else "",
-        dtypes=one_line(",".join(str(name)[:20] for name in (one.get("input_dtypes") or ())[:_MOST_SIZES]), limit=_NAME_CHARS),
-        state=one_line(str(one.get("state") or "")[:20]), place=_place(one.get("frames")), time=created / 1e9 if isinstance(created, int) and created > 0 else None,
-    )  # fmt: skip
+        kind=one_line(kind),
+        backend=one_line(backend),
+        inputs=_elements(inputs),
+        outputs=_elements(outputs),
+        sizes=str(inputs) if inputs else "",
+        dtypes=one_line(
+            ",".join(str(name)[:20] for name in (one.get("input_dtypes") or ())[:_MOST_SIZES]),
+            limit=_NAME_CHARS,
+        ),
+        state=one_line(str(one.get("state") or "")[:20]),
+        place=_place(one.get("frames")),
+        time=created / 1e9 if isinstance(created, int) and created > 0 else None,
+    )
 
 
 def _sizes(value: Any) -> list[list[int]]:

@@ -8,9 +8,11 @@ from functools import cached_property
 from unisono.diagnose.flight_recording import Entry, Recording
 from unisono.diagnose.run_facts import Event, Hypothesis, Origin
 
+# fmt: off
 SIZES_MATCH = frozenset(
     ["all_reduce", "allreduce", "allreduce_coalesced", "all_reduce_barrier", "barrier", "broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "all_gather", "_all_gather_base", "all_gather_into_tensor_coalesced", "ALLGATHER_coalesced", "all_gather_single", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "REDUCE_SCATTER_coalesced", "reduce_scatter_single"]
-)  # fmt: skip
+)
+# fmt: on
 """Collectives to which all ranks bring as many elements; gather, scatter, all_to_all and the *_v ones may differ."""
 _WAITS = frozenset(
     ["rank_stalled", "rank_died_first", "collective_mismatch", "device_unbound_barrier", "rdzv_timeout"]
@@ -97,7 +99,10 @@ class _Run:
             return [self._circle(absent)]
         here = [rank for rank in free if rank in self.of_rank]
         gone = [rank for rank in free if rank not in self.of_rank]
-        return [*([self._did_not_come(here, absent)] if here else []), *([self._left_nothing(gone, absent, alone=not here)] if gone else [])]  # fmt: skip
+        return [
+            *([self._did_not_come(here, absent)] if here else []),
+            *([self._left_nothing(gone, absent, alone=not here)] if gone else []),
+        ]
 
     def undecided(self) -> list[Hypothesis]:
         """Nobody is known not to have come, and some wait."""
@@ -122,7 +127,9 @@ class _Run:
         waits = list(self.waits.items())[:_MOST_SHOWN]
         told = "; ".join(f"{_ranks(waiting)} in {self._called(at)}" for at, waiting in waits)
         why = f"others wait ({told}), and {_ranks(idle)} for nobody"
-        return Hypothesis("rank_stalled", why, self._evidence([*ranks, *idle], place), tuple(idle), confidence=0.6)  # fmt: skip
+        return Hypothesis(
+            "rank_stalled", why, self._evidence([*ranks, *idle], place), tuple(idle), confidence=0.6
+        )
 
     def _nobody(self, place: _Place, ranks: list[int]) -> Hypothesis:
         missing = [
@@ -133,7 +140,9 @@ class _Run:
         if len(self.of_rank) < 2:
             missing.append("the recordings of the other ranks: one alone shows who waits, not for whom")
         why = f"{_ranks(ranks)} wait in {self._called(place)}, and the recordings show nobody who is late or does something else"
-        return Hypothesis("undetermined", why, self._evidence(ranks, place), confidence=0.3, missing=tuple(missing))  # fmt: skip
+        return Hypothesis(
+            "undetermined", why, self._evidence(ranks, place), confidence=0.3, missing=tuple(missing)
+        )
 
     def entry(self, rank: int, group: str, seq: int) -> Entry | None:
         """What a rank brought to that place."""
@@ -169,7 +178,13 @@ class _Run:
         nobody = "" if odd else "; as many ranks have the one as the other, so nobody can be named"
         why = f"at number {one.seq} of group {one.group} the ranks are in different collectives ({told}){nobody}"
         order = [*odd, *(rank for rank in came if rank not in odd)]
-        return Hypothesis("collective_mismatch", why, self._evidence(order, (one.group, one.seq)), tuple(odd), confidence=0.95 if odd else 0.8)  # fmt: skip
+        return Hypothesis(
+            "collective_mismatch",
+            why,
+            self._evidence(order, (one.group, one.seq)),
+            tuple(odd),
+            confidence=0.95 if odd else 0.8,
+        )
 
     def _did_not_come(self, ranks: list[int], absent: dict[_Place, list[int]]) -> Hypothesis:
         place = next(place for place, missing in absent.items() if set(missing) & set(ranks))
@@ -193,8 +208,17 @@ class _Run:
         why = f"{_ranks(self.waits[place])} wait in {self._called(place)}, and there is no recording of {_ranks(late)}"
         missing = (f"the recordings and logs of {_ranks(late)}: a rank that died leaves none",)
         if not (alone and few):
-            return Hypothesis("undetermined", why, self._evidence(self.waits[place], place), confidence=0.3, missing=missing)  # fmt: skip
-        return Hypothesis("rank_died_first", why, self._evidence(self.waits[place], place), tuple(late), confidence=0.5, missing=missing)  # fmt: skip
+            return Hypothesis(
+                "undetermined", why, self._evidence(self.waits[place], place), confidence=0.3, missing=missing
+            )
+        return Hypothesis(
+            "rank_died_first",
+            why,
+            self._evidence(self.waits[place], place),
+            tuple(late),
+            confidence=0.5,
+            missing=missing,
+        )
 
     def _circle(self, absent: dict[_Place, list[int]]) -> Hypothesis:
         places = [place for place, missing in absent.items() if missing]
@@ -204,7 +228,12 @@ class _Run:
         evidence = tuple(
             event for place in places[:_MOST_SHOWN] for event in self._evidence(self.waits[place][:1], place)
         )
-        return Hypothesis("collective_mismatch", f"ranks wait for each other in different groups: {told}", evidence, confidence=0.85)  # fmt: skip
+        return Hypothesis(
+            "collective_mismatch",
+            f"ranks wait for each other in different groups: {told}",
+            evidence,
+            confidence=0.85,
+        )
 
     def _called(self, place: _Place) -> str:
         entry = next(
@@ -236,7 +265,18 @@ class _Run:
         elif entry:
             text += ", not completed" if (recording.waits.get(group) or seq + 1) <= seq else ", completed"
             text += f", called at {entry.place}" if entry.place else ""
-        return Event(recording.name, 1, seq, "flight", "fact", None, text, Origin(rank=rank), entry.time if entry else None, {"seq": str(seq), "group": group})  # fmt: skip
+        return Event(
+            recording.name,
+            1,
+            seq,
+            "flight",
+            "fact",
+            None,
+            text,
+            Origin(rank=rank),
+            entry.time if entry else None,
+            {"seq": str(seq), "group": group},
+        )
 
 
 def _odd(came: dict[int, Entry]) -> list[int] | None:

@@ -9,7 +9,9 @@ from unisono.diagnose.process_ends import find_exits
 from unisono.diagnose.run_facts import Collective, Ending, Event, Exit, RankFacts, RunFacts, Traceback
 from unisono.diagnose.scan import Scanned
 
-_TOLD_WORLD = ("process_rank", "processes", "rank_of_world", "lightning_member", "nccl_rank", "ray_distributed", "ray_rank", "world_size", "lightning_started")  # fmt: skip
+# fmt: off
+_TOLD_WORLD = ("process_rank", "processes", "rank_of_world", "lightning_member", "nccl_rank", "ray_distributed", "ray_rank", "world_size", "lightning_started")
+# fmt: on
 _MOST_RANKS = 1 << 16
 _FINISHED = ("finished",)
 
@@ -44,15 +46,28 @@ def gather(scanned: Sequence[Scanned]) -> RunFacts:
 
 def _world_size(events: Iterable[Event], exits: Sequence[Exit], logs: Sequence[Scanned]) -> int | None:
     told = Counter(
-        world for event in events if event.signature in _TOLD_WORLD and (world := event.number("world")) and world <= _MOST_RANKS
-    )  # fmt: skip
+        world
+        for event in events
+        if event.signature in _TOLD_WORLD and (world := event.number("world")) and world <= _MOST_RANKS
+    )
     if told:
         return told.most_common(1)[0][0]
     tasks = [event for log in logs for event in log.events if event.signature == "lf_tasks"]
-    nodes = max((event.number("nodes") or 1 for log in logs for event in log.events if event.signature in ("lf_nodes", "deepspeed_nodes", "nnodes")), default=1)  # fmt: skip
+    nodes = max(
+        (
+            event.number("nodes") or 1
+            for log in logs
+            for event in log.events
+            if event.signature in ("lf_nodes", "deepspeed_nodes", "nnodes")
+        ),
+        default=1,
+    )
     counts = {event.number("count") or 0 for event in tasks} or {
-        event.number("count") or 0 for log in logs for event in log.events if event.signature in ("nproc", "deepspeed_nodes")
-    }  # fmt: skip
+        event.number("count") or 0
+        for log in logs
+        for event in log.events
+        if event.signature in ("nproc", "deepspeed_nodes")
+    }
     if len(counts) == 1 and (count := next(iter(counts))):
         return count * nodes
     started = {event.number("local_rank") for event in events if event.signature == "spawned"}
@@ -66,10 +81,18 @@ def _world_size(events: Iterable[Event], exits: Sequence[Exit], logs: Sequence[S
 
 
 def _nodes(events: Iterable[Event], logs: Sequence[Scanned]) -> int | None:
-    told = Counter(number for event in events if event.signature in ("lf_nodes", "deepspeed_nodes", "nnodes") and (number := event.number("nodes")))  # fmt: skip
+    told = Counter(
+        number
+        for event in events
+        if event.signature in ("lf_nodes", "deepspeed_nodes", "nnodes") and (number := event.number("nodes"))
+    )
     if told:
         return told.most_common(1)[0][0]
-    named = {who.node_rank for who in (*(log.who for log in logs), *(event.who for event in events)) if who.node_rank is not None}  # fmt: skip
+    named = {
+        who.node_rank
+        for who in (*(log.who for log in logs), *(event.who for event in events))
+        if who.node_rank is not None
+    }
     return len(named) if len(named) > 1 else None
 
 
@@ -80,7 +103,11 @@ def _hosts(events: Iterable[Event], exits: Iterable[Exit]) -> tuple[str, ...]:
 
 def _steps(events: Sequence[Event]) -> tuple[int | None, int | None]:
     """The furthest step that was shown, and of how many: of the bar with the most steps that is no loading bar."""
-    loading = {(event.source, event.order) for event in events if event.signature in ("loading", "preparing", "preparing_data", "saving", "evaluating")}  # fmt: skip
+    loading = {
+        (event.source, event.order)
+        for event in events
+        if event.signature in ("loading", "preparing", "preparing_data", "saving", "evaluating")
+    }
     best: tuple[int, int | None] | None = None
     for event in events:
         if event.signature not in ("bar", "step") or (event.source, event.order) in loading:
@@ -99,7 +126,11 @@ def _ranks(
         if event.rank is not None and event.rank < _MOST_RANKS:
             by_rank[event.rank].append(event)
         named = event.number("rank")
-        if named is not None and named < _MOST_RANKS and event.signature in (*_TOLD_WORLD, "ray_member", "length", "rank_has", "rank_done"):  # fmt: skip
+        if (
+            named is not None
+            and named < _MOST_RANKS
+            and event.signature in (*_TOLD_WORLD, "ray_member", "length", "rank_has", "rank_done")
+        ):
             by_rank[named].append(event)
     seen = [event.rank for log in logs for event in (*log.head, *log.tail)]
     for rank in [*(one.rank for one in exits), *seen]:
@@ -109,7 +140,12 @@ def _ranks(
     for rank in own:
         by_rank.setdefault(rank, [])
     failed = {trace.event.rank for trace in tracebacks if not trace.ignored}
-    return {rank: _rank(rank, found, own.get(rank, ""), [one for one in exits if one.rank == rank], rank in failed) for rank, found in sorted(by_rank.items())}  # fmt: skip
+    return {
+        rank: _rank(
+            rank, found, own.get(rank, ""), [one for one in exits if one.rank == rank], rank in failed
+        )
+        for rank, found in sorted(by_rank.items())
+    }
 
 
 def _rank(rank: int, events: list[Event], own: str, exits: list[Exit], failed: bool) -> RankFacts:  # noqa: FBT001
@@ -117,7 +153,9 @@ def _rank(rank: int, events: list[Event], own: str, exits: list[Exit], failed: b
     progress = [event for event in mine if event.kind == "progress"]
     done = [event for event in events if event.kind in _FINISHED or event.signature == "rank_done"]
     told = next((one for one in exits if one.code not in (0, -15)), exits[0] if exits else None)
-    steps = [(step, event.number("steps")) for event in progress if (step := event.number("step")) is not None]  # fmt: skip
+    steps = [
+        (step, event.number("steps")) for event in progress if (step := event.number("step")) is not None
+    ]
     return RankFacts(
         rank=rank,
         host=next((one.host for one in exits if one.host), None)
@@ -159,15 +197,27 @@ def _collectives(events: Iterable[Event]) -> Iterable[Collective]:
         if event.signature not in ("watchdog", "watchdog_status"):
             continue
         group = _group(event.text)
-        near = next((key for key in found if key[0] == event.rank and (key[1] == group or not key[1] or not group)), None)  # fmt: skip
+        near = next(
+            (key for key in found if key[0] == event.rank and (key[1] == group or not key[1] or not group)),
+            None,
+        )
         one = found.get(near) if near else None
         if one is None:
             one = Collective(event, event.rank, group)
         fresh = {
-            "seq": event.number("seq") or event.number("at"), "op": event.fields.get("op"), "numel_in": event.number("numel_in"),
-            "numel_out": event.number("numel_out"), "timeout_ms": event.number("timeout"), "enqueued": event.number("enqueued"), "completed": event.number("completed"),
-        }  # fmt: skip
-        known = {name: value for name, value in fresh.items() if value is not None and getattr(one, name) in (None, "")}  # fmt: skip
+            "seq": event.number("seq") or event.number("at"),
+            "op": event.fields.get("op"),
+            "numel_in": event.number("numel_in"),
+            "numel_out": event.number("numel_out"),
+            "timeout_ms": event.number("timeout"),
+            "enqueued": event.number("enqueued"),
+            "completed": event.number("completed"),
+        }
+        known = {
+            name: value
+            for name, value in fresh.items()
+            if value is not None and getattr(one, name) in (None, "")
+        }
         key = near or (event.rank, group)
         found[key] = replace(one, **known, group=one.group or group)  # type: ignore[arg-type]
     return found.values()
@@ -181,9 +231,11 @@ def _group(text: str) -> str:
     return found[2] or found[1] if found else ""
 
 
+# fmt: off
 BY_PRIORITY = (
     "llamafactory", "axolotl", "kohya", "recipes", "torchtune", "megatron", "trl", "lightning", "ray", "transformers", "deepspeed", "accelerate", "torchrun",
-)  # fmt: skip
+)
+# fmt: on
 """Whose settings a person would change, first those that wrap others."""
 
 
@@ -199,9 +251,18 @@ def find_all(events: Iterable[Event]) -> set[str]:
 
 
 _BEGINS = frozenset({"omp_banner", "lf_tasks", "launched", "deepspeed_cmd", "ray_began"})
-_ENDS = frozenset({
-    "table_first", "exit_line", "deepspeed_return", "trainer_finished", "lightning_finished", "worker_group_finished", "preempted", "srun_exit",
-})  # fmt: skip
+_ENDS = frozenset(
+    {
+        "table_first",
+        "exit_line",
+        "deepspeed_return",
+        "trainer_finished",
+        "lightning_finished",
+        "worker_group_finished",
+        "preempted",
+        "srun_exit",
+    }
+)
 _OVERLAP_S = 1.0
 
 

@@ -29,20 +29,37 @@ from unisono.diagnose.rules_setup import (
 )
 from unisono.diagnose.run_facts import Event, Hypothesis, RunFacts
 
+# fmt: off
 SPECIFIC: tuple[str, ...] = (
     "host_oom_killed", "gpu_fell_off", "ecc_error", "ulimit", "shm_too_small", "disk_full", "single_device_nccl", "duplicate_gpu", "invalid_device_ordinal", "ib_unreachable", "p2p_blocked",
     "nccl_socket_iface", "unused_parameters_ddp", "tokenizer_mismatch", "cuda_oom", "nan_loss", "flash_attn_missing", "bnb_no_gpu", "driver_too_old", "cuda_arch_unsupported", "no_cuda_build",
     "version_mismatch", "gated_model", "hub_unreachable", "model_path_missing", "checkpoint_not_shared", "dataset_cache_race", "corrupt_checkpoint", "checkpoint_mismatch", "missing_dependency",
     "port_in_use", "hostname_loopback", "dns_failure", "collective_mismatch",
-)  # fmt: skip
+)
+# fmt: on
 """Of several causes that the log names in so many words: the one that explains the others first."""
 CERTAIN = 0.8
 """What is said with less confidence does not come before the program's own exceptions."""
 
-_WORDS: tuple[Callable[[View], list[Hypothesis]], ...] = (find_versions, find_named, find_out_of_memory, find_single_device, find_interfaces, find_unshared)  # fmt: skip
+_WORDS: tuple[Callable[[View], list[Hypothesis]], ...] = (
+    find_versions,
+    find_named,
+    find_out_of_memory,
+    find_single_device,
+    find_interfaces,
+    find_unshared,
+)
 _STRUCTURE: tuple[Callable[[View], list[Hypothesis]], ...] = (
-    find_unequal_nodes, find_mismatches, find_uneven, find_deaths, find_rendezvous, find_silence, find_unbound, find_hang, find_ray_deaths,
-)  # fmt: skip
+    find_unequal_nodes,
+    find_mismatches,
+    find_uneven,
+    find_deaths,
+    find_rendezvous,
+    find_silence,
+    find_unbound,
+    find_hang,
+    find_ray_deaths,
+)
 
 
 def judge(facts: RunFacts) -> list[Hypothesis]:
@@ -170,14 +187,20 @@ def _chain(finding: Hypothesis, facts: RunFacts) -> tuple[Evidence, ...]:
     cited = {(event.source, event.line) for event in finding.evidence}
     later: dict[str, Event] = {}
     for event in facts.events:
-        after = event.order > first.order if event.source == first.source else event.time is None or first.time is None or event.time >= first.time  # fmt: skip
+        after = (
+            event.order > first.order
+            if event.source == first.source
+            else event.time is None or first.time is None or event.time >= first.time
+        )
         if event.kind in ("consequence", "death") and after and (event.source, event.line) not in cited:
             later.setdefault(event.signature, event)
-    ordered = sorted(later.values(), key=lambda event: (event.time is None, event.time or 0.0, event.source, event.order))  # fmt: skip
+    ordered = sorted(
+        later.values(), key=lambda event: (event.time is None, event.time or 0.0, event.source, event.order)
+    )
     return _evidence((first, *ordered[:MOST_LINKS]))
 
 
-_RECORD = "next time set TORCH_NCCL_TRACE_BUFFER_SIZE=20000 (TORCH_FR_BUFFER_SIZE since torch 2.9), TORCH_NCCL_DUMP_ON_TIMEOUT=1 and NCCL_DEBUG=INFO on all ranks: the flight recorder's dumps of every rank name who did not come"  # fmt: skip
+_RECORD = "next time set TORCH_NCCL_TRACE_BUFFER_SIZE=20000 (TORCH_FR_BUFFER_SIZE since torch 2.9), TORCH_NCCL_DUMP_ON_TIMEOUT=1 and NCCL_DEBUG=INFO on all ranks: the flight recorder's dumps of every rank name who did not come"
 
 
 def find_undetermined(view: View) -> list[Hypothesis]:
@@ -188,17 +211,70 @@ def find_undetermined(view: View) -> list[Hypothesis]:
         whose = f"only what ranks {', '.join(map(str, seen[:8]))} suffered" if seen else "only consequences"
         world = view.facts.world_size
         others = [str(rank) for rank in range(min(world or 0, 64)) if rank not in seen]
-        logs = f"the logs of ranks {', '.join(others[:16])}" if others else "the logs of all other ranks, from their beginning"  # fmt: skip
-        return [Hypothesis("undetermined", f"{whose} is visible; the log of whoever failed first is missing", first_of_each(victims), confidence=0.3, missing=(logs, _RECORD, "dmesg of every rank's host"))]  # fmt: skip
+        logs = (
+            f"the logs of ranks {', '.join(others[:16])}"
+            if others
+            else "the logs of all other ranks, from their beginning"
+        )
+        return [
+            Hypothesis(
+                "undetermined",
+                f"{whose} is visible; the log of whoever failed first is missing",
+                first_of_each(victims),
+                confidence=0.3,
+                missing=(logs, _RECORD, "dmesg of every rank's host"),
+            )
+        ]
     ends = view.failing_exits or list(view.facts.exits)
     if ends:
-        return [Hypothesis("undetermined", "processes ended, and no line says why", tuple(one.event for one in ends[:4]), confidence=0.3, missing=("the logs of all ranks", "dmesg of their hosts"))]  # fmt: skip
+        return [
+            Hypothesis(
+                "undetermined",
+                "processes ended, and no line says why",
+                tuple(one.event for one in ends[:4]),
+                confidence=0.3,
+                missing=("the logs of all ranks", "dmesg of their hosts"),
+            )
+        ]
     errors = [event for event in view.facts.events if event.kind in ("error", "death")]
     if errors:
-        return [Hypothesis("undetermined", "something failed, and the line that says what is not here", tuple(errors[:4]), confidence=0.3, missing=("the log from its beginning", "the logs of all ranks"))]  # fmt: skip
+        return [
+            Hypothesis(
+                "undetermined",
+                "something failed, and the line that says what is not here",
+                tuple(errors[:4]),
+                confidence=0.3,
+                missing=("the log from its beginning", "the logs of all ranks"),
+            )
+        ]
     lines = sum(source.lines for source in view.facts.sources.values())
     last = [source.tail[-1] for source in view.facts.sources.values() if source.tail]
     if not lines or not last:
-        return [Hypothesis("undetermined", "there is nothing in the logs", (), confidence=1.0, missing=("the logs of the run",))]  # fmt: skip
-    where = f" at step {view.facts.step}" + (f" of {view.facts.steps}" if view.facts.steps else "") if view.facts.step is not None else ""  # fmt: skip
-    return [Hypothesis("undetermined", f"the logs show neither a failure nor an end: they stop{where}", tuple(last[:4]), confidence=0.5, missing=("what comes after the last line, if the run is over", "the logs of the other ranks", "the launcher's own output, and dmesg"), step=view.facts.step)]  # fmt: skip
+        return [
+            Hypothesis(
+                "undetermined",
+                "there is nothing in the logs",
+                (),
+                confidence=1.0,
+                missing=("the logs of the run",),
+            )
+        ]
+    where = (
+        f" at step {view.facts.step}" + (f" of {view.facts.steps}" if view.facts.steps else "")
+        if view.facts.step is not None
+        else ""
+    )
+    return [
+        Hypothesis(
+            "undetermined",
+            f"the logs show neither a failure nor an end: they stop{where}",
+            tuple(last[:4]),
+            confidence=0.5,
+            missing=(
+                "what comes after the last line, if the run is over",
+                "the logs of the other ranks",
+                "the launcher's own output, and dmesg",
+            ),
+            step=view.facts.step,
+        )
+    ]

@@ -46,9 +46,16 @@ _INSIDE = re.compile(
     r"\[Rank (\d{1,6})\]|\[PG [^\]]{0,120}Rank (\d{1,6})\]|\bglobal[_ ]rank[:=] ?(\d{1,6})\b"
     r"|[({\[, ]rank[=:] ?(\d{1,6})[,)}\] ]|\bProcess rank: (\d{1,6}),|\bon rank (\d{1,6})\b|^\W{0,3}[Rr]ank[ =:]{1,2}(\d{1,6})(?:/\d{1,6})?[:,\] ]"
 )
-_FILE_RANK = re.compile(r"(?:^|[^a-z])(?:global[_-]?)?rank[_-]?(\d{1,6})(?!\d)|(?:^|[_-])r(\d{1,5})\.(?:log|out|err)|^std_log_process_(\d{1,5})\.", re.IGNORECASE)  # fmt: skip
-_FILE_NODE = re.compile(r"(?:^|[^a-z])(?:node|host|worker|machine|pod|master)[_-]?(\d{1,5})(?!\d)", re.IGNORECASE)  # fmt: skip
-_FILE_HOST = re.compile(r"^(?!(?:slurm|job|run|log|out|output|train|exp|attempt|std|console|part|epoch|version|test)[^a-z])(?P<host>[A-Za-z][A-Za-z0-9-]{0,60}?\d[A-Za-z0-9-]{0,20}?|(?:node|host|worker|machine|server|gpu)-[a-z])(?:[-_.]rank[-_]?\d{1,6})?\.(?:log|out|err|txt)$")  # fmt: skip
+_FILE_RANK = re.compile(
+    r"(?:^|[^a-z])(?:global[_-]?)?rank[_-]?(\d{1,6})(?!\d)|(?:^|[_-])r(\d{1,5})\.(?:log|out|err)|^std_log_process_(\d{1,5})\.",
+    re.IGNORECASE,
+)
+_FILE_NODE = re.compile(
+    r"(?:^|[^a-z])(?:node|host|worker|machine|pod|master)[_-]?(\d{1,5})(?!\d)", re.IGNORECASE
+)
+_FILE_HOST = re.compile(
+    r"^(?!(?:slurm|job|run|log|out|output|train|exp|attempt|std|console|part|epoch|version|test)[^a-z])(?P<host>[A-Za-z][A-Za-z0-9-]{0,60}?\d[A-Za-z0-9-]{0,20}?|(?:node|host|worker|machine|server|gpu)-[a-z])(?:[-_.]rank[-_]?\d{1,6})?\.(?:log|out|err|txt)$"
+)
 _LOG_DIR = re.compile(r"(?:^|/)(?:attempt_\d{1,4}/)?(\d{1,4})/(?:stderr|stdout)\.log$")
 _MOST_PREFIXES = 4
 _MOST_SRUN_SHARE = 0.6
@@ -170,14 +177,25 @@ def _merged(who: Origin, found: dict[str, str | None]) -> Origin:
     return replace(who, **numbers, **({"host": host} if host else {}))  # type: ignore[arg-type]
 
 
-_MONTHS = {name: number for number, name in enumerate(["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"], 1)}  # fmt: skip
+_MONTHS = {
+    name: number
+    for number, name in enumerate(
+        ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"], 1
+    )
+}
 LOOK_CHARS = 120
 """A line's time stands at its head."""
 
-_ISO = re.compile(r"(?P<y>20\d\d)[-/](?P<m>\d\d)[-/](?P<d>\d\d)[ T_](?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?:[.,](?P<f>\d{1,9}))?")  # fmt: skip
-_GLOG = re.compile(r"(?:^|[\s\]\[])[IWEFDC](?P<m>\d{1,2})(?P<d>\d\d) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?:\.(?P<f>\d{1,9}))?")  # fmt: skip
+_ISO = re.compile(
+    r"(?P<y>20\d\d)[-/](?P<m>\d\d)[-/](?P<d>\d\d)[ T_](?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?:[.,](?P<f>\d{1,9}))?"
+)
+_GLOG = re.compile(
+    r"(?:^|[\s\]\[])[IWEFDC](?P<m>\d{1,2})(?P<d>\d\d) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?:\.(?P<f>\d{1,9}))?"
+)
 _AMERICAN = re.compile(r"\b(?P<m>\d\d)/(?P<d>\d\d)/(?P<y>20\d\d) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?P<f>)")
-_SYSLOG = re.compile(r"(?P<b>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) {1,2}(?P<d>\d{1,2}) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?: (?P<y>20\d\d))?")  # fmt: skip
+_SYSLOG = re.compile(
+    r"(?P<b>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) {1,2}(?P<d>\d{1,2}) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?: (?P<y>20\d\d))?"
+)
 
 
 def find_time(text: str, *, year: int | None = None) -> float | None:
@@ -207,7 +225,9 @@ def find_year(text: str) -> int | None:
     return int(found[1] or found[2]) if found else None
 
 
-_TEXTS = ("log", "msg", "message", "event", "textPayload", "text", "error", "exc", "exc_info", "exception", "traceback", "stack", "stack_info", "stacktrace")  # fmt: skip
+# fmt: off
+_TEXTS = ("log", "msg", "message", "event", "textPayload", "text", "error", "exc", "exc_info", "exception", "traceback", "stack", "stack_info", "stacktrace")
+# fmt: on
 _RANKS = ("rank", "global_rank", "RANK")
 _HOSTS = ("host", "hostname", "node", "pod", "pod_name", "container_name")
 _HOST_FIELD = re.compile(r"[A-Za-z0-9_.@:-]{1,63}")
@@ -225,7 +245,12 @@ def unwrap_json(line: str) -> tuple[Origin, list[str]] | None:
     except (ValueError, RecursionError):
         return None
     messages = [found[name] for name in _TEXTS if isinstance(found.get(name), str)]
-    lines = [plain(one) if "\x1b" in one else one for message in messages for one in message.splitlines() if one.strip()]  # fmt: skip
+    lines = [
+        plain(one) if "\x1b" in one else one
+        for message in messages
+        for one in message.splitlines()
+        if one.strip()
+    ]
     if not lines or isinstance(found.get("loss"), int | float):
         return None
     inner = [found, *(value for value in found.values() if isinstance(value, dict))]
@@ -247,7 +272,16 @@ def _origin_of_fields(objects: list[dict[str, Any]]) -> Origin:
     return NO_ORIGIN if number is None and not host else Origin(rank=number, host=host)
 
 
-_ANCHORS = (b"Traceback (most recent call last)", b"[rank", b'  File "', b"  exitcode  : ", b"ERROR:torch", b"srun: error", b"slurmstepd: error", b"usage: ")  # fmt: skip
+_ANCHORS = (
+    b"Traceback (most recent call last)",
+    b"[rank",
+    b'  File "',
+    b"  exitcode  : ",
+    b"ERROR:torch",
+    b"srun: error",
+    b"slurmstepd: error",
+    b"usage: ",
+)
 """Words with which a line begins, whoever writes it."""
 _MOST_ANCHORS = 40
 _LONGEST = 160
@@ -288,7 +322,11 @@ class CollectorPrefix:
         lines = [split_prefix(line, style=style)[1] for line in _sample(data) if line.strip()]
         self._pattern = _common(rests, lines)
         ranked = _common({_NUMBERED.sub("", text) for text in rests} - {""}, lines)
-        if self._pattern and ranked and find_style([line[found.end() :] for line in lines if (found := ranked.match(line))]):  # fmt: skip
+        if (
+            self._pattern
+            and ranked
+            and find_style([line[found.end() :] for line in lines if (found := ranked.match(line))])
+        ):
             self._pattern = ranked
 
     def off(self, text: str) -> str | None:

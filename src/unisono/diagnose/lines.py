@@ -95,7 +95,10 @@ def split_pieces(text: str, unwrap: Callable[[str], str | None] = lambda _: None
         return [text]  # a collector's: what is in it is taken apart later
     pieces: list[str] = []
     for piece in _PIECES.split(text):
-        if pieces and (_is_bare(pieces[-1]) or ((bare := unwrap(pieces[-1])) is not None and (not bare or _is_bare(bare)))):  # fmt: skip
+        if pieces and (
+            _is_bare(pieces[-1])
+            or ((bare := unwrap(pieces[-1])) is not None and (not bare or _is_bare(bare)))
+        ):
             pieces[-1] += piece
         elif piece:
             pieces.append(piece)

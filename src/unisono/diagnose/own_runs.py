@@ -73,9 +73,13 @@ def _running(run: RunDir, facts: RunFacts) -> Verdict | None:
         return None
     at = f"; its last step is {facts.step}" if facts.step is not None else ""
     return Verdict(
-        cause="healthy", when="during", severity="none", summary=f"the run is going on: {holder} holds it{at}", step=facts.step,
+        cause="healthy",
+        when="during",
+        severity="none",
+        summary=f"the run is going on: {holder} holds it{at}",
+        step=facts.step,
         fix=(f"unisono logs --follow {run.root}",),
-    )  # fmt: skip
+    )
 
 
 def _stored_verdict(run: RunDir) -> Verdict | None:
@@ -111,7 +115,14 @@ def _ended_with_result(run: RunDir, facts: RunFacts) -> Verdict | None:
     if result.is_completed:
         loss = f", loss {result.loss:.4g}" if result.loss is not None else ""
         again = f"; restarts by itself: {len(result.restarts)}" if result.restarts else ""
-        return Verdict(cause="healthy", when="after", severity="none", summary=f"the run is completed: {result.step} steps{loss}{again}", step=result.step, evidence=earlier)  # fmt: skip
+        return Verdict(
+            cause="healthy",
+            when="after",
+            severity="none",
+            summary=f"the run is completed: {result.step} steps{loss}{again}",
+            step=result.step,
+            evidence=earlier,
+        )
     if result.outcome in ("preempted", "interrupted"):
         who = (
             "it was asked to end (SIGTERM or SIGUSR1)"
@@ -120,7 +131,14 @@ def _ended_with_result(run: RunDir, facts: RunFacts) -> Verdict | None:
         )
         summary = f"{who} and made a checkpoint at step {result.step}"
         if result.outcome == "preempted":
-            return Verdict(cause="preempted_sigterm", when="after", severity="warning", summary=summary, step=result.step, evidence=earlier)  # fmt: skip
+            return Verdict(
+                cause="preempted_sigterm",
+                when="after",
+                severity="warning",
+                summary=summary,
+                step=result.step,
+                evidence=earlier,
+            )
         return Verdict(
             cause="healthy",
             when="after",
@@ -136,13 +154,22 @@ def _ended_with_result(run: RunDir, facts: RunFacts) -> Verdict | None:
     fix = tuple(shown(problem["fix"]) for problem in result.problems if problem.get("fix"))
     known = [signature.cause for item in said for signature in match_line(item.text) if signature.cause]
     summary = said[0].text if said else f"the run {result.outcome} with exit code {result.exit_code}"
-    return Verdict(cause=known[0] if known else "undetermined", when="after", summary=summary, step=result.step or facts.step, evidence=said or earlier, fix=fix)  # fmt: skip
+    return Verdict(
+        cause=known[0] if known else "undetermined",
+        when="after",
+        summary=summary,
+        step=result.step or facts.step,
+        evidence=said or earlier,
+        fix=fix,
+    )
 
 
 def _ended_program(result: RunResult) -> Verdict | None:
     """The same for a program of `unisono run`: its steps and checkpoints are not known to result.json; what it printed may say why it failed."""
     if result.is_completed:
-        return Verdict(cause="healthy", when="after", severity="none", summary="the program ended well (exit code 0)")  # fmt: skip
+        return Verdict(
+            cause="healthy", when="after", severity="none", summary="the program ended well (exit code 0)"
+        )
     if result.outcome in ("preempted", "interrupted"):
         signals = "SIGTERM" if result.outcome == "preempted" else "Ctrl-C"
         cause, severity = (
@@ -176,9 +203,15 @@ def _crashed(told: Sequence[RankEvents], facts: RunFacts) -> Verdict | None:
     known = [signature.cause for signature in match_line(error) if signature.cause]
     evidence = (_evidence(event), *(Evidence(where=event.where, text=shown(line.strip())) for line in trace))
     return Verdict(
-        cause=known[0] if known else "user_code_error", when="after", summary=f"{_rank(one)} ended with an exception: {error}", ranks=(one.rank,),
-        hosts=(one.host,) if one.host else (), phase=one.phase or None, step=facts.step, evidence=evidence,
-    )  # fmt: skip
+        cause=known[0] if known else "user_code_error",
+        when="after",
+        summary=f"{_rank(one)} ended with an exception: {error}",
+        ranks=(one.rank,),
+        hosts=(one.host,) if one.host else (),
+        phase=one.phase or None,
+        step=facts.step,
+        evidence=evidence,
+    )
 
 
 def _logs(
@@ -197,7 +230,14 @@ def _silent(told: Sequence[RankEvents], facts: RunFacts) -> Verdict:
     """No result, no verdict, no exception: who is behind, and who fell silent first."""
     at = f"after step {facts.step}" if facts.step is not None else "before its first step"
     heard = sorted((one for one in told if one.last_time is not None), key=lambda one: one.last_time or 0.0)
-    evidence = [Evidence(where=one.events[-1].where, text=f"{_rank(one)}, last heard in phase {one.phase or 'start'}: {one.events[-1].text}") for one in heard[:_MOST_RANKS] if one.events]  # fmt: skip
+    evidence = [
+        Evidence(
+            where=one.events[-1].where,
+            text=f"{_rank(one)}, last heard in phase {one.phase or 'start'}: {one.events[-1].text}",
+        )
+        for one in heard[:_MOST_RANKS]
+        if one.events
+    ]
     behind = _behind(told)
     who = behind or _first_silent(heard)
     absent = [rank for rank in range(facts.world_size or 0) if rank not in {one.rank for one in told}][
@@ -207,7 +247,17 @@ def _silent(told: Sequence[RankEvents], facts: RunFacts) -> Verdict:
     if behind:
         others = max((one.phase for one in told), key=phase_named)
         summary = f"the run ended {at} without a result: rank {', '.join(str(one.rank) for one in behind)} was still in phase {behind[0].phase or 'start'}, others in {others}{told_of}"
-        return Verdict(cause="rank_stalled", when="after", summary=summary, ranks=tuple(one.rank for one in behind), hosts=_hosts(behind), phase=behind[0].phase or None, step=facts.step, evidence=tuple(evidence), confidence=0.6)  # fmt: skip
+        return Verdict(
+            cause="rank_stalled",
+            when="after",
+            summary=summary,
+            ranks=tuple(one.rank for one in behind),
+            hosts=_hosts(behind),
+            phase=behind[0].phase or None,
+            step=facts.step,
+            evidence=tuple(evidence),
+            confidence=0.6,
+        )
     first = (
         f"; rank {who[0].rank} fell silent first, in phase {who[0].phase or 'start'}"
         if who
@@ -219,7 +269,16 @@ def _silent(told: Sequence[RankEvents], facts: RunFacts) -> Verdict:
     fix = (
         "Look at what the machine says of that time: dmesg -T | grep -i -E 'oom|killed process', journalctl -b -1, the scheduler's messages.",
     )
-    return Verdict(cause="undetermined", when="after", summary=summary, phase=heard[0].phase or None if heard else None, step=facts.step, evidence=tuple(evidence), fix=fix, confidence=0.5)  # fmt: skip
+    return Verdict(
+        cause="undetermined",
+        when="after",
+        summary=summary,
+        phase=heard[0].phase or None if heard else None,
+        step=facts.step,
+        evidence=tuple(evidence),
+        fix=fix,
+        confidence=0.5,
+    )
 
 
 def _behind(told: Sequence[RankEvents]) -> list[RankEvents]:

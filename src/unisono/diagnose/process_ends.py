@@ -21,7 +21,9 @@ _BOXED = re.compile(r"^[│|] (?:❱ ?)?(?P<file>[^\s:]{1,400}):(?P<line>\d{1,9}
 _EXCEPTION = re.compile(
     r"^(?P<module>(?:[A-Za-z_]\w{0,80}\.){0,12})(?P<type>[A-Za-z_]\w{0,80})(?:\((?P<inner>[\w.]{1,120})\))?(?::(?: (?P<message>.*))?)?$"
 )
-_ENDINGS = ("Error", "Exception", "Interrupt", "Exit", "Iteration", "Timeout", "Failure", "Failed", "Fault", "NotMet", "Exhausted", "NotFound", "Empty", "Expired", "Aborted")  # fmt: skip
+# fmt: off
+_ENDINGS = ("Error", "Exception", "Interrupt", "Exit", "Iteration", "Timeout", "Failure", "Failed", "Fault", "NotMet", "Exhausted", "NotFound", "Empty", "Expired", "Aborted")
+# fmt: on
 _CAUSE = "The above exception was the direct cause"
 _HANDLING = "During handling of the above exception"
 _IGNORED = re.compile(r"^Exception ignored in|^Exception in thread|^Error in atexit|^Exception ignored on")
@@ -223,7 +225,16 @@ def _shown(frame: tuple[str, int, str] | None) -> str:
 
 _BLOCK_LINES = 8
 """Lines of one process in torchrun's table."""
-_WORDS = {"Segmentation fault": -11, "Killed": -9, "Aborted": -6, "Bus error": -7, "Illegal instruction": -4, "Floating point exception": -8, "Terminated": -15, "Out Of Memory": -9}  # fmt: skip
+_WORDS = {
+    "Segmentation fault": -11,
+    "Killed": -9,
+    "Aborted": -6,
+    "Bus error": -7,
+    "Illegal instruction": -4,
+    "Floating point exception": -8,
+    "Terminated": -15,
+    "Out Of Memory": -9,
+}
 
 
 def find_exits(events: Iterable[Event]) -> list[Exit]:
@@ -288,7 +299,16 @@ def _srun_exits(event: Event) -> list[Exit]:
 def _rank_exits(event: Event) -> list[Exit]:
     code = event.number("code") or 0
     code = -code if event.fields.get("how") == "signal" else _of_shell(code)
-    return [Exit(event, code, rank=event.number("rank"), pid=event.number("pid"), host=event.who.host, time=event.time)]  # fmt: skip
+    return [
+        Exit(
+            event,
+            code,
+            rank=event.number("rank"),
+            pid=event.number("pid"),
+            host=event.who.host,
+            time=event.time,
+        )
+    ]
 
 
 def _mpirun_exits(event: Event) -> list[Exit]:
@@ -339,4 +359,13 @@ def _numbers(text: str) -> list[int]:
     return found[:4096]
 
 
-_READERS = {"exit_line": _line_exits, "srun_exit": _srun_exits, "mpirun_exit": _mpirun_exits, "rank_exit": _rank_exits, "spmd_error": _spawned_exits, "died_with": _spawned_exits, "deepspeed_return": _deepspeed_exits, "container_exit": _container_exits}  # fmt: skip
+_READERS = {
+    "exit_line": _line_exits,
+    "srun_exit": _srun_exits,
+    "mpirun_exit": _mpirun_exits,
+    "rank_exit": _rank_exits,
+    "spmd_error": _spawned_exits,
+    "died_with": _spawned_exits,
+    "deepspeed_return": _deepspeed_exits,
+    "container_exit": _container_exits,
+}

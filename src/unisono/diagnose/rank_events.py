@@ -73,9 +73,15 @@ def facts_of(run: RunDir, told: list[RankEvents]) -> RunFacts:
     for rank in range(_whole(plan.get("world_size")) or 0) if len(ranks) < 10_000 else ():
         ranks.setdefault(rank, RankFacts(rank))
     return RunFacts(
-        events=events, ranks=dict(sorted(ranks.items())), world_size=_whole(plan.get("world_size")), nodes=len(objects_of(plan.get("nodes"))) or None,
-        hosts=tuple(dict.fromkeys(one.host for one in told if one.host)), framework=_framework(plan, told), step=step, steps=_whole(plan.get("total_steps")),
-    )  # fmt: skip
+        events=events,
+        ranks=dict(sorted(ranks.items())),
+        world_size=_whole(plan.get("world_size")),
+        nodes=len(objects_of(plan.get("nodes"))) or None,
+        hosts=tuple(dict.fromkeys(one.host for one in told if one.host)),
+        framework=_framework(plan, told),
+        step=step,
+        steps=_whole(plan.get("total_steps")),
+    )
 
 
 def _framework(plan: Message, told: list[RankEvents]) -> str:
@@ -103,9 +109,15 @@ def _rank_facts(one: RankEvents, step: int | None) -> RankFacts:
     progress = next((event for event in reversed(one.events) if event.kind == "progress"), None)
     own = [found for message in one.messages if (found := _whole(message.get("step"))) is not None]
     return RankFacts(
-        one.rank, host=one.host or None, first=one.events[0] if one.events else None, last=one.events[-1] if one.events else None, progress=progress,
-        step=step if one.rank == 0 else max(own, default=None), finished=finished, ending="finished" if finished else "exception" if one.crash else "unknown",
-    )  # fmt: skip
+        one.rank,
+        host=one.host or None,
+        first=one.events[0] if one.events else None,
+        last=one.events[-1] if one.events else None,
+        progress=progress,
+        step=step if one.rank == 0 else max(own, default=None),
+        finished=finished,
+        ending="finished" if finished else "exception" if one.crash else "unknown",
+    )
 
 
 def _read_rank(path: Path, hosts: dict[int | None, str], clocks: Clocks, run: RunDir) -> RankEvents:
@@ -123,7 +135,19 @@ def _read_rank(path: Path, hosts: dict[int | None, str], clocks: Clocks, run: Ru
         time = message.get("time")
         when = time - ahead_s if is_time(time) else None
         kind = _KINDS.get(message["kind"], "progress")
-        events.append(Event(f"events/{path.name}", number, number, "told", kind, None, _text(message), Origin(rank=rank, host=host or None), when))  # fmt: skip
+        events.append(
+            Event(
+                f"events/{path.name}",
+                number,
+                number,
+                "told",
+                kind,
+                None,
+                _text(message),
+                Origin(rank=rank, host=host or None),
+                when,
+            )
+        )
         messages.append(message)
     times = [event.time for event in events if event.time is not None]
     grew = [
@@ -164,7 +188,12 @@ def _text(message: Message) -> str:
     told = {
         name: value for name, value in message.items() if name not in _LEFT_OUT and value not in (None, "")
     }
-    return shown(one_line(f"{message['kind']}: " + ", ".join(f"{name} {value}" for name, value in told.items()), limit=_TEXT_CHARS))  # fmt: skip
+    return shown(
+        one_line(
+            f"{message['kind']}: " + ", ".join(f"{name} {value}" for name, value in told.items()),
+            limit=_TEXT_CHARS,
+        )
+    )
 
 
 def _places(run: RunDir) -> list[dict[str, Any]]:

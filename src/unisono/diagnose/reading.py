@@ -28,9 +28,11 @@ from unisono.files import open_given
 STDIN = "-"
 MOST_FILES = 4096
 """Of a directory; more are some data set's, not a run's."""
+# fmt: off
 _NOT_LOGS = frozenset(
     [".py", ".pyc", ".so", ".pt", ".pth", ".bin", ".safetensors", ".arrow", ".parquet", ".npy", ".npz", ".png", ".svg", ".jpg", ".zip", ".tar", ".whl", ".model", ".tiktoken", ".lock", ".distcp", ".idx"]
-)  # fmt: skip
+)
+# fmt: on
 _GZIP_MAGIC = b"\x1f\x8b"
 
 

@@ -12,12 +12,14 @@ SURVIVED_STEPS = 3
 _NEAR_LINES = 16
 """A message goes on below its exception for so long."""
 
+# fmt: off
 WRAPPERS = frozenset({
     "ChildFailedError", "CalledProcessError", "TrainingFailedError", "WorkerGroupError", "ControllerError", "SystemExit", "ProcessRaisedException", "ProcessExitedException",
     "RayTaskError", "SignalException", "TuneError", "ChildProcessError", "RayActorError", "ActorDiedError", "ActorUnavailableError", "WorkerCrashedError", "ExecutionError", "KeyboardInterrupt",
     "GetTimeoutError", "RaySystemError", "TaskCancelledError", "ObjectLostError", "OwnerDiedError", "NodeDiedError", "LocalRayletDiedError", "WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError",
     "SIGTERMException", "CheckpointException",
-})  # fmt: skip
+})
+# fmt: on
 """Exceptions that only hand on what happened elsewhere."""
 
 _VICTIM = re.compile(

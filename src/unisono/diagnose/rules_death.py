@@ -15,7 +15,9 @@ _KILLED = re.compile(r"Killed process \d{1,10} \(([^)]{1,40})\)")
 _OURS = re.compile(
     r"unisono|python|pt_|ray|torch|train|deepspeed|accelerate|llama|conda|worker|load|fork|bash|sh$|srun|slurm|mpi|orted"
 )
-_SERVICES = re.compile(r"tensorboard|jupyter|dashboard|exporter|prometheus|uvicorn|gunicorn|nginx|[Ss]erver", re.IGNORECASE)  # fmt: skip
+_SERVICES = re.compile(
+    r"tensorboard|jupyter|dashboard|exporter|prometheus|uvicorn|gunicorn|nginx|[Ss]erver", re.IGNORECASE
+)
 """Programs beside a run, which are told to end when it is over."""
 _POD_LINES = 12
 """From the name of a pod to the reason of its end, in what kubectl prints."""
@@ -23,29 +25,65 @@ _POD_LINES = 12
 
 def find_out_of_memory(view: View) -> list[Hypothesis]:
     """The kernel, a cgroup or a scheduler ended a process for its memory, or none was left."""
-    said = [event for event in view.facts.pointing_to("host_oom_killed") if event.kind in ("error", "death") and not view.survived(event) and not _is_strangers(view, event)]  # fmt: skip
+    said = [
+        event
+        for event in view.facts.pointing_to("host_oom_killed")
+        if event.kind in ("error", "death") and not view.survived(event) and not _is_strangers(view, event)
+    ]
     if not said:
         return []
     said.sort(key=lambda event: event.signature not in ("kernel_out_of_memory", "loader_killed"))
     killed = [event.number("pid") for event in view.facts.of("killed_pid")]
-    ranks = tuple(sorted({one.rank for one in view.facts.exits if one.pid in killed and one.rank is not None and one.pid is not None}))  # fmt: skip
+    ranks = tuple(
+        sorted(
+            {
+                one.rank
+                for one in view.facts.exits
+                if one.pid in killed and one.rank is not None and one.pid is not None
+            }
+        )
+    )
     pids = {event.number("pid"): event for event in view.facts.of("spawned")}
     if not ranks:
         ranks = tuple(sorted({pids[pid].number("local_rank") or 0 for pid in killed if pid in pids}))
     if not ranks:
-        ranks = tuple(sorted({one.rank for one in view.facts.exits if one.code == -9 and one.rank is not None}))  # fmt: skip
+        ranks = tuple(
+            sorted({one.rank for one in view.facts.exits if one.code == -9 and one.rank is not None})
+        )
     if not ranks:
-        ranks = ranks_of(view.facts.of("killed_pid")) or ranks_of(event for event in said if event.signature != "kernel_out_of_memory")  # fmt: skip
+        ranks = ranks_of(view.facts.of("killed_pid")) or ranks_of(
+            event for event in said if event.signature != "kernel_out_of_memory"
+        )
     pods = _pods(view, said)
     if not ranks:
-        ranks = ranks_of(event for event in view.facts.events if event.rank is not None and _stem(event.source) in pods) or _left_over(view)  # fmt: skip
+        ranks = ranks_of(
+            event for event in view.facts.events if event.rank is not None and _stem(event.source) in pods
+        ) or _left_over(view)
     lines = list(view.facts.of("killed_pid"))[:2]
     kernel = [event for event in said if "Killed process" in event.text] or said
-    decisive = (*kernel[:3], *(event for event in said[:3] if event not in kernel[:3]), *[one.event for one in view.failing_exits if one.code == -9][:2])  # fmt: skip
+    decisive = (
+        *kernel[:3],
+        *(event for event in said[:3] if event not in kernel[:3]),
+        *[one.event for one in view.failing_exits if one.code == -9][:2],
+    )
     who = f"rank {ranks[0]}'s process" if len(ranks) == 1 else "a process"
     oom = [event for event in said if event.signature == "host_memory_gone"]
-    why = f"{who} could not get memory of the host" if oom and len(oom) == len(said) else f"{who} was killed for its use of host memory"  # fmt: skip
-    return [Hypothesis("host_oom_killed", why, tuple(_unique((*decisive, *lines))), ranks if len(ranks) <= 1 else (), pods if len(pods) == 1 else _hosts(view, said, ranks), confidence=0.95, step=view.facts.step)]  # fmt: skip
+    why = (
+        f"{who} could not get memory of the host"
+        if oom and len(oom) == len(said)
+        else f"{who} was killed for its use of host memory"
+    )
+    return [
+        Hypothesis(
+            "host_oom_killed",
+            why,
+            tuple(_unique((*decisive, *lines))),
+            ranks if len(ranks) <= 1 else (),
+            pods if len(pods) == 1 else _hosts(view, said, ranks),
+            confidence=0.95,
+            step=view.facts.step,
+        )
+    ]
 
 
 def find_ray_deaths(view: View) -> list[Hypothesis]:
@@ -58,13 +96,38 @@ def find_ray_deaths(view: View) -> list[Hypothesis]:
     dead = {event.number("pid") for event in view.facts.of("ray_pid", "ray_dead")}
     snippets |= {event.number("rank") for event in view.facts.of("ray_health")}
     members = {event.number("pid"): event.number("rank") for event in view.facts.of("ray_member")}
-    ranks = {rank for rank in snippets if rank is not None} or {rank for pid, rank in members.items() if pid in dead and rank is not None}  # fmt: skip
-    ips = [event.fields["ip"] for event in view.facts.of("ray_ip", "ray_dead")] or [event.who.host for event in said if event.who.host]  # fmt: skip
-    ips = [event.fields["ip"] for event in view.facts.of("ray_node_dead")] or [event.fields["ip"] for event in view.facts.of("ray_low") if "memory" in event.text.lower() or "he node IP" in event.text] or ips  # fmt: skip
+    ranks = {rank for rank in snippets if rank is not None} or {
+        rank for pid, rank in members.items() if pid in dead and rank is not None
+    }
+    ips = [event.fields["ip"] for event in view.facts.of("ray_ip", "ray_dead")] or [
+        event.who.host for event in said if event.who.host
+    ]
+    ips = (
+        [event.fields["ip"] for event in view.facts.of("ray_node_dead")]
+        or [
+            event.fields["ip"]
+            for event in view.facts.of("ray_low")
+            if "memory" in event.text.lower() or "he node IP" in event.text
+        ]
+        or ips
+    )
     hosts = tuple(dict.fromkeys(ip for ip in ips if ip))
     one = tuple(sorted(ranks)) if len(ranks) == 1 else ()
     why = f"Ray lost the worker of rank {one[0]}" if one else "Ray lost a worker process"
-    return [Hypothesis("ray_worker_died", why, first_of_each(said), one, hosts if len(hosts) == 1 else (), confidence=0.8, missing=("the dead worker's own log (worker-*.err below /tmp/ray/session_latest/logs)", "dmesg of its host"))]  # fmt: skip
+    return [
+        Hypothesis(
+            "ray_worker_died",
+            why,
+            first_of_each(said),
+            one,
+            hosts if len(hosts) == 1 else (),
+            confidence=0.8,
+            missing=(
+                "the dead worker's own log (worker-*.err below /tmp/ray/session_latest/logs)",
+                "dmesg of its host",
+            ),
+        )
+    ]
 
 
 def find_preemption(view: View) -> list[Hypothesis]:
@@ -74,18 +137,55 @@ def find_preemption(view: View) -> list[Hypothesis]:
         return []
     said.sort(key=lambda event: event.signature != "preempted" or "SignalException" in event.text)
     failed = tuple(dict.fromkeys(event.fields["host"] for event in view.facts.of("node_failed")))
-    why = f"the job was ended since node {', '.join(failed)} failed" if failed else "the job was told to end from outside"  # fmt: skip
-    return [Hypothesis("preempted_sigterm", why, first_of_each(said), hosts=failed if len(failed) == 1 else (), confidence=0.9, step=view.facts.step)]  # fmt: skip
+    why = (
+        f"the job was ended since node {', '.join(failed)} failed"
+        if failed
+        else "the job was told to end from outside"
+    )
+    return [
+        Hypothesis(
+            "preempted_sigterm",
+            why,
+            first_of_each(said),
+            hosts=failed if len(failed) == 1 else (),
+            confidence=0.9,
+            step=view.facts.step,
+        )
+    ]
 
 
 def find_cancelled(view: View) -> list[Hypothesis]:
     """The job was told to end, nobody says why, and nothing had failed before."""
-    said = [event for event in view.facts.of("cancelled") if not view.survived(event) and not _SERVICES.search(event.text)]  # fmt: skip
-    lost = [event for event in view.facts.of(*LOST, *WAITED) if any(one.source != event.source or event.order < one.order for one in said)]  # fmt: skip
-    failed = [event for event in view.facts.events if event.kind in ("error", "death") and not view.is_quiet(event) and not view.is_victims(event) and event.signature not in ("traceback", "exception")]  # fmt: skip
+    said = [
+        event
+        for event in view.facts.of("cancelled")
+        if not view.survived(event) and not _SERVICES.search(event.text)
+    ]
+    lost = [
+        event
+        for event in view.facts.of(*LOST, *WAITED)
+        if any(one.source != event.source or event.order < one.order for one in said)
+    ]
+    failed = [
+        event
+        for event in view.facts.events
+        if event.kind in ("error", "death")
+        and not view.is_quiet(event)
+        and not view.is_victims(event)
+        and event.signature not in ("traceback", "exception")
+    ]
     if not said or lost or failed or view.failing_exits:
         return []
-    return [Hypothesis("preempted_sigterm", "the job was told to end from outside (scancel, a service that stops it, a machine that is taken back), and nothing had failed before", first_of_each(said), confidence=0.6, step=view.facts.step, missing=("the scheduler's word on why it was cancelled",))]  # fmt: skip
+    return [
+        Hypothesis(
+            "preempted_sigterm",
+            "the job was told to end from outside (scancel, a service that stops it, a machine that is taken back), and nothing had failed before",
+            first_of_each(said),
+            confidence=0.6,
+            step=view.facts.step,
+            missing=("the scheduler's word on why it was cancelled",),
+        )
+    ]
 
 
 def find_deaths(view: View) -> list[Hypothesis]:
@@ -98,19 +198,31 @@ def _by_exit(view: View) -> list[Hypothesis]:
     deadly = [one for one in exits if one.code in _DEADLY]
     if deadly:
         return [_ended(view, deadly, 0.9)]
-    victims = {event.rank for event in view.facts.events if event.signature in (*LOST, *WAITED) and event.rank is not None}  # fmt: skip
+    victims = {
+        event.rank
+        for event in view.facts.events
+        if event.signature in (*LOST, *WAITED) and event.rank is not None
+    }
     victims |= {
         trace.event.rank
         for trace in view.tracebacks
         if trace.event.rank is not None and view.is_victim(trace)
     }
     watched = bool(view.facts.of("watchdog", "watchdog_follows", "watchdog_heartbeat"))
-    aborted = [one for one in exits if one.code == _ABORTED and one.rank is not None and one.rank not in victims and not watched]  # fmt: skip
+    aborted = [
+        one
+        for one in exits
+        if one.code == _ABORTED and one.rank is not None and one.rank not in victims and not watched
+    ]
     if len({one.rank for one in aborted}) == 1 and not view.facts.of("gloo_sizes"):
         return [_ended(view, aborted, 0.6)]
     explained = {trace.event.rank for trace in view.facts.tracebacks if trace.event.rank is not None}
     unlabelled = any(trace.event.rank is None for trace in view.tracebacks)
-    silent = [one for one in exits if one.code > 0 and one.rank is not None and one.rank not in explained | victims and not unlabelled]  # fmt: skip
+    silent = [
+        one
+        for one in exits
+        if one.code > 0 and one.rank is not None and one.rank not in explained | victims and not unlabelled
+    ]
     alone = (
         len({one.rank for one in silent}) == 1
     )  # where all ended alike, the first that was seen is nobody in particular
@@ -130,7 +242,10 @@ def _ended(view: View, exits: list[Exit], confidence: float) -> Hypothesis:
     code = next((one.code for one in exits if not ranks or one.rank in ranks), exits[0].code)
     how = f"was ended by {_SIGNALS[code]}" if code in _SIGNALS else f"ended with code {code}"
     who = f"rank {ranks[0]}" if len(ranks) == 1 else "a rank"
-    evidence = tuple(one.event for one in sorted(exits, key=lambda one: (one.rank not in ranks, one.event.signature != "table_exit")))[:4]  # fmt: skip
+    evidence = tuple(
+        one.event
+        for one in sorted(exits, key=lambda one: (one.rank not in ranks, one.event.signature != "table_exit"))
+    )[:4]
     pids = {one.pid for one in exits if one.rank in ranks or not ranks}
     words = [
         event
@@ -141,12 +256,25 @@ def _ended(view: View, exits: list[Exit], confidence: float) -> Hypothesis:
     evidence += tuple(event for event in view.facts.of("table_signal") if event.number("pid") in pids)[:1]
     hosts = tuple(dict.fromkeys(one.host for one in exits if one.host and (one.rank in ranks or not ranks)))
     several = len({*view.facts.hosts, *hosts}) > 1
-    return Hypothesis("rank_died_first", f"{who} {how}, with no word of why", evidence, ranks if len(ranks) == 1 else (), hosts if several and len(hosts) == 1 else (), confidence=confidence, step=view.facts.step, facts={"signal": _SIGNALS.get(code, ""), "code": str(code)}, missing=("dmesg of its host", f"the log of {who}"))  # fmt: skip
+    return Hypothesis(
+        "rank_died_first",
+        f"{who} {how}, with no word of why",
+        evidence,
+        ranks if len(ranks) == 1 else (),
+        hosts if several and len(hosts) == 1 else (),
+        confidence=confidence,
+        step=view.facts.step,
+        facts={"signal": _SIGNALS.get(code, ""), "code": str(code)},
+        missing=("dmesg of its host", f"the log of {who}"),
+    )
 
 
 def _killed(view: View) -> list[Hypothesis]:
     """A shell says that its process was killed, and nothing had gone wrong before."""
-    before = {event.source: event.order for event in reversed(view.facts.of(*LOST, *WAITED, "cancelled", "preempted"))}  # fmt: skip
+    before = {
+        event.source: event.order
+        for event in reversed(view.facts.of(*LOST, *WAITED, "cancelled", "preempted"))
+    }
     said = [
         event for event in view.facts.of("killed_by_shell") if event.order < before.get(event.source, 1 << 62)
     ]
@@ -154,7 +282,18 @@ def _killed(view: View) -> list[Hypothesis]:
     if not said:
         return []
     ranks = ranks_of(said)
-    return [Hypothesis("rank_died_first", "a process was killed from outside (SIGKILL), with no word of why", first_of_each(said), ranks if len(ranks) == 1 else (), confidence=0.7, step=view.facts.step, facts={"signal": "SIGKILL"}, missing=("dmesg of its host",))]  # fmt: skip
+    return [
+        Hypothesis(
+            "rank_died_first",
+            "a process was killed from outside (SIGKILL), with no word of why",
+            first_of_each(said),
+            ranks if len(ranks) == 1 else (),
+            confidence=0.7,
+            step=view.facts.step,
+            facts={"signal": "SIGKILL"},
+            missing=("dmesg of its host",),
+        )
+    ]
 
 
 def _is_strangers(view: View, event: Event) -> bool:
@@ -170,7 +309,11 @@ def _is_strangers(view: View, event: Event) -> bool:
 
 def _pods(view: View, said: list[Event]) -> tuple[str, ...]:
     """The pods of which somebody says that they ran out of memory."""
-    near = [event.fields["pod"] for event in view.facts.of("pod_named") if any(one.source == event.source and abs(one.line - event.line) <= _POD_LINES for one in said)]  # fmt: skip
+    near = [
+        event.fields["pod"]
+        for event in view.facts.of("pod_named")
+        if any(one.source == event.source and abs(one.line - event.line) <= _POD_LINES for one in said)
+    ]
     return tuple(dict.fromkeys(near))
 
 
@@ -193,7 +336,17 @@ def _by_words(view: View) -> list[Hypothesis]:
     if not said:
         return _killed(view)
     ranks = ranks_of(said)
-    return [Hypothesis("rank_died_first", "a process crashed in native code", first_of_each(said), ranks if len(ranks) == 1 else (), confidence=0.85, facts={"signal": "SIGSEGV"}, missing=("a core dump, or faulthandler's stack",))]  # fmt: skip
+    return [
+        Hypothesis(
+            "rank_died_first",
+            "a process crashed in native code",
+            first_of_each(said),
+            ranks if len(ranks) == 1 else (),
+            confidence=0.85,
+            facts={"signal": "SIGSEGV"},
+            missing=("a core dump, or faulthandler's stack",),
+        )
+    ]
 
 
 def find_silence(view: View) -> list[Hypothesis]:
@@ -219,7 +372,18 @@ def find_silence(view: View) -> list[Hypothesis]:
     facts = view.facts.ranks.get(rank)
     source = view.facts.sources.get(facts.own_source) if facts else None
     last = source.tail[-1:] if source else ([facts.last] if facts and facts.last else [])
-    return [Hypothesis("rank_died_first", f"rank {rank} is gone without a word: the others lost their connection to it", (*first_of_each(lost, limit=4), *last), (rank,), confidence=0.75, step=view.facts.step, facts={"signal": ""}, missing=("its exit code", "dmesg of its host"))]  # fmt: skip
+    return [
+        Hypothesis(
+            "rank_died_first",
+            f"rank {rank} is gone without a word: the others lost their connection to it",
+            (*first_of_each(lost, limit=4), *last),
+            (rank,),
+            confidence=0.75,
+            step=view.facts.step,
+            facts={"signal": ""},
+            missing=("its exit code", "dmesg of its host"),
+        )
+    ]
 
 
 def _gap(view: View) -> set[int]:
@@ -237,7 +401,9 @@ def _gap(view: View) -> set[int]:
 def _hosts(view: View, said: list[Event], ranks: tuple[int, ...]) -> tuple[str, ...]:
     if len(view.facts.hosts) < 2:
         return ()
-    named = hosts_of(said) or tuple(dict.fromkeys(one.host for one in view.facts.exits if one.rank in ranks and one.host))  # fmt: skip
+    named = hosts_of(said) or tuple(
+        dict.fromkeys(one.host for one in view.facts.exits if one.rank in ranks and one.host)
+    )
     return named if len(named) == 1 else ()
 
 

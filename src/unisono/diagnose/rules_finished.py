@@ -10,7 +10,9 @@ _STRONG = re.compile(r"train_runtime|train metrics|Do not forget to share")
 """Words that the whole run says, and not one rank in a program of its own."""
 _KERNELS = frozenset({"kernel_out_of_memory", "kernel_segfault"})
 """Words of kernels, of whatever ran on the host at whatever time; once all is done they are not about this run."""
-_TWICE = re.compile(r"Process group cannot be None|assert pg is not None|Invalid process group specified|process group has already been destroyed|Default process group has not been initialized")  # fmt: skip
+_TWICE = re.compile(
+    r"Process group cannot be None|assert pg is not None|Invalid process group specified|process group has already been destroyed|Default process group has not been initialized"
+)
 
 
 def find_finished(view: View) -> list[Hypothesis]:
@@ -72,7 +74,13 @@ def find_nan(view: View) -> list[Hypothesis]:
     rows_nan = [event for event in said if event.signature == "loss_is_nan" and _is_row(event)]
     words = [event for event in said if event not in rows_nan]
     if rows_nan and not words:
-        healthy_after = [row for row in rows if row.source == rows_nan[-1].source and row.order > rows_nan[-1].order and not _NAN.search(row.text)]  # fmt: skip
+        healthy_after = [
+            row
+            for row in rows
+            if row.source == rows_nan[-1].source
+            and row.order > rows_nan[-1].order
+            and not _NAN.search(row.text)
+        ]
         if healthy_after or (len(rows_nan) == 1 and rows and not _NAN.search(rows[-1].text)):
             return []
     if words and not rows_nan and all(view.survived(event) or view.is_quiet(event) for event in words):
@@ -81,7 +89,16 @@ def find_nan(view: View) -> list[Hypothesis]:
     step = rows_nan[0] if rows_nan else words[0]
     own = {event.number("rank") for event in view.facts.of("nan_of_rank")}
     ranks = tuple(rank for rank in own if rank is not None) if len(own) == 1 else ()
-    return [Hypothesis("nan_loss", "the loss or its gradient is not a number, and training went on or ended with it", evidence, ranks, confidence=0.95, step=step.number("step"))]  # fmt: skip
+    return [
+        Hypothesis(
+            "nan_loss",
+            "the loss or its gradient is not a number, and training went on or ended with it",
+            evidence,
+            ranks,
+            confidence=0.95,
+            step=step.number("step"),
+        )
+    ]
 
 
 def _is_row(event: Event) -> bool:
@@ -90,7 +107,15 @@ def _is_row(event: Event) -> bool:
 
 def _end_of_work(view: View) -> Event | None:
     """The last line that says that the work is done."""
-    return max(view.finishes, key=lambda event: (event.order if len(view.facts.sources) == 1 else 0, event.time or 0.0, event.order), default=None)  # fmt: skip
+    return max(
+        view.finishes,
+        key=lambda event: (
+            event.order if len(view.facts.sources) == 1 else 0,
+            event.time or 0.0,
+            event.order,
+        ),
+        default=None,
+    )
 
 
 def _all_said_done(view: View) -> list[Event]:
@@ -118,15 +143,33 @@ def _crash_of_all_done(view: View) -> list[Hypothesis]:
 
 def _all_done(view: View) -> list[Hypothesis]:
     """Every rank says that it is done, or the last step was made, and nothing failed."""
-    bad = [event for event in view.facts.events if event.kind in ("error", "death") and not view.survived(event) and not view.is_quiet(event) and not view.is_reported(event)]  # fmt: skip
+    bad = [
+        event
+        for event in view.facts.events
+        if event.kind in ("error", "death")
+        and not view.survived(event)
+        and not view.is_quiet(event)
+        and not view.is_reported(event)
+    ]
     if bad or view.failing_exits or view.tracebacks:
         return []
     done = _all_said_done(view)
     if done:
-        return [Hypothesis("healthy", "every rank says that it is done, and nothing failed", (done[-1],), confidence=0.85)]  # fmt: skip
+        return [
+            Hypothesis(
+                "healthy", "every rank says that it is done, and nothing failed", (done[-1],), confidence=0.85
+            )
+        ]
     if _all_steps(view) and not view.consequences:
         last = [event for event in view.progress if event.number("step") == view.facts.step]
-        return [Hypothesis("healthy", f"the last of {view.facts.steps} steps was made, and nothing failed", tuple(last[-1:]), confidence=0.7)]  # fmt: skip
+        return [
+            Hypothesis(
+                "healthy",
+                f"the last of {view.facts.steps} steps was made, and nothing failed",
+                tuple(last[-1:]),
+                confidence=0.7,
+            )
+        ]
     return []
 
 
@@ -134,9 +177,11 @@ def _crash_at_exit(view: View, end: Event) -> Hypothesis | None:
     """A process that aborted after its work was done."""
     aborts = [
         event
-        for event in view.facts.of("terminate", "fatal_python", "torchrun_killed", "torchrun_aborted", "kernel_segfault", "teardown")
+        for event in view.facts.of(
+            "terminate", "fatal_python", "torchrun_killed", "torchrun_aborted", "kernel_segfault", "teardown"
+        )
         if _is_after(view, event, end)
-    ]  # fmt: skip
+    ]
     aborted = [one for one in view.failing_exits if _is_after(view, one.event, end) and one.code < 0]
     if not aborts and not aborted:
         return None
@@ -146,7 +191,12 @@ def _crash_at_exit(view: View, end: Event) -> Hypothesis | None:
     if errors or any(event.cause == "host_oom_killed" for event in view.facts.events):
         return None
     evidence = (*aborts[:2], *(one.event for one in aborted[:2]), end)
-    return Hypothesis("teardown_crash", "all work was done; then a process aborted while it was leaving", evidence, confidence=0.85)  # fmt: skip
+    return Hypothesis(
+        "teardown_crash",
+        "all work was done; then a process aborted while it was leaving",
+        evidence,
+        confidence=0.85,
+    )
 
 
 def _all_steps(view: View) -> bool:

@@ -29,9 +29,27 @@ def find_mismatches(view: View) -> list[Hypothesis]:
         return uneven
     if prints:
         odd = _odd_print(view.facts.of("fingerprint"))
-        why = "two ranks are in different collectives" + (f"; the odd one is rank {odd}" if odd is not None else "")  # fmt: skip
-        return [Hypothesis("collective_mismatch", why, first_of_each(sorted(prints, key=lambda e: e.signature != "mismatch_detected")), (odd,) if odd is not None else (), confidence=0.95)]  # fmt: skip
-    return [Hypothesis("collective_mismatch", "what one rank sent is not what another expected: they are in different collectives", first_of_each(sizes), confidence=0.75, missing=_next_time())]  # fmt: skip
+        why = "two ranks are in different collectives" + (
+            f"; the odd one is rank {odd}" if odd is not None else ""
+        )
+        return [
+            Hypothesis(
+                "collective_mismatch",
+                why,
+                first_of_each(sorted(prints, key=lambda e: e.signature != "mismatch_detected")),
+                (odd,) if odd is not None else (),
+                confidence=0.95,
+            )
+        ]
+    return [
+        Hypothesis(
+            "collective_mismatch",
+            "what one rank sent is not what another expected: they are in different collectives",
+            first_of_each(sizes),
+            confidence=0.75,
+            missing=_next_time(),
+        )
+    ]
 
 
 def find_uneven(view: View, *, told: Iterable[Event] = ()) -> list[Hypothesis]:
@@ -48,10 +66,28 @@ def find_uneven(view: View, *, told: Iterable[Event] = ()) -> list[Hypothesis]:
         lines = [event for event in view.facts.of("length", "rank_has") if _rank_of(event) in lengths]
         lines.sort(key=lambda event: _rank_of(event) != odd)
         counts = ", ".join(f"rank {rank}: {length}" for rank, length in sorted(lengths.items())[:8])
-        return [Hypothesis("unequal_steps", f"the ranks do not have the same amount of data ({counts})", (*lines[:6], *proofs[:3]), (odd,) if odd is not None else (), confidence=0.9, step=view.facts.step)]  # fmt: skip
+        return [
+            Hypothesis(
+                "unequal_steps",
+                f"the ranks do not have the same amount of data ({counts})",
+                (*lines[:6], *proofs[:3]),
+                (odd,) if odd is not None else (),
+                confidence=0.9,
+                step=view.facts.step,
+            )
+        ]
     done = _finished_early(view)
     if done is not None:
-        return [Hypothesis("unequal_steps", f"rank {done.number('rank')} was done with its steps while others still made theirs", (done, *proofs[:3]), (done.number("rank") or 0,), confidence=0.85, step=view.facts.step)]  # fmt: skip
+        return [
+            Hypothesis(
+                "unequal_steps",
+                f"rank {done.number('rank')} was done with its steps while others still made theirs",
+                (done, *proofs[:3]),
+                (done.number("rank") or 0,),
+                confidence=0.85,
+                step=view.facts.step,
+            )
+        ]
     return []
 
 
@@ -94,7 +130,13 @@ def lengths_of(view: View) -> dict[int, int]:
 def near_end(view: View) -> bool:
     """Whether the last step that was shown is one of the last."""
     step, steps = view.facts.step, view.facts.steps
-    return bool(step and steps and steps > 1 and (step / steps >= NEAR_END_SHARE or steps - step <= NEAR_END_STEPS) and step > NEAR_END_STEPS)  # fmt: skip
+    return bool(
+        step
+        and steps
+        and steps > 1
+        and (step / steps >= NEAR_END_SHARE or steps - step <= NEAR_END_STEPS)
+        and step > NEAR_END_STEPS
+    )
 
 
 def _told(view: View, waiting: list[Collective]) -> list[Hypothesis]:
@@ -107,7 +149,17 @@ def _told(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     )
     who = ", ".join(f"rank {rank}" for rank in ranks[:8])
     cause = "unequal_steps" if near_end(view) else "rank_stalled"
-    return [Hypothesis(cause, f"{who} did not join the collective in which the others waited", (*said[:2], *_lines(waiting)[:3]), ranks if len(ranks) == 1 else (), confidence=0.85, step=view.facts.step, missing=_next_time())]  # fmt: skip
+    return [
+        Hypothesis(
+            cause,
+            f"{who} did not join the collective in which the others waited",
+            (*said[:2], *_lines(waiting)[:3]),
+            ranks if len(ranks) == 1 else (),
+            confidence=0.85,
+            step=view.facts.step,
+            missing=_next_time(),
+        )
+    ]
 
 
 def _different(view: View, waiting: list[Collective]) -> list[Hypothesis]:
@@ -123,8 +175,26 @@ def _different(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     ranks = (odd,) if odd is not None else ()
     kinds = ", ".join(f"rank {rank}: {op} of {size}" for rank, (op, size) in sorted(known.items())[:6])
     if near_end(view):
-        return [Hypothesis("unequal_steps", f"near the end of the data the ranks are in different collectives ({kinds})", evidence, ranks, confidence=0.75, step=view.facts.step)]  # fmt: skip
-    return [Hypothesis("collective_mismatch", f"at the same place the ranks are in different collectives ({kinds})", evidence, ranks, confidence=0.85, step=view.facts.step)]  # fmt: skip
+        return [
+            Hypothesis(
+                "unequal_steps",
+                f"near the end of the data the ranks are in different collectives ({kinds})",
+                evidence,
+                ranks,
+                confidence=0.75,
+                step=view.facts.step,
+            )
+        ]
+    return [
+        Hypothesis(
+            "collective_mismatch",
+            f"at the same place the ranks are in different collectives ({kinds})",
+            evidence,
+            ranks,
+            confidence=0.85,
+            step=view.facts.step,
+        )
+    ]
 
 
 def _behind(view: View, waiting: list[Collective]) -> list[Hypothesis]:
@@ -142,7 +212,17 @@ def _behind(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     evidence = _lines(waiting, first=last[0])
     cause = "unequal_steps" if near_end(view) else "rank_stalled"
     who = ", ".join(f"rank {rank}" for rank in last)
-    return [Hypothesis(cause, f"{who} is behind the others: collective {low}, others are at {max(places.values())}", evidence, ranks, confidence=0.7, step=view.facts.step, missing=_next_time())]  # fmt: skip
+    return [
+        Hypothesis(
+            cause,
+            f"{who} is behind the others: collective {low}, others are at {max(places.values())}",
+            evidence,
+            ranks,
+            confidence=0.7,
+            step=view.facts.step,
+            missing=_next_time(),
+        )
+    ]
 
 
 def _absent(view: View, waiting: list[Collective]) -> list[Hypothesis]:
@@ -159,7 +239,11 @@ def _first_goes_on(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     if not ranks or 0 in ranks or ranks | {0} != set(range(max(ranks) + 1)):
         return []
     began = min(waiting, key=lambda one: one.event.order).event
-    bars = [event for event in view.facts.of("bar", "preparing", "preparing_data", "transfer", "loading", "saving") if event.rank in (None, 0) and event.source == began.source]  # fmt: skip
+    bars = [
+        event
+        for event in view.facts.of("bar", "preparing", "preparing_data", "transfer", "loading", "saving")
+        if event.rank in (None, 0) and event.source == began.source
+    ]
     after = [event for event in bars if event.order > began.order]
     return [stalled(view, 0, [one.event for one in waiting])] if after else []
 
@@ -169,7 +253,15 @@ def stalled(view: View, rank: int, proofs: list[Event]) -> Hypothesis:
     facts = view.facts.ranks.get(rank)
     busy = _last_sign(view, rank)
     if near_end(view) and (busy is None or busy.signature not in ("preparing", "preparing_data", "loading")):
-        return Hypothesis("unequal_steps", f"near the end of the data rank {rank} did not come to a collective in which the others waited", (*proofs[:3], *([busy] if busy else [])), (rank,), confidence=0.6, step=view.facts.step, missing=_next_time())  # fmt: skip
+        return Hypothesis(
+            "unequal_steps",
+            f"near the end of the data rank {rank} did not come to a collective in which the others waited",
+            (*proofs[:3], *([busy] if busy else [])),
+            (rank,),
+            confidence=0.6,
+            step=view.facts.step,
+            missing=_next_time(),
+        )
     phase = None
     if busy is not None and busy.signature in ("preparing", "preparing_data"):
         phase = "preparing data"
@@ -178,13 +270,31 @@ def stalled(view: View, rank: int, proofs: list[Event]) -> Hypothesis:
     doing = f"; its last sign of life is that it was {phase}" if phase else ""
     evidence = (*([busy] if busy else []), *proofs[:4])
     known = facts is not None and bool(facts.own_source)
-    return Hypothesis("rank_stalled", f"rank {rank} did not come to a collective in which the others waited{doing}", evidence, (rank,), confidence=0.85 if known or phase else 0.7, phase=phase, step=view.facts.step, missing=() if known else (f"the log of rank {rank}",))  # fmt: skip
+    return Hypothesis(
+        "rank_stalled",
+        f"rank {rank} did not come to a collective in which the others waited{doing}",
+        evidence,
+        (rank,),
+        confidence=0.85 if known or phase else 0.7,
+        phase=phase,
+        step=view.facts.step,
+        missing=() if known else (f"the log of rank {rank}",),
+    )
 
 
 def _undecided(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     if near_end(view):
         lines = [event for event in view.progress if event.number("step") == view.facts.step][-1:]
-        return [Hypothesis("unequal_steps", "ranks waited in vain near the end of the data", (*_lines(waiting), *lines), confidence=0.55, step=view.facts.step, missing=_next_time())]  # fmt: skip
+        return [
+            Hypothesis(
+                "unequal_steps",
+                "ranks waited in vain near the end of the data",
+                (*_lines(waiting), *lines),
+                confidence=0.55,
+                step=view.facts.step,
+                missing=_next_time(),
+            )
+        ]
     return []
 
 
@@ -196,13 +306,29 @@ def _gloo(view: View) -> list[Hypothesis]:
     named = view.facts.of("monitored_barrier")
     if named:
         ranks = tuple(int(word) for word in named[0].fields["ranks"].replace(",", " ").split())
-        return [Hypothesis("rank_stalled", f"{', '.join(f'rank {rank}' for rank in ranks)} did not come to a barrier", tuple(named[:4]), ranks if len(ranks) == 1 else ranks[:64], confidence=0.9)]  # fmt: skip
-    waits = [event for event in view.facts.of("gloo_timeout", "store_wait", "timed_out_work") if not view.survived(event)]  # fmt: skip
+        return [
+            Hypothesis(
+                "rank_stalled",
+                f"{', '.join(f'rank {rank}' for rank in ranks)} did not come to a barrier",
+                tuple(named[:4]),
+                ranks if len(ranks) == 1 else ranks[:64],
+                confidence=0.9,
+            )
+        ]
+    waits = [
+        event
+        for event in view.facts.of("gloo_timeout", "store_wait", "timed_out_work")
+        if not view.survived(event)
+    ]
     ranks_waiting = {event.rank for event in waits if event.rank is not None}
     if not waits:
         return []
     absent = missing_ranks(view, ranks_waiting) if ranks_waiting else []
-    alive = [rank for rank in absent if view.facts.ranks.get(rank) and view.facts.ranks[rank].ending == "terminated"]  # fmt: skip
+    alive = [
+        rank
+        for rank in absent
+        if view.facts.ranks.get(rank) and view.facts.ranks[rank].ending == "terminated"
+    ]
     if len(absent) == 1:
         return [stalled(view, absent[0], waits)]
     lost = {event.rank for event in view.facts.of(*LOST) if event.rank is not None} - ranks_waiting
@@ -213,21 +339,48 @@ def _gloo(view: View) -> list[Hypothesis]:
         return [stalled(view, next(iter(lost)), waits)]
     if not any(event.signature in ("gloo_timeout", "store_wait") for event in waits):
         return []
-    return [Hypothesis("rank_stalled", "ranks waited for one that did not come in time; the logs do not show which", first_of_each(waits), confidence=0.4, missing=_whose(alive or absent))]  # fmt: skip
+    return [
+        Hypothesis(
+            "rank_stalled",
+            "ranks waited for one that did not come in time; the logs do not show which",
+            first_of_each(waits),
+            confidence=0.4,
+            missing=_whose(alive or absent),
+        )
+    ]
 
 
 def _listed(view: View) -> list[Hypothesis]:
     """A coordinator's list of those who did not come: Horovod's inspector of stalls, JAX's coordination service."""
     lines = view.facts.of("not_come")
     words = [event for event in view.facts.of("stall_seen", "tasks_unhealthy") if not view.survived(event)]
-    numbers = {int(word) for event in lines for name in ("ranks", "missing", "task") for word in event.fields.get(name, "").replace(",", " ").split()}  # fmt: skip
+    numbers = {
+        int(word)
+        for event in lines
+        for name in ("ranks", "missing", "task")
+        for word in event.fields.get(name, "").replace(",", " ").split()
+    }
     if not words or not numbers:
         return []
     ranks = tuple(sorted(numbers))
     gone = any(event.signature == "tasks_unhealthy" for event in words)
     who = ", ".join(f"rank {rank}" for rank in ranks[:8])
-    why = f"{who} sends no heartbeats any more" if gone else f"{who} did not come to a collective in which the others waited"  # fmt: skip
-    return [Hypothesis("rank_died_first" if gone else "rank_stalled", why, (*words[:2], *lines[:3]), ranks if len(ranks) == 1 else (), confidence=0.85, step=view.facts.step, missing=(f"the log of {who}",))]  # fmt: skip
+    why = (
+        f"{who} sends no heartbeats any more"
+        if gone
+        else f"{who} did not come to a collective in which the others waited"
+    )
+    return [
+        Hypothesis(
+            "rank_died_first" if gone else "rank_stalled",
+            why,
+            (*words[:2], *lines[:3]),
+            ranks if len(ranks) == 1 else (),
+            confidence=0.85,
+            step=view.facts.step,
+            missing=(f"the log of {who}",),
+        )
+    ]
 
 
 def missing_ranks(view: View, waiting: set[int]) -> list[int]:
@@ -265,7 +418,9 @@ def _finished_early(view: View) -> Event | None:
     done = view.facts.of("rank_done")
     ranks = {event.number("rank") for event in done}
     world = view.facts.world_size
-    return done[0] if len(ranks) == 1 and (world is None or world > 1) and done[0].fields.get("steps") else None  # fmt: skip
+    return (
+        done[0] if len(ranks) == 1 and (world is None or world > 1) and done[0].fields.get("steps") else None
+    )
 
 
 def _rank_of(event: Event) -> int | None:
@@ -303,4 +458,6 @@ def _whose(ranks: list[int]) -> tuple[str, ...]:
 
 
 def _next_time() -> tuple[str, ...]:
-    return ("next time: TORCH_NCCL_TRACE_BUFFER_SIZE=20000 (TORCH_FR_BUFFER_SIZE since torch 2.9) and TORCH_NCCL_DUMP_ON_TIMEOUT=1 for the flight recorder; TORCH_DISTRIBUTED_DEBUG=DETAIL names mismatches",)  # fmt: skip
+    return (
+        "next time: TORCH_NCCL_TRACE_BUFFER_SIZE=20000 (TORCH_FR_BUFFER_SIZE since torch 2.9) and TORCH_NCCL_DUMP_ON_TIMEOUT=1 for the flight recorder; TORCH_DISTRIBUTED_DEBUG=DETAIL names mismatches",
+    )

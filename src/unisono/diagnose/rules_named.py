@@ -10,23 +10,31 @@ from unisono.diagnose.process_ends import exception_of
 from unisono.diagnose.rule_view import WRAPPERS, View, hosts_of, ranks_of
 from unisono.diagnose.run_facts import Event, Hypothesis, Traceback
 
+# fmt: off
 ALIKE = frozenset({
     "gated_model", "model_path_missing", "hub_unreachable", "flash_attn_missing", "missing_dependency", "version_mismatch", "no_cuda_build", "driver_too_old", "cuda_arch_unsupported",
     "bnb_no_gpu", "unused_parameters_ddp", "checkpoint_mismatch", "port_in_use", "rdzv_timeout", "dns_failure", "hostname_loopback", "preempted_sigterm",
     "ray_resources_unsatisfiable", "duplicate_gpu", "ib_unreachable", "p2p_blocked", "nccl_socket_iface", "nan_loss", "collective_mismatch", "checkpoint_not_shared",
-})  # fmt: skip
+})
+# fmt: on
 """What all ranks of a host share: no rank is to blame for it."""
-ALL_TOGETHER = frozenset({"unused_parameters_ddp", "nan_loss", "collective_mismatch", "duplicate_gpu", "rdzv_timeout", "preempted_sigterm", "ib_unreachable", "p2p_blocked", "port_in_use"})  # fmt: skip
+# fmt: off
+ALL_TOGETHER = frozenset({"unused_parameters_ddp", "nan_loss", "collective_mismatch", "duplicate_gpu", "rdzv_timeout", "preempted_sigterm", "ib_unreachable", "p2p_blocked", "port_in_use"})
+# fmt: on
 """What is nobody's even where a single rank says it."""
+# fmt: off
 HOSTS = frozenset({
     "nccl_socket_iface", "driver_too_old", "no_cuda_build", "cuda_arch_unsupported", "shm_too_small", "ulimit", "disk_full", "missing_dependency", "flash_attn_missing", "bnb_no_gpu",
     "model_path_missing", "gpu_fell_off", "ecc_error", "host_oom_killed", "checkpoint_not_shared", "corrupt_checkpoint", "hub_unreachable", "gated_model", "port_in_use", "version_mismatch", "cuda_oom",
-})  # fmt: skip
+})
+# fmt: on
 """What may be wrong with one host and not with the others."""
+# fmt: off
 STRUCTURAL = frozenset({
     "rank_stalled", "rank_died_first", "user_code_error", "single_device_nccl", "device_unbound_barrier", "unequal_steps", "ray_worker_died", "host_oom_killed", "nan_loss", "preempted_sigterm",
     "nccl_socket_iface", "hostname_loopback", "collective_mismatch", "rdzv_timeout", "dns_failure", "ray_resources_unsatisfiable", "nproc_mismatch", "teardown_crash", "process_group_destroyed_twice",
-})  # fmt: skip
+})
+# fmt: on
 """Pointed to by words, but judged by rules of their own."""
 SPEAKS_QUIETLY = frozenset({"driver_too_old", "cuda_arch_unsupported", "nan_loss"})
 """Causes that are told in a warning and are meant."""
@@ -59,8 +67,12 @@ def lines_naming(view: View, cause: str) -> Named | None:
     events = [
         event
         for event in view.facts.events
-        if event.cause == cause and event.kind in ("error", "death") and not view.is_victims(event) and not view.survived(event) and not view.is_reported(event)
-    ]  # fmt: skip
+        if event.cause == cause
+        and event.kind in ("error", "death")
+        and not view.is_victims(event)
+        and not view.survived(event)
+        and not view.is_reported(event)
+    ]
     loud = [event for event in events if not view.is_quiet(event)]
     if loud:
         return Named(cause, tuple(loud), quiet=False)
@@ -134,18 +146,26 @@ def _sentence(title: str, ranks: tuple[int, ...], hosts: tuple[str, ...]) -> str
 Rule = Callable[[View], list[Hypothesis]]
 
 
+# fmt: off
 NOT_OWNERS = frozenset({
     "user_code_error", "rank_stalled", "rank_died_first", "device_unbound_barrier", "teardown_crash", "preempted_sigterm", "unequal_steps", "nproc_mismatch", "single_device_nccl", "straggler",
-})  # fmt: skip
+})
+# fmt: on
 """Pointed to by lines that explain no exception."""
-_NCCL = re.compile(r"NCCL error in|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|DistBackendError|HCCL|c10d::|torch\.distributed\.Dist\w+Error")  # fmt: skip
-_BLAMED_ON = re.compile(r"^(?:CUDA error: (?:unspecified launch failure|an illegal memory access|misaligned address|an illegal instruction|device-side assert)|CUDA error: unknown)")  # fmt: skip
+_NCCL = re.compile(
+    r"NCCL error in|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|DistBackendError|HCCL|c10d::|torch\.distributed\.Dist\w+Error"
+)
+_BLAMED_ON = re.compile(
+    r"^(?:CUDA error: (?:unspecified launch failure|an illegal memory access|misaligned address|an illegal instruction|device-side assert)|CUDA error: unknown)"
+)
 
 
+# fmt: off
 _COLLECTIVES = frozenset({
     "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier",
     "monitored_barrier", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "wait", "init_process_group", "rendezvous", "sync_global_devices", "wait_for_everyone", "synchronize",
-})  # fmt: skip
+})
+# fmt: on
 """Functions in which ranks meet: what is raised in them is mostly another's fault."""
 
 
@@ -157,7 +177,11 @@ def find_user_errors(view: View) -> list[Hypothesis]:
     late = [trace for trace in alive if _is_unknown_model(trace)]
     if late:
         return [_unknown_model(late)]
-    threads = [trace for trace in view.facts.tracebacks if trace.threaded and not view.is_victim(trace) and not view.survived(trace.event)]  # fmt: skip
+    threads = [
+        trace
+        for trace in view.facts.tracebacks
+        if trace.threaded and not view.is_victim(trace) and not view.survived(trace.event)
+    ]
     if not own and not lone and threads and (view.consequences or view.failing_exits):
         return [_of_thread(view, threads)]
     if not alive and not lone and (refused := _refused_start(view)):
@@ -166,7 +190,11 @@ def find_user_errors(view: View) -> list[Hypothesis]:
         return [_finding(view, own, 0.4)] if own and view.failing_exits else []
     if not alive:
         return [_from_lines(view, lone)]
-    meets = all(trace.type in ("RuntimeError", "TimeoutError", "XlaRuntimeError") and {*trace.functions[-1:]} & _COLLECTIVES for trace in alive)  # fmt: skip
+    meets = all(
+        trace.type in ("RuntimeError", "TimeoutError", "XlaRuntimeError")
+        and {*trace.functions[-1:]} & _COLLECTIVES
+        for trace in alive
+    )
     return [_finding(view, alive, 0.6 if meets else 0.9)]
 
 
@@ -176,7 +204,16 @@ def _refused_start(view: View) -> list[Hypothesis]:
     if not said:
         return []
     words = _after_label(said[0].text)
-    return [Hypothesis("user_code_error", f"the program did not accept how it was called: {words[:160]}", tuple(said[:4]), culprits(view, said) if len(ranks_of(said)) == 1 else (), confidence=0.85, facts={"exception": "", "message": words})]  # fmt: skip
+    return [
+        Hypothesis(
+            "user_code_error",
+            f"the program did not accept how it was called: {words[:160]}",
+            tuple(said[:4]),
+            culprits(view, said) if len(ranks_of(said)) == 1 else (),
+            confidence=0.85,
+            facts={"exception": "", "message": words},
+        )
+    ]
 
 
 def _of_thread(view: View, traces: list[Traceback]) -> Hypothesis:
@@ -185,7 +222,11 @@ def _of_thread(view: View, traces: list[Traceback]) -> Hypothesis:
     first = traces[0]
     ranks = (first.event.rank,) if first.event.rank is not None else view.silent()
     who = f"rank {ranks[0]}" if ranks else "the program"
-    return replace(found, ranks=ranks, why=f"a thread of {who} ended with {first.type}: {first.message.splitlines()[0] if first.message else ''}; then its rank stood still")  # fmt: skip
+    return replace(
+        found,
+        ranks=ranks,
+        why=f"a thread of {who} ended with {first.type}: {first.message.splitlines()[0] if first.message else ''}; then its rank stood still",
+    )
 
 
 def _is_unknown_model(trace: Traceback) -> bool:
@@ -195,7 +236,13 @@ def _is_unknown_model(trace: Traceback) -> bool:
 
 def _unknown_model(traces: list[Traceback]) -> Hypothesis:
     kind = traces[0].message.strip("'\"")
-    return Hypothesis("version_mismatch", f"the installed transformers know no model type {kind}: they are older than the model", tuple(trace.event for trace in traces[:3]), confidence=0.85, facts={"package": "transformers"})  # fmt: skip
+    return Hypothesis(
+        "version_mismatch",
+        f"the installed transformers know no model type {kind}: they are older than the model",
+        tuple(trace.event for trace in traces[:3]),
+        confidence=0.85,
+        facts={"package": "transformers"},
+    )
 
 
 def _is_own(view: View, trace: Traceback) -> bool:
@@ -211,13 +258,15 @@ def _owned_elsewhere(view: View, event: Event) -> bool:
         and event.cause not in NOT_OWNERS
         and event.kind in ("error", "death")
         and not view.is_quiet(event)
-    )  # fmt: skip
+    )
 
 
 def _without_header(view: View) -> list[Event]:
     """Last lines of tracebacks whose heads are lost."""
     covered = {(trace.event.source, trace.event.line) for trace in view.facts.tracebacks}
-    covered |= {(one.event.source, one.event.line) for trace in view.facts.tracebacks for one in trace.earlier}  # fmt: skip
+    covered |= {
+        (one.event.source, one.event.line) for trace in view.facts.tracebacks for one in trace.earlier
+    }
     found = []
     for event in view.facts.of("exception"):
         parts = exception_of(_after_label(event.text))
@@ -228,8 +277,16 @@ def _without_header(view: View) -> list[Event]:
             or parts[0] in ("Error", "Exception")
         ):
             continue
-        owned = any(one.line == event.line and one.source == event.source and _owned_elsewhere(view, one) for one in view.facts.events)  # fmt: skip
-        if not owned and not view.is_victims(event) and not _NCCL.search(event.text) and not view.survived(event):  # fmt: skip
+        owned = any(
+            one.line == event.line and one.source == event.source and _owned_elsewhere(view, one)
+            for one in view.facts.events
+        )
+        if (
+            not owned
+            and not view.is_victims(event)
+            and not _NCCL.search(event.text)
+            and not view.survived(event)
+        ):
             found.append(event)
     return found
 
@@ -253,7 +310,9 @@ def _finding(view: View, traces: list[Traceback], confidence: float) -> Hypothes
     ranks = culprits(view, [trace.event for trace in same])
     where = first.user_frame or first.frame
     whose = f"rank {ranks[0]} raised" if len(ranks) == 1 else "the program raised"
-    why = f"{whose} {first.type}: {first.message.splitlines()[0] if first.message.strip() else ''}".rstrip(" :")  # fmt: skip
+    why = f"{whose} {first.type}: {first.message.splitlines()[0] if first.message.strip() else ''}".rstrip(
+        " :"
+    )
     return Hypothesis(
         cause="user_code_error",
         why=why + (f", in {where}" if where else ""),

@@ -24,7 +24,15 @@ def find_unequal_nodes(view: View) -> list[Hypothesis]:
     host = next((event.who.host for node in odd if (event := counts[node][1]).who.host), None)
     told = ", ".join(f"{node}: {count}" for node, (count, _) in counts.items())
     waits = first_of_each(view.facts.of("watchdog", "gloo_timeout", "clients_joined"), limit=2)
-    return [Hypothesis("nproc_mismatch", f"the nodes start different numbers of ranks ({told})", (*lines[:6], *masked[:2], *waits), hosts=(host,) if many and host else (), confidence=0.9)]  # fmt: skip
+    return [
+        Hypothesis(
+            "nproc_mismatch",
+            f"the nodes start different numbers of ranks ({told})",
+            (*lines[:6], *masked[:2], *waits),
+            hosts=(host,) if many and host else (),
+            confidence=0.9,
+        )
+    ]
 
 
 def find_unbound(view: View) -> list[Hypothesis]:
@@ -35,16 +43,36 @@ def find_unbound(view: View) -> list[Hypothesis]:
         return []
     if len(missing_ranks(view, {event.rank for event in waited if event.rank is not None})) == 1:
         return []  # all but one came: it is not the device, it is that rank
-    return [Hypothesis("device_unbound_barrier", "a barrier ran before devices were bound, and the first collective never ended", (*first_of_each(warned, limit=6), *first_of_each(waited, limit=2)), confidence=0.75)]  # fmt: skip
+    return [
+        Hypothesis(
+            "device_unbound_barrier",
+            "a barrier ran before devices were bound, and the first collective never ended",
+            (*first_of_each(warned, limit=6), *first_of_each(waited, limit=2)),
+            confidence=0.75,
+        )
+    ]
 
 
 def find_single_device(view: View) -> list[Hypothesis]:
     """NCCL failed in a world of one."""
-    errors = [event for event in view.facts.of("nccl_system_error", "nccl_warn", "nccl_no_interface", "nccl_error") if event.kind == "error" and not view.survived(event)]  # fmt: skip
+    errors = [
+        event
+        for event in view.facts.of("nccl_system_error", "nccl_warn", "nccl_no_interface", "nccl_error")
+        if event.kind == "error" and not view.survived(event)
+    ]
     if view.facts.world_size != 1 or not errors:
         return []
-    alone = view.facts.of("lightning_world", "lightning_member", "lightning_started", "world_size", "process_rank")  # fmt: skip
-    return [Hypothesis("single_device_nccl", "a process group was made for a single device, and NCCL failed", (*alone[:4], *errors[:2]), confidence=0.85)]  # fmt: skip
+    alone = view.facts.of(
+        "lightning_world", "lightning_member", "lightning_started", "world_size", "process_rank"
+    )
+    return [
+        Hypothesis(
+            "single_device_nccl",
+            "a process group was made for a single device, and NCCL failed",
+            (*alone[:4], *errors[:2]),
+            confidence=0.85,
+        )
+    ]
 
 
 def find_rendezvous(view: View) -> list[Hypothesis]:
@@ -54,12 +82,36 @@ def find_rendezvous(view: View) -> list[Hypothesis]:
     waited = [event for event in view.facts.pointing_to("rdzv_timeout") if not view.survived(event)]
     found = []
     if loopback and _several_nodes(view, loopback):
-        found.append(Hypothesis("hostname_loopback", "a node's name leads to its own loopback address, where the others cannot reach it", first_of_each(sorted(loopback, key=lambda e: "trying to connect" not in e.text)), confidence=0.85))  # fmt: skip
+        found.append(
+            Hypothesis(
+                "hostname_loopback",
+                "a node's name leads to its own loopback address, where the others cannot reach it",
+                first_of_each(sorted(loopback, key=lambda e: "trying to connect" not in e.text)),
+                confidence=0.85,
+            )
+        )
     if names and _is_final(view, names):
-        found.append(Hypothesis("dns_failure", "the name of the head node is not known", first_of_each(sorted(names, key=lambda e: "IPv6" in e.text)), confidence=0.85))  # fmt: skip
+        found.append(
+            Hypothesis(
+                "dns_failure",
+                "the name of the head node is not known",
+                first_of_each(sorted(names, key=lambda e: "IPv6" in e.text)),
+                confidence=0.85,
+            )
+        )
     if waited:
-        waited.sort(key=lambda event: event.signature == "store_unreachable" and "RendezvousTimeout" in event.text)  # fmt: skip
-        found.append(Hypothesis("rdzv_timeout", "not all nodes came together in time", (*first_of_each(waited), *view.facts.of("connect_failed")[:2]), confidence=0.8, missing=("the logs of the other nodes",)))  # fmt: skip
+        waited.sort(
+            key=lambda event: event.signature == "store_unreachable" and "RendezvousTimeout" in event.text
+        )
+        found.append(
+            Hypothesis(
+                "rdzv_timeout",
+                "not all nodes came together in time",
+                (*first_of_each(waited), *view.facts.of("connect_failed")[:2]),
+                confidence=0.8,
+                missing=("the logs of the other nodes",),
+            )
+        )
     return found
 
 
@@ -86,7 +138,7 @@ def _node(view: View, event: Event) -> str:
         one
         for one in view.facts.of("lf_nodes", "deepspeed_nodes", "node_rank")
         if one.source == event.source and abs(one.line - event.line) <= 3
-    ]  # fmt: skip
+    ]
     if near:
         return f"node {min(near, key=lambda one: abs(one.line - event.line)).number('node')}"
     above = [
@@ -104,7 +156,9 @@ def _node(view: View, event: Event) -> str:
 
 def _start_failed(view: View) -> bool:
     """Whether the run hung or broke before its first step."""
-    signs = view.facts.of(*WAITED, "clients_joined", "rendezvous_timeout", "store_unreachable", "nccl_peer_gone", "peer_closed")  # fmt: skip
+    signs = view.facts.of(
+        *WAITED, "clients_joined", "rendezvous_timeout", "store_unreachable", "nccl_peer_gone", "peer_closed"
+    )
     return bool(signs) and not view.facts.step
 
 
@@ -121,7 +175,11 @@ def _is_final(view: View, names: list[Event]) -> bool:
     gone = view.facts.of(
         "store_unreachable"
     )  # it never got so far as to be refused: the name itself led nowhere
-    return bool(other) or (bool(gone) and not view.facts.of("connect_failed") and any(_host_in(event.text) in gone[-1].text for event in names))  # fmt: skip
+    return bool(other) or (
+        bool(gone)
+        and not view.facts.of("connect_failed")
+        and any(_host_in(event.text) in gone[-1].text for event in names)
+    )
 
 
 def _host_in(text: str) -> str:
@@ -143,10 +201,22 @@ _LOCAL = re.compile(r"^(?:docker|virbr|veth|br-|lo\b|lo$|cni|flannel|cali|tunl|k
 
 def find_interfaces(view: View) -> list[Hypothesis]:
     """NCCL took an interface that leads nowhere, on one host or on several."""
-    none = [event for event in view.facts.of("nccl_no_interface") if "Using" not in event.text and not view.survived(event)]  # fmt: skip
+    none = [
+        event
+        for event in view.facts.of("nccl_no_interface")
+        if "Using" not in event.text and not view.survived(event)
+    ]
     if none:
         hosts = hosts_of(none)
-        return [Hypothesis("nccl_socket_iface", "NCCL found no network interface to use", first_of_each(none), hosts=hosts if len(hosts) == 1 else (), confidence=0.9)]  # fmt: skip
+        return [
+            Hypothesis(
+                "nccl_socket_iface",
+                "NCCL found no network interface to use",
+                first_of_each(none),
+                hosts=hosts if len(hosts) == 1 else (),
+                confidence=0.9,
+            )
+        ]
     used = view.facts.of("bootstrap")
     if not used or not _failed(view):
         return []
@@ -159,7 +229,15 @@ def find_interfaces(view: View) -> list[Hypothesis]:
     bad = view.facts.of("nccl_connect")[:2]
     names = ", ".join(f"{host}: {event.fields['interface']}" for host, event in by_host.items())
     one = tuple(event.who.host for event in wrong.values() if event.who.host)
-    return [Hypothesis("nccl_socket_iface", f"NCCL uses an interface that does not lead to the other hosts ({names})", (*wrong.values(), *bad), hosts=one if len(one) == 1 else (), confidence=0.85)]  # fmt: skip
+    return [
+        Hypothesis(
+            "nccl_socket_iface",
+            f"NCCL uses an interface that does not lead to the other hosts ({names})",
+            (*wrong.values(), *bad),
+            hosts=one if len(one) == 1 else (),
+            confidence=0.85,
+        )
+    ]
 
 
 def find_versions(view: View) -> list[Hypothesis]:
@@ -171,11 +249,29 @@ def find_versions(view: View) -> list[Hypothesis]:
     if len(versions) < 2 or not (_failed(view) or view.facts.of("nccl_truncated")):
         return []
     told = ", ".join(f"{host}: {event.fields['version']}" for host, event in by_host.items())
-    return [Hypothesis("version_mismatch", f"the hosts have different versions of NCCL ({told})", (*by_host.values(), *view.facts.of("nccl_truncated")[:1]), confidence=0.9, facts={"package": "nccl"})]  # fmt: skip
+    return [
+        Hypothesis(
+            "version_mismatch",
+            f"the hosts have different versions of NCCL ({told})",
+            (*by_host.values(), *view.facts.of("nccl_truncated")[:1]),
+            confidence=0.9,
+            facts={"package": "nccl"},
+        )
+    ]
 
 
 def _failed(view: View) -> bool:
-    return bool(view.facts.of(*WAITED, "nccl_connect", "nccl_system_error", "nccl_peer_gone", "peer_closed", "nccl_error", "nccl_warn"))  # fmt: skip
+    return bool(
+        view.facts.of(
+            *WAITED,
+            "nccl_connect",
+            "nccl_system_error",
+            "nccl_peer_gone",
+            "peer_closed",
+            "nccl_error",
+            "nccl_warn",
+        )
+    )
 
 
 def _several(view: View) -> bool:
@@ -205,7 +301,15 @@ def find_unshared(view: View) -> list[Hypothesis]:
         return []
     host = missed[0].event.who.host
     where = host or missed[0].event.source
-    return [Hypothesis("checkpoint_not_shared", f"the ranks of {where} miss a part of the checkpoint that the other hosts found", tuple(trace.event for trace in missed[:4]), hosts=(host,) if host else (), confidence=0.85)]  # fmt: skip
+    return [
+        Hypothesis(
+            "checkpoint_not_shared",
+            f"the ranks of {where} miss a part of the checkpoint that the other hosts found",
+            tuple(trace.event for trace in missed[:4]),
+            hosts=(host,) if host else (),
+            confidence=0.85,
+        )
+    ]
 
 
 def _misses(trace: Traceback) -> bool:
@@ -223,8 +327,19 @@ def find_ray_resources(view: View) -> list[Hypothesis]:
     if not said:
         return []
     last = said[-1]
-    started = [event for event in view.facts.of("ray_member", "ray_rank", "ray_started", "bar", "step", "log_row") if event.source == last.source and event.order > last.order]  # fmt: skip
+    started = [
+        event
+        for event in view.facts.of("ray_member", "ray_rank", "ray_started", "bar", "step", "log_row")
+        if event.source == last.source and event.order > last.order
+    ]
     if started:
         return []
     asked = view.facts.of("ray_asked")
-    return [Hypothesis("ray_resources_unsatisfiable", "the cluster does not have the resources that were asked for", (*first_of_each(said), *asked[:1]), confidence=0.9)]  # fmt: skip
+    return [
+        Hypothesis(
+            "ray_resources_unsatisfiable",
+            "the cluster does not have the resources that were asked for",
+            (*first_of_each(said), *asked[:1]),
+            confidence=0.9,
+        )
+    ]

@@ -45,6 +45,7 @@ class Mark:
 
 _N = r"\d{1,9}"
 
+# fmt: off
 MARKS: tuple[Mark, ...] = (
     # Who takes part.
     Mark("process_rank", ("Process rank: ",), rf"Process rank: (?P<rank>{_N})(?:, world size: (?P<world>{_N}))?(?:, device: (?P<device>[\w:]{{1,20}}))?"),
@@ -153,7 +154,8 @@ MARKS: tuple[Mark, ...] = (
          r"(?P<llamafactory>llamafactory|LLaMA-Factory|llmtuner)|(?P<recipes>llama[_-](?:recipes|cookbook))|(?P<trl>/trl/)|(?P<ray>RayTrainWorker|TorchTrainer|ray/train)|(?P<lightning>pytorch_lightning|lightning/|LightningModule|`Trainer\.fit`|GLOBAL_RANK: )"
          r"|(?P<axolotl>axolotl)|(?P<torchtune>torchtune)|(?P<kohya>kohya|sd[-_]scripts|train_network\.py|library/train_util)|(?P<megatron>[Mm]egatron)|(?P<deepspeed>deepspeed\.|\[deepspeed\]|deepspeed/|\[launch\.py)"
          r"|(?P<transformers>transformers/trainer\.py|INFO\|trainer\.py|train_runtime)|(?P<accelerate>accelerate/|accelerate launch|accelerate\.)|(?P<torchrun>torch/distributed/run\.py|elastic)"),
-)  # fmt: skip
+)
+# fmt: on
 
 
 FIRST_KEPT, LAST_KEPT = 60, 60
@@ -176,7 +178,10 @@ _SECTION = re.compile(r"-{4,} ?(?P<edge>Begin|End) global rank (?P<rank>\d{1,6})
 
 _MARKS_BY_HINT = [(hint, mark) for mark in MARKS for hint in mark.hints]
 STRONG = {*_SECTIONS, *(h for s in SIGNATURES.values() if s.kind != "progress" for h in s.hints)}
-WEAK = {*(h for m in MARKS for h in m.hints), *(h for s in SIGNATURES.values() if s.kind == "progress" for h in s.hints)}  # fmt: skip
+WEAK = {
+    *(h for m in MARKS for h in m.hints),
+    *(h for s in SIGNATURES.values() if s.kind == "progress" for h in s.hints),
+}
 
 
 @dataclass(slots=True)
@@ -268,9 +273,17 @@ class _Reader:
         head = data[:_TAIL_BYTES].split(b"\n")[:_STYLE_LINES]
         lines = [plain(text.decode("utf-8", "replace")[:LINE_LIMIT]) for text in head]
         inner = [unwrap_json(text) for text in lines]
-        self._style = find_style([one for text, found in zip(lines, inner, strict=True) for one in (found[1] if found else [text])])  # fmt: skip
+        self._style = find_style(
+            [one for text, found in zip(lines, inner, strict=True) for one in (found[1] if found else [text])]
+        )
         self._wrapping.learn(data, self._style)
-        self._inner_style = find_style([bare for text in lines if (bare := self._wrapping.off(split_prefix(text, style=self._style)[1])) is not None])  # fmt: skip
+        self._inner_style = find_style(
+            [
+                bare
+                for text in lines
+                if (bare := self._wrapping.off(split_prefix(text, style=self._style)[1])) is not None
+            ]
+        )
         self._year = next((year for text in lines if (year := find_year(text))), None)
         self._out.head = self._edge(b"\n".join(head), 1, 0)[:EDGE_LINES]
 
@@ -319,7 +332,9 @@ class _Reader:
         if who.rank is None and self._section is not None:
             who = replace(who, rank=self._section)
         bare = self._wrapping.off(split_prefix(piece, style=self._style or "")[1])
-        line_event = self._event("exception", "error", None, piece if bare is None else bare, line, order, who, {})  # fmt: skip
+        line_event = self._event(
+            "exception", "error", None, piece if bare is None else bare, line, order, who, {}
+        )
         around = around or (piece if bare is not None else "")
         if line_event.time is None and around:
             line_event = replace(line_event, time=find_time(around, year=self._year))
@@ -328,7 +343,15 @@ class _Reader:
         for signature in match_line(rest):
             found = compiled(signature.pattern).search(rest[:LINE_LIMIT])
             fields = {k: v for k, v in found.groupdict().items() if v is not None} if found else {}
-            self._add(replace(line_event, signature=signature.id, kind=signature.kind, cause=signature.cause, fields=fields))  # fmt: skip
+            self._add(
+                replace(
+                    line_event,
+                    signature=signature.id,
+                    kind=signature.kind,
+                    cause=signature.cause,
+                    fields=fields,
+                )
+            )
         for mark, fields in _marks(rest):
             kind: EventKind = mark.kind  # type: ignore[assignment]
             self._add(replace(line_event, signature=mark.id, kind=kind, cause=None, fields=fields))
@@ -340,7 +363,12 @@ class _Reader:
         if bare is None:
             return who, rest
         inner, rest = split_prefix(bare, style=self._inner_style)
-        return Origin(*(own if own is not None else outer for own, outer in zip(astuple(inner), astuple(who), strict=True))), rest  # fmt: skip
+        return Origin(
+            *(
+                own if own is not None else outer
+                for own, outer in zip(astuple(inner), astuple(who), strict=True)
+            )
+        ), rest
 
     @staticmethod
     def _names_itself(rest: str) -> bool:
@@ -352,9 +380,28 @@ class _Reader:
         self._kept.setdefault(key, _Kept()).add(event)
 
     def _event(
-        self, signature: str, kind: EventKind, cause: str | None, piece: str, line: int, order: int, who: Origin, fields: dict[str, str],
-    ) -> Event:  # fmt: skip
-        return Event(self._name, line, order, signature, kind, cause, shown(piece), who, find_time(piece, year=self._year), fields)  # fmt: skip
+        self,
+        signature: str,
+        kind: EventKind,
+        cause: str | None,
+        piece: str,
+        line: int,
+        order: int,
+        who: Origin,
+        fields: dict[str, str],
+    ) -> Event:
+        return Event(
+            self._name,
+            line,
+            order,
+            signature,
+            kind,
+            cause,
+            shown(piece),
+            who,
+            find_time(piece, year=self._year),
+            fields,
+        )
 
 
 def _segments(data: bytes, offsets: list[int], tracebacks: Tracebacks) -> Iterator[tuple[int, int]]:
