@@ -24,8 +24,6 @@ CACHES = Check(
     "The same trial in unisono's cache, the hub's cache and the folder of temporary files. Fails where one cannot be written or does not answer; warns below 1 GiB free.",
     ("disk_full", "io_blocked"),
 )  # fmt: skip
-CATALOGUE: tuple[Check, ...] = (OUTPUT, CACHES)
-
 _LEAST_FREE = 2**30
 _IN_MEMORY = ("tmpfs", "ramfs")
 

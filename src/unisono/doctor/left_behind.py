@@ -13,8 +13,6 @@ ORPHANS = Check(
     " Nothing is ended unless `--end-orphans` asks for it, and then only processes of one's own.",
     ("stale_process",),
 )  # fmt: skip
-CATALOGUE: tuple[Check, ...] = (ORPHANS,)
-
 _SHOWN = 20
 
 

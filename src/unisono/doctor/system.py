@@ -9,10 +9,8 @@ from unisono.agree.machines import judge_limits
 from unisono.agree.version_rules import judge_known_bad
 from unisono.doctor.agreed import as_findings
 from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
-from unisono.doctor.disks import CATALOGUE as DISKS
-from unisono.doctor.disks import caches, output
-from unisono.doctor.left_behind import CATALOGUE as LEFT_BEHIND
-from unisono.doctor.left_behind import orphans
+from unisono.doctor.disks import CACHES, OUTPUT, caches, output
+from unisono.doctor.left_behind import ORPHANS, orphans
 from unisono.facts.limits import CoreDumps, read_core_dumps
 from unisono.facts.probes import is_synchronised
 
@@ -128,5 +126,16 @@ def judge_clock(wall_s: float, *, installed_s: float, synchronised: bool | None)
     return found(CLOCK, "pass", f"{now}; kept by a time service")
 
 
-CATALOGUE: tuple[Check, ...] = (LIMITS, SHM, CORES, MEMORY, CORE_DUMPS, CLOCK, VERSIONS, *DISKS, *LEFT_BEHIND)
+CATALOGUE: tuple[Check, ...] = (
+    LIMITS,
+    SHM,
+    CORES,
+    MEMORY,
+    CORE_DUMPS,
+    CLOCK,
+    VERSIONS,
+    OUTPUT,
+    CACHES,
+    ORPHANS,
+)
 CHECKS: tuple[CheckFunction, ...] = (limits, core_dumps, clock, versions, output, caches, orphans)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from unisono.agree.reports import settings_of
-from unisono.doctor.check import Finding, Status, Surroundings, found
+from unisono.doctor.check import CheckFunction, Finding, Status, Surroundings, found
 from unisono.doctor.devices.catalogue import (
     BFLOAT16,
     DRIVER,
@@ -313,3 +313,6 @@ def _slices(scene: Scene) -> Finding:
         return found(SLICES, "pass", "no chosen device is cut into slices", *lines)
     fix = [f"export CUDA_VISIBLE_DEVICES={(sliced[0].mig or ('MIG-…',))[0]}"]
     return found(SLICES, "warn", "a slice is named by its UUID", *lines, fix=fix)
+
+
+CHECKS: tuple[CheckFunction, ...] = (check_devices, check_processors)

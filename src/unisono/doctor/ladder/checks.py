@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from unisono.doctor.check import Finding, Surroundings, found
+from unisono.doctor.check import CheckFunction, Finding, Surroundings, found
 from unisono.doctor.devices.way import Kind, expected_way
 from unisono.doctor.ladder.attempt import attempt_here
 from unisono.doctor.ladder.climb import Outcome, climb
@@ -66,3 +66,7 @@ def enough_rate(details: DevicesDetails, chosen: Sequence[int]) -> float:
     return min(
         (_ENOUGH[expected_way(details, *pair, vendor=vendor).kind] for pair in pairs), default=_ENOUGH["shm"]
     )
+
+
+CATALOGUE = (LADDER,)
+CHECKS: tuple[CheckFunction, ...] = (check_ladder,)

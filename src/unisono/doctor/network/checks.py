@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from unisono.agree.reports import settings_of
-from unisono.doctor.check import Finding, Surroundings, found
+from unisono.doctor.check import CheckFunction, Finding, Surroundings, found
 from unisono.doctor.network.catalogue import PORT
 from unisono.doctor.network.judging import (
     judge_choice,
@@ -122,3 +122,6 @@ def _ephemeral() -> tuple[int, int]:
     except (OSError, ValueError):
         return 32_768, 60_999
     return int(low), int(high)
+
+
+CHECKS: tuple[CheckFunction, ...] = (check_network, check_port)
