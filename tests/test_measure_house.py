@@ -1,0 +1,85 @@
+"""The report on the layout of src/unisono. Run: pytest tests/test_measure_house.py"""
+
+from pathlib import Path
+
+import pytest
+
+import measure_house
+from measure_house import TARGETS, Report, code_lines, imports_between, measure, read_modules, repeated_names
+
+FILES = {
+    "__init__.py": '"""A package."""\n',
+    "cli/__init__.py": "",
+    "cli/train.py": "def run():\n    from unisono.train.loop import steps\n\n    return steps()\n",
+    "train/__init__.py": "",
+    "train/loop.py": '"""The loop."""\n\nfrom unisono.train import rows\n\n\ndef steps():\n    """Of a run."""\n    # counted\n    return rows.COUNT\n',
+    "train/rows.py": "TABLE = [1, 2]  # fmt: skip\nCOUNT = len(TABLE)\n",
+    "plan/rows.py": "",
+    "data/rows.py": "import unisono.train.rows\n",
+    "data/train.py": "",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    root = tmp_path / "unisono"
+    for name, text in FILES.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+def test_lines_of_code_are_counted_without_docstrings_comments_and_blank_lines(package: Path) -> None:
+    modules = {module.name: module for module in read_modules(package)}
+    assert code_lines(modules["unisono.train.loop"]) == {3, 6, 9}
+
+
+def test_an_import_is_of_the_module_that_holds_the_name_also_within_a_function(package: Path) -> None:
+    imports = imports_between(read_modules(package))
+    assert imports["unisono.cli.train"] == {"unisono.train.loop"}
+    assert imports["unisono.train.loop"] == {"unisono.train.rows"}
+    assert imports["unisono.data.rows"] == {"unisono.train.rows"}
+
+
+def test_a_file_name_may_occur_twice_and_a_command_may_have_its_rooms_name(package: Path) -> None:
+    assert repeated_names(read_modules(package)) == {"rows": 3}
+    (package / "data" / "rows.py").unlink()
+    assert repeated_names(read_modules(package)) == {}
+
+
+def test_the_figures_are_those_of_the_files(package: Path) -> None:
+    report = measure(read_modules(package))
+    assert report.figures["files"] == len(FILES)
+    assert report.figures["lines"] == sum(text.count("\n") for text in FILES.values())
+    assert report.figures["lines of a file, most"] == 9
+    assert report.figures["modules with one importer"] == 1  # the loop; the rows have two
+    assert report.figures["fmt: skip"] == 1
+    assert report.details["lines of the largest room"] == "train"
+
+
+def test_every_target_is_of_a_figure_and_a_missed_one_is_named(package: Path) -> None:
+    report = measure(read_modules(package))
+    assert {target.figure for target in TARGETS} <= report.figures.keys()
+    assert [target.figure for target in report.missed()] == [
+        "lines of a file, median",
+        "file names used more than twice",
+    ]
+
+
+@pytest.mark.parametrize(("argv", "code"), [([], 0), (["--check"], 1)])
+def test_a_missed_target_fails_only_the_check(
+    argv: list[str],
+    code: int,
+    package: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(measure_house, "read_modules", lambda: read_modules(package))
+    assert measure_house.main(argv) == code
+    assert "NOT MET" in capsys.readouterr().out
+
+
+def test_the_check_passes_where_every_target_is_met() -> None:
+    report = Report({target.figure: target.bound for target in TARGETS}, {})
+    assert report.missed() == []
