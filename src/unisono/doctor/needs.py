@@ -7,7 +7,7 @@ from unisono.config import LoadedConfig
 from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
 from unisono.doctor.hub import HUB, hub
 from unisono.errors import Problem, UnisonoError
-from unisono.launch.head_run import plan_start
+from unisono.launch.head_preparation import plan_start
 from unisono.launch.node_report import checkpoints_bytes
 from unisono.launch.planning import prepare
 from unisono.launch.rank_layout import lay_out

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ from unisono.causes import Verdict, find_cause
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed
 from unisono.events import Show
+from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.launch.meeting_entry import prepared_facts, report_maker
+from unisono.launch.node_report import NONCE_FILE
 from unisono.launch.outcome import Ending, result_of
 from unisono.launch.planning import LocalNode
 from unisono.launch.run_records import Table
@@ -26,6 +29,7 @@ from unisono.rendezvous.party import Party
 from unisono.rendezvous.ssh import Remote, SshFronts, start_others
 from unisono.rendezvous.verdict_exchange import last_word
 from unisono.rundir import RunDir
+from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.rank_supervisor import Attempt
 from unisono.text import validation_words
@@ -186,7 +190,8 @@ def together(
     here: LocalNode,
     party: Party,
     *,
-    welcome: dict[str, Any],
+    run: RunDir,
+    disk: RunsDisk,
     table: Table,
 ) -> Iterator[HeadNodes]:
     """Brings all nodes together; whatever leaves the context is told to them.
@@ -197,7 +202,7 @@ def together(
     from unisono.rendezvous.head_side import hold_meeting
 
     def start(address: tuple[str, int]) -> SshFronts:
-        logs = RunDir(Path(loaded.config.output_dir)).log("", 0).parent
+        logs = run.log("", 0).parent
         return start_others(
             remote_train(request),
             here.topology,
@@ -210,11 +215,18 @@ def together(
     def keep(reports: Sequence[NodeReport], agreement: Agreement) -> None:
         table.nodes, table.of_nodes = list(reports), agreement
 
-    with hold_meeting(
-        party, report_maker(request, loaded, here), welcome=welcome, keep=keep,
-        start_others=start if here.topology.hosts else None,
-    ) as meeting:  # fmt: skip
-        yield HeadNodes(meeting, table)
+    nonce = disk.need("the mark for the other nodes", partial(leave_nonce, run.root))
+    try:
+        with hold_meeting(
+            party,
+            report_maker(request, loaded, here),
+            welcome={NONCE_FILE: nonce},
+            keep=keep,
+            start_others=start if here.topology.hosts else None,
+        ) as meeting:
+            yield HeadNodes(meeting, table)
+    finally:
+        disk.write("the mark for the other nodes", partial(remove_nonce, run.root, nonce))
 
 
 def with_witness(ending: Ending, attempt: Attempt, plan: RunPlan, witness: Witness | None) -> Ending:

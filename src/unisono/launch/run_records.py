@@ -18,7 +18,7 @@ from unisono.launch.outcome import outcome_of
 from unisono.launch.train_request import config_yaml
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
-from unisono.rundir.lock import BEAT_S, Holder, locked_if_ended
+from unisono.rundir.lock import BEAT_S, Holder, RunLock, locked_if_ended
 from unisono.rundir.records import RunResult, iterate_metrics, read_result, set_verdict, write_result
 from unisono.supervise.postmortem import NodeLoss
 
@@ -153,3 +153,12 @@ def _agreement(plan: RunPlan, *, versions_digest_: str) -> dict[str, Any]:
         "resume_step": plan.resume.step if plan.resume else 0, "ignored_variables": plan.ignored_variables,
     }  # fmt: skip
     return {"schema": 1, "nodes": [report], "verdicts": [], "outcome": "agreed"}
+
+
+def write_plan(run: RunDir, lock: RunLock, plan: RunPlan, table: Table) -> None:
+    """Writes all that is decided before a start of the ranks, on the head; agreement.json of several ranks, too."""
+    make_private_dir(run.root)
+    lock.keep()  # preparing the data may have taken hours, and somebody may have removed the directory
+    write_decision(run, plan)
+    if plan.world_size > 1:
+        write_agreement(run, table)

@@ -8,7 +8,8 @@ from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnisonoError, as_usage_error
 from unisono.events import Show, say
 from unisono.facts import Environment, read_environment, read_machine, take_token
-from unisono.launch.head_run import HeadRun, plan_start
+from unisono.launch.head_preparation import plan_start
+from unisono.launch.head_run import HeadRun
 from unisono.launch.meeting_entry import is_about_nodes, party_of, tell_early_refusal
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import LocalNode, look_around, prepare

@@ -1,0 +1,145 @@
+"""After the ranks of a start have ended: the verdict and its evidence, the newest step rescued from memory, and the run's result."""
+
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from unisono.causes import Verdict
+from unisono.checkpoint.manifest import user_key
+from unisono.checkpoint.store import CheckpointStore
+from unisono.errors import Disagreed, UnisonoError
+from unisono.events import Show, say
+from unisono.launch.curve_drawing import Drawing
+from unisono.launch.head_nodes import HeadNodes, with_witness
+from unisono.launch.meeting_entry import is_about_nodes
+from unisono.launch.outcome import Ending, ending_of
+from unisono.launch.output_watch import OutputWatch
+from unisono.launch.planning import LocalNode
+from unisono.launch.run_records import Table, write_agreement
+from unisono.launch.srun_front import with_step
+from unisono.launch.train_request import TrainRequest
+from unisono.plan import RunPlan
+from unisono.remote_checkpoint.rescue import RescuedStep, is_elsewhere, rescue
+from unisono.rundir import RunDir
+from unisono.rundir.records import RunResult, complete_verdict, set_verdict, write_result
+from unisono.supervise.bounded_io import RunsDisk
+from unisono.supervise.evidence import keep_evidence
+from unisono.supervise.interrupts import Interrupts
+from unisono.supervise.local_ranks import SharedMemory
+from unisono.supervise.rank_logs import LogEvents
+from unisono.supervise.rank_supervisor import Attempt
+
+
+@dataclass
+class AttemptEnd:
+    """What the head makes of an attempt that has ended: judged, shown on all nodes, kept in the run's directory."""
+
+    request: TrainRequest
+    here: LocalNode
+    run: RunDir
+    disk: RunsDisk
+    interrupts: Interrupts
+    table: Table
+    others: HeadNodes | None
+    show: Show
+
+    def settle(
+        self,
+        plan: RunPlan,
+        attempt: Attempt,
+        *,
+        watch: OutputWatch,
+        log_events: LogEvents,
+        kept: SharedMemory,
+    ) -> Ending:
+        """Names how the attempt ended, and keeps the newest step of a run that died."""
+        watch.settle(attempt)
+        ending = with_witness(ending_of(attempt, plan), attempt, plan, self.request.witness)
+        ending = with_step(watch.judged(ending, attempt), self.here.environment.slurm_step)
+        ending = self._announce(plan, attempt, ending, log_events)
+        if self._rescue(plan, attempt, kept):
+            ending = replace(ending, fields=ending_of(attempt, plan).fields)
+        return ending
+
+    def cannot_continue(self, plan: RunPlan, ending: Ending, error: UnisonoError) -> Ending:
+        """The nodes do not agree any more; or the disk that killed the rank may have taken the checkpoints, too."""
+        verdict = error.verdict
+        if verdict is None or not is_about_nodes(error):
+            return Ending(error.exit_code, ending.fields, ending.verdict, error)
+        if not (isinstance(error, Disagreed) and error.said):
+            self._show_verdict(verdict)
+
+        def keep() -> None:
+            set_verdict(self.run, verdict)
+            if plan.world_size > 1:
+                write_agreement(self.run, self.table)
+
+        self.disk.write("the verdict", keep)
+        return Ending(error.exit_code, ending.fields, verdict)
+
+    def _announce(self, plan: RunPlan, attempt: Attempt, ending: Ending, log_events: LogEvents) -> Ending:
+        """Shows a verdict on all nodes, and keeps its evidence, which it cites from then on."""
+        if ending.verdict is None:
+            return ending
+        verdict = log_events.cited(ending.verdict)
+        if self.others is not None:
+            self.others.tell_verdict(verdict)
+        self._show_verdict(verdict)
+        cited = self.disk.write("the verdict", lambda: self._keep_evidence(plan, attempt, verdict))
+        return replace(ending, verdict=cited or verdict)
+
+    def _show_verdict(self, verdict: Verdict) -> None:
+        self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+
+    def _keep_evidence(self, plan: RunPlan, attempt: Attempt, verdict: Verdict) -> Verdict:
+        set_verdict(self.run, verdict)  # at once: collecting its evidence takes seconds
+        files = keep_evidence(
+            self.run,
+            verdict,
+            table=Path(plan.data.cache_dir),
+            raw=attempt.raw,
+            programs=self.request.programs,
+            looks=attempt.picture.looks if attempt.picture is not None else {},
+        )
+        cited = verdict.model_copy(update={"evidence": (*verdict.evidence, *files)})
+        complete_verdict(self.run, cited)
+        if files:
+            say(self.show, f"stacks, recordings and logs that it cites: {self.run.evidence}")
+        return cited
+
+    def _rescue(self, plan: RunPlan, attempt: Attempt, kept: SharedMemory) -> bool:
+        """Makes a checkpoint of the newest step in memory, on this node or others; gives whether there is one now."""
+        store = checkpoints_of(self.run, self.here)
+        found = RescuedStep.here(kept)
+        if self.others is not None and is_elsewhere(plan, attempt):
+            collect = partial(
+                self.others.collect,
+                plan,
+                attempt,
+                found,
+                checkpoints=self.run.checkpoints,
+                interrupts=self.interrupts,
+            )
+            self.disk.write("what the ranks of the other nodes kept in memory", collect)
+        judged = attempt.decision.verdict if attempt.decision is not None else None
+        if judged is not None and judged.cause == "replicas_diverged":
+            return False  # the step in memory may be the one that has drifted
+        work = partial(rescue, self.run, plan, attempt, found, store=store, show=self.show)
+        return self.disk.write("what the ranks kept in memory", work) is True
+
+
+def checkpoints_of(run: RunDir, here: LocalNode) -> CheckpointStore:
+    """The run's checkpoints, signed with the key of the user who runs this command."""
+    return CheckpointStore(run.checkpoints, key=user_key(here.environment.settings_dir))
+
+
+def keep_result(
+    run: RunDir, attempt: Attempt, ending: Ending, result: dict[str, Any], *, drawing: Drawing
+) -> None:
+    """Writes result.json and the last loss curve; a start that was stopped before training keeps the earlier result."""
+    stopped_before_training = ending.exit_code in (75, 130) and not attempt.ready
+    if not (stopped_before_training and run.result.exists()):
+        write_result(run, RunResult.from_json(result))
+    drawing.finish()

@@ -1,0 +1,135 @@
+"""What the head settles before ranks start: where data comes from, what is in it and in the model, which rank runs where, and the plan."""
+
+import time
+from typing import Any
+
+from unisono.agree.agreement import Agreement
+from unisono.causes import Verdict
+from unisono.config import LoadedConfig
+from unisono.events import Message, Show
+from unisono.launch.head_nodes import HeadNodes
+from unisono.launch.meeting_entry import look_alone, refusal_alone
+from unisono.launch.planning import LocalNode, make_plan, prepare
+from unisono.launch.rank_layout import Layout, lay_out, offer_of
+from unisono.launch.run_claim import Claim, find_resume_point, with_changes
+from unisono.launch.run_records import Table
+from unisono.launch.train_request import TrainRequest
+from unisono.plan import RunPlan
+from unisono.remote_checkpoint.download import bring_back
+from unisono.remote_checkpoint.first_checkpoint import with_rehearsal
+from unisono.remote_checkpoint.storage_trial import storage_tried
+from unisono.rundir import RunDir
+from unisono.rundir.start_decision import StartDecision, refuse_if_shrunk
+
+
+def restore_from_storage(
+    request: TrainRequest,
+    loaded: LoadedConfig,
+    here: LocalNode,
+    others: HeadNodes | None,
+    *,
+    node: str,
+    show: Show,
+) -> bool:
+    """Brings the newest checkpoint back from checkpoint.storage where nothing is left here; gives whether it did.
+
+    This may take long: the other nodes are connected already, and wait. `node` is this node's label among others, empty for a job of one node.
+    """
+
+    def work(show: Show) -> bool:
+        return bring_back(
+            loaded.config,
+            here.environment,
+            who=node,
+            programs=request.programs,
+            trust=request.trust,
+            show=show,
+        )
+
+    return others.bring_back(work) if others is not None else work(show)
+
+
+def prepare_all(
+    request: TrainRequest,
+    loaded: LoadedConfig,
+    here: LocalNode,
+    claimed: Claim,
+    others: HeadNodes | None,
+    *,
+    table: Table,
+    show: Show,
+) -> tuple[dict[str, Any], Layout]:
+    """The facts of data and model, the same on all nodes, and which rank runs where. Meanwhile checkpoint.storage is tried.
+
+    Raises:
+        UnfitError, UsageError: this node alone is not fit for its ranks.
+    """
+
+    def work(show: Show) -> dict[str, Any]:
+        with storage_tried(
+            loaded.config,
+            claimed.run,
+            claimed.decision.run_id,
+            programs=request.programs,
+            leftovers=here.leftovers,
+            show=show,
+        ):
+            return prepare(request, loaded, here.environment, ledger=True, show=show)
+
+    if others is not None:
+        prepared = others.prepare(work)
+        return prepared, lay_out([offer_of(report) for report in others.meeting.reports])
+    layout = lay_out([here.offer])
+    if layout.world_size > 1:
+        report, agreement = look_alone(request, loaded, here)
+        table.nodes, table.of_nodes = [report], agreement
+        _refuse_unfit(agreement, show)
+    return work(show), layout
+
+
+def plan_start(
+    request: TrainRequest,
+    loaded: LoadedConfig,
+    here: LocalNode,
+    *,
+    run: RunDir,
+    decision: StartDecision,
+    prepared: dict[str, Any],
+    show: Show,
+    layout: Layout,
+    rehearse: bool = False,
+) -> RunPlan:
+    """Finds the checkpoint to resume from, and resolves the plan; with `rehearse` the first checkpoint is read back while training continues."""
+    resume, reason = find_resume_point(run, decision, here.environment, show, trust=request.trust)
+    plan = make_plan(
+        request,
+        loaded,
+        here,
+        layout=layout,
+        prepared=prepared,
+        run_id=decision.run_id,
+        resume=resume,
+        resume_reason=reason,
+    )
+    plan = with_changes(plan, run, decision, request)
+    refuse_if_shrunk(decision, done_steps=resume.step if resume else 0, total_steps=plan.total_steps)
+    return with_rehearsal(plan, run, wanted=rehearse)
+
+
+def as_warning(verdict: Verdict) -> Message:
+    """The message of a verdict that does not end the run."""
+    return {
+        "kind": "warning",
+        "time": time.time(),
+        "code": verdict.cause,
+        "text": verdict.summary,
+        "fix": "; ".join(verdict.fix),
+    }
+
+
+def _refuse_unfit(agreement: Agreement, show: Show) -> None:
+    """Raises UnfitError or UsageError with the first fatal verdict; the others are shown as warnings."""
+    if agreement.fatal:
+        raise refusal_alone(agreement.fatal[0])
+    for verdict in agreement.warnings:
+        show(as_warning(verdict))
