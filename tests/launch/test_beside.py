@@ -17,7 +17,7 @@ from unisono.events import Message
 from unisono.launch import run_claim as claiming
 from unisono.remote_checkpoint.first_checkpoint import FirstCheckpoint
 from unisono.remote_checkpoint.shard_transfer import ShardArrivals
-from unisono.remote_checkpoint.upload import Uploading
+from unisono.remote_checkpoint.upload import Uploads
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 from unisono.supervise.child_process import Programs
@@ -28,14 +28,14 @@ SLEEPS = Programs(task=(sys.executable, "-c", "import time; time.sleep(600)"))
 
 def uploading(
     tmp_path: Path, interrupts: Interrupts, said: list[Message], *, grace: str = "1 second"
-) -> Uploading:
+) -> Uploads:
     run = RunDir(tmp_path / "out")
     run.checkpoint(3).mkdir(parents=True)
     section = SimpleNamespace(storage=f"file://{tmp_path}/copies", keep=3, best=None)
     plan: Any = SimpleNamespace(
         config=SimpleNamespace(checkpoint=section, grace=grace), run_id="r", keep_every=None
     )
-    return Uploading(plan, run, programs=SLEEPS, leftovers={}, interrupts=interrupts, show=said.append)
+    return Uploads(plan, run, programs=SLEEPS, leftovers={}, interrupts=interrupts, show=said.append)
 
 
 def test_a_signal_while_the_last_upload_is_waited_for_leaves_no_more_than_the_grace_time(

@@ -8,7 +8,13 @@ import pytest
 from unisono.checkpoint.retention import DiskSpace
 from unisono.checkpoint.writer import StorageFull
 from unisono.plan import ResumePoint, RunPlan
-from unisono.remote_checkpoint.first_checkpoint import FirstCheckpoint, Saved, estimate, still_due, summary
+from unisono.remote_checkpoint.first_checkpoint import (
+    FirstCheckpoint,
+    SavedCheckpoint,
+    estimate,
+    still_due,
+    summary,
+)
 from unisono.supervise.child_process import Programs
 
 GB = 10**9
@@ -36,7 +42,7 @@ def plan_of(
 
 
 def said(total: int, every: int, *, free: float, step: int = 1, **section: Any) -> str:
-    saved = Saved(step, Path("checkpoints/step-00000001"), int(1.6 * GB), 3.2, 0.1)
+    saved = SavedCheckpoint(step, Path("checkpoints/step-00000001"), int(1.6 * GB), 3.2, 0.1)
     room = DiskSpace(int(free * GB), saved.bytes, (step,))
     return summary(plan_of(total, every, **section), saved, room, read_s=1.1)
 
@@ -75,7 +81,7 @@ def test_a_start_after_a_death_rehearses_only_where_the_one_before_left_nothing(
 
 
 def test_programs_get_the_same_figures_in_the_first_checkpoints_object() -> None:
-    saved = Saved(1, Path("checkpoints/step-00000001"), int(1.6 * GB), 3.2, 0.1)
+    saved = SavedCheckpoint(1, Path("checkpoints/step-00000001"), int(1.6 * GB), 3.2, 0.1)
     room = DiskSpace(50 * GB, saved.bytes, (1,))
     assert estimate(plan_of(2400, 200), saved, room, read_s=1.1) == {
         "more": 12, "at_once": 5, "bytes": 5 * saved.bytes, "free_bytes": room.bytes, "seconds": 12 * 3.2, "read_back_s": 1.1,

@@ -15,7 +15,7 @@ from unisono.errors import UnisonoError
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint import upload as uploads
 from unisono.remote_checkpoint.storage_trial import FirstCopy, more_bytes, summary
-from unisono.remote_checkpoint.upload import Copied, Uploading
+from unisono.remote_checkpoint.upload import CopyResult, Uploads
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs
 from unisono.supervise.interrupts import Interrupts
@@ -48,7 +48,7 @@ class Beside:
         self.run = RunDir(folder / "out")
         self.run.checkpoints.mkdir(parents=True)
         self.plan = plan_of(folder)
-        self.uploading = Uploading(
+        self.uploading = Uploads(
             self.plan, self.run, programs=programs, leftovers={}, interrupts=Interrupts(), show=self.said.append
         )  # fmt: skip
         self.first = FirstCopy(
@@ -177,7 +177,7 @@ def test_a_child_that_dies_says_nothing_of_the_storage(beside: Callable[[Program
 
 def test_where_the_room_is_not_known_nothing_is_said_of_it(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, total=2400)
-    copied = Copied(tmp_path / "step-00000001", 3 * 10**9, 20.0)
+    copied = CopyResult(tmp_path / "step-00000001", 3 * 10**9, 20.0)
     found = {"bytes": 3 * 10**9, "seconds": 15.0, "steps": [1], "free_bytes": None}
     line = summary(plan, copied, found, place="s3://bucket/runs/out/r/step-00000001")
     assert line.startswith(

@@ -28,7 +28,7 @@ from unisono.launch.node_report import (
 )
 from unisono.launch.planning import LocalNode, look_around
 from unisono.launch.train_request import TrainRequest
-from unisono.rendezvous.party import Standing
+from unisono.rendezvous.party import ChannelFacts
 
 GIB = 1 << 30
 LIMITS = SystemLimits(8, 100 * GIB, 20 * GIB, 10 * GIB, 1024, None, None, None)
@@ -96,7 +96,7 @@ def here_of(loaded: LoadedConfig, tmp_path: Path, **asked: Any) -> LocalNode:
 
 
 def report_of(loaded: LoadedConfig, here: LocalNode, **welcome: str) -> NodeReport:
-    standing = Standing("10.9.0.7", dict(welcome), -0.5, [4001, 4002, 4003])
+    standing = ChannelFacts("10.9.0.7", dict(welcome), -0.5, [4001, 4002, 4003])
     return make_node_report(
         loaded=loaded, here=here, standing=standing, files=look_at_files(loaded, here), output=look_at_output(loaded, standing),
         probes=PROBES,

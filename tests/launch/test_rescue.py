@@ -14,7 +14,7 @@ from unisono.checkpoint.state import load_state
 from unisono.checkpoint.store import CheckpointStore
 from unisono.config import RunConfig
 from unisono.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
-from unisono.remote_checkpoint.rescue import RescuedStep, choose, rescue
+from unisono.remote_checkpoint.rescue import RescuedStep, choose_pieces, rescue
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, read_metrics
 from unisono.supervise.decision import Decision
@@ -281,7 +281,7 @@ def kept(*sequences: int) -> list[StepSnapshot]:
 def test_the_newest_state_that_all_its_holders_have_is_chosen(
     steps: dict[int, Sequence[int]], holders: list[int], chosen: list[int]
 ) -> None:
-    found = choose({rank: kept(*sequences) for rank, sequences in steps.items()}, holders=holders)
+    found = choose_pieces({rank: kept(*sequences) for rank, sequences in steps.items()}, holders=holders)
     assert [piece.sequence for piece in found] == chosen
 
 

@@ -28,10 +28,10 @@ from unisono.launch.train_request import TrainRequest
 from unisono.plan.topology import Accelerators, Topology, TopologyRequest, read_topology
 from unisono.rendezvous.head_address import address_towards, is_this_machine
 from unisono.rendezvous.ssh import (  # fmt: skip
-    Remote,
+    RemoteCommand,
     SshFronts,
-    carried_variables,
     find_head,
+    forwarded_variables,
     remote_command,
     start_others,
 )
@@ -284,7 +284,7 @@ def test_the_remote_command_survives_the_shell_and_has_no_token(
 
 
 def test_what_comes_after_all_options_stays_there() -> None:
-    asked = Remote(("run",), {"--uneven": True, "--devices": None}, ("--", "torchrun", "a b.py"))
+    asked = RemoteCommand(("run",), {"--uneven": True, "--devices": None}, ("--", "torchrun", "a b.py"))
     words = shlex.split(remote_command(asked, topology("b"), 1, ("10.0.0.1", 5)))
     assert words[words.index("run") :] == [
         "run", "--nodes", "2", "--node-rank", "1", "--head", "10.0.0.1:5", "--token-file", "-", "--uneven", "--", "torchrun", "a b.py",
@@ -299,7 +299,7 @@ def test_variables_that_must_be_equal_are_carried_and_those_of_one_node_are_not(
         "WORLD_SIZE": "2",
         "WANDB_API_KEY": "x",
     }
-    assert carried_variables(own) == {"NCCL_ALGO": "Ring"}
+    assert forwarded_variables(own) == {"NCCL_ALGO": "Ring"}
 
 
 def test_the_head_is_the_address_towards_the_hosts_on_a_port_of_the_systems_choice() -> None:

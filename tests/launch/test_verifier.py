@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.checkpoint.store import CheckpointStore
-from unisono.remote_checkpoint.verifier import Pace, Rhythm, Verifier, next_due
+from unisono.remote_checkpoint.verifier import Pace, ReadingRate, Verifier, next_due
 
 KEY = b"k" * 32
 READY = {"kind": "ready"}
-HURRY = Rhythm(bytes_per_s=1e12, look_every_s=0.01, again_after_s=3600.0)
+HURRY = ReadingRate(bytes_per_s=1e12, look_every_s=0.01, again_after_s=3600.0)
 
 
 class Clock:
@@ -166,7 +166,7 @@ def test_it_begins_with_the_training_and_ends_at_once_in_the_middle_of_a_reading
 ) -> None:
     until(lambda: "verifier" not in [thread.name for thread in threading.enumerate()])  # of tests before
     save(store, 10)
-    verifier = Verifier(store.root, KEY, print, Rhythm(bytes_per_s=1.0, look_every_s=0.01))
+    verifier = Verifier(store.root, KEY, print, ReadingRate(bytes_per_s=1.0, look_every_s=0.01))
     verifier.heard(0, {"kind": "phase"})
     verifier.heard(1, READY)
     assert "verifier" not in [thread.name for thread in threading.enumerate()]

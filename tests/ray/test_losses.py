@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tests.launch.test_conduct import plan
 from unisono.causes import Verdict
-from unisono.cluster.ray.cluster_health import LostNodes, RaysHead, loss_file, name_rays_head
-from unisono.cluster.ray.node_fronts import Place, name_lost_place
+from unisono.cluster.ray.cluster_health import RayHead, RayLossFiles, loss_file, ray_head_lost
+from unisono.cluster.ray.node_fronts import JobNode, lost_node_verdict
 from unisono.launch.head_nodes import with_witness
 from unisono.launch.outcome import Ending, ending_of
 from unisono.supervise.decision import Decision
@@ -21,7 +21,7 @@ OF_MEMORY = "The actor is dead because its worker process has died. Task was kil
 
 def lost(words: str) -> Verdict:
     """The verdict on node 1, of which Ray says that."""
-    return name_lost_place(Place(1, None, facts={"host": "bob"}, lost=words))
+    return lost_node_verdict(JobNode(1, None, facts={"host": "bob"}, lost=words))
 
 
 def ended(told: Verdict | None) -> Ending:
@@ -78,26 +78,26 @@ def test_the_word_on_a_node_is_waited_for_until_it_is_whole(tmp_path: Path) -> N
             path.write_text(text[: len(text) * looked // 4])
         return looked / 10
 
-    assert LostNodes(tmp_path, clock).of_lost(1) == (lost(OF_MEMORY), 0.5)
+    assert RayLossFiles(tmp_path, clock).of_lost(1) == (lost(OF_MEMORY), 0.5)
 
 
 def test_a_word_that_does_not_come_is_not_waited_for_long(tmp_path: Path) -> None:
     Path(loss_file(tmp_path, 2)).write_text(json.dumps(lost(OF_MEMORY).to_json()))
     clock = itertools.count()
-    assert LostNodes(tmp_path, lambda: float(next(clock))).of_lost(1) is None
+    assert RayLossFiles(tmp_path, lambda: float(next(clock))).of_lost(1) is None
 
 
 def test_a_head_that_goes_is_silent_from_then_on_and_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         now = itertools.count(10.0)
-        head = RaysHead(address, "ada", lambda: next(now))
+        head = RayHead(address, "ada", lambda: next(now))
         head.look()
         assert (head.silent_s, head.why) == (0.0, "")
     head.look()
     head.look()
     assert head.silent_s > 0
-    verdict = name_rays_head(head, words="GCS is gone")
+    verdict = ray_head_lost(head, words="GCS is gone")
     assert verdict.hosts == ("ada",)
     assert f"Ray's head (ada, {address}) is lost: Connection refused" in verdict.summary
     assert [item.text for item in verdict.evidence] == ["Connection refused", "GCS is gone"]
@@ -106,7 +106,7 @@ def test_a_head_that_goes_is_silent_from_then_on_and_is_named() -> None:
 def test_a_head_that_is_back_is_not_silent_any_more() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    head = RaysHead(f"127.0.0.1:{port}")
+    head = RayHead(f"127.0.0.1:{port}")
     head.look()
     assert head.silent_s > 0
     with socket.create_server(("127.0.0.1", port)):
@@ -116,7 +116,7 @@ def test_a_head_that_is_back_is_not_silent_any_more() -> None:
 
 def test_a_head_that_ends_a_moment_later_is_seen_to_end() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        head = RaysHead(f"127.0.0.1:{server.getsockname()[1]}")
+        head = RayHead(f"127.0.0.1:{server.getsockname()[1]}")
 
         def end() -> None:
             server.accept()[0].close()  # the first call is answered

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from unisono.cluster.ray.mirror import Mirror, Mirroring
+from unisono.cluster.ray.mirror import Mirror, MirrorThread
 from unisono.cluster.ray.node_actor import NodeActor
-from unisono.cluster.ray.node_fronts import KeeperLost
+from unisono.cluster.ray.node_fronts import ActorLost
 from unisono.rundir import RunDir
 
 
@@ -108,7 +108,7 @@ def test_what_is_lost_there_is_not_lost_here(disks: Disks) -> None:
     disks.mirror.sync()
     assert disks.names() == kept
     shutil.rmtree(disks.there)
-    with pytest.raises(KeeperLost, match="is gone"):
+    with pytest.raises(ActorLost, match="is gone"):
         disks.mirror.sync()
     assert disks.names() == kept
 
@@ -124,16 +124,16 @@ def test_a_node_that_is_slow_for_a_while_is_followed_on_and_one_that_stays_silen
         def listing(self, root: str) -> dict[str, tuple[int, int, int]]:
             self.silent -= 1
             if self.silent >= 0:
-                raise KeeperLost("no answer to `listing` in 60 s")
+                raise ActorLost("no answer to `listing` in 60 s")
             return super().listing(root)
 
     disks.write("result.json", "{}")
     disks.mirror.node = Slow(2)
-    with Mirroring(disks.mirror) as following:
+    with MirrorThread(disks.mirror) as following:
         following.finish()
     assert disks.names() == ["result.json"]
     disks.mirror.node = Slow(3)
-    with Mirroring(disks.mirror) as following, pytest.raises(KeeperLost, match="no answer"):
+    with MirrorThread(disks.mirror) as following, pytest.raises(ActorLost, match="no answer"):
         following.finish()
 
 

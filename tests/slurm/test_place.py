@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unisono.cluster.slurm.job_request import JobRequest, batch_script, job_asked
+from unisono.cluster.slurm.job_request import JobRequest, batch_script, job_request
 from unisono.config import RunConfig
 from unisono.errors import UsageError
 from unisono.facts import Environment
@@ -73,7 +73,7 @@ def test_the_secret_is_the_steps_and_the_users_own(tmp_path: Path) -> None:
 
 def asked(folder: Path, **request: Any) -> JobRequest:
     config = RunConfig.model_validate({"model": "m", "data": {"train": "d"}, "output_dir": str(folder)})
-    return job_asked(
+    return job_request(
         TrainRequest(Path("c.yaml"), launcher="slurm", **request), config, gpus=bool(request.get("devices"))
     )
 

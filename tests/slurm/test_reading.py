@@ -7,7 +7,7 @@ import pytest
 
 from unisono.cluster.slurm.batch_job import result_of_job
 from unisono.cluster.slurm.controller import JobState
-from unisono.cluster.slurm.job_follower import Followed, Lines
+from unisono.cluster.slurm.job_follower import JobEnd, JobOutput
 from unisono.facts.slurm import (
     NodeState,
     SlurmAnswer,
@@ -97,7 +97,7 @@ def test_messages_that_srun_breaks_into_pieces_are_whole_again(size: int, tmp_pa
         + "srun: error: bob: task 1: Killed\n0: Traceback\n"
     )
     path = tmp_path / "lines"
-    lines, heard = Lines(path), []
+    lines, heard = JobOutput(path), []
     assert lines.news() == []
     for end in (0, 700, 1_500, len(text)):  # read while it is written
         path.write_text(text[:end])
@@ -120,7 +120,7 @@ def test_a_job_whose_head_said_nothing_is_told_with_step_and_checkpoint_of_the_r
     for step in (3, 6):
         (run.checkpoints / f"step-{step:08d}").mkdir(parents=True)
     (run.checkpoints / ".tmp-step-00000007").mkdir()
-    followed = Followed(JobState("7", "NODE_FAIL"), None, [], None, [])
+    followed = JobEnd(JobState("7", "NODE_FAIL"), None, [], None, [])
     result, verdict = result_of_job(followed, run=run, seconds=1.0)
     assert verdict is not None
     assert verdict.cause == "node_unreachable"

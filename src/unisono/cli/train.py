@@ -119,7 +119,7 @@ def _as_override(text: str) -> str:
 
 def _train(request: "TrainRequest") -> int:
     from unisono.cli.screen import JsonLines, Screen
-    from unisono.cluster.launchers import carry_out
+    from unisono.cluster.launchers import run_launcher
 
     speak = output()
     screen = JsonLines(speak) if speak.json else Screen(speak)
@@ -132,7 +132,7 @@ def _train(request: "TrainRequest") -> int:
             silence(sys.stderr)
 
     try:
-        return int(carry_out(request, show)["exit_code"])
+        return int(run_launcher(request, show)["exit_code"])
     finally:
         screen.close()
 

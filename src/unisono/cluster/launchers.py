@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 LAUNCHERS = ["local", "nodes", "ray", "slurm"]
-_STARTED_BY_US = ("node_rank", "head", "hosts", "token_file")
+_NODE_OPTIONS = ("node_rank", "head", "hosts", "token_file")
 """What says which node this is; a launcher that starts the fronts itself knows that."""
 
 
-def carry_out(request: TrainRequest, show: Show) -> dict[str, Any]:
+def run_launcher(request: TrainRequest, show: Show) -> dict[str, Any]:
     """Has the launcher that was asked for carry a start to its end; gives the object of result.json.
 
     Raises:
@@ -78,7 +78,7 @@ def refuse_contradictions(request: TrainRequest) -> None:
             fix="add --launcher slurm, or leave it out",
         )
     if launcher in ("ray", "slurm"):
-        given = [name for name in _STARTED_BY_US if getattr(request, name) is not None]
+        given = [name for name in _NODE_OPTIONS if getattr(request, name) is not None]
         if given:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise UsageError.of(

@@ -7,7 +7,7 @@ from pathlib import Path
 from unisono.events import Message
 from unisono.facts import Probes
 from unisono.launch.train_request import TrainRequest
-from unisono.rendezvous.ssh import Remote
+from unisono.rendezvous.ssh import RemoteCommand
 from unisono.supervise.child_process import Programs
 
 Show = Callable[[Message], None]
@@ -85,9 +85,9 @@ class DoctorRequest:
         )  # fmt: skip
 
     @property
-    def remote(self) -> Remote:
+    def remote(self) -> RemoteCommand:
         """The same look, on another node."""
-        return Remote(*self.look(None if self.config_path is None else str(self.config_path)))
+        return RemoteCommand(*self.look(None if self.config_path is None else str(self.config_path)))
 
     def look(
         self, config: str | None, *, resolved: bool = False

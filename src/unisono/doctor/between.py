@@ -35,7 +35,7 @@ from unisono.rendezvous.head_side import try_network as head_tries_network
 from unisono.rendezvous.meeting import Meeting
 from unisono.rendezvous.member_side import Attendance
 from unisono.rendezvous.member_side import try_network as node_tries_network
-from unisono.rendezvous.network_trial import head_dials, node_dials, present_in
+from unisono.rendezvous.network_trial import head_dials, node_dials, nodes_present
 from unisono.rendezvous.party import Show
 from unisono.supervise.child_process import INTERFACE_VARIABLES, Programs, interface_name
 
@@ -246,7 +246,7 @@ def _take_part(attendance: Attendance, report: NodeReport, asked: Message, recor
     """This node's process of one attempt."""
     settings = _allowed(asked.get("settings"))
     backend = "nccl" if asked.get("backend") == "nccl" else "gloo"
-    present = present_in(asked, own=report.node_rank)
+    present = nodes_present(asked, own=report.node_rank)
     folder = record.attempt(str(asked.get("name"))) if record else None
     with _children(report, present, settings, backend, attendance.party.programs, folder) as ranks:
         _, trouble = attendance.aside(lambda _show: ranks.ready())

@@ -12,7 +12,7 @@ from unisono.facts.storage import probe_storage
 from unisono.launch.node_report import make_node_report
 from unisono.launch.planning import LocalNode, look_around
 from unisono.launch.train_request import load_asked
-from unisono.rendezvous.party import Standing
+from unisono.rendezvous.party import ChannelFacts
 
 STORAGE_S = 10.0
 """So long a disk may say nothing: a doctor that waits as long as a start does would not be quick."""
@@ -64,7 +64,7 @@ def look_here(request: DoctorRequest, asked: Asked | None = None) -> Surrounding
     """
     asked = asked or read_asked(request, read_environment())
     report = make_node_report(
-        loaded=asked.loaded, here=asked.here, standing=Standing("127.0.0.1", {}, 0.0, []), files=NO_FILES,
+        loaded=asked.loaded, here=asked.here, standing=ChannelFacts("127.0.0.1", {}, 0.0, []), files=NO_FILES,
         output=probe_storage(Path(asked.loaded.config.output_dir), limit_s=STORAGE_S), probes=request.probes,
     )  # fmt: skip
     return Surroundings(request, asked.here, report, asked.loaded if asked.given else None)

@@ -17,7 +17,7 @@ from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.files import make_private_dir
 from unisono.launch.node_report import NONCE_FILE, look_at_files, look_at_output, make_node_report
 from unisono.launch.train_request import TrainRequest
-from unisono.rendezvous.party import MakeReport, Party, Show, Standing
+from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, Show
 from unisono.rendezvous.ssh import SshFronts, start_others
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
@@ -161,7 +161,7 @@ def _of_agreement(agreement: Agreement, nodes: int, *, given: bool) -> list[Find
 
 
 def _report_maker(request: TrainRequest, asked: Asked) -> MakeReport:
-    def make(standing: Standing, show: Show) -> NodeReport:
+    def make(standing: ChannelFacts, show: Show) -> NodeReport:
         files = (
             look_at_files(asked.loaded, asked.here, programs=request.programs, show=show)
             if asked.given

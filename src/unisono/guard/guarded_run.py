@@ -43,13 +43,13 @@ from unisono.launch.run_records import writing_for_head
 from unisono.plan import NodePlace
 from unisono.plan.device_choice import usable_accelerators
 from unisono.plan.topology import Accelerators
-from unisono.rendezvous.head_address import refusals_told
+from unisono.rendezvous.head_address import refusals_reported
 from unisono.rendezvous.head_side import hold_meeting
 from unisono.rendezvous.meeting import Meeting
+from unisono.rendezvous.meeting_end import end_message
 from unisono.rendezvous.member_side import attend_meeting
-from unisono.rendezvous.party import MakeReport, Party, Standing
+from unisono.rendezvous.party import ChannelFacts, MakeReport, Party
 from unisono.rendezvous.ssh import SshFronts, start_others
-from unisono.rendezvous.verdict_exchange import last_word
 from unisono.rundir.lock import RunLock, recorded_holder
 from unisono.rundir.records import RunResult, set_verdict, write_result
 from unisono.supervise.evidence import keep_evidence
@@ -99,7 +99,7 @@ class GuardedRun:
             topology=shape.topology, token=secret.secret if secret is not None else b"", host=machine.host, show=self.show,
             join_timeout_s=self.asked.join_timeout_s, network=self.probes.network, command="unisono run",
         )  # fmt: skip
-        with refusals_told(party):
+        with refusals_reported(party):
             refuse_missing(self.asked.words[0], whole.get("PATH"))
             run, lock = run_dir(
                 self.asked.output_dir, is_head=shape.topology.is_head, host=machine.host,
@@ -234,7 +234,7 @@ class _Start:
                     )
 
     def _maker(self) -> MakeReport:
-        def make(standing: Standing, show: Show) -> NodeReport:
+        def make(standing: ChannelFacts, show: Show) -> NodeReport:
             return make_report(
                 self.whole.asked, self.shape, standing, machine=self.machine, environment=self.environment,
                 probes=self.whole.probes, output_dir=self.run.root, show=show,
@@ -319,7 +319,7 @@ class _Start:
             self._write_agreement(judging.agreements)
         result = self.whole.finish(self.run, code, verdict, stopped=stopped, writes=writes)
         if meeting is not None:
-            word = last_word([verdict] if verdict is not None else [], exit_code=code)
+            word = end_message([verdict] if verdict is not None else [], exit_code=code)
             meeting.end(
                 {
                     **word,

@@ -25,8 +25,8 @@ from unisono.plan.device_choice import visible_gpus
 from unisono.plan.topology import Accelerators, Topology, refuse_lone_node
 from unisono.rendezvous.head_address import is_this_machine
 from unisono.rendezvous.job_token import Token, make_token, read_token, watch_lifeline
-from unisono.rendezvous.party import Show, Standing
-from unisono.rendezvous.ssh import Remote, find_head
+from unisono.rendezvous.party import ChannelFacts, Show
+from unisono.rendezvous.ssh import RemoteCommand, find_head
 
 
 def find_shape(
@@ -82,9 +82,9 @@ def with_our_programs(asked: RunRequest, variables: Mapping[str, str]) -> dict[s
     return {**variables, "PATH": os.pathsep.join(path)}
 
 
-def remote_run(asked: RunRequest, output_dir: Path) -> Remote:
+def remote_run(asked: RunRequest, output_dir: Path) -> RemoteCommand:
     """The same program under the same guard, on another node; its directory there has the same path."""
-    return Remote(
+    return RemoteCommand(
         ("run",),
         {
             "--join-timeout": f"{asked.join_timeout_s:g}", "--nproc": asked.nproc, "--devices": asked.devices,
@@ -101,7 +101,7 @@ _MOST_BYTES = 64 << 20
 def make_report(
     asked: RunRequest,
     shape: RunShape,
-    standing: Standing,
+    standing: ChannelFacts,
     *,
     machine: Machine,
     environment: Environment,

@@ -33,9 +33,9 @@ from unisono.plan import NodePlace
 from unisono.plan.topology import Topology
 from unisono.rendezvous.head_side import hold_meeting
 from unisono.rendezvous.job_token import read_token
+from unisono.rendezvous.meeting_end import end_message
 from unisono.rendezvous.member_side import attend_meeting
-from unisono.rendezvous.party import MakeReport, Party, Standing
-from unisono.rendezvous.verdict_exchange import last_word
+from unisono.rendezvous.party import ChannelFacts, MakeReport, Party
 from unisono.text import one_line
 
 _READING_S = 60.0  # it looks 50 times a second, on a machine that may have much to do
@@ -125,7 +125,7 @@ class _Companion:
             judging.run()
             code = 0 if judging.verdict is None else 3
             meeting.end(
-                {**last_word([judging.verdict] if judging.verdict else [], exit_code=code), "result": {}}
+                {**end_message([judging.verdict] if judging.verdict else [], exit_code=code), "result": {}}
             )
             if code == 0:
                 say(_show, f"{len(nodes)} nodes agree: {', '.join(str(node.nproc) for node in nodes)} ranks")
@@ -141,7 +141,7 @@ class _Companion:
     def _maker(self) -> MakeReport:
         machine, environment = read_machine(Probes().devices), read_environment()
 
-        def make(standing: Standing, _show: object) -> NodeReport:
+        def make(standing: ChannelFacts, _show: object) -> NodeReport:
             return make_report(
                 self.asked, self.shape, standing, machine=machine, environment=environment, probes=Probes(), output_dir=Path.cwd()
             )  # fmt: skip

@@ -21,7 +21,7 @@ from unisono.launch.run_records import Table, write_agreement
 from unisono.launch.srun_front import with_step
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
-from unisono.remote_checkpoint.rescue import RescuedStep, is_elsewhere, rescue
+from unisono.remote_checkpoint.rescue import RescuedStep, needs_other_nodes, rescue
 from unisono.rundir import RunDir
 from unisono.rundir.records import RunResult, complete_verdict, set_verdict, write_result
 from unisono.supervise.bounded_io import RunsDisk
@@ -113,7 +113,7 @@ class AttemptEnd:
         """Makes a checkpoint of the newest step in memory, on this node or others; gives whether there is one now."""
         store = checkpoints_of(self.run, self.here)
         found = RescuedStep.here(kept)
-        if self.others is not None and is_elsewhere(plan, attempt):
+        if self.others is not None and needs_other_nodes(plan, attempt):
             collect = partial(
                 self.others.collect,
                 plan,

@@ -19,8 +19,8 @@ from unisono.launch.run_records import Table, note_in_plan, write_agreement
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.first_checkpoint import FirstCheckpoint
-from unisono.remote_checkpoint.storage_trial import copying
-from unisono.remote_checkpoint.upload import Uploading
+from unisono.remote_checkpoint.storage_trial import storage_companions
+from unisono.remote_checkpoint.upload import Uploads
 from unisono.remote_checkpoint.verifier import Verifier
 from unisono.rundir import RunDir
 from unisono.rundir.records import set_verdict
@@ -50,7 +50,7 @@ class HeadAttempts:
     recorder: "Recorder"
     table: Table
     others: HeadNodes | None
-    uploading: Uploading | None
+    uploading: Uploads | None
     log_events: LogEvents = field(default_factory=lambda: LogEvents([]))
 
     def start(self, plan: RunPlan, kept: SharedMemory, watch: OutputWatch) -> Attempt:
@@ -69,9 +69,9 @@ class HeadAttempts:
         key = user_key(self.here.environment.settings_dir)
         shards = None
         if server is not None:  # one node alone needs no channel
-            from unisono.remote_checkpoint.shard_transfer import taking_shards
+            from unisono.remote_checkpoint.shard_transfer import receiving_shards
 
-            shards = taking_shards(plan, server, self.run.checkpoints)
+            shards = receiving_shards(plan, server, self.run.checkpoints)
         return run_attempt(
             plan,
             local=self._local_ranks(plan, kept),
@@ -86,7 +86,7 @@ class HeadAttempts:
                 ReplicaDrift(plan, self.recorder.show),
                 self.log_events,
                 Verifier(self.run.checkpoints, key, self.recorder.show, self.request.rhythm),
-                *copying(
+                *storage_companions(
                     plan,
                     self.uploading,
                     programs=self.request.programs,

@@ -25,9 +25,9 @@ from unisono.launch.run_records import Table
 from unisono.launch.train_request import TrainRequest, Witness
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.rescue import RescuedStep
+from unisono.rendezvous.meeting_end import end_message
 from unisono.rendezvous.party import Party
-from unisono.rendezvous.ssh import Remote, SshFronts, start_others
-from unisono.rendezvous.verdict_exchange import last_word
+from unisono.rendezvous.ssh import RemoteCommand, SshFronts, start_others
 from unisono.rundir import RunDir
 from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.interrupts import Interrupts
@@ -37,7 +37,7 @@ from unisono.text import validation_words
 if TYPE_CHECKING:
     from unisono.control.server import HeadServer
     from unisono.rendezvous.meeting import Meeting
-    from unisono.rendezvous.rejoin import Question, ReportAgain
+    from unisono.rendezvous.rejoin import MakeRestartReport, RestartQuestion
 
 
 _PREPARED_S = (
@@ -117,7 +117,7 @@ class HeadNodes:
             verdict: what is wrong with them.
             done: what the run has come to with them, as in result.json; None where they had no ranks, and have been asked whether they can go on.
         """
-        word = last_word([verdict])
+        word = end_message([verdict])
         if done is not None:
             ending = Ending(4, done, verdict)
             result = result_of(ending, run_id="", output_dir="", restarts=[], seconds=0.0)
@@ -128,7 +128,7 @@ class HeadNodes:
                 rank, f"is not let in again: the job goes on without it ({verdict.summary})"
             )
 
-    def agree_again(self, make_report: "ReportAgain", question: "Question") -> None:
+    def agree_again(self, make_report: "MakeRestartReport", question: "RestartQuestion") -> None:
         """The short agreement before ranks are started again. Where --nodes MIN:MAX allows it, nodes that are not fit are left out.
 
         Args:
@@ -146,15 +146,15 @@ class HeadNodes:
         self.meeting.judge(Agreement(found.checks, news))
         self.table.of_nodes = self.meeting.agreement
 
-    def _round(self, make_report: "ReportAgain", question: "Question") -> Agreement | None:
+    def _round(self, make_report: "MakeRestartReport", question: "RestartQuestion") -> Agreement | None:
         """What came of asking all nodes; None where some were left out, and the rest is to be asked again."""
         from unisono.rendezvous.meeting import Objection
-        from unisono.rendezvous.rejoin import head_again
+        from unisono.rendezvous.rejoin import rejoin_at_head
 
         self._rounds += 1
         try:
             with self.meeting.tentatively():
-                return head_again(self.meeting, make_report, question, round_=self._rounds)
+                return rejoin_at_head(self.meeting, make_report, question, round_=self._rounds)
         except Objection as objection:
             if not objection.nodes or not self.can_do_without(objection.nodes):
                 self.meeting.refuse(objection.verdicts, nodes=objection.nodes)
@@ -256,9 +256,9 @@ def with_witness(ending: Ending, attempt: Attempt, plan: RunPlan, witness: Witne
     return replace(ending, verdict=verdict, exit_code=cause.exit_code if cause else ending.exit_code)
 
 
-def remote_train(request: TrainRequest) -> Remote:
+def remote_train(request: TrainRequest) -> RemoteCommand:
     """The same training, on another node."""
-    return Remote(
+    return RemoteCommand(
         ("train", str(request.config_path), *request.overrides),
         {
             "--join-timeout": f"{request.join_timeout_s:g}", "--nproc": request.nproc, "--devices": request.devices,

@@ -15,7 +15,7 @@ from unisono.launch.run_claim import Claim, find_resume_point, with_changes
 from unisono.launch.run_records import Table
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
-from unisono.remote_checkpoint.download import bring_back
+from unisono.remote_checkpoint.download import download_newest
 from unisono.remote_checkpoint.first_checkpoint import with_rehearsal
 from unisono.remote_checkpoint.storage_trial import storage_tried
 from unisono.rundir import RunDir
@@ -37,7 +37,7 @@ def restore_from_storage(
     """
 
     def work(show: Show) -> bool:
-        return bring_back(
+        return download_newest(
             loaded.config,
             here.environment,
             who=node,

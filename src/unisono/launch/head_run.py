@@ -23,8 +23,8 @@ from unisono.launch.run_claim import Claim, claim
 from unisono.launch.run_records import Table, keep_refusal, write_plan
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
-from unisono.remote_checkpoint.upload import Uploading
-from unisono.rendezvous.head_address import refusals_told
+from unisono.remote_checkpoint.upload import Uploads
+from unisono.rendezvous.head_address import refusals_reported
 from unisono.rendezvous.party import Party
 from unisono.rundir import RunDir
 from unisono.supervise.bounded_io import RunsDisk, leave
@@ -50,7 +50,7 @@ class HeadRun:
     began: float
     party: Party | None
     table: Table = field(default_factory=Table)
-    uploading: Uploading | None = None
+    uploading: Uploads | None = None
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     disk: RunsDisk = field(init=False)
 
@@ -129,7 +129,7 @@ class HeadRun:
 
     def _claim(self, loaded: LoadedConfig, here: LocalNode) -> Claim:
         """The run's directory, locked for this start; nodes that call meanwhile hear of a refusal."""
-        refusals = refusals_told(self.party) if self.party is not None else contextlib.nullcontext()
+        refusals = refusals_reported(self.party) if self.party is not None else contextlib.nullcontext()
         with refusals, as_usage_error():
             return self.stack.enter_context(
                 claim(
@@ -167,7 +167,7 @@ class HeadRun:
     def _begin_uploading(self, plan: RunPlan, here: LocalNode, run: RunDir) -> None:
         if plan.config.checkpoint.storage is not None:
             self.uploading = self.stack.enter_context(
-                Uploading(
+                Uploads(
                     plan,
                     run,
                     programs=self.request.programs,

@@ -18,9 +18,9 @@ from unisono.launch.srun_front import placed_by_slurm
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import DataSummary, ModelFacts
 from unisono.plan.topology import Accelerators, Topology, read_topology
-from unisono.rendezvous.head_address import tell_refusal
+from unisono.rendezvous.head_address import report_refusal
 from unisono.rendezvous.job_token import make_token, read_token, watch_lifeline
-from unisono.rendezvous.party import MakeReport, Party, Show, Standing
+from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, Show
 
 _LOOPBACK = "127.0.0.1"
 
@@ -69,13 +69,13 @@ def tell_early_refusal(
         UnisonoError
     ):  # not even the way to the others is known; this node says what is wrong, and they name it missing
         return
-    tell_refusal(party, error)
+    report_refusal(party, error)
 
 
 def report_maker(request: TrainRequest, loaded: LoadedConfig, here: LocalNode) -> MakeReport:
     """What makes this node's report once the channel has told where it stands."""
 
-    def make(standing: Standing, show: Show) -> NodeReport:
+    def make(standing: ChannelFacts, show: Show) -> NodeReport:
         return make_node_report(
             loaded=loaded, here=here, standing=standing,
             files=look_at_files(loaded, here, programs=request.programs, show=show),
@@ -87,7 +87,7 @@ def report_maker(request: TrainRequest, loaded: LoadedConfig, here: LocalNode) -
 
 def look_alone(request: TrainRequest, loaded: LoadedConfig, here: LocalNode) -> tuple[NodeReport, Agreement]:
     """The report of the only node of a job of several ranks, and what its settings, limits and devices are good for."""
-    standing = Standing(_LOOPBACK, {}, 0.0, [])
+    standing = ChannelFacts(_LOOPBACK, {}, 0.0, [])
     report = make_node_report(
         loaded=loaded, here=here, standing=standing, files={},
         output=look_at_output(loaded, standing), probes=request.probes,

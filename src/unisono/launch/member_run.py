@@ -27,8 +27,8 @@ from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.shard_transfer import clear_parts
 from unisono.rendezvous.member_side import Attendance, attend_meeting
-from unisono.rendezvous.party import MakeReport, Party, Standing
-from unisono.rendezvous.rejoin import Question, node_again
+from unisono.rendezvous.party import ChannelFacts, MakeReport, Party
+from unisono.rendezvous.rejoin import RestartQuestion, rejoin_as_member
 from unisono.rundir import RunDir
 from unisono.rundir.lock import Holder, RunLock, recorded_holder
 from unisono.rundir.records import RunResult, set_verdict, write_result
@@ -90,7 +90,7 @@ class _Seen:
     """The head's mark was looked for in it, and is not there."""
     report: NodeReport = field(init=False)
 
-    def make(self, standing: Standing, show: Show) -> NodeReport:
+    def make(self, standing: ChannelFacts, show: Show) -> NodeReport:
         report = self.report = self.maker(standing, show)
         self.shares_output = report.output.shared is True
         self.has_own_output = report.output.shared is False
@@ -129,7 +129,7 @@ class _Member:
             if isinstance(last, LostHead) or last.is_final:
                 return last
             try:
-                message = node_again(self.attendance, last.message, self._look_again)
+                message = rejoin_as_member(self.attendance, last.message, self._look_again)
             except Disagreed:
                 if self.attendance.head_gone is None:
                     raise
@@ -142,7 +142,7 @@ class _Member:
             if message["kind"] == "ended":
                 return LastWord(message)
 
-    def _look_again(self, standing: Standing, question: Question) -> NodeReport:
+    def _look_again(self, standing: ChannelFacts, question: RestartQuestion) -> NodeReport:
         return look_again(self.request, self.loaded, self.here, self.first, standing, question)
 
     def _serve(self, plan: RunPlan) -> LastWord | LostHead:

@@ -12,7 +12,7 @@ from unisono.control.events import Left
 from unisono.control.file_sender import FileSender, TransferOutcome
 from unisono.events import Message, Show
 from unisono.plan import RunPlan
-from unisono.remote_checkpoint.rescue import KeptSender
+from unisono.remote_checkpoint.rescue import MemorySender
 from unisono.remote_checkpoint.shard_transfer import ShardSender
 from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.interrupts import Interrupts
@@ -86,7 +86,7 @@ class Serving:
     disk: RunsDisk
     checkpoints: Path | None = None
     _shards: ShardSender | None = field(default=None, init=False)
-    _kept: KeptSender | None = field(default=None, init=False)
+    _kept: MemorySender | None = field(default=None, init=False)
     _telling: MonitorReports = field(init=False)
     _told_stop: bool = field(default=False, init=False)
     _told_again_at: float | None = field(default=None, init=False)
@@ -145,7 +145,7 @@ class Serving:
         if self.checkpoints is not None:
             self._shards = ShardSender(transfers, self.checkpoints, self._tell, self.disk.later)
         if self.local.kept is not None:
-            self._kept = KeptSender(transfers, self.local.kept, self.link.send)
+            self._kept = MemorySender(transfers, self.local.kept, self.link.send)
 
     def _pass_on(self, news: RankNews) -> None:
         if isinstance(news, RankEnd):

@@ -31,7 +31,7 @@ from unisono.files import read_bytes
 from unisono.launch.planning import LocalNode
 from unisono.launch.train_request import TrainRequest
 from unisono.plan.device_choice import visible_gpus
-from unisono.rendezvous.party import Show, Standing
+from unisono.rendezvous.party import ChannelFacts, Show
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs
 from unisono.supervise.task_process import run_task
@@ -65,7 +65,7 @@ def look_at_files(
         return {"note": error.problems[0].what}
 
 
-def look_at_output(loaded: LoadedConfig, standing: Standing) -> StorageFacts:
+def look_at_output(loaded: LoadedConfig, standing: ChannelFacts) -> StorageFacts:
     """Whether this node can write into its output_dir, and whether it is the head's."""
     name = str(standing.welcome.get(NONCE_FILE) or "")
     return probe_storage(Path(loaded.config.output_dir), nonce=name if is_nonce(name) else None)
@@ -75,7 +75,7 @@ def make_node_report(
     *,
     loaded: LoadedConfig,
     here: LocalNode,
-    standing: Standing,
+    standing: ChannelFacts,
     files: Contents,
     output: StorageFacts,
     probes: Probes,
@@ -242,7 +242,7 @@ def look_again(
     loaded: LoadedConfig,
     here: LocalNode,
     first: NodeReport,
-    standing: Standing,
+    standing: ChannelFacts,
     question: Mapping[str, Any],
 ) -> NodeReport:
     """This node's report with all that may have changed while ranks ran.

@@ -27,7 +27,7 @@ from unisono.launch.run_records import Table
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import ResumePoint, RunPlan
 from unisono.remote_checkpoint.first_checkpoint import still_due
-from unisono.rendezvous.party import Standing
+from unisono.rendezvous.party import ChannelFacts
 from unisono.rundir import RunDir
 from unisono.rundir.records import set_verdict
 from unisono.rundir.start_decision import StartDecision
@@ -209,7 +209,7 @@ class Restarts:
             return
         first = self.table.nodes[0]
         report = look_again(
-            self.request, self.loaded, self.here, first, Standing(first.address, {}, 0.0, []), question
+            self.request, self.loaded, self.here, first, ChannelFacts(first.address, {}, 0.0, []), question
         )
         found = compare_again([report])
         if found.fatal:

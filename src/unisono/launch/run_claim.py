@@ -19,7 +19,7 @@ from unisono.facts import Environment
 from unisono.files import make_private_dir, read_text, write_text
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import ResumePoint, RunPlan
-from unisono.remote_checkpoint.download import remove_half_a_copy
+from unisono.remote_checkpoint.download import remove_partial_download
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 from unisono.rundir.plan_changes import check_same_run, unused_allowances
@@ -171,7 +171,7 @@ def claim(
     try:
         with _locked(run, host, port, say) as lock:
             made = missing  # from here on: who is refused may not take away what another start has just made
-            if remove_half_a_copy(run):
+            if remove_partial_download(run):
                 say(f"what a start that was killed had begun to bring into {run.root} is removed")
             decision = decide_start(run, config, resume=resume, fresh=False, allow=allow)
             claimed = Claim(run, decision, made, Earlier.of(run), lock)

@@ -17,7 +17,7 @@ from unisono.launch.rank_layout import lay_out
 from unisono.launch.srun_front import token_hint, token_of_step
 from unisono.launch.train_request import TrainRequest, load_asked, refuse_live_launcher
 from unisono.plan import RunPlan
-from unisono.rendezvous import verdict_exchange
+from unisono.rendezvous import meeting_end
 from unisono.rundir import RunDir
 from unisono.rundir.start_decision import decide_start
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
@@ -106,7 +106,7 @@ def _disagreed(error: UnisonoError, show: Show, began: float) -> dict[str, Any]:
     """Says what nodes or ranks disagree about, in the same words on all of them, and gives the result."""
     assert error.verdict is not None
     if not (isinstance(error, Disagreed) and error.said):
-        verdict_exchange.say(show, error.verdict, [problem.what for problem in error.problems[1:]])
+        meeting_end.show_verdicts(show, error.verdict, [problem.what for problem in error.problems[1:]])
     return result_of(
         Ending(error.exit_code, NOTHING_DONE, error.verdict), run_id="", output_dir="", restarts=[],
         seconds=time.monotonic() - began,

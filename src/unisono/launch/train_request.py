@@ -18,7 +18,7 @@ from unisono.facts import Environment, Probes
 from unisono.facts.slurm import SlurmStep
 from unisono.plan.device_choice import device_words
 from unisono.plan.topology import TopologyRequest, parse_hosts
-from unisono.remote_checkpoint.verifier import Rhythm
+from unisono.remote_checkpoint.verifier import ReadingRate
 from unisono.rundir.config_changes import read_allowed
 from unisono.supervise.child_process import Programs
 
@@ -144,7 +144,7 @@ class TrainRequest:
     ssh: tuple[str, ...] = ("ssh",)
     probes: Probes = field(default_factory=Probes)
     faults: dict[str, Any] = field(default_factory=dict)
-    rhythm: Rhythm = field(default_factory=Rhythm)
+    rhythm: ReadingRate = field(default_factory=ReadingRate)
     witness: Witness | None = None
 
     @property

@@ -25,12 +25,12 @@ _SAYS_AFTER_S, _SAYS_EVERY_S = 2.0, 10.0
 _BESIDE = ".brought.tmp-"
 
 
-def bring_back(
+def download_newest(
     config: RunConfig, environment: Environment, *, who: str, programs: Programs, trust: bool, show: Show
 ) -> bool:
     """Fills an output_dir that has no intact checkpoint from the storage, so that the run there goes on; else does nothing.
 
-    Called by who holds the directory's lock. A kill at any moment leaves what `remove_half_a_copy` removes, or the whole.
+    Called by who holds the directory's lock. A kill at any moment leaves what `remove_partial_download` removes, or the whole.
 
     Args:
         config: with checkpoint.storage or without.
@@ -55,11 +55,11 @@ def bring_back(
     run_id = plan.get("run_id") if isinstance(plan.get("run_id"), str) else None
     if (run_id is None and store.list()) or store.newest_intact(run_id=run_id, trust=trust) is not None:
         return False
-    bringing = _Bringing(run, store, storage_url(config.checkpoint.storage, run.root), who, programs, show)
+    bringing = _Download(run, store, storage_url(config.checkpoint.storage, run.root), who, programs, show)
     before, damage = None, None
     while (manifest := bringing.look(run_id, before=before)) is not None:
         if not trust and not manifest.is_signed_by(user_key(environment.settings_dir)):
-            raise _foreign(manifest, bringing.url)
+            raise _not_signed(manifest, bringing.url)
         try:
             bringing.do(manifest, is_new=not plan)
         except IntegrityError as error:
@@ -76,7 +76,7 @@ def bring_back(
     return False
 
 
-def remove_half_a_copy(run: RunDir) -> bool:
+def remove_partial_download(run: RunDir) -> bool:
     """Removes what a killed start had begun to bring into a directory in which there was no run; under the directory's lock.
 
     Returns:
@@ -96,7 +96,7 @@ def remove_half_a_copy(run: RunDir) -> bool:
     return not is_whole
 
 
-def _foreign(manifest: Manifest, url: str) -> IntegrityError:
+def _not_signed(manifest: Manifest, url: str) -> IntegrityError:
     return IntegrityError.of(
         f"the checkpoint of step {manifest.step} in the storage is not signed with your key", where=f"{url}/{manifest.run_id}",
         why="a checkpoint of somebody else's is not read unasked",
@@ -104,7 +104,7 @@ def _foreign(manifest: Manifest, url: str) -> IntegrityError:
     )  # fmt: skip
 
 
-class _Bringing:
+class _Download:
     def __init__(
         self, run: RunDir, store: CheckpointStore, url: str, who: str, programs: Programs, show: Show
     ) -> None:
@@ -151,7 +151,7 @@ class _Bringing:
             if is_new:
                 self._place(beside)
         except BaseException:  # also Ctrl-C: nothing half is left; raised again
-            remove_half_a_copy(self._run)
+            remove_partial_download(self._run)
             raise
         finally:
             for folder in (temporary, beside):
@@ -166,7 +166,7 @@ class _Bringing:
         line = f"{self._who} is fetching" if self._who else "fetching"
         line += f" step {step} of run {run_id} from {self.url}"
         _say(self._show, f"{line} ({show_bytes(manifest.total_bytes)})")
-        result = self._ask(request, _Telling(self._show, line))
+        result = self._ask(request, _FetchProgress(self._show, line))
         took = f"{show_bytes(result['bytes'])} in {show_seconds(result['seconds'])}"
         _say(self._show, f"step {step} of run {run_id} is back from {self.url}: {took}")
 
@@ -194,7 +194,7 @@ class _Bringing:
         fsync_dir(self._run.root)
 
 
-class _Telling:
+class _FetchProgress:
     """Says how far a fetch is: after two seconds, then every ten."""
 
     def __init__(self, show: Show, line: str) -> None:

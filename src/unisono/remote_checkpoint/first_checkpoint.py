@@ -33,7 +33,7 @@ def with_rehearsal(plan: RunPlan, run: RunDir, *, wanted: bool) -> RunPlan:
         run: whose plan.json is still that of the start before.
         wanted: whether it was not turned off.
     """
-    same_ranks = _laid_out(plan.to_json()) == _laid_out(read_object(run.plan))
+    same_ranks = _rank_layout(plan.to_json()) == _rank_layout(read_object(run.plan))
     failed = read_object(run.result).get("outcome") in ("unfit", "corrupt")  # perhaps at this very point
     due = wanted and plan.world_size > 1 and (plan.resume is None or failed or not same_ranks)
     return plan.model_copy(update={"rehearse": due})
@@ -45,13 +45,13 @@ def still_due(plan: RunPlan, resume: ResumePoint | None) -> bool:
     return plan.rehearse and before == (resume.step if resume else None)
 
 
-def _laid_out(plan: dict[str, Any]) -> tuple[object, ...]:
+def _rank_layout(plan: dict[str, Any]) -> tuple[object, ...]:
     nodes = [(node.get("host"), node.get("nproc")) for node in plan.get("nodes") or []]
     return plan.get("world_size"), plan.get("strategy"), nodes
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """What the ranks said of a checkpoint: where it is, its size, the seconds it took, and those in which nothing else was done."""
 
     step: int
@@ -77,7 +77,7 @@ class FirstCheckpoint:
         self._programs = programs
         self._leftovers = leftovers
         self._show = show
-        self._saved: Saved | None = None
+        self._saved: SavedCheckpoint | None = None
         self._error: UnisonoError | None = None
         self._task: TaskProcess | None = None
         self._held: Message | None = None
@@ -90,7 +90,7 @@ class FirstCheckpoint:
         if rank != 0 or self._saved is not None or message.get("step") != self._plan.rehearsed_step:
             return
         if message["kind"] == "checkpoint":
-            self._saved = Saved(
+            self._saved = SavedCheckpoint(
                 int(message["step"]), Path(message["path"]), int(message["bytes"]), float(message["seconds"]),
                 float(message.get("blocking_s") or 0.0),
             )  # fmt: skip
@@ -134,7 +134,7 @@ class FirstCheckpoint:
         """A run that is over before its rehearsal has nothing to fear for."""
         self._end()
 
-    def _start(self, saved: Saved) -> None:
+    def _start(self, saved: SavedCheckpoint) -> None:
         environment = child_environment(threads=1, without=self._leftovers)  # the ranks have the other cores
         request = {"path": str(saved.path), "run_id": self._plan.run_id}
         self._began = time.monotonic()
@@ -155,7 +155,7 @@ class FirstCheckpoint:
             held, self._held = self._held, None
             self._show({**held, "estimate": found} if found is not None else held)
 
-    def _take(self, message: Message, saved: Saved) -> None:
+    def _take(self, message: Message, saved: SavedCheckpoint) -> None:
         if message["kind"] == "room":
             self._room = DiskSpace(message["free_bytes"], message["own_bytes"], tuple(message["steps"]))
             self._error = _refusal(self._plan, saved, self._room)
@@ -169,7 +169,7 @@ class FirstCheckpoint:
             text = summary(self._plan, saved, self._room, read_s=read_s)
             self._show({"kind": "note", "time": time.time(), "text": text})
 
-    def _tell_if_slow(self, saved: Saved) -> None:
+    def _tell_if_slow(self, saved: SavedCheckpoint) -> None:
         patience = slow_after(saved.seconds)
         if self._is_over or time.monotonic() - self._began < patience:
             return
@@ -184,7 +184,7 @@ class FirstCheckpoint:
         self._show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": fix})
 
 
-def summary(plan: RunPlan, saved: Saved, room: DiskSpace, *, read_s: float) -> str:
+def summary(plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace, *, read_s: float) -> str:
     """What is known now about all checkpoints of the run, in a line."""
     due = steps_due(plan, saved.step)
     line = (
@@ -200,7 +200,9 @@ def summary(plan: RunPlan, saved: Saved, room: DiskSpace, *, read_s: float) -> s
     )
 
 
-def estimate(plan: RunPlan, saved: Saved, room: DiskSpace, *, read_s: float | None) -> dict[str, Any]:
+def estimate(
+    plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace, *, read_s: float | None
+) -> dict[str, Any]:
     """The same for programs. `read_back_s` is null where it was not read to its end, since they do not fit."""
     due = steps_due(plan, saved.step)
     at_once = at_most(plan, room.steps, due) if due else len(room.steps)
@@ -236,7 +238,7 @@ def at_most(plan: RunPlan, there: Sequence[int], due: Sequence[int], *, keep: in
     return max_on_disk(there, due, rules, best=section.best is not None)
 
 
-def _refusal(plan: RunPlan, saved: Saved, room: DiskSpace) -> UnfitError | None:
+def _refusal(plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace) -> UnfitError | None:
     """Why the checkpoints of the whole run do not fit; None if they do."""
     due = steps_due(plan, saved.step)
     at_once = at_most(plan, room.steps, due)
@@ -284,7 +286,7 @@ def _not_written(message: Message, *, host: str) -> UnfitError:
     )  # fmt: skip
 
 
-def _not_read_back(saved: Saved, error: UnisonoError) -> UnisonoError:
+def _not_read_back(saved: SavedCheckpoint, error: UnisonoError) -> UnisonoError:
     """In the class of what was found: damage, or a storage that fails."""
     kind = type(error) if isinstance(error, UnfitError) else IntegrityError
     problems = [

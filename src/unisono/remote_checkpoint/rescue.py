@@ -20,7 +20,7 @@ from unisono.control.server import HeadServer
 from unisono.errors import storage_reason, storage_words
 from unisono.events import Message, Show
 from unisono.plan import RunPlan
-from unisono.rendezvous.verdict_exchange import stop_of
+from unisono.rendezvous.meeting_end import parse_stop
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, truncate_after
 from unisono.supervise.interrupts import Interrupts
@@ -51,7 +51,9 @@ class RescuedStep:
         return found
 
 
-def choose(steps: Mapping[int, Sequence[StepSnapshot]], *, holders: Sequence[int]) -> list[StepSnapshot]:
+def choose_pieces(
+    steps: Mapping[int, Sequence[StepSnapshot]], *, holders: Sequence[int]
+) -> list[StepSnapshot]:
     """The newest state that is whole: one piece for each holder. Empty where there is none.
 
     Args:
@@ -71,7 +73,7 @@ def ended_with_result(attempt: Attempt) -> bool:
     return attempt.last is not None and attempt.last["kind"] == "result" and attempt.decision is None
 
 
-def is_elsewhere(plan: RunPlan, attempt: Attempt) -> bool:
+def needs_other_nodes(plan: RunPlan, attempt: Attempt) -> bool:
     """Whether other nodes hold parts of what is to be rescued."""
     away = any(keeping_ranks(plan, node.node_rank) for node in plan.nodes if node.node_rank != 0)
     return away and attempt.ready and not ended_with_result(attempt)
@@ -96,7 +98,7 @@ def rescue(
         for what in damage:
             _warn(show, "snapshot_refused", f"what rank {rank} kept in memory is not used: {what}")
     holders = [place.rank for place in plan.ranks] if plan.strategy == "fsdp" else []
-    pieces = choose(found.steps, holders=holders)
+    pieces = choose_pieces(found.steps, holders=holders)
     if not pieces:
         missing = [str(rank) for rank in holders if not found.steps.get(rank)]
         if missing and any(found.steps.values()):
@@ -112,7 +114,7 @@ def rescue(
     except (StorageFailed, OSError, ValueError) as error:  # ValueError: another node sent no rank's state
         _warn(show, "checkpoint_failed", f"step {step}, kept in memory, cannot be saved: {_why(error)}")
         return False
-    _tell(plan, attempt, pieces[0], path, seconds=time.monotonic() - began, show=show)
+    _report_checkpoint(plan, attempt, pieces[0], path, seconds=time.monotonic() - began, show=show)
     return True
 
 
@@ -158,7 +160,7 @@ def _save(plan: RunPlan, pieces: Sequence[StepSnapshot], *, store: CheckpointSto
     )  # fmt: skip
 
 
-def _tell(
+def _report_checkpoint(
     plan: RunPlan, attempt: Attempt, kept: StepSnapshot, path: Path, *, seconds: float, show: Show
 ) -> None:
     """Says what came of it, to people and to those who count steps and checkpoints."""
@@ -174,11 +176,11 @@ def _tell(
         attempt.note(message)
         show({**message, "time": time.time()})
     rest = "nothing is lost" if lost <= 0 else f"the {lost} after it are lost"
-    who = _who(plan, attempt)
+    who = _culprit_label(plan, attempt)
     _say(show, f"{who}: step {kept.step} was kept in memory and is now checkpoint {path.name}; {rest}")
 
 
-def _who(plan: RunPlan, attempt: Attempt) -> str:
+def _culprit_label(plan: RunPlan, attempt: Attempt) -> str:
     decision = attempt.decision
     if decision is not None and decision.culprit is not None:
         return f"{plan.ranks[decision.culprit.rank].label} died"
@@ -204,7 +206,7 @@ _AT_LEAST_S = 2.0
 _FOR_THE_RESCUE_S = 1.0
 
 
-class KeptSender:
+class MemorySender:
     """On a node that is not the head.
 
     Args:
@@ -265,7 +267,7 @@ def collect(
                     case NodeMessage(message={"kind": "kept_sent"}):
                         waiting.discard(event.node_rank)
                     case NodeMessage(message={"kind": "stop", "signal": name, **rest}):
-                        stopped = stop_of(name, plan.node(event.node_rank).host)
+                        stopped = parse_stop(name, plan.node(event.node_rank).host)
                         interrupts.ask(stopped.number, where=stopped.where, again=rest.get("again") is True)
                     case Left():
                         waiting.discard(event.node_rank)

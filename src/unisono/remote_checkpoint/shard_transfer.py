@@ -25,7 +25,7 @@ from unisono.events import Message
 from unisono.plan import RunPlan
 from unisono.text import one_line
 
-SHARD = "shard"
+SHARD_KIND = "shard"
 """The label's kind of a part on its way."""
 _TELLS_EVERY_S = 2.0
 _LOOK_S = 0.02
@@ -43,7 +43,7 @@ def is_shard_of(name: str, rank: int, world_size: int) -> bool:
 
 
 @dataclass
-class _Message:
+class _PendingMessage:
     """A rank's `shard_written`, until its files have arrived or not."""
 
     rank: int
@@ -70,17 +70,17 @@ class ShardSender:
         self._transfers = transfers
         self._checkpoints = checkpoints
         self._tell = tell
-        self._of_transfer: dict[int, _Message] = {}
+        self._of_transfer: dict[int, _PendingMessage] = {}
 
     def written(self, rank: int, message: Message) -> None:
         """A rank has written its part, or could not."""
-        waiting = _Message(rank, message)
+        waiting = _PendingMessage(rank, message)
         temporary, files = message.get("temporary"), message.get("files") or {}
         if message.get("error") or not is_temporary_name(temporary) or not all(map(is_file_name, files)):
             self._end(waiting)
             return
         for name, entry in files.items():
-            label = {"kind": SHARD, "rank": rank, "temporary": temporary, "name": name}
+            label = {"kind": SHARD_KIND, "rank": rank, "temporary": temporary, "name": name}
             content = Content(entry["bytes"], entry["xxh3_128"])
             number = self._transfers.send(self._checkpoints / str(temporary) / name, label, content)
             waiting.waits_for.add(number)
@@ -99,7 +99,7 @@ class ShardSender:
         if not waiting.waits_for:
             self._end(waiting)
 
-    def _end(self, waiting: _Message) -> None:
+    def _end(self, waiting: _PendingMessage) -> None:
         temporary = waiting.message.get("temporary")
         if is_temporary_name(temporary):
             self._later(partial(self._delete, waiting.rank, str(temporary)))
@@ -125,10 +125,10 @@ def clear_parts(checkpoints: Path) -> None:
 
 
 @contextlib.contextmanager
-def taking_shards(plan: RunPlan, server: HeadServer, checkpoints: Path) -> Iterator["ShardArrivals"]:
+def receiving_shards(plan: RunPlan, server: HeadServer, checkpoints: Path) -> Iterator["ShardArrivals"]:
     """Takes the parts that the ranks of other nodes send, as long as the context lasts."""
     arrivals = ShardArrivals(plan, checkpoints)
-    with FileReceiver(server, {SHARD: arrivals.place}) as receiving:
+    with FileReceiver(server, {SHARD_KIND: arrivals.place}) as receiving:
         arrivals.watches(receiving)
         try:
             yield arrivals
@@ -206,7 +206,7 @@ class ShardArrivals:
 
     def arrived(self, event: FileReceived) -> None:
         """A part has arrived, or has not."""
-        if event.label.get("kind") == SHARD and event.path is not None:
+        if event.label.get("kind") == SHARD_KIND and event.path is not None:
             self._there[event.path.parent.name, event.path.name] = (event.bytes, event.xxh3_128)
 
     def confirmed(self, rank: int, message: Message) -> Message:

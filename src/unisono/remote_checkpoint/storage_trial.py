@@ -11,7 +11,7 @@ from unisono.errors import IntegrityError, Problem, RankDied, UnfitError, Unison
 from unisono.events import Message, Show, say
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.first_checkpoint import at_most, how_many_more, slow_after, steps_due
-from unisono.remote_checkpoint.upload import Copied, Uploading, storage_url
+from unisono.remote_checkpoint.upload import CopyResult, Uploads, storage_url
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs, child_environment
 from unisono.supervise.rank_supervisor import Companion
@@ -19,8 +19,8 @@ from unisono.supervise.task_process import TaskProcess, cannot_start
 from unisono.units import show_bytes, show_seconds
 
 
-def copying(
-    plan: RunPlan, uploading: Uploading | None, *, programs: Programs, leftovers: dict[str, str], show: Show
+def storage_companions(
+    plan: RunPlan, uploading: Uploads | None, *, programs: Programs, leftovers: dict[str, str], show: Show
 ) -> tuple[Companion, ...]:
     """What is beside the ranks of one start where there is a storage: the uploads, and this look at the first."""
     if uploading is None:
@@ -32,7 +32,7 @@ class FirstCopy:
     """Beside the ranks: takes what came of the first upload, and has the copy read back."""
 
     def __init__(
-        self, plan: RunPlan, uploading: Uploading, *, programs: Programs, leftovers: dict[str, str], show: Show
+        self, plan: RunPlan, uploading: Uploads, *, programs: Programs, leftovers: dict[str, str], show: Show
     ) -> None:  # fmt: skip
         """For one start of the ranks.
 
@@ -84,7 +84,7 @@ class FirstCopy:
         """A run that is over before its rehearsal has nothing to fear for."""
         self._end()
 
-    def _read_back(self, copied: Copied) -> None:
+    def _read_back(self, copied: CopyResult) -> None:
         if self._task is None:
             self._start(copied)
         assert self._task is not None
@@ -95,7 +95,7 @@ class FirstCopy:
                 return
         self._tell_if_slow(copied)
 
-    def _start(self, copied: Copied) -> None:
+    def _start(self, copied: CopyResult) -> None:
         request = {
             "action": "read_back", "url": self._uploading.url, "run_id": self._plan.run_id, "step": copied.step, "checksum": copied.checksum
         }  # fmt: skip
@@ -113,7 +113,7 @@ class FirstCopy:
             self._task.close(patience_s=0)
             self._task = None
 
-    def _tell(self, copied: Copied, found: Message) -> None:
+    def _tell(self, copied: CopyResult, found: Message) -> None:
         text = summary(self._plan, copied, found, place=self._place(copied))
         self._show({"kind": "note", "time": time.time(), "text": text})
         needed, free = more_bytes(self._plan, copied, found), found["free_bytes"]
@@ -124,7 +124,7 @@ class FirstCopy:
                 "free some there, or lower checkpoint.keep; a copy that finds no room costs a warning, and training goes on",
             )  # fmt: skip
 
-    def _tell_if_slow(self, copied: Copied) -> None:
+    def _tell_if_slow(self, copied: CopyResult) -> None:
         patience = slow_after(copied.seconds)
         if time.monotonic() - self._began < patience:
             return
@@ -135,7 +135,7 @@ class FirstCopy:
             "look at the storage and the network: to go on from a copy takes as long",
         )  # fmt: skip
 
-    def _not_copied(self, copied: Copied, error: UnisonoError) -> UnisonoError:
+    def _not_copied(self, copied: CopyResult, error: UnisonoError) -> UnisonoError:
         problem = error.problems[0]
         why = "it is made after the first step so that a run which relies on copies does not train for hours without"
         fix = problem.fix or "test this disk and the memory of this machine, then start anew with --fresh"
@@ -143,7 +143,7 @@ class FirstCopy:
             copied, error, what=f"the first copy was not made: {problem.what}", why="; ".join(filter(None, (problem.why, why))), fix=fix
         )  # fmt: skip
 
-    def _not_read_back(self, copied: Copied, error: UnisonoError) -> UnisonoError:
+    def _not_read_back(self, copied: CopyResult, error: UnisonoError) -> UnisonoError:
         problem = error.problems[0]
         why = "; ".join(filter(None, (problem.why, "it was read again in a fresh process, from the storage")))
         fix = problem.fix or "look at that storage, or set checkpoint.storage to another one"
@@ -151,7 +151,9 @@ class FirstCopy:
             copied, error, what=f"the first copy is not read back as it was written: {problem.what}", why=why, fix=fix
         )  # fmt: skip
 
-    def _refusal(self, copied: Copied, error: UnisonoError, *, what: str, why: str, fix: str) -> UnisonoError:
+    def _refusal(
+        self, copied: CopyResult, error: UnisonoError, *, what: str, why: str, fix: str
+    ) -> UnisonoError:
         """In the class of what was found: damage, or a storage that fails. The storage is named for all nodes."""
         ways = f"{fix}; or train without copies: checkpoint.storage=null. The same command then goes on with the run"
         problem = Problem(what, self._place(copied), why, ways)
@@ -163,14 +165,14 @@ class FirstCopy:
         )  # fmt: skip
         return UnfitError(problem, verdict=verdict)
 
-    def _place(self, copied: Copied) -> str:
+    def _place(self, copied: CopyResult) -> str:
         return f"{self._uploading.url}/{self._plan.run_id}/{copied.path.name}"
 
     def _warn(self, code: str, text: str, fix: str) -> None:
         self._show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": fix})
 
 
-def summary(plan: RunPlan, copied: Copied, found: dict[str, Any], *, place: str) -> str:
+def summary(plan: RunPlan, copied: CopyResult, found: dict[str, Any], *, place: str) -> str:
     """What is known now about all copies of the run, in a line.
 
     Args:
@@ -192,7 +194,7 @@ def summary(plan: RunPlan, copied: Copied, found: dict[str, Any], *, place: str)
     return f"{line}; {how_many_more(plan, due)}, at most {at_once} there: {show_bytes(more_bytes(plan, copied, found))} more{room}{in_all}"
 
 
-def more_bytes(plan: RunPlan, copied: Copied, found: dict[str, Any]) -> int:
+def more_bytes(plan: RunPlan, copied: CopyResult, found: dict[str, Any]) -> int:
     """What the copies will take at the most beside those that are there."""
     more = at_most(plan, found["steps"], steps_due(plan, copied.step)) - len(found["steps"])
     return max(0, more) * int(found["bytes"])
@@ -254,7 +256,7 @@ def _wait(task: TaskProcess, url: str, show: Show, patience_s: float) -> None:
             _warn(show, url, str(error))
             return
         except UnfitError as error:
-            raise UnfitError(*map(_before_the_first_step, error.problems)) from error
+            raise UnfitError(*map(_with_local_option, error.problems)) from error
         if waited > _SAYS_AFTER_S and not said:
             said = True
             say(show, f"waiting for {url} to answer; at most {show_seconds(patience_s - waited)} more")
@@ -262,7 +264,7 @@ def _wait(task: TaskProcess, url: str, show: Show, patience_s: float) -> None:
     _warn(show, url, f"it has not answered within {show_seconds(patience_s)}")
 
 
-def _before_the_first_step(problem: Problem) -> Problem:
+def _with_local_option(problem: Problem) -> Problem:
     """The same, with the way to train without it."""
     fix = f"{problem.fix}; or train without copies: checkpoint.storage=null"
     return Problem(problem.what, problem.where, problem.why, fix)

@@ -27,7 +27,7 @@ def storage_url(storage: str, output_dir: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopyResult:
     """What came of one upload.
 
     Attributes:
@@ -50,7 +50,7 @@ class Copied:
         return _step_of(self.path)
 
 
-class Uploading:
+class Uploads:
     """A companion that lives over all starts of the ranks in one start of the run. Use it as a context: it leaves no child behind."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Uploading:
         self._moved = 0.0
         self._ending = False
         self._expected: int | None = None
-        self.first: Copied | None = None
+        self.first: CopyResult | None = None
         """What came of the copy that is expected."""
         self.uploaded: Path | None = None
 
@@ -90,7 +90,7 @@ class Uploading:
         """Where the copies of all runs of this name are."""
         return self._url
 
-    def __enter__(self) -> "Uploading":
+    def __enter__(self) -> "Uploads":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -204,7 +204,7 @@ class Uploading:
                 return
             self.uploaded = self._path
             if self._is_expected():
-                self.first = Copied(self._path, message["bytes"], message["seconds"], message["checksum"])
+                self.first = CopyResult(self._path, message["bytes"], message["seconds"], message["checksum"])
                 self._expected = None
             if message["bytes"]:
                 size, seconds = show_bytes(message["bytes"]), show_seconds(message["seconds"])
@@ -221,7 +221,7 @@ class Uploading:
         """Says what, where, why and how to mend it, or leaves that to whoever expects this copy."""
         self._close()
         if self._is_expected() and not isinstance(error, RankDied):  # a death says nothing of the storage
-            self.first, self._expected = Copied(self._path, error=error), None
+            self.first, self._expected = CopyResult(self._path, error=error), None
             return
         what = f"{self._path.name} was not copied to {self._url}: "
         problem = error.problems[0]

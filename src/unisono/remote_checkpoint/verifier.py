@@ -29,7 +29,7 @@ _LAST_PRIORITY = 19
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class ReadingRate:
     """How fast and how often.
 
     Attributes:
@@ -43,7 +43,7 @@ class Rhythm:
     again_after_s: float = 6 * _HOURS
 
 
-class _EndedError(Exception):
+class _RunEndedError(Exception):
     """The run has ended, and the reading with it."""
 
 
@@ -74,10 +74,10 @@ class Pace:
         now = self.clock.monotonic()
         self._next = max(now, self._next or now) + n_bytes / self.bytes_per_s
         if self.wait(self._next - now):
-            raise _EndedError
+            raise _RunEndedError
         while self.is_saving():
             if self.wait(0.2):
-                raise _EndedError
+                raise _RunEndedError
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Verifier:
     root: Path
     key: bytes
     show: Callable[[Message], None]
-    rhythm: Rhythm = Rhythm()
+    rhythm: ReadingRate = ReadingRate()
     clock: Clock = field(default_factory=SystemClock)
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
@@ -135,7 +135,7 @@ class Verifier:
                     OSError
                 ):  # the storage is away: whoever saves says so, and we look again
                     self._look_for_work()
-        except _EndedError:
+        except _RunEndedError:
             return
         except Exception as error:  # noqa: BLE001 - the edge of the thread: a run goes on without its verifier, and that is said
             self._warn(

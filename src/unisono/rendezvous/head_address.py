@@ -13,9 +13,9 @@ from unisono.control.link import NodeLink
 from unisono.control.server import HeadServer
 from unisono.errors import Disagreed, UnisonoError
 from unisono.facts.network import NetworkProbe, is_loopback
-from unisono.rendezvous import verdict_exchange
+from unisono.rendezvous import meeting_end
+from unisono.rendezvous.meeting_end import disagreement
 from unisono.rendezvous.party import Party
-from unisono.rendezvous.verdict_exchange import disagreement
 from unisono.rundir.lock import Holder, LockTaken
 from unisono.supervise.postmortem import node_refused
 
@@ -140,7 +140,7 @@ _ACKNOWLEDGE_S = 1.0
 
 
 @contextlib.contextmanager
-def refusals_told(party: Party) -> Iterator[None]:
+def refusals_reported(party: Party) -> Iterator[None]:
     """Around what a front checks before the meeting: an error for people is told to the other nodes, and raised again.
 
     This front keeps its own exit code (mostly 2); the others end with 3 and with `node R (HOST) refused: …`.
@@ -148,26 +148,26 @@ def refusals_told(party: Party) -> Iterator[None]:
     try:
         yield
     except UnisonoError as error:
-        tell_refusal(party, error)
+        report_refusal(party, error)
         raise
 
 
-def tell_refusal(party: Party, error: UnisonoError) -> None:
+def report_refusal(party: Party, error: UnisonoError) -> None:
     """Tells the head, or on the head everybody who calls within a few seconds. Never raises: the error itself matters more."""
     if party.topology.nodes == 1 or party.topology.hosts:  # those of --hosts have not been started
         return
-    if isinstance(error, LockTaken) and _meets_our_nodes(party, error.holder):
+    if isinstance(error, LockTaken) and _is_same_job(party, error.holder):
         return
     rank = party.topology.node_rank
     verdict = error.verdict if isinstance(error, Disagreed) else None
     with contextlib.suppress(UnisonoError):
         if rank == 0:
-            say_to_callers(party, verdict or node_refused(0, party.host, error.to_json()))
+            answer_callers(party, verdict or node_refused(0, party.host, error.to_json()))
         else:
             _call_the_head(party, error)
 
 
-def _meets_our_nodes(party: Party, holder: Holder | None) -> bool:
+def _is_same_job(party: Party, holder: Holder | None) -> bool:
     """Whether the job lives already, and this is its command typed again: then port and nodes are that head's."""
     topology = party.topology
     return (
@@ -178,7 +178,7 @@ def _meets_our_nodes(party: Party, holder: Holder | None) -> bool:
     )
 
 
-def say_to_callers(party: Party, verdict: Verdict) -> None:
+def answer_callers(party: Party, verdict: Verdict) -> None:
     """Opens the head's port, says the verdict as the last word to all who call, and closes when all have heard it or time is over.
 
     Where the head's name leads to no address that others could reach, it listens on every address of this machine, briefly.
@@ -189,8 +189,8 @@ def say_to_callers(party: Party, verdict: Verdict) -> None:
     party.show(
         {"kind": "note", "time": time.time(), "text": f"telling the other nodes (at most {_LISTEN_S:.0f} s)"}
     )
-    servers = _open(party)
-    message = verdict_exchange.last_word([verdict])
+    servers = _open_servers(party)
+    message = meeting_end.end_message([verdict])
     absent = set(range(1, party.topology.nodes))
     try:
         for server in servers:
@@ -206,7 +206,7 @@ def say_to_callers(party: Party, verdict: Verdict) -> None:
             server.close(patience_s=_ACKNOWLEDGE_S)
 
 
-def _open(party: Party) -> list[HeadServer]:
+def _open_servers(party: Party) -> list[HeadServer]:
     try:
         addresses = [listening_address(party)]
     except Disagreed:
@@ -247,6 +247,6 @@ def _call_the_head(party: Party, error: UnisonoError) -> None:
         node_host=party.host, timeout_s=_CALL_S,
     )  # fmt: skip
     try:
-        link.send({"kind": "refused", **verdict_exchange.refusal_of(error)})
+        link.send({"kind": "refused", **meeting_end.refusal_of(error)})
     finally:
         link.close()  # it waits until the head has heard all

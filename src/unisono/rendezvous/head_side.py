@@ -8,10 +8,10 @@ from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_nodes
 from unisono.agree.reports import NodeReport
 from unisono.errors import Disagreed
-from unisono.rendezvous.head_address import tell_refusal
-from unisono.rendezvous.meeting import Keep, Meeting
+from unisono.rendezvous.head_address import report_refusal
+from unisono.rendezvous.meeting import Meeting, RecordAgreement
 from unisono.rendezvous.network_trial import collective_task, head_collective, head_dials, listen
-from unisono.rendezvous.party import BackgroundWork, MakeReport, Party, Standing
+from unisono.rendezvous.party import BackgroundWork, ChannelFacts, MakeReport, Party
 from unisono.rendezvous.ssh import SshFronts
 
 _POLL_S = 0.2
@@ -28,7 +28,7 @@ def hold_meeting(
     welcome: dict[str, Any] | None = None,
     run_nonce: str = "",
     epoch: int = 0,
-    keep: Keep | None = None,
+    keep: RecordAgreement | None = None,
     start_others: Callable[[tuple[str, int]], SshFronts] | None = None,
     compare: Callable[[Sequence[NodeReport]], Agreement] = compare_nodes,
     tries_collective: bool = True,
@@ -57,15 +57,15 @@ def hold_meeting(
         meeting = Meeting(party, welcome=welcome, run_nonce=run_nonce, epoch=epoch, keep=keep)
     except Disagreed as error:  # the others call an address that this machine could still answer on
         if error.verdict is not None and error.verdict.cause == "hostname_loopback":
-            tell_refusal(party, error)
+            report_refusal(party, error)
         raise
     try:
         others = _start_others(meeting, start_others)
         with listen(meeting.server.address[0], party.token, meeting.run_nonce) as listener:
-            _assemble(meeting, make_report, listener.ports, others)
+            _wait_for_nodes(meeting, make_report, listener.ports, others)
             meeting.judge(compare(meeting.reports))
             if len(meeting.reports) > 1:
-                _try(meeting, trial, tries_collective=tries_collective)
+                _run_trial(meeting, trial, tries_collective=tries_collective)
         meeting.tell_all({"kind": "agreed"})
     except BaseException as error:  # told to all nodes, and raised again
         meeting.__exit__(type(error), error, error.__traceback__)
@@ -73,7 +73,7 @@ def hold_meeting(
     return meeting
 
 
-def _try(meeting: Meeting, trial: Callable[[Meeting], None] | None, *, tries_collective: bool) -> None:
+def _run_trial(meeting: Meeting, trial: Callable[[Meeting], None] | None, *, tries_collective: bool) -> None:
     if trial is not None:
         trial(meeting)
     elif tries_collective:
@@ -106,7 +106,7 @@ def _start_others(meeting: Meeting, start: Callable[[tuple[str, int]], SshFronts
     return others
 
 
-def _assemble(
+def _wait_for_nodes(
     meeting: Meeting, make_report: MakeReport, probe_ports: list[int], others: SshFronts | None
 ) -> None:
     """Waits until all nodes are here and have reported, this one included.
@@ -120,7 +120,7 @@ def _assemble(
     Raises:
         Disagreed: if some never come, one refuses, or one has another token.
     """
-    standing = Standing(meeting.server.address[0], meeting.welcome, 0.0, probe_ports)
+    standing = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, probe_ports)
     own = BackgroundWork(lambda show: make_report(standing, show))
     roll = meeting.roll
     next_line = meeting.began + _FIRST_LINE_S
@@ -133,11 +133,11 @@ def _assemble(
         if now >= next_line and not roll.complete:
             meeting.note(roll.waiting_line(now - meeting.began), everywhere=True)
             next_line = now + _NEXT_LINES_S
-        _see_who_is_lost(meeting, now - meeting.began, others)
+        _handle_absent_nodes(meeting, now - meeting.began, others)
     meeting.joined()
 
 
-def _see_who_is_lost(meeting: Meeting, waited_s: float, others: SshFronts | None) -> None:
+def _handle_absent_nodes(meeting: Meeting, waited_s: float, others: SshFronts | None) -> None:
     """Ends the meeting where a node will not come any more, or has not come in time."""
     roll, topology = meeting.roll, meeting.party.topology
     missing = roll.missing

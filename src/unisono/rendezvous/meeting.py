@@ -16,16 +16,16 @@ from unisono.control.events import Event, FileReceived, Joined, Left, NodeMessag
 from unisono.control.server import HeadServer
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message
-from unisono.rendezvous import verdict_exchange
+from unisono.rendezvous import meeting_end
 from unisono.rendezvous.head_address import listening_address
+from unisono.rendezvous.meeting_end import disagreement, end_message
 from unisono.rendezvous.party import BackgroundWork, Party, Show
 from unisono.rendezvous.roll_call import RollCall
-from unisono.rendezvous.verdict_exchange import disagreement, last_word
 from unisono.supervise.interrupts import Stopped
 from unisono.supervise.postmortem import node_refused
 
 Result = TypeVar("Result")
-Keep = Callable[[Sequence[NodeReport], Agreement], None]
+RecordAgreement = Callable[[Sequence[NodeReport], Agreement], None]
 """Told what is known of the nodes after each judgement, also of the one that ends the meeting; for agreement.json."""
 
 _POLL_S = 0.2
@@ -72,7 +72,7 @@ class Meeting:
         welcome: dict[str, Any] | None = None,
         run_nonce: str = "",
         epoch: int = 0,
-        keep: Keep | None = None,
+        keep: RecordAgreement | None = None,
     ) -> None:
         """Opens the port.
 
@@ -237,8 +237,8 @@ class Meeting:
         new = [verdict for verdict in said if verdict.summary not in known]
         self.agreement = self.agreement.merged(*(Agreement.found("joining", verdict) for verdict in new))
         self._tell_keeper()
-        verdict_exchange.say(self.party.show, said[0], [verdict.summary for verdict in said[1:]])
-        self.end(last_word(said, exit_code=exit_code))
+        meeting_end.show_verdicts(self.party.show, said[0], [verdict.summary for verdict in said[1:]])
+        self.end(end_message(said, exit_code=exit_code))
         error = disagreement(said)
         error.said = True
         raise error
@@ -252,12 +252,12 @@ class Meeting:
         host = self.party.host
         if isinstance(error, Stopped):
             where = error.where or name_node(0, host)
-            self.end(verdict_exchange.stop_word(Stopped(error.number, where)))
+            self.end(meeting_end.stop_message(Stopped(error.number, where)))
             return
-        verdict = node_refused(0, host, verdict_exchange.refusal_of(error))
+        verdict = node_refused(0, host, meeting_end.refusal_of(error))
         if isinstance(error, Disagreed) and error.verdict is not None:
             verdict = error.verdict
-        self.end(last_word([verdict]))
+        self.end(end_message([verdict]))
         if isinstance(error, UnisonoError) and not isinstance(error, Disagreed):
             raise disagreement([verdict]) from error
 
@@ -330,7 +330,7 @@ class Meeting:
         if not self._joining:
             label = name_node(event.node_rank, event.host)
             lost = (
-                verdict_exchange.head_lost(label, self.party.head, event.why)
+                meeting_end.head_lost(label, self.party.head, event.why)
                 if event.gave_up
                 else self._gone(event.node_rank, event.host, event.why)
             )
@@ -338,7 +338,7 @@ class Meeting:
         self.note(line)
 
     def _gone(self, node_rank: int, host: str, why: str) -> Verdict:
-        return verdict_exchange.node_left(
+        return meeting_end.node_left(
             node_rank, host, why, moment="the restart" if self._tentative else "the start"
         )
 
@@ -350,7 +350,7 @@ class Meeting:
         if self.roll.wrong_token(event):
             self.refuse([wrong_token(event)])
         if event.kind == "misfit":
-            self.refuse([verdict_exchange.misfit(event.why)])
+            self.refuse([meeting_end.node_count_mismatch(event.why)])
 
     def _said(self, node_rank: int, message: Message) -> None:
         if node_rank in self.roll.left_out:
@@ -364,7 +364,7 @@ class Meeting:
             case "refused":
                 self.refuse([node_refused(node_rank, host, message)], nodes=[node_rank])
             case "stop":
-                raise verdict_exchange.stop_of(message.get("signal"), name_node(node_rank, host))
+                raise meeting_end.parse_stop(message.get("signal"), name_node(node_rank, host))
             case kind:
                 self._inbox.setdefault(str(kind), {})[node_rank] = message
 

@@ -10,10 +10,16 @@ from unisono.control.events import Left, NodeMessage
 from unisono.control.link import NodeLink
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message
-from unisono.rendezvous import verdict_exchange
+from unisono.rendezvous import meeting_end
 from unisono.rendezvous.head_address import refuse_unusable_head
-from unisono.rendezvous.network_trial import collective_task, listen, node_collective, node_dials, present_in
-from unisono.rendezvous.party import BackgroundWork, MakeReport, Party, Show, Standing
+from unisono.rendezvous.network_trial import (
+    collective_task,
+    listen,
+    node_collective,
+    node_dials,
+    nodes_present,
+)
+from unisono.rendezvous.party import BackgroundWork, ChannelFacts, MakeReport, Party, Show
 from unisono.supervise.interrupts import Stopped
 from unisono.supervise.postmortem import verdicts_in
 from unisono.text import one_line
@@ -25,7 +31,7 @@ _BUSY_POLL_S = 0.02
 _HEAD_ANSWERS_S = 5.0
 _FIRST_LINE_S = 2.0
 _NEXT_LINES_S = 10.0
-_HEARD_AT_ONCE = ("note", "warning", "ended")
+_HANDLED_AT_ONCE = ("note", "warning", "ended")
 
 
 class Attendance:
@@ -52,7 +58,7 @@ class Attendance:
         topology = party.topology
         self.link = NodeLink.connect(
             host=topology.head_host, port=topology.head_port, token=party.token, node_rank=topology.node_rank,
-            node_host=party.host, timeout_s=party.join_timeout_s, on_wait=_Waiting(party).tell, nodes=topology.nodes,
+            node_host=party.host, timeout_s=party.join_timeout_s, on_wait=_ConnectProgress(party).tell, nodes=topology.nodes,
         )  # fmt: skip
         self.welcome = self.link.welcome
         self.head_gone: Left | None = None
@@ -127,7 +133,7 @@ class Attendance:
         if isinstance(error, Stopped):
             self.send({"kind": "stop", "signal": error.number.name})
             return
-        self.send({"kind": "refused", **verdict_exchange.refusal_of(error)})
+        self.send({"kind": "refused", **meeting_end.refusal_of(error)})
         limit = time.monotonic() + _HEAD_ANSWERS_S
         while time.monotonic() < limit:  # raises as soon as the head has made its verdict
             try:
@@ -140,7 +146,7 @@ class Attendance:
     def _listen(self, timeout_s: float) -> None:
         """Hears what ends the job; what somebody will ask for later is kept."""
         for event in self.link.receive(timeout_s):
-            if isinstance(event, Left) or event.message.get("kind") in _HEARD_AT_ONCE:
+            if isinstance(event, Left) or event.message.get("kind") in _HANDLED_AT_ONCE:
                 self._hear(event)
             else:
                 self._kept.append(event)
@@ -150,12 +156,10 @@ class Attendance:
             self._over = True
             self.head_gone = event
             if event.gave_up:  # this process was stopped: as the head says it
-                own = verdict_exchange.node_left(self.party.topology.node_rank, self.party.host, event.why)
-                raise verdict_exchange.disagreement(
-                    [own.model_copy(update={"named_after_s": event.silent_s})]
-                )
-            lost = verdict_exchange.head_lost(self.party.label, self.party.head, event.why)
-            raise verdict_exchange.disagreement([lost.model_copy(update={"named_after_s": event.silent_s})])
+                own = meeting_end.node_left(self.party.topology.node_rank, self.party.host, event.why)
+                raise meeting_end.disagreement([own.model_copy(update={"named_after_s": event.silent_s})])
+            lost = meeting_end.head_lost(self.party.label, self.party.head, event.why)
+            raise meeting_end.disagreement([lost.model_copy(update={"named_after_s": event.silent_s})])
         message = event.message
         match message.get("kind"):
             case "note":
@@ -174,17 +178,17 @@ class Attendance:
 
     def _ended(self, message: Message) -> NoReturn:
         self._over = True
-        stopped = verdict_exchange.stop_in(message)
+        stopped = meeting_end.stop_of_message(message)
         if stopped is not None:
             raise stopped
         verdicts = verdicts_in(message)
         if not verdicts:
             verdicts = [
-                verdict_exchange.head_lost(
+                meeting_end.head_lost(
                     self.party.label, self.party.head, "it ended the job and gave no reason"
                 )
             ]
-        raise verdict_exchange.disagreement(verdicts)
+        raise meeting_end.disagreement(verdicts)
 
     def _pass_on(self, aside: BackgroundWork[Any]) -> None:
         for message in aside.shown():
@@ -215,7 +219,7 @@ def attend_meeting(
     try:
         link, welcome = attendance.link, attendance.welcome
         with listen(link.local_address, party.token, str(welcome["run_nonce"])) as listener:
-            standing = Standing(link.local_address, welcome, link.clock_offset_s, listener.ports)
+            standing = ChannelFacts(link.local_address, welcome, link.clock_offset_s, listener.ports)
             report = attendance.aside(lambda show: make_report(standing, show))
             attendance.send({"kind": "report", "report": report.to_json()})
             if trial is not None:
@@ -236,7 +240,7 @@ def try_network(attendance: Attendance, report: NodeReport, *, tries_collective:
         Disagreed: with the head's words.
     """
     asked = attendance.wait_for("dial")
-    present = present_in(asked, own=attendance.party.topology.node_rank)
+    present = nodes_present(asked, own=attendance.party.topology.node_rank)
     if not tries_collective:
         node_dials(attendance, asked)
         return
@@ -250,7 +254,7 @@ def _is_refusal(event: NodeMessage) -> bool:
     return event.message.get("kind") == "ended" and event.message.get("result") is None
 
 
-class _Waiting:
+class _ConnectProgress:
     """Says at which address nobody answers: after two seconds, then every ten."""
 
     def __init__(self, party: Party) -> None:

@@ -60,7 +60,7 @@ def head_dials(meeting: HeadSide) -> Agreement:
     said = meeting.gather("reached", timeout_s=_DIALLING_S, what="its dialling of the other nodes")
     found = [DialReport.model_validate(asdict(one)) for one in own]
     for node_rank, message in sorted(said.items()):
-        found += _reached(node_rank, message)
+        found += _dial_reports(node_rank, message)
     return compare_network(found, meeting.reports)
 
 
@@ -77,7 +77,7 @@ def node_dials(attendance: NodeSide, asked: Message) -> None:
     attendance.send({"kind": "reached", "reached": [asdict(one) for one in found]})
 
 
-def present_in(asked: Message, *, own: int) -> list[int]:
+def nodes_present(asked: Message, *, own: int) -> list[int]:
     """The numbers of the nodes that take part, as the head's `dial` names them.
 
     Raises:
@@ -102,7 +102,7 @@ def _peers(message: Message) -> list[Peer]:
     return found
 
 
-def _reached(node_rank: int, message: Mapping[str, Any]) -> list[DialReport]:
+def _dial_reports(node_rank: int, message: Mapping[str, Any]) -> list[DialReport]:
     """What a node says it saw; nobody speaks for another node."""
     found = []
     for value in message.get("reached") or []:
@@ -194,7 +194,7 @@ def _until_ready(messages: Iterator[Message]) -> dict[str, Any]:
             if message.get("phase") == "collective.store":
                 return {"ok": True, "port": port}
     except UnisonoError as error:
-        return {"ok": False, "text": _said(error)}
+        return {"ok": False, "text": _error_text(error)}
     return {"ok": False, "text": "it ended before it could take part"}
 
 
@@ -204,11 +204,11 @@ def _outcome(messages: Iterator[Message]) -> dict[str, Any]:
             if message["kind"] == "result":
                 return {name: message.get(name) for name in ("ok", "text", "seconds", "missing")}
     except UnisonoError as error:
-        return {"ok": False, "text": _said(error)}
+        return {"ok": False, "text": _error_text(error)}
     return {"ok": False, "text": "it ended without a result"}
 
 
-def _said(error: UnisonoError) -> str:
+def _error_text(error: UnisonoError) -> str:
     return one_line("; ".join(f"{p.what} {p.why}" for p in error.problems), limit=400)
 
 

@@ -53,7 +53,7 @@ class Party:
 
 
 @dataclass(frozen=True)
-class Standing:
+class ChannelFacts:
     """What a node's report needs to know from the channel.
 
     Attributes:
@@ -69,7 +69,7 @@ class Standing:
     probe_ports: list[int]
 
 
-MakeReport = Callable[[Standing, Show], NodeReport]
+MakeReport = Callable[[ChannelFacts, Show], NodeReport]
 """Makes this node's report. It runs in a thread of its own, since digests of large files take minutes; what it shows is
 passed on. A UnisonoError that it raises is told to all nodes."""
 

@@ -18,21 +18,23 @@ from unisono.agree.compare import compare_again
 from unisono.agree.reports import NodeReport
 from unisono.events import Message
 from unisono.rendezvous.meeting import Meeting
+from unisono.rendezvous.meeting_end import node_left
 from unisono.rendezvous.member_side import Attendance
 from unisono.rendezvous.network_trial import head_dials, listen, node_dials
-from unisono.rendezvous.party import Standing
-from unisono.rendezvous.verdict_exchange import node_left
+from unisono.rendezvous.party import ChannelFacts
 
-Question = dict[str, Any]
+RestartQuestion = dict[str, Any]
 """What a node is to look for, from the head."""
-ReportAgain = Callable[[Standing, Question], NodeReport]
+MakeRestartReport = Callable[[ChannelFacts, RestartQuestion], NodeReport]
 """Makes a node's report anew; a UnisonoError that it raises says why the node cannot go on."""
 
 _ANSWER_S = 20.0
 """For a report: most of it is storage, which has five seconds of its own, and as many for the caches of a network file system."""
 
 
-def head_again(meeting: Meeting, make_report: ReportAgain, question: Question, *, round_: int) -> Agreement:
+def rejoin_at_head(
+    meeting: Meeting, make_report: MakeRestartReport, question: RestartQuestion, *, round_: int
+) -> Agreement:
     """One round, at the head; gives what was found, nothing of which is fatal.
 
     Args:
@@ -44,10 +46,10 @@ def head_again(meeting: Meeting, make_report: ReportAgain, question: Question, *
     Raises:
         Disagreed, Objection: as `Meeting.refuse`.
     """
-    _see_who_is_gone(meeting)
+    _refuse_lost_nodes(meeting)
     with listen(meeting.server.address[0], meeting.party.token, meeting.run_nonce) as listener:
         meeting.tell_all({"kind": "again", "round": round_, "question": question})
-        standing = Standing(meeting.server.address[0], meeting.welcome, 0.0, listener.ports)
+        standing = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, listener.ports)
         own = meeting.aside(lambda _show: make_report(standing, question))
         answers = meeting.gather(_answer(round_), timeout_s=_ANSWER_S, what="its account before the restart")
         meeting.forget("reached")  # of a round before
@@ -64,7 +66,7 @@ def head_again(meeting: Meeting, make_report: ReportAgain, question: Question, *
     return found
 
 
-def _see_who_is_gone(meeting: Meeting) -> None:
+def _refuse_lost_nodes(meeting: Meeting) -> None:
     """A node may have left after its ranks had ended, when nobody listened for that."""
     here = meeting.server.here()
     gone = [rank for rank in meeting.roll.others if rank not in here]
@@ -74,7 +76,7 @@ def _see_who_is_gone(meeting: Meeting) -> None:
         meeting.refuse(lost, nodes=gone)
 
 
-def node_again(attendance: Attendance, asked: Message, make_report: ReportAgain) -> Message:
+def rejoin_as_member(attendance: Attendance, asked: Message, make_report: MakeRestartReport) -> Message:
     """All rounds, on every other node; gives what ends them: `plan`, or `ended` with a result.
 
     Args:
@@ -86,15 +88,15 @@ def node_again(attendance: Attendance, asked: Message, make_report: ReportAgain)
         Disagreed: with the head's words if it ends the job, or if it is lost: then `attendance.head_gone` says why.
     """
     while asked["kind"] == "again":
-        asked = _node_round(attendance, asked, make_report)
+        asked = _rejoin_round(attendance, asked, make_report)
     return asked
 
 
-def _node_round(attendance: Attendance, asked: Message, make_report: ReportAgain) -> Message:
+def _rejoin_round(attendance: Attendance, asked: Message, make_report: MakeRestartReport) -> Message:
     link, welcome = attendance.link, attendance.welcome
     question = dict(asked.get("question") or {})
     with listen(link.local_address, attendance.party.token, str(welcome["run_nonce"])) as listener:
-        standing = Standing(link.local_address, welcome, link.clock_offset_s, listener.ports)
+        standing = ChannelFacts(link.local_address, welcome, link.clock_offset_s, listener.ports)
         report = attendance.aside(lambda _show: make_report(standing, question))
         attendance.send({"kind": _answer(asked.get("round")), "report": report.to_json()})
         told = attendance.wait_for("dial", "again", "plan", "ended")

@@ -10,7 +10,7 @@ from unisono.agree.membership import missing_nodes
 from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
 from unisono.control.events import Joined, Left, Rejected
-from unisono.rendezvous import verdict_exchange
+from unisono.rendezvous import meeting_end
 from unisono.text import one_line, validation_words
 
 _KEPT = 20
@@ -86,9 +86,9 @@ class RollCall:
         try:
             report = NodeReport.model_validate(value)
         except ValidationError as error:
-            return verdict_exchange.bad_report(node_rank, host, validation_words(error))
+            return meeting_end.bad_report(node_rank, host, validation_words(error))
         if report.node_rank != node_rank:
-            return verdict_exchange.bad_report(node_rank, host, f"it reports for node {report.node_rank}")
+            return meeting_end.bad_report(node_rank, host, f"it reports for node {report.node_rank}")
         self.reports[node_rank] = report
         return None
 
@@ -122,9 +122,7 @@ class RollCall:
             names: the hosts that nodes should be on, as by --hosts.
         """
         after = {"named_after_s": round(waited_s, 1)}
-        gone = [
-            verdict_exchange.node_left(rank, *self.left[rank]) for rank in self.missing if rank in self.left
-        ]
+        gone = [meeting_end.node_left(rank, *self.left[rank]) for rank in self.missing if rank in self.left]
         known = self.hosts | {rank: host for rank, (host, _) in self.left.items()}
         if len(known) < self.nodes:
             gone.append(missing_nodes(self.nodes, known, self.rejected, waited_s, hosts=names))

@@ -36,7 +36,7 @@ _OPTIONS = (
 )
 _SSH_FAILED = 255
 _TAIL_LINES = 6
-_NOT_CARRIED = (
+_PLACEMENT_VARIABLES = (
     "NNODES",
     "NODE_RANK",
     "NPROC_PER_NODE",
@@ -52,7 +52,7 @@ _NOT_CARRIED = (
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteCommand:
     """What each of the other nodes is to run, besides where it stands.
 
     Attributes:
@@ -190,7 +190,7 @@ def find_head(topology: Topology, network: NetworkProbe) -> Topology:
 
 
 def start_others(
-    remote: Remote,
+    remote: RemoteCommand,
     topology: Topology,
     token: bytes,
     head: tuple[str, int],
@@ -216,7 +216,7 @@ def start_others(
     assert place is not None
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
     started = SshFronts([], place, folder)
-    carried = carried_variables(variables or {})
+    carried = forwarded_variables(variables or {})
     try:
         for node_rank, host in enumerate(topology.hosts, start=1):
             command = remote_command(remote, topology, node_rank, head, variables=carried)
@@ -228,7 +228,7 @@ def start_others(
 
 
 def remote_command(
-    remote: Remote,
+    remote: RemoteCommand,
     topology: Topology,
     node_rank: int,
     head: tuple[str, int],
@@ -251,12 +251,12 @@ def remote_command(
     return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([*setting, *words])}"
 
 
-def carried_variables(variables: Mapping[str, str]) -> dict[str, str]:
+def forwarded_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Those of this node's variables that must be equal on all nodes and say nothing of this one alone."""
     found = {}
     for name, value in variables.items():
         known = find_variable(name)
-        if known is not None and known.group == "equal" and not name.startswith(_NOT_CARRIED):
+        if known is not None and known.group == "equal" and not name.startswith(_PLACEMENT_VARIABLES):
             found[name] = value
     return found
 

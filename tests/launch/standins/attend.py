@@ -17,10 +17,10 @@ from unisono.causes import Evidence, Verdict
 from unisono.errors import DataError, Disagreed, UnisonoError
 from unisono.plan import DeviceChoice
 from unisono.plan.topology import Topology
-from unisono.rendezvous.head_address import refusals_told
+from unisono.rendezvous.head_address import refusals_reported
 from unisono.rendezvous.head_side import hold_meeting
 from unisono.rendezvous.member_side import attend_meeting
-from unisono.rendezvous.party import Party, Show, Standing
+from unisono.rendezvous.party import ChannelFacts, Party, Show
 from unisono.supervise.interrupts import Interrupts, Stopped
 
 
@@ -39,7 +39,7 @@ def main(script: dict[str, Any]) -> int:
     )  # fmt: skip
     with Interrupts():
         try:
-            with refusals_told(party):
+            with refusals_reported(party):
                 if "refuses" in script:
                     raise DataError.of(script["refuses"], where="c.yaml:4", fix="did you mean it?")
             meet(party, script)
@@ -55,7 +55,7 @@ def main(script: dict[str, Any]) -> int:
 
 
 def meet(party: Party, script: dict[str, Any]) -> None:
-    def make(standing: Standing, show: Show) -> NodeReport:
+    def make(standing: ChannelFacts, show: Show) -> NodeReport:
         show({"kind": "phase", "phase": "digests", "text": "looking"})
         wait_for = script.get("reports_after")
         while wait_for and not Path(wait_for).exists():
@@ -92,7 +92,7 @@ def meet(party: Party, script: dict[str, Any]) -> None:
         say("last", result=last["result"])
 
 
-def report(party: Party, standing: Standing, script: dict[str, Any]) -> NodeReport:
+def report(party: Party, standing: ChannelFacts, script: dict[str, Any]) -> NodeReport:
     lo = Interface(
         name="lo",
         addresses=["127.0.0.1", standing.address],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import unisono.launch.train_request
 from unisono.cli.app import main
-from unisono.remote_checkpoint.verifier import Rhythm
+from unisono.remote_checkpoint.verifier import ReadingRate
 from unisono.supervise.child_process import Programs
 
 HERE = Path(__file__).parent
@@ -25,7 +25,7 @@ class Request(unisono.launch.train_request.TrainRequest):
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         faults = json.loads(sys.argv[1])
-        object.__setattr__(self, "rhythm", Rhythm(**faults.pop("rhythm", {})))
+        object.__setattr__(self, "rhythm", ReadingRate(**faults.pop("rhythm", {})))
         if not faults.pop("real", False):
             object.__setattr__(self, "programs", PROGRAMS)
         object.__setattr__(self, "faults", faults)

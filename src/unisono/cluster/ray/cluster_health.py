@@ -17,7 +17,7 @@ _EVERY_S = 1.0
 _AGAIN_S = 0.3
 
 
-def why_silent(address: str) -> str:
+def connect_error(address: str) -> str:
     """Why nobody takes up a call at HOST:PORT; empty where somebody does."""
     host, _, port = address.rpartition(":")
     try:
@@ -28,7 +28,7 @@ def why_silent(address: str) -> str:
 
 
 @dataclass
-class RaysHead:
+class RayHead:
     """Calls Ray's head now and then, in a thread of its own.
 
     Attributes:
@@ -43,7 +43,7 @@ class RaysHead:
     _why: str = ""
     _over: threading.Event = field(default_factory=threading.Event)
 
-    def __enter__(self) -> "RaysHead":
+    def __enter__(self) -> "RayHead":
         threading.Thread(target=self._call, daemon=True).start()
         return self
 
@@ -69,7 +69,7 @@ class RaysHead:
     def look(self) -> None:
         """Calls it once."""
         began = self._clock()
-        self._why = why_silent(self.address)
+        self._why = connect_error(self.address)
         if not self._why:
             self._silent_since = None
         elif self._silent_since is None:
@@ -88,7 +88,7 @@ class RaysHead:
             self.look()
 
 
-def name_rays_head(head: RaysHead, *, words: str = "", after_s: float | None = None) -> Verdict:
+def ray_head_lost(head: RayHead, *, words: str = "", after_s: float | None = None) -> Verdict:
     """The verdict where it is gone.
 
     Args:
@@ -122,7 +122,7 @@ def loss_file(folder: str | Path, node_rank: int) -> str:
     return f"{folder}/lost-{node_rank}.json"
 
 
-class LostNodes:
+class RayLossFiles:
     """The head's side of it; a launch.train_request."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:

@@ -10,10 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint.manifest import user_key
-from unisono.cluster.ray.cluster_health import RaysHead
-from unisono.cluster.ray.node_fronts import Fronts, KeeperLost, Place, name_lost_place, refuse_unlike
-from unisono.cluster.ray.nodes import connected, head_of, living_nodes, met, placed, rays_head, wanted_of
-from unisono.cluster.ray.running import Ended, RayJobRequest, Running
+from unisono.cluster.ray.cluster_health import RayHead
+from unisono.cluster.ray.job_attempt import AttemptEnd, JobAttempt, RayJobRequest
+from unisono.cluster.ray.node_fronts import (
+    ActorLost,
+    JobNode,
+    NodeFronts,
+    lost_node_verdict,
+    refuse_different_install,
+)
+from unisono.cluster.ray.ray_cluster import (
+    connected,
+    find_ray_head,
+    head_endpoint,
+    identify_nodes,
+    living_nodes,
+    reserved,
+    resources_for,
+)
 from unisono.control.protocol import new_token
 from unisono.errors import UnfitError, UsageError
 from unisono.events import Reporter, read_message
@@ -35,17 +49,17 @@ def drive(reporter: Reporter, body: dict[str, Any]) -> dict[str, Any]:
         UnisonoError: if it is refused before anything was started, or files cannot be brought here.
     """
     asked = RayJobRequest.from_json(body)
-    front = _FromFront()
+    front = _FrontInput()
     connecting = threading.Event()
-    threading.Thread(target=watch_for_token, args=(reporter, connecting), daemon=True).start()
+    threading.Thread(target=refuse_wrong_token, args=(reporter, connecting), daemon=True).start()
     with connected(asked.address):
         connecting.set()
-        with rays_head() as head:
+        with find_ray_head() as head:
             reporter.send("connected", address=head.address, host=head.host)
             return _Driver(reporter, asked, front, head).run()
 
 
-class _FromFront:
+class _FrontInput:
     """What the front says on stdin."""
 
     def __init__(self) -> None:
@@ -66,8 +80,8 @@ class _FromFront:
 class _Driver:
     reporter: Reporter
     asked: RayJobRequest
-    front: _FromFront
-    rays_head: RaysHead
+    front: _FrontInput
+    find_ray_head: RayHead
     restarts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -84,7 +98,7 @@ class _Driver:
                 if lost is None:
                     raise
                 self._note(f"it cannot start again: {error}")
-                return self._told(Ended(lost=lost))
+                return self._told(AttemptEnd(lost=lost))
             lost = start.lost
             if lost is not None:
                 self.reporter.send("verdict", **lost.to_json())
@@ -101,35 +115,35 @@ class _Driver:
                 f"starting again on the nodes that are left ({len(self.restarts)} of {self.asked.config.restarts})"
             )
 
-    def _told(self, start: Ended) -> dict[str, Any]:
+    def _told(self, start: AttemptEnd) -> dict[str, Any]:
         lost = start.lost.to_json() if start.lost is not None else None
         return {"last": start.last, "lost": lost, "restarts": self.restarts, "step": start.step}
 
-    def _start(self) -> Ended:
-        wanted = wanted_of(self.asked.nproc, self.asked.config.device, living_nodes())
+    def _start(self) -> AttemptEnd:
+        wanted = resources_for(self.asked.nproc, self.asked.config.device, living_nodes())
         several = "node" if self.asked.nodes == 1 else "nodes"
         self._note(f"asking the Ray cluster for {self.asked.nodes} {several}: {wanted}")
-        with placed(
+        with reserved(
             wanted, nodes=self.asked.nodes, least=self.asked.least, timeout_s=self.asked.join_timeout_s, note=self._note,
             stopped=lambda: bool(self.front.signals),
         ) as actors:  # fmt: skip
-            places = met(actors, cluster=self.asked.address)
-            refuse_unlike(places)
+            places = identify_nodes(actors, cluster=self.asked.address)
+            refuse_different_install(places)
             self._see_who_shares(places)
             # Each start: the head's node may be another one, which sees the directory where the last did not.
             self.front.go.clear()
             self.reporter.send("placed", shared=places[0].shares, hosts=[place.host for place in places])
             self.front.go.wait()
-            return Running(self.reporter, self.asked, self.front, places, self.rays_head).run()
+            return JobAttempt(self.reporter, self.asked, self.front, places, self.rays_head).run()
 
-    def _see_who_shares(self, places: list[Place]) -> None:
+    def _see_who_shares(self, places: list[JobNode]) -> None:
         """Which nodes have the run's directory themselves, by a file that is left in it for a moment."""
         nonce = leave_nonce(self.run_dir.root)
         try:
             for place in places:
                 try:
                     place.shares = bool(place.call("sees", str(self.run_dir.root / nonce)))
-                except KeeperLost as error:
+                except ActorLost as error:
                     raise UnfitError.of(
                         f"{place.label} was lost before anything was started", where=place.address, why=error.why,
                         fix="the same command again; `ray status` says what became of that node",
@@ -141,7 +155,7 @@ class _Driver:
         self.reporter.send("note", text=text)
 
 
-def watch_for_token(reporter: Reporter, connected_: threading.Event) -> None:
+def refuse_wrong_token(reporter: Reporter, connected_: threading.Event) -> None:
     """Ends this process where the cluster wants another token. Ray asks again for twenty seconds, and then says that it could not connect. What it writes on stderr meanwhile tells why."""
     read = 0
     while not connected_.wait(0.2):
@@ -161,7 +175,7 @@ _POLL_S = 0.3
 
 
 @dataclass(frozen=True)
-class LookRequest:
+class InspectionRequest:
     """What the front asks for.
 
     Attributes:
@@ -189,42 +203,42 @@ class LookRequest:
     variables: dict[str, str]
 
 
-def look(reporter: Reporter, body: dict[str, Any]) -> dict[str, Any]:
+def inspect_nodes(reporter: Reporter, body: dict[str, Any]) -> dict[str, Any]:
     """Has the nodes look; gives `lines` (what node 0 printed), `code` (its exit code), `said` (the last on its stderr) and `hosts`.
 
     Raises:
         UnisonoError: if the cluster cannot give the nodes, they are unlike this machine, or one is lost.
     """
-    asked = LookRequest(**body)
+    asked = InspectionRequest(**body)
     connecting = threading.Event()
-    threading.Thread(target=watch_for_token, args=(reporter, connecting), daemon=True).start()
+    threading.Thread(target=refuse_wrong_token, args=(reporter, connecting), daemon=True).start()
 
     def note(text: str) -> None:
         reporter.send("note", text=text)
 
     with connected(asked.address):
         connecting.set()
-        wanted = wanted_of(asked.nproc, asked.device, living_nodes())
-        with placed(
+        wanted = resources_for(asked.nproc, asked.device, living_nodes())
+        with reserved(
             wanted, nodes=asked.nodes, least=asked.least, timeout_s=asked.join_timeout_s, note=note, stopped=lambda: False
         ) as actors:  # fmt: skip
-            places = met(actors, cluster=asked.address)
-            refuse_unlike(places)
+            places = identify_nodes(actors, cluster=asked.address)
+            refuse_different_install(places)
             note(f"placed by Ray: {', '.join(place.label for place in places)}")
-            with _left_clean(places):
+            with _folders_removed(places):
                 try:
                     _start(asked, places)
-                    return _heard(places)
-                except KeeperLost as error:
+                    return _collect_output(places)
+                except ActorLost as error:
                     place = error.place or places[0]
                     place.lost = place.lost or error.why
                     raise _lost(place) from error
 
 
-def _start(asked: LookRequest, places: list[Place]) -> None:
+def _start(asked: InspectionRequest, places: list[JobNode]) -> None:
     token = new_token().encode()
     key = user_key(read_environment().settings_dir).hex()
-    head = head_of(places)
+    head = head_endpoint(places)
     for place in places:
         place.folder = str(place.call("make_place", asked.job))
         several = ["--nodes", str(len(places)), "--node-rank", str(place.node_rank), "--head", head]
@@ -232,10 +246,10 @@ def _start(asked: LookRequest, places: list[Place]) -> None:
         place.call("start", asked.config or "", {"look": words}, token, key, asked.variables)
 
 
-def _heard(places: list[Place]) -> dict[str, Any]:
+def _collect_output(places: list[JobNode]) -> dict[str, Any]:
     """Hears node 0 to its end. The others end with it."""
     lines: list[str] = []
-    fronts = Fronts(places, None, lines.append)
+    fronts = NodeFronts(places, None, lines.append)
     head = places[0]
     while not head.ended:
         fronts.listen(_POLL_S)
@@ -247,17 +261,17 @@ def _heard(places: list[Place]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _left_clean(places: list[Place]) -> Iterator[None]:
+def _folders_removed(places: list[JobNode]) -> Iterator[None]:
     try:
         yield
     finally:
         for place in places:
             with contextlib.suppress(
-                KeeperLost
+                ActorLost
             ):  # its folder goes with its warden, or when the next job comes there
                 place.call("leave")
 
 
-def _lost(place: Place) -> UnfitError:
-    verdict = name_lost_place(place)
+def _lost(place: JobNode) -> UnfitError:
+    verdict = lost_node_verdict(place)
     return UnfitError.of(verdict.summary, where=place.address, why=place.lost, fix=verdict.fix[0])

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import yaml
 
-from unisono.cluster.ray.node_fronts import KeeperLost
+from unisono.cluster.ray.node_fronts import ActorLost
 from unisono.config import RunConfig
 from unisono.files import fsync_dir, make_private_dir, whole_file, write_text
 from unisono.launch.train_request import config_yaml
@@ -40,7 +40,7 @@ Stamp = tuple[int, int, int]
 """Size in bytes, time of change in ns, inode."""
 
 
-class Node(Protocol):
+class NodeFiles(Protocol):
     """A node's disk."""
 
     def listing(self, root: str) -> dict[str, Stamp]:
@@ -57,7 +57,7 @@ class Node(Protocol):
 
 
 @dataclass
-class _Grown:
+class _CopiedPrefix:
     """How far a file that grows has been brought: its stamp, the bytes that were taken, and the last of them."""
 
     stamp: Stamp
@@ -76,12 +76,12 @@ class Mirror:
         only: folders of it; empty: all of it.
     """
 
-    node: Node
+    node: NodeFiles
     there: str
     run: RunDir
     only: tuple[str, ...] = ()
     _seen: dict[str, Stamp] = field(default_factory=dict)
-    _grown: dict[str, _Grown] = field(default_factory=dict)
+    _grown: dict[str, _CopiedPrefix] = field(default_factory=dict)
     _final: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -96,7 +96,7 @@ class Mirror:
             self._seen[name] = stamp
             if name.endswith(_GROWS):
                 size = (self.run.root / name).stat().st_size
-                self._grown[name] = _Grown(stamp, size, self._tail_here(name))
+                self._grown[name] = _CopiedPrefix(stamp, size, self._tail_here(name))
 
     def sync(self, *, final: bool = False) -> None:
         """Brings what has changed; what is gone there goes here, too.
@@ -112,7 +112,7 @@ class Mirror:
             self._final = final
             now = self._listing()
             if self._seen and not now:
-                raise KeeperLost(f"the run's directory on it, {self.there}, is gone")
+                raise ActorLost(f"the run's directory on it, {self.there}, is gone")
             changed = [name for name, stamp in now.items() if self._seen.get(name) != stamp]
             steps = sorted({found[1] for name in changed if (found := _CHECKPOINT.fullmatch(name))})
             others = sorted(name for name in changed if not _CHECKPOINT.fullmatch(name))
@@ -185,11 +185,11 @@ class Mirror:
                 known.stamp = stamp
                 self._append(path, target, known)
                 return
-        fresh = self._grown[name] = _Grown(stamp)
+        fresh = self._grown[name] = _CopiedPrefix(stamp)
         with whole_file(target, mode=0o600) as temporary:
             self._append(path, temporary, fresh)
 
-    def _append(self, path: str, target: Path, known: _Grown) -> None:
+    def _append(self, path: str, target: Path, known: _CopiedPrefix) -> None:
         """Whole lines, since one may name the directory; at the end also one that is torn."""
         with target.open("ab") as file:
             while data := self.node.read(
@@ -274,7 +274,7 @@ class Mirror:
                     path.parent.rmdir()
 
 
-class Mirroring:
+class MirrorThread:
     """Has a mirror follow, in a thread of its own, while it is entered. At the end everything is brought once more.
 
     Attributes:
@@ -287,7 +287,7 @@ class Mirroring:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
 
-    def __enter__(self) -> "Mirroring":
+    def __enter__(self) -> "MirrorThread":
         self._thread.start()
         return self
 
@@ -309,7 +309,7 @@ class Mirroring:
         for silent in range(1, _MOST_SILENT + 1):
             try:
                 self.mirror.sync(final=True)
-            except KeeperLost:
+            except ActorLost:
                 if silent == _MOST_SILENT:
                     raise
             else:
@@ -321,7 +321,7 @@ class Mirroring:
             try:
                 self.mirror.sync()
                 silent = 0
-            except KeeperLost as error:
+            except ActorLost as error:
                 silent += 1
                 if silent == _MOST_SILENT:
                     self.trouble = error

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 _MOST_LINES = 2_000
-_HELD = ".held"
-_HERE_ALONE = ("UNISONO_TOKEN", "XDG_CONFIG_HOME")
+_LOCK_FILE = ".held"
+_PROCESS_VARIABLES = ("UNISONO_TOKEN", "XDG_CONFIG_HOME")
 
 
 class NodeActor:
@@ -69,11 +69,11 @@ class NodeActor:
         base = (home if home.is_absolute() else Path("~/.cache").expanduser()) / "unisono" / "ray"
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
         for old in base.iterdir():
-            if _is_left(old):
+            if _is_abandoned(old):
                 shutil.rmtree(old, ignore_errors=True)
         self._place = base / job
         self._place.mkdir(mode=0o700)
-        self._held = os.open(self._place / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._held = os.open(self._place / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._held, fcntl.LOCK_SH)
         return str(self._place)
 
@@ -93,7 +93,7 @@ class NodeActor:
 
         Args:
             config: the text of its config.
-            request: for `unisono.cluster.ray.node_front`.
+            request: for `unisono.cluster.ray.node_main`.
             token: the job's secret; it goes by a pipe.
             key: the user's, under which checkpoints are signed.
             variables: of the environment, that are to be equal everywhere.
@@ -182,7 +182,7 @@ def _is_of_ray(name: str) -> bool:
     """Ray's own variables, its token among them; and the threads that it sets for its workers, where nobody else has."""
     if name == "OMP_NUM_THREADS":
         return not _raylet_has(name)
-    return name.startswith("RAY_") or name in _HERE_ALONE
+    return name.startswith("RAY_") or name in _PROCESS_VARIABLES
 
 
 def _raylet_has(name: str) -> bool:
@@ -195,10 +195,10 @@ def _raylet_has(name: str) -> bool:
     return False
 
 
-def _is_left(folder: Path) -> bool:
+def _is_abandoned(folder: Path) -> bool:
     """Whether nobody holds a job's folder any more."""
     try:
-        fd = os.open(folder / _HELD, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -28,7 +28,7 @@ _OF_NODES = ("node is dead", "node has died", "its node", "NODE_DIED", "node was
 """What Ray 2.60 says of an actor that it has ended for the memory of its node, and of one whose node is gone."""
 
 
-class KeeperLost(Exception):  # noqa: N818 - named for what happened
+class ActorLost(Exception):  # noqa: N818 - named for what happened
     """An actor does not answer any more.
 
     Attributes:
@@ -36,14 +36,14 @@ class KeeperLost(Exception):  # noqa: N818 - named for what happened
         place: where it was; None where nobody has said so.
     """
 
-    def __init__(self, why: str, place: "Place | None" = None) -> None:
+    def __init__(self, why: str, place: "JobNode | None" = None) -> None:
         super().__init__(why)
         self.why = why
         self.place = place
 
 
 @dataclass
-class Place:
+class JobNode:
     """One node of the job.
 
     Attributes:
@@ -100,15 +100,15 @@ class Place:
             try:
                 return ray.get(getattr(self.actor, method).remote(*arguments), timeout=timeout_s)
             except ray.exceptions.GetTimeoutError as error:
-                raise KeeperLost(f"no answer to `{method}` in {timeout_s:.0f} s", self) from error
+                raise ActorLost(f"no answer to `{method}` in {timeout_s:.0f} s", self) from error
             except ray.exceptions.RayTaskError:
                 raise  # it is the error of the method as well
             except ray.exceptions.ActorUnavailableError as error:
                 if method in _ONCE or time.monotonic() > limit:
-                    raise KeeperLost(one_line(str(error), limit=600), self) from error
+                    raise ActorLost(one_line(str(error), limit=600), self) from error
                 time.sleep(_AGAIN_S)
             except ray.exceptions.RayError as error:
-                raise KeeperLost(one_line(str(error), limit=600), self) from error
+                raise ActorLost(one_line(str(error), limit=600), self) from error
 
     def listing(self, root: str) -> dict[str, tuple[int, int, int]]:
         """As `Keeper.listing`."""
@@ -163,7 +163,7 @@ class Place:
 
 
 @dataclass
-class Fronts:
+class NodeFronts:
     """The fronts of one start. What they print is kept in `logs`, a file for each host.
 
     Attributes:
@@ -172,13 +172,13 @@ class Fronts:
         hear: is told every message of node 0, and how its lines are to be read.
     """
 
-    places: list[Place]
+    places: list[JobNode]
     logs: Path | None
     hear: Callable[[str], None]
-    _polls: dict[Any, Place] = field(default_factory=dict)
+    _polls: dict[Any, JobNode] = field(default_factory=dict)
 
     @property
-    def head(self) -> Place:
+    def head(self) -> JobNode:
         """Node 0."""
         return self.places[0]
 
@@ -214,7 +214,7 @@ class Fronts:
         while time.monotonic() < limit and not all(place.ended for place in self.places):
             self.listen(_POLL_S)
 
-    def _keep(self, place: Place, lines: list[tuple[str, str]]) -> None:
+    def _keep(self, place: JobNode, lines: list[tuple[str, str]]) -> None:
         printed = [text for stream, text in lines if stream == "err"]
         if printed and self.logs is not None:
             self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -227,12 +227,12 @@ class Fronts:
                     self.hear(text)
 
 
-def ray_on(place: Place) -> str:
+def ray_label(place: JobNode) -> str:
     """Where Ray's words on a node are evidence."""
     return f"Ray, on {place.label}"
 
 
-def name_lost_place(place: Place, ranks: Sequence[int] = ()) -> Verdict:
+def lost_node_verdict(place: JobNode, ranks: Sequence[int] = ()) -> Verdict:
     """The verdict on a node whose actor is gone: Ray's words are evidence for it. Ranks are blamed where only they are gone, and not their node."""
     words = place.lost
     by_memory = any(sign in words for sign in _OF_MEMORY)
@@ -249,7 +249,7 @@ def name_lost_place(place: Place, ranks: Sequence[int] = ()) -> Verdict:
         cause=cause, when="during", ranks=tuple(ranks) if by_memory else (), hosts=(plain_host(place.host),), phase="ray",
         summary=f"{place.label} is lost: {what}",
         evidence=(
-            Evidence(where=ray_on(place), text=one_line(words, limit=400)),
+            Evidence(where=ray_label(place), text=one_line(words, limit=400)),
             *(Evidence(where=f"{place.label}, its front's output", text=text) for text in place.tail),
         ),
         fix=("`ray status` and the raylet's log on that node (/tmp/ray/session_latest/logs) say why", *(known.remedy[:1] if known else ())),
@@ -259,7 +259,7 @@ def name_lost_place(place: Place, ranks: Sequence[int] = ()) -> Verdict:
 _SHOWN = 3
 
 
-def refuse_unlike(places: Sequence[Place]) -> None:
+def refuse_different_install(places: Sequence[JobNode]) -> None:
     """Compares this process with what each keeper has told.
 
     Raises:
@@ -292,7 +292,7 @@ def refuse_unlike(places: Sequence[Place]) -> None:
             )
 
 
-def _refuse(cause: str, what: str, mine: str, odd: Sequence[tuple[Place, str]]) -> None:
+def _refuse(cause: str, what: str, mine: str, odd: Sequence[tuple[JobNode, str]]) -> None:
     known = find_cause(cause)
     names = ", ".join(place.label for place, _ in odd)
     here = f": {mine} here, {odd[0][1]} there" if mine else f": it {odd[0][1]}"

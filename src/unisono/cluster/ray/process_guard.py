@@ -24,13 +24,13 @@ def main(folder: Path) -> int:
     """Runs the front to its end, and waits for the actor's; gives the front's exit code."""
     token = sys.stdin.buffer.readline()
     front = subprocess.Popen(
-        [sys.executable, "-m", "unisono.cluster.ray.node_front", str(folder / "request.json"), str(os.getpid())],
+        [sys.executable, "-m", "unisono.cluster.ray.node_main", str(folder / "request.json"), str(os.getpid())],
         stdin=subprocess.PIPE, cwd=folder, start_new_session=True,
     )  # fmt: skip
     assert front.stdin is not None
     front.stdin.write(token)
     front.stdin.flush()
-    obeying = threading.Thread(target=_obey, args=(front, folder), daemon=True)
+    obeying = threading.Thread(target=_follow_commands, args=(front, folder), daemon=True)
     obeying.start()
     code = front.wait()
     with contextlib.suppress(OSError):  # the actor is dead: there is still the folder to be removed
@@ -42,7 +42,7 @@ def main(folder: Path) -> int:
     return code
 
 
-def _obey(front: "subprocess.Popen[bytes]", folder: Path) -> None:
+def _follow_commands(front: "subprocess.Popen[bytes]", folder: Path) -> None:
     """Does what the lines of stdin say, until they end; then nothing is left."""
     for line in sys.stdin.buffer:
         word, _, rest = line.decode("utf-8", "replace").strip().partition(" ")
@@ -64,7 +64,7 @@ def _end(front: "subprocess.Popen[bytes]") -> None:
         front.kill()
 
 
-def _leave_the_family() -> None:
+def _detach() -> None:
     """Goes on as nobody's child, and hears signals again: Ray has its workers, and what they start, block SIGINT."""
     if os.fork():
         os._exit(0)
@@ -74,5 +74,5 @@ def _leave_the_family() -> None:
 
 
 if __name__ == "__main__":
-    _leave_the_family()
+    _detach()
     sys.exit(main(Path(sys.argv[1])))

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from unisono.causes import Verdict, find_cause
-from unisono.cluster.ray.cluster_health import RaysHead, name_rays_head
+from unisono.cluster.ray.cluster_health import RayHead, ray_head_lost
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, RankDied, UsageError
-from unisono.events import Message, Show, say
+from unisono.events import Message, Show, show_verdicts
 from unisono.facts import Environment, read_environment, read_machine
 from unisono.facts.machine import Gpu
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
@@ -20,8 +20,8 @@ from unisono.launch.run_claim import Claim, claim
 from unisono.launch.run_records import read_progress
 from unisono.launch.train_request import TrainRequest, load_asked
 from unisono.plan.topology import Accelerators, Topology, TopologyRequest, read_topology
-from unisono.rendezvous.ssh import carried_variables
-from unisono.rendezvous.verdict_exchange import say as say_verdict
+from unisono.rendezvous.meeting_end import show_verdicts as say_verdict
+from unisono.rendezvous.ssh import forwarded_variables
 from unisono.rundir import RunDir
 from unisono.rundir.records import RunResult, read_result, set_verdict, write_result
 from unisono.supervise.child_process import Programs
@@ -48,7 +48,7 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
         try:
             result = _Session(request, loaded, show, interrupts, body, began).run()
         except Stopped as stopped:
-            say(show, f"{stopped.number.name} before anything was started: nothing has changed")
+            show_verdicts(show, f"{stopped.number.name} before anything was started: nothing has changed")
             result = _without_run(Ending(exit_code_of(stopped.number), NOTHING_DONE), began)
         except Disagreed as error:
             if error.verdict is None:
@@ -67,7 +67,7 @@ class _Session:
     interrupts: Interrupts
     body: dict[str, Any]
     began: float
-    rays_head: RaysHead | None = None
+    rays_head: RayHead | None = None
     step: int = 0
     restarts: list[dict[str, Any]] = field(default_factory=list)
     """Of the driver's; with it and what is above, a driver that dies can be done without."""
@@ -83,7 +83,7 @@ class _Session:
             claimed = stack.enter_context(
                 claim(
                     config, host=read_machine(_no_devices).host, resume=request.resume, fresh=request.fresh,
-                    say=lambda text: say(self.show, text), allow=request.allowed,
+                    say=lambda text: show_verdicts(self.show, text), allow=request.allowed,
                 )
             )  # fmt: skip
             try:
@@ -105,7 +105,7 @@ class _Session:
                         hosts = ", ".join(
                             f"node {rank} on {host}" for rank, host in enumerate(message["hosts"])
                         )
-                        say(self.show, f"placed by Ray: {hosts}")
+                        show_verdicts(self.show, f"placed by Ray: {hosts}")
                         self.interrupts.collect()
                         claimed.trained = True  # what is here from now on is what the head has
                         if message["shared"]:  # its front takes the directory itself
@@ -115,7 +115,7 @@ class _Session:
                             stack.close()
                         driver.send({"kind": "go"})
                     case "connected":
-                        self.rays_head = RaysHead(str(message["address"]), str(message["host"]))
+                        self.rays_head = RayHead(str(message["address"]), str(message["host"]))
                     case "restarting":
                         self.restarts.append(message["restart"])
                     case "result":
@@ -140,7 +140,7 @@ class _Session:
             head.look_for(_HEAD_GOES_S)
         if head is None or not head.why:
             raise _driver_died(error, str(self.body["address"])) from error
-        verdict = name_rays_head(head, words=error.problems[0].why, after_s=round(head.silent_s, 3))
+        verdict = ray_head_lost(head, words=error.problems[0].why, after_s=round(head.silent_s, 3))
         self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
         return {
             "kind": "result",
@@ -189,7 +189,7 @@ class _Session:
         return result
 
 
-def shape_of(request: TrainRequest, environment: Environment) -> Topology:
+def ray_topology(request: TrainRequest, environment: Environment) -> Topology:
     """How many nodes and ranks Ray is asked for.
 
     Raises:
@@ -210,7 +210,7 @@ def shape_of(request: TrainRequest, environment: Environment) -> Topology:
     )  # fmt: skip
 
 
-def address_of(request: TrainRequest, environment: Environment) -> str:
+def cluster_address(request: TrainRequest, environment: Environment) -> str:
     """Of the cluster; `auto`: the one that runs here."""
     return request.ray_address or environment.ray_address or "auto"
 
@@ -221,17 +221,17 @@ def _driver_request(request: TrainRequest, loaded: LoadedConfig, environment: En
     Raises:
         UsageError: if an option does not go with Ray.
     """
-    shape = shape_of(request, environment)
+    shape = ray_topology(request, environment)
     options = {
         "resume": request.resume, "allow": list(request.allow), "trust": request.trust, "nproc": shape.nproc, "rehearse": request.rehearse,
         "join_timeout_s": request.join_timeout_s, "debug_comm": request.debug_comm, "limit_rows": request.limit_rows,
         "origins": dict(loaded.origins),
     }  # fmt: skip
     return {
-        "job": secrets.token_hex(8), "address": address_of(request, environment),
+        "job": secrets.token_hex(8), "address": cluster_address(request, environment),
         "config": loaded.config.model_dump(mode="json", by_alias=True), "options": options, "nodes": shape.nodes,
         "least": shape.enough, "nproc": shape.nproc, "join_timeout_s": request.join_timeout_s,
-        "variables": carried_variables(environment.variables),
+        "variables": forwarded_variables(environment.variables),
     }  # fmt: skip
 
 

@@ -14,16 +14,23 @@ from unisono.causes import Evidence, Verdict, find_cause
 from unisono.cluster.slurm.controller import (
     JobState,
     Partition,
-    gives_out_gpus,
+    has_gpus,
     jobs_named,
     partitions,
     read_job,
-    refuse_nodes_out_of_order,
-    refuse_what_cannot_be,
-    refused_by_slurm,
+    refuse_impossible,
+    refuse_unusable_nodes,
+    slurm_error,
 )
-from unisono.cluster.slurm.job_follower import Followed, Follower, Lines
-from unisono.cluster.slurm.job_request import JobRequest, batch_script, job_asked, lines_of, log_of, words_of
+from unisono.cluster.slurm.job_follower import JobEnd, JobFollower, JobOutput
+from unisono.cluster.slurm.job_request import (
+    JobRequest,
+    batch_script,
+    checked_partitions,
+    job_request,
+    log_file,
+    output_file,
+)
 from unisono.errors import UnfitError, UsageError
 from unisono.events import Show, say
 from unisono.facts import read_environment, read_machine, take_token
@@ -77,15 +84,15 @@ def submit_once(
     script = batch_script(asked, config)
     digest = hashlib.sha256(script.encode()).hexdigest()
     if asked.run.slurm.exists():
-        with _alone(asked):
-            found = _find(asked, digest)
+        with _submission_lock(asked):
+            found = _find_submitted(asked, digest)
             if found is not None:
                 return found
     check()
     make_private_dir(asked.run.root)
     make_private_dir(asked.run.slurm)
-    with _alone(asked):
-        found = _find(asked, digest)  # of a command that was quicker
+    with _submission_lock(asked):
+        found = _find_submitted(asked, digest)  # of a command that was quicker
         if found is not None:
             return found
         write_text(script_of(asked), script, mode=0o600)
@@ -111,10 +118,10 @@ def _submit(asked: JobRequest) -> str:
     job = answer.out.strip().partition(";")[0]
     if answer.ok and job.isdigit():
         return job
-    raise refused_by_slurm("sbatch does not take the job", answer)
+    raise slurm_error("sbatch does not take the job", answer)
 
 
-def _find(asked: JobRequest, digest: str) -> Submitted | None:
+def _find_submitted(asked: JobRequest, digest: str) -> Submitted | None:
     """The job of this run that waits or runs.
 
     Raises:
@@ -156,7 +163,7 @@ def _record(asked: JobRequest) -> Path:
 
 
 @contextlib.contextmanager
-def _alone(asked: JobRequest) -> Iterator[None]:
+def _submission_lock(asked: JobRequest) -> Iterator[None]:
     """Two commands that are typed at once submit one job."""
     fd = os.open(asked.run.slurm / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -170,7 +177,7 @@ _CAUSES = {
     "TIMEOUT": "preempted_sigterm", "PREEMPTED": "preempted_sigterm", "CANCELLED": "preempted_sigterm", "DEADLINE": "preempted_sigterm",
     "NODE_FAIL": "node_unreachable", "BOOT_FAIL": "node_unreachable", "OUT_OF_MEMORY": "host_oom_killed",
 }  # fmt: skip
-_WORDS = {
+_END_TEXTS = {
     "TIMEOUT": "its time limit was over before a checkpoint was saved",
     "PREEMPTED": "another job took its nodes",
     "CANCELLED": "it was cancelled (scancel)",
@@ -184,9 +191,7 @@ _WORDS = {
 _TAIL = 6
 
 
-def result_of_job(
-    followed: Followed, *, run: RunDir, seconds: float
-) -> tuple[dict[str, Any], Verdict | None]:
+def result_of_job(followed: JobEnd, *, run: RunDir, seconds: float) -> tuple[dict[str, Any], Verdict | None]:
     """The object of result.json, and a verdict to be told, if the head could not tell one itself."""
     if followed.result is not None:
         told = {name: value for name, value in followed.result.items() if name not in ("kind", "time")}
@@ -195,16 +200,20 @@ def result_of_job(
     if followed.asked is not None or (state == "CANCELLED" and not followed.nodes):
         code = exit_code_of(followed.asked) if followed.asked is not None else 75
         return result_of(
-            Ending(code, _known(run)), run_id="", output_dir=str(run.root), restarts=[], seconds=seconds
+            Ending(code, _known_progress(run)),
+            run_id="",
+            output_dir=str(run.root),
+            restarts=[],
+            seconds=seconds,
         ), None
     verdict = _verdict(followed)
     cause = find_cause(verdict.cause)
     code = cause.exit_code if cause is not None and verdict.cause != "undetermined" else 5
-    ending = Ending(code, _known(run), verdict)
+    ending = Ending(code, _known_progress(run), verdict)
     return result_of(ending, run_id="", output_dir=str(run.root), restarts=[], seconds=seconds), verdict
 
 
-def _known(run: RunDir) -> dict[str, Any]:
+def _known_progress(run: RunDir) -> dict[str, Any]:
     """How far the run is: as whoever wrote how it ended has it, else by its files."""
     before = read_result(run)
     if before is not None:
@@ -215,7 +224,7 @@ def _known(run: RunDir) -> dict[str, Any]:
         return NOTHING_DONE
 
 
-def _verdict(followed: Followed) -> Verdict:
+def _verdict(followed: JobEnd) -> Verdict:
     job, state = followed.state.job, followed.state.state
     ill = (
         [node for node in node_states(",".join(followed.nodes)) if not node.usable] if followed.nodes else []
@@ -224,17 +233,17 @@ def _verdict(followed: Followed) -> Verdict:
     evidence += [Evidence(where=f"Slurm node {node.name}", text=node.told) for node in ill]
     evidence += [Evidence(where=f"output of job {job}", text=line) for line in followed.tail[-_TAIL:]]
     cause = _CAUSES.get(state, "undetermined")
-    named = _named(ill, followed.nodes) if cause == "node_unreachable" else ""
+    named = _node_list(ill, followed.nodes) if cause == "node_unreachable" else ""
     known = find_cause(cause)
     return Verdict(
         cause=cause, when="during", hosts=tuple(node.name for node in ill) if cause == "node_unreachable" else (),
-        summary=f"job {job} ended without a word of its head: {_WORDS.get(state, state.lower())}{named}",
+        summary=f"job {job} ended without a word of its head: {_END_TEXTS.get(state, state.lower())}{named}",
         evidence=tuple(evidence), confidence=0.7 if cause != "undetermined" else 0.3,
         fix=("start the same command again: the run goes on from its newest checkpoint", *(known.remedy if known else ())[:1]),
     )  # fmt: skip
 
 
-def _job_line(followed: Followed) -> str:
+def _job_line(followed: JobEnd) -> str:
     state = followed.state
     code = f", exit code {state.code}" if state.code is not None else ""
     reason = f", reason {state.reason}" if state.reason else ""
@@ -242,7 +251,7 @@ def _job_line(followed: Followed) -> str:
     return f"{state.state}{reason}{code}{where}, requeued {state.restarts} times"
 
 
-def _named(ill: list[NodeState], nodes: list[str]) -> str:
+def _node_list(ill: list[NodeState], nodes: list[str]) -> str:
     names = [
         f"node {nodes.index(node.name)} ({node.name})" if node.name in nodes else node.name for node in ill
     ]
@@ -262,18 +271,18 @@ def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
     began = time.monotonic()
     take_token()  # the job makes its own, and sbatch would keep this one
     loaded, known = load_asked(request), partitions()
-    asked = job_asked(request, loaded.config, gpus=gives_out_gpus(words_of(request)))
+    asked = job_request(request, loaded.config, gpus=has_gpus(checked_partitions(request)))
     config = _text_of(request)
 
     def check() -> None:
         decide_start(
             asked.run, loaded.config, resume=request.resume, fresh=request.fresh, allow=request.allowed
         )
-        refuse_what_cannot_be(asked, known)
+        refuse_impossible(asked, known)
         if request.fresh and asked.run.root.exists() and any(asked.run.root.iterdir()):
             say(show, f"the earlier run is now {_renamed(asked.run)}")
 
-    _tell_inside(request, show)
+    _warn_inside_step(request, show)
     submitted = submit_once(asked, config, check=check, say=lambda text: say(show, text))
     if submitted.again:
         say(
@@ -283,11 +292,11 @@ def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
     else:
         say(
             show,
-            f"submitted as job {submitted.job}; its own words, and Slurm's: {log_of(asked.run.slurm, submitted.job)}",
+            f"submitted as job {submitted.job}; its own words, and Slurm's: {log_file(asked.run.slurm, submitted.job)}",
         )
-    follower = Follower(
-        submitted.job, Lines(lines_of(asked.run.slurm, submitted.job)), show,
-        refuse=_Refusing(asked, known, began, is_new=not submitted.again),
+    follower = JobFollower(
+        submitted.job, JobOutput(output_file(asked.run.slurm, submitted.job)), show,
+        refuse=_WaitCheck(asked, known, began, is_new=not submitted.again),
     )  # fmt: skip
     try:
         followed = follower.to_the_end()
@@ -310,8 +319,8 @@ def script_for(request: TrainRequest) -> str:
         UnisonoError: if the job is refused before it is submitted.
     """
     loaded, known = load_asked(request), partitions()
-    asked = job_asked(request, loaded.config, gpus=gives_out_gpus(words_of(request)))
-    refuse_what_cannot_be(asked, known)
+    asked = job_request(request, loaded.config, gpus=has_gpus(checked_partitions(request)))
+    refuse_impossible(asked, known)
     return batch_script(asked, _text_of(request))
 
 
@@ -334,7 +343,7 @@ def _text_of(request: TrainRequest) -> str:
     return request.config_path.read_text(encoding="utf-8-sig")
 
 
-class _Refusing:
+class _WaitCheck:
     """Ends what would wait for ever, as soon as the controller says so."""
 
     def __init__(self, asked: JobRequest, known: dict[str, Partition], began: float, *, is_new: bool) -> None:
@@ -358,12 +367,12 @@ class _Refusing:
             )  # fmt: skip
         if self._is_new and time.monotonic() - self._began < _NEW_S and "NotAvail" in state.reason:
             chosen = [self._known[name] for name in self._asked.partitions if name in self._known]
-            refuse_nodes_out_of_order(
+            refuse_unusable_nodes(
                 self._asked, chosen or [each for each in self._known.values() if each.is_default]
             )
 
 
-def _tell_inside(request: TrainRequest, show: Show) -> None:
+def _warn_inside_step(request: TrainRequest, show: Show) -> None:
     """A job that submits a job is seldom meant."""
     step = read_environment().slurm_step
     if step is not None:

@@ -96,13 +96,13 @@ def partitions() -> dict[str, Partition]:
     return found
 
 
-def gives_out_gpus(names: tuple[str, ...]) -> bool:
+def has_gpus(names: tuple[str, ...]) -> bool:
     """Whether nodes of these partitions, or of any, have accelerators that Slurm gives out."""
     words = ["-p", ",".join(names)] if names else []
     return "gpu" in run_slurm("sinfo", "-h", "-o", "%G", *words).out
 
 
-def refuse_what_cannot_be(asked: NodesRequest, known: dict[str, Partition]) -> None:
+def refuse_impossible(asked: NodesRequest, known: dict[str, Partition]) -> None:
     """Checks that a partition can give the nodes at all, and now or soon.
 
     Raises:
@@ -123,10 +123,10 @@ def refuse_what_cannot_be(asked: NodesRequest, known: dict[str, Partition]) -> N
     problems = [problem for problem in (_too_small(asked, each) for each in chosen) if problem is not None]
     if len(problems) == len(chosen):
         raise UsageError(*problems)
-    refuse_nodes_out_of_order(asked, chosen)
+    refuse_unusable_nodes(asked, chosen)
 
 
-def refuse_nodes_out_of_order(asked: NodesRequest, chosen: list[Partition]) -> None:
+def refuse_unusable_nodes(asked: NodesRequest, chosen: list[Partition]) -> None:
     """Node by node, where fewer can be used than are asked for.
 
     Raises:
@@ -163,7 +163,7 @@ def refuse_nodes_out_of_order(asked: NodesRequest, chosen: list[Partition]) -> N
     )  # fmt: skip
 
 
-def refused_by_slurm(what: str, answer: SlurmAnswer) -> UsageError | UnfitError:
+def slurm_error(what: str, answer: SlurmAnswer) -> UsageError | UnfitError:
     """An error in Slurm's own words: 6 where it does not answer, 2 where it does not want, or this machine is of no cluster."""
     words = answer.words or f"exit code {answer.code}"
     return _unanswered(answer, what) or UsageError.of(
@@ -285,7 +285,7 @@ def read_job(job: str) -> JobState | None:
     )  # fmt: skip
 
 
-def place_in_queue(state: JobState) -> str:
+def queue_position(state: JobState) -> str:
     """`3 of 7 in partition gpu`; empty where it cannot be told."""
     answer = run_slurm("squeue", "-h", "-t", "PENDING", "-p", state.partition, "-S", "-p,i", "-o", "%A")
     waiting = answer.out.split() if answer.ok else []

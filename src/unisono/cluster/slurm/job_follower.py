@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.cluster.slurm.controller import JobState, place_in_queue, read_job
+from unisono.cluster.slurm.controller import JobState, queue_position, read_job
 from unisono.events import Message, Show, say
 from unisono.facts.slurm import hosts_of, node_states, run_slurm
 from unisono.files import parse_json
@@ -25,7 +25,7 @@ _PIECE_BYTES = 1_024
 
 
 @dataclass(frozen=True)
-class Spoken:
+class OutputLine:
     """One line.
 
     Attributes:
@@ -40,7 +40,7 @@ class Spoken:
 
 
 @dataclass
-class Lines:
+class JobOutput:
     """A file that grows.
 
     Attributes:
@@ -53,7 +53,7 @@ class Lines:
     _pieces: dict[int, bytes] = field(default_factory=dict, repr=False)
     """What has come of a message that is longer than a piece, by node."""
 
-    def news(self) -> list[Spoken]:
+    def news(self) -> list[OutputLine]:
         """The whole lines that have come since the last call; none where the file cannot be read now."""
         try:
             with self.path.open("rb") as file:
@@ -66,24 +66,24 @@ class Lines:
         self._rest = rest if len(rest) < _MOST_BYTES else b""
         return [spoken for line in whole if (spoken := self._spoken(line)) is not None]
 
-    def _spoken(self, line: bytes) -> Spoken | None:
+    def _spoken(self, line: bytes) -> OutputLine | None:
         """What a line says; None for a piece of a message that goes on."""
         label = _LABEL.match(line)
         if label is None:
-            return Spoken(None, None, _shown(line))
+            return OutputLine(None, None, _shown(line))
         node, piece = int(label[1]), line[label.end() :]
         said = self._pieces.pop(node, b"") + piece
         if not said.startswith(b"{"):
-            return Spoken(node, None, _shown(said))
+            return OutputLine(node, None, _shown(said))
         try:
             value: Any = parse_json(said)
         except ValueError:
             if len(piece) == _PIECE_BYTES and len(said) < _MOST_BYTES:
                 self._pieces[node] = said
                 return None
-            return Spoken(node, None, _shown(said))
+            return OutputLine(node, None, _shown(said))
         is_message = isinstance(value, dict) and isinstance(value.get("kind"), str)
-        return Spoken(node, value if is_message else None, _shown(said))
+        return OutputLine(node, value if is_message else None, _shown(said))
 
 
 def _shown(text: bytes) -> str:
@@ -99,11 +99,11 @@ _SETTLED_S = 120.0  # a job whose head has ended, and is not to be queued again,
 _SILENT_S = 60.0
 _LAST_WORDS_S = 5.0  # for what was written on other machines to be seen here
 _KEPT = 30
-_ASKS_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass
-class Followed:
+class JobEnd:
     """What is known of a job that has ended.
 
     Attributes:
@@ -122,7 +122,7 @@ class Followed:
 
 
 @dataclass
-class Follower:
+class JobFollower:
     """Reads a job's lines and state in turn, and shows what is new.
 
     Attributes:
@@ -133,7 +133,7 @@ class Follower:
     """
 
     job: str
-    lines: Lines
+    lines: JobOutput
     show: Show
     refuse: Callable[[JobState], None] = lambda _: None
     result: Message | None = None
@@ -155,7 +155,7 @@ class Follower:
     _again: bool = False
     _cancelled: bool = False
 
-    def to_the_end(self) -> Followed:
+    def to_the_end(self) -> JobEnd:
         """Until nothing more comes of the job.
 
         Raises:
@@ -184,7 +184,7 @@ class Follower:
                         self.show,
                         f"job {self.job} has said its last word, and Slurm does not end it: scontrol show job {self.job}",
                     )
-                    return Followed(
+                    return JobEnd(
                         self._state or JobState(self.job, "?"), self.result, list(self._tail), self.asked, self._nodes
                     )  # fmt: skip
                 time.sleep(_LINES_S)
@@ -194,18 +194,18 @@ class Follower:
         final = self.result is not None and self.result.get("exit_code") != 75
         return final and now - self._result_at > _SETTLED_S
 
-    def _last_words(self, state: JobState) -> Followed:
+    def _last_words(self, state: JobState) -> JobEnd:
         limit = time.monotonic() + _LAST_WORDS_S
         while self.result is None and time.monotonic() < limit:
             self._hear_lines()
             time.sleep(_LINES_S)
-        return Followed(state, self.result, list(self._tail), self.asked, self._nodes)
+        return JobEnd(state, self.result, list(self._tail), self.asked, self._nodes)
 
     def _hear_lines(self) -> None:
         for spoken in self.lines.news():
             self._hear(spoken)
 
-    def _hear(self, spoken: Spoken) -> None:
+    def _hear(self, spoken: OutputLine) -> None:
         message = spoken.message
         if message is None:
             if spoken.text:
@@ -262,7 +262,7 @@ class Follower:
             return
         self._told, self._told_at = state.reason, now
         starts = state.starts if state.starts not in ("", "Unknown", "N/A") else ""
-        parts = [place_in_queue(state), f"expected to start {starts}" if starts else "", *self._lost_nodes()]
+        parts = [queue_position(state), f"expected to start {starts}" if starts else "", *self._lost_nodes()]
         more = "; ".join(part for part in parts if part)
         say(
             self.show,
@@ -297,7 +297,7 @@ class Follower:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        before = {number: signal.getsignal(number) for number in _ASKS_TO_STOP}
+        before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
         ignored = [
             number
             for number, handler in before.items()

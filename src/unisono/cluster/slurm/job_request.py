@@ -63,7 +63,7 @@ class JobRequest:
         return tuple(self.partition.split(",")) if self.partition else ()
 
 
-def job_asked(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobRequest:
+def job_request(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobRequest:
     """The job that a request stands for.
 
     Args:
@@ -76,7 +76,7 @@ def job_asked(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobReq
     """
     least, nodes = nodes_of(request.nodes)
     run = RunDir(Path(config.output_dir))
-    words_of(request)
+    checked_partitions(request)
     signal_s = math.ceil(parse_seconds(config.grace)) + _SIGNAL_MARGIN_S
     limit_s = seconds_of(request.time or "")
     if limit_s is not None and limit_s < signal_s + _EARLY_S:
@@ -91,11 +91,11 @@ def job_asked(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobReq
         name=f"unisono-{re.sub(r'[^A-Za-z0-9_.-]', '-', run.root.name)[:60]}", run=run, folder=Path.cwd(), least_nodes=least,
         nodes=nodes, nproc=request.nproc, gpus=gpus_of(request.nproc, config) if gpus else 0, partition=request.partition,
         time=request.time, signal_s=signal_s,
-        words=_words(request), typed=request.command,
+        words=_node_command(request), typed=request.command,
     )  # fmt: skip
 
 
-def words_of(request: TrainRequest) -> tuple[str, ...]:
+def checked_partitions(request: TrainRequest) -> tuple[str, ...]:
     """The partitions that are named. They and the time limit are checked: they become words of Slurm's commands.
 
     Raises:
@@ -150,7 +150,7 @@ def gpus_of(nproc: int | None, config: RunConfig) -> int:
     return nproc
 
 
-def _words(request: TrainRequest) -> tuple[str, ...]:
+def _node_command(request: TrainRequest) -> tuple[str, ...]:
     """The command of each node. `--fresh` is not in it: a job that is requeued would rename its own run.
 
     Nor is `--nodes`: the step says how many there are, and of MIN:MAX the script knows how many Slurm has given.
@@ -245,12 +245,12 @@ def _end_of(config: str) -> str:
     return end
 
 
-def lines_of(folder: Path, job: str) -> Path:
+def output_file(folder: Path, job: str) -> Path:
     """The file into which the script has the fronts of a job speak."""
     return folder / f"lines.{job}"
 
 
-def log_of(folder: Path, job: str) -> Path:
+def log_file(folder: Path, job: str) -> Path:
     """The file of the script's own words, and of Slurm's on the job."""
     return folder / f"{job}.log"
 

@@ -12,18 +12,18 @@ from unisono.control.protocol import new_token
 from unisono.errors import UnfitError
 from unisono.facts import take_token
 
-Hear = Callable[[int | None, bytes], None]
+OnLine = Callable[[int | None, bytes], None]
 """Gets the number of the task that said a line (None: srun itself), and the line; of longer ones pieces of a kilobyte, as srun breaks them."""
 
 _LABEL = re.compile(rb"^ *(\d{1,9}): ?")
 _PATIENCE_S = 10.0
 
 
-class Step:
+class SrunStep:
     """A step of this allocation, or of one that srun asks for. As a context manager it leaves no task behind."""
 
     def __init__(
-        self, options: Sequence[str], command: Sequence[str], text: str, *, hear: Hear, hear_talk: Hear
+        self, options: Sequence[str], command: Sequence[str], text: str, *, hear: OnLine, hear_talk: OnLine
     ) -> None:
         """Notes what is to be started.
 
@@ -104,7 +104,7 @@ class Step:
             return  # srun has ended before it read: its own words say why
 
 
-def _read(stream: IO[bytes], hear: Hear) -> None:
+def _read(stream: IO[bytes], hear: OnLine) -> None:
     with stream:
         for whole in stream:
             line = whole.rstrip(b"\n")

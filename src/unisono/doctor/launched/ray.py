@@ -2,14 +2,14 @@
 
 import secrets
 
-from unisono.cluster.ray.ray_job import DRIVER, address_of, shape_of
+from unisono.cluster.ray.ray_job import DRIVER, cluster_address, ray_topology
 from unisono.doctor.asked import DoctorRequest
 from unisono.doctor.examining import Examination
 from unisono.doctor.launched.answer import examination_of, read_answer, without_answer
 from unisono.doctor.looking import read_config
 from unisono.facts import read_environment
 from unisono.launch.train_request import config_yaml
-from unisono.rendezvous.ssh import carried_variables
+from unisono.rendezvous.ssh import forwarded_variables
 from unisono.supervise.child_process import option_words
 from unisono.supervise.task_process import run_task
 
@@ -23,13 +23,13 @@ def examine_on_ray(request: DoctorRequest) -> Examination:
         UnfitError: if it cannot give the nodes, one is lost, or the look ended without an answer.
     """
     environment, loaded = read_environment(), read_config(request)
-    shape = shape_of(request.training, environment)
+    shape = ray_topology(request.training, environment)
     given = request.config_path is not None
     body = {
-        "job": secrets.token_hex(8), "address": address_of(request.training, environment),
+        "job": secrets.token_hex(8), "address": cluster_address(request.training, environment),
         "config": config_yaml(loaded.config, command="unisono doctor, by --launcher ray") if given else None,
         "device": loaded.config.device, "words": _words(request), "nodes": shape.nodes, "least": shape.enough, "nproc": shape.nproc,
-        "join_timeout_s": request.join_timeout_s, "variables": carried_variables(environment.variables),
+        "join_timeout_s": request.join_timeout_s, "variables": forwarded_variables(environment.variables),
     }  # fmt: skip
     told = run_task("look", body, on_message=request.show, programs=DRIVER)
     answer = next((found for line in reversed(told["lines"]) if (found := read_answer(line))), None)

@@ -6,9 +6,9 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from unisono.cluster.slurm.controller import gives_out_gpus, partitions, refuse_what_cannot_be
-from unisono.cluster.slurm.job_request import gpus_of, nodes_of, words_of
-from unisono.cluster.slurm.srun_step import Step
+from unisono.cluster.slurm.controller import has_gpus, partitions, refuse_impossible
+from unisono.cluster.slurm.job_request import checked_partitions, gpus_of, nodes_of
+from unisono.cluster.slurm.srun_step import SrunStep
 from unisono.config import LoadedConfig
 from unisono.doctor.asked import DoctorRequest
 from unisono.doctor.examining import Examination
@@ -63,11 +63,11 @@ def examine_on_slurm(request: DoctorRequest) -> Examination:
     """
     loaded, known = read_config(request), partitions()
     asked = _asked(request, loaded)
-    refuse_what_cannot_be(asked, known)
+    refuse_impossible(asked, known)
     text = request.config_path.read_text(encoding="utf-8-sig") if request.config_path is not None else ""
     heard = _Heard(request)
     command = [sys.executable, "-m", "unisono", *_look(request)]
-    with Step(asked.options(), command, text, hear=heard.take, hear_talk=heard.talk) as step:
+    with SrunStep(asked.options(), command, text, hear=heard.take, hear_talk=heard.talk) as step:
         code = step.wait()
     answer = read_answer(heard.printed.decode("utf-8", "replace"))
     if answer is None:
@@ -81,9 +81,9 @@ def examine_on_slurm(request: DoctorRequest) -> Examination:
 
 
 def _asked(request: DoctorRequest, loaded: LoadedConfig) -> LookAsked:
-    named = words_of(request.training)
+    named = checked_partitions(request.training)
     least, nodes = nodes_of(request.nodes)
-    gpus = gpus_of(request.nproc, loaded.config) if gives_out_gpus(named) else 0
+    gpus = gpus_of(request.nproc, loaded.config) if has_gpus(named) else 0
     return LookAsked(least, nodes, request.nproc, gpus, named, request.time)
 
 

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from unisono.causes import Verdict
 from unisono.checkpoint.manifest import user_key
-from unisono.cluster.ray.cluster_health import RaysHead, loss_file, name_rays_head
-from unisono.cluster.ray.mirror import Mirror, Mirroring
-from unisono.cluster.ray.node_fronts import Fronts, KeeperLost, Place, name_lost_place, ray_on
-from unisono.cluster.ray.nodes import head_of
+from unisono.cluster.ray.cluster_health import RayHead, loss_file, ray_head_lost
+from unisono.cluster.ray.mirror import Mirror, MirrorThread
+from unisono.cluster.ray.node_fronts import ActorLost, JobNode, NodeFronts, lost_node_verdict, ray_label
+from unisono.cluster.ray.ray_cluster import head_endpoint
 from unisono.config import RunConfig
 from unisono.control.protocol import new_token
 from unisono.errors import UnfitError
@@ -72,14 +72,14 @@ _OF_RANKS = ("logs/", "events/")
 _LAST_WORDS = ("result", "start_refused")
 
 
-class Wishes(Protocol):
+class SignalSource(Protocol):
     """What the front that was typed passes on."""
 
     signals: list[str]
 
 
 @dataclass
-class Ended:
+class AttemptEnd:
     """How a start ended.
 
     Attributes:
@@ -98,7 +98,7 @@ class Ended:
 
 
 @dataclass
-class Running:
+class JobAttempt:
     """A start on places that were given.
 
     Attributes:
@@ -111,13 +111,13 @@ class Running:
 
     reporter: Reporter
     asked: RayJobRequest
-    wishes: Wishes
-    places: list[Place]
-    rays_head: RaysHead
-    _ended: Ended = field(default_factory=Ended)
+    wishes: SignalSource
+    places: list[JobNode]
+    rays_head: RayHead
+    _ended: AttemptEnd = field(default_factory=AttemptEnd)
     _planned: bool = False
-    _gone: Place | None = None
-    _missing: Place | None = None
+    _gone: JobNode | None = None
+    _missing: JobNode | None = None
     _headless: Verdict | None = None
     _silence_told: bool = False
     _plan: Message = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Running:
     _named: set[str] = field(default_factory=set)
     _passed: int = 0
 
-    def run(self) -> Ended:
+    def run(self) -> AttemptEnd:
         """Starts the fronts, hears them to their end, and brings here what they made.
 
         Raises:
@@ -135,7 +135,7 @@ class Running:
         began = time.monotonic()
         try:
             self._run()
-        except KeeperLost as error:
+        except ActorLost as error:
             self._gone = error.place or self.places[0]
             self._gone.lost = self._gone.lost or error.why
             if (self._ended.last or {}).get("kind") == "result" and not self._result_is_here():
@@ -162,9 +162,9 @@ class Running:
         elif ended.last is None:
             gone = self._gone or head
             gone.lost = gone.lost or f"its front ended with exit code {gone.code}, without a word"
-            ended.lost = name_lost_place(gone, self._ranks_on(gone))
+            ended.lost = lost_node_verdict(gone, self._ranks_on(gone))
         elif self._missing is not None and not self.wishes.signals and ended.last.get("exit_code") == 75:
-            ended.last = _never_came(
+            ended.last = _never_joined(
                 self._missing
             )  # it was this driver that ended the head, which waited for that node
         return ended
@@ -185,16 +185,16 @@ class Running:
         head_is_far = not self.places[0].shares
         logs = self._run_dir.log("", 0).parent
         hear = self._hearing(mirrors[0][1] if head_is_far else None)
-        fronts = Fronts(self.places, logs if head_is_far else None, hear)
+        fronts = NodeFronts(self.places, logs if head_is_far else None, hear)
         with contextlib.ExitStack() as stack:
-            following = [stack.enter_context(Mirroring(mirror)) for _, mirror in mirrors]
+            following = [stack.enter_context(MirrorThread(mirror)) for _, mirror in mirrors]
             self._follow(fronts, following)
             fronts.wait_gone()
             # The head's, with its last word, last.
             for (place, _), one in reversed(list(zip(mirrors, following, strict=True))):
                 self._finish(place, one)
 
-    def _finish(self, place: Place, following: Mirroring) -> None:
+    def _finish(self, place: JobNode, following: MirrorThread) -> None:
         """Brings the last of a node's files.
 
         Raises:
@@ -203,16 +203,16 @@ class Running:
         is_head = place is self.places[0]
         if place.lost:
             if is_head:
-                raise KeeperLost(place.lost, place)
+                raise ActorLost(place.lost, place)
             return
         try:
             following.finish()
-        except KeeperLost as error:
+        except ActorLost as error:
             if is_head:
                 raise
             place.lost = error.why
 
-    def _mirrors(self) -> list[tuple[Place, Mirror]]:
+    def _mirrors(self) -> list[tuple[JobNode, Mirror]]:
         """For the head, if it does not have the run's directory itself, all of it; for the others the logs of their ranks.
 
         What is here already is sent there first, so that it is gone on with.
@@ -237,7 +237,7 @@ class Running:
         """Starts all, the head first; those that do not see the run's directory with another one."""
         token = new_token().encode()
         key = user_key(read_environment().settings_dir).hex()
-        head = head_of(self.places)
+        head = head_endpoint(self.places)
         for place in self.places:
             output_dir = output_dirs.get(place.node_rank, self.asked.config.output_dir)
             config = self.asked.config.model_copy(update={"output_dir": output_dir})
@@ -268,7 +268,7 @@ class Running:
 
         return hear
 
-    def _follow(self, fronts: Fronts, following: list[Mirroring]) -> None:
+    def _follow(self, fronts: NodeFronts, following: list[MirrorThread]) -> None:
         """Until the head has ended."""
         head_is_far = not self.places[0].shares
         missing_since: float | None = None
@@ -292,7 +292,7 @@ class Running:
                 self._missing = early[0]
                 self._planned = True
 
-    def _pass_on(self, head: Place) -> None:
+    def _pass_on(self, head: JobNode) -> None:
         for name in self.wishes.signals[self._passed :]:
             head.ask(f"signal {name}")
             self._passed += 1
@@ -303,7 +303,7 @@ class Running:
             if not place.lost or place.node_rank in self._told:
                 continue
             self._told.add(place.node_rank)
-            verdict = name_lost_place(place)
+            verdict = lost_node_verdict(place)
             head = self.places[0]
             head.leave_word(loss_file(head.folder, place.node_rank), json.dumps(verdict.to_json()))
             self._unsaid[place.node_rank] = verdict
@@ -311,7 +311,7 @@ class Running:
             if self._named.intersection(verdict.hosts):
                 self._say_unsaid(node_rank)
 
-    def _see_rays_head(self, head: Place) -> None:
+    def _see_rays_head(self, head: JobNode) -> None:
         """Without Ray's head the ranks can go on for a while, but not for long: they are asked to save and to end."""
         silent_s, rays = self.rays_head.silent_s, self.rays_head
         if silent_s < _SILENT_S:
@@ -322,14 +322,14 @@ class Running:
                 f"{rays.label} does not answer: {rays.why}; if it is not back in {_WITHOUT_RAY_S:g} s, the run is saved and ends"
             )
         if silent_s > _WITHOUT_RAY_S and self._headless is None:
-            self._headless = name_rays_head(rays, after_s=silent_s)
+            self._headless = ray_head_lost(rays, after_s=silent_s)
             head.ask("signal SIGTERM")
 
     def _note_named(self, message: Message) -> None:
         """The head has named nodes; of those whose loss it explains in Ray's words nothing more is to be said."""
         where = {str(item["where"]) for item in message["evidence"]}
         for place in self.places:
-            if ray_on(place) in where:
+            if ray_label(place) in where:
                 self._told.add(place.node_rank)
                 self._unsaid.pop(place.node_rank, None)
         self._named.update(map(str, message["hosts"]))
@@ -339,7 +339,7 @@ class Running:
         text = f"{verdict.summary}: {verdict.evidence[0].text}"
         self.reporter.send("warning", code=verdict.cause, text=text, fix="; ".join(verdict.fix))
 
-    def _ranks_on(self, place: Place) -> list[int]:
+    def _ranks_on(self, place: JobNode) -> list[int]:
         """Those of a node, by the last plan; none before the first."""
         ranks = self._plan.get("ranks", [])
         return [int(rank["rank"]) for rank in ranks if rank["node_rank"] == place.node_rank]
@@ -349,16 +349,16 @@ class Running:
             if not place.lost:
                 try:
                     place.call("leave")
-                except KeeperLost as error:
+                except ActorLost as error:
                     place.lost = error.why
 
     def _note(self, text: str) -> None:
         self.reporter.send("note", text=text)
 
 
-def _never_came(place: Place) -> Message:
+def _never_joined(place: JobNode) -> Message:
     """The refusal of a start for which a node's front ended before it had joined."""
-    verdict = name_lost_place(place).model_copy(update={"cause": "node_missing", "when": "before"})
+    verdict = lost_node_verdict(place).model_copy(update={"cause": "node_missing", "when": "before"})
     problem = {
         "what": verdict.summary,
         "where": place.label,

@@ -1,4 +1,4 @@
-"""`python -m unisono.cluster.ray.node_front REQUEST.json PID`: a node's front under Ray. Its messages go to stdout, a line each."""
+"""`python -m unisono.cluster.ray.node_main REQUEST.json PID`: a node's front under Ray. Its messages go to stdout, a line each."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.child import end_with_front
-from unisono.cluster.ray.cluster_health import LostNodes
+from unisono.cluster.ray.cluster_health import RayLossFiles
 from unisono.errors import UnisonoError
 from unisono.events import Message, Reporter
 from unisono.launch.session import train
@@ -36,7 +36,7 @@ def main(request: dict[str, Any], warden: int) -> int:
 
     config = Path(request["config"])
     asked = TrainRequest(
-        config_path=config, token_file=LIFELINE, witness=LostNodes(config.parent), **request["asked"]
+        config_path=config, token_file=LIFELINE, witness=RayLossFiles(config.parent), **request["asked"]
     )
     if asked.nodes == "1":  # with others it is watched by whoever reads the token
         watch_lifeline()

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from unisono.cluster.ray import node_actor
-from unisono.cluster.ray.cluster_health import RaysHead
-from unisono.cluster.ray.node_fronts import KeeperLost, Place
+from unisono.cluster.ray.cluster_health import RayHead
+from unisono.cluster.ray.node_fronts import ActorLost, JobNode
 from unisono.errors import UnfitError, UsageError
 from unisono.text import one_line
 from unisono.units import show_bytes
@@ -29,7 +29,7 @@ _SPREAD = "STRICT_SPREAD"
 
 
 @dataclass(frozen=True)
-class NodesRequest:
+class ResourceRequest:
     """What is asked for on each node.
 
     Attributes:
@@ -126,13 +126,13 @@ def _bounded(work: Callable[[], object]) -> None:
     thread.join(_END_S)
 
 
-def rays_head() -> RaysHead:
+def find_ray_head() -> RayHead:
     """Where Ray's own head is; needs a connection."""
     import ray
 
     address = str(ray.get_runtime_context().gcs_address)
     host = address.rpartition(":")[0].strip("[]")
-    return RaysHead(address, next((node.host for node in living_nodes() if node.address == host), ""))
+    return RayHead(address, next((node.host for node in living_nodes() if node.address == host), ""))
 
 
 def living_nodes() -> list[RayNode]:
@@ -154,7 +154,7 @@ def living_nodes() -> list[RayNode]:
     return sorted(found, key=lambda node: (node.host, node.address))
 
 
-def refuse_unmeetable(nodes: Sequence[RayNode], wanted: NodesRequest, least: int) -> None:
+def refuse_too_small(nodes: Sequence[RayNode], wanted: ResourceRequest, least: int) -> None:
     """Whether the cluster could carry the job at all, if nothing else ran on it.
 
     Raises:
@@ -162,12 +162,12 @@ def refuse_unmeetable(nodes: Sequence[RayNode], wanted: NodesRequest, least: int
     """
     fit = [node for node in nodes if node.could_have(wanted.bundle)]
     if len(fit) < least:
-        raise unmeetable(
+        raise no_room(
             nodes, wanted, least, why=f"{len(fit)} of {len(nodes)} nodes of the cluster are large enough"
         )
 
 
-def unmeetable(nodes: Sequence[RayNode], wanted: NodesRequest, least: int, *, why: str) -> UnfitError:
+def no_room(nodes: Sequence[RayNode], wanted: ResourceRequest, least: int, *, why: str) -> UnfitError:
     """What is said of a cluster that does not give the places."""
     there = "; ".join(node.describe(wanted.bundle) for node in nodes) or "no living node"
     return UnfitError.of(
@@ -177,8 +177,8 @@ def unmeetable(nodes: Sequence[RayNode], wanted: NodesRequest, least: int, *, wh
 
 
 @contextlib.contextmanager
-def placed(
-    wanted: NodesRequest, *, nodes: int, least: int, timeout_s: float, note: Callable[[str], None],
+def reserved(
+    wanted: ResourceRequest, *, nodes: int, least: int, timeout_s: float, note: Callable[[str], None],
     stopped: Callable[[], bool],
 ) -> Iterator[list[Any]]:  # fmt: skip
     """One actor on each of so many nodes, in one placement group; both are gone when it is left.
@@ -200,7 +200,7 @@ def placed(
 
     ray.cloudpickle.register_pickle_by_value(node_actor)
     began = time.monotonic()
-    patience = _Patience(began, began + timeout_s, note, stopped)
+    patience = _Waiting(began, began + timeout_s, note, stopped)
     group, count = _reserve(wanted, nodes=nodes, least=least, patience=patience)
     actors: list[Any] = []
     try:
@@ -224,7 +224,7 @@ def placed(
         _bounded(partial(remove_placement_group, group))
 
 
-def _reserve(wanted: NodesRequest, *, nodes: int, least: int, patience: "_Patience") -> tuple[Any, int]:
+def _reserve(wanted: ResourceRequest, *, nodes: int, least: int, patience: "_Waiting") -> tuple[Any, int]:
     """A placement group that is there, and the number of its places.
 
     Raises:
@@ -235,13 +235,13 @@ def _reserve(wanted: NodesRequest, *, nodes: int, least: int, patience: "_Patien
     name = f"unisono-{secrets.token_hex(4)}"
     while True:
         here = living_nodes()
-        refuse_unmeetable(here, wanted, least)
+        refuse_too_small(here, wanted, least)
         fit = [node for node in here if node.could_have(wanted.bundle)]
         roomy = [node for node in fit if node.has_free(wanted.bundle)]
         count = min(nodes, len(fit), max(least, len(roomy)))
         group = placement_group([wanted.bundle] * count, strategy=_SPREAD, name=name)
         try:
-            if _is_there(group, wanted, count, patience):
+            if _wait_for_group(group, wanted, count, patience):
                 return group, count
         except BaseException:  # not there, and not wanted any more; raised again
             remove_placement_group(group)
@@ -250,14 +250,14 @@ def _reserve(wanted: NodesRequest, *, nodes: int, least: int, patience: "_Patien
 
 
 @dataclass
-class _Patience:
+class _Waiting:
     began: float
     until: float
     note: Callable[[str], None]
     stopped: Callable[[], bool]
 
 
-def _is_there(group: Any, wanted: NodesRequest, count: int, patience: _Patience) -> bool:
+def _wait_for_group(group: Any, wanted: ResourceRequest, count: int, patience: _Waiting) -> bool:
     """Waits until the places are there; False where the cluster has become too small for so many.
 
     Raises:
@@ -269,9 +269,9 @@ def _is_there(group: Any, wanted: NodesRequest, count: int, patience: _Patience)
         if sum(node.could_have(wanted.bundle) for node in nodes) < count:
             return False
         if patience.stopped():
-            raise unmeetable(nodes, wanted, count, why="it was asked to stop while it waited")
+            raise no_room(nodes, wanted, count, why="it was asked to stop while it waited")
         if now > patience.until:
-            raise unmeetable(
+            raise no_room(
                 nodes, wanted, count, why=f"no room came within {patience.until - patience.began:.0f} s"
             )
         if now - told > _NOTE_EVERY_S:
@@ -336,13 +336,13 @@ def _not_connected(address: str, text: str) -> UsageError:
     )  # fmt: skip
 
 
-def wanted_of(nproc: int, device: str, nodes: list[RayNode]) -> NodesRequest:
+def resources_for(nproc: int, device: str, nodes: list[RayNode]) -> ResourceRequest:
     """What each node is asked for: one accelerator a rank, where the config does not say otherwise and the cluster has any."""
     has_any = any(node.total.get("GPU", 0) for node in nodes)
-    return NodesRequest(nproc, nproc if device == "cuda" or (device == "auto" and has_any) else 0)
+    return ResourceRequest(nproc, nproc if device == "cuda" or (device == "auto" and has_any) else 0)
 
 
-def met(actors: list[Any], *, cluster: str) -> list[Place]:
+def identify_nodes(actors: list[Any], *, cluster: str) -> list[JobNode]:
     """The places, by node rank.
 
     Args:
@@ -353,11 +353,11 @@ def met(actors: list[Any], *, cluster: str) -> list[Place]:
         UnfitError: if a keeper does not answer.
     """
     nodes = {node.id: node for node in living_nodes()}
-    places = [Place(rank, actor) for rank, actor in enumerate(actors)]
+    places = [JobNode(rank, actor) for rank, actor in enumerate(actors)]
     for place in places:
         try:
             place.facts = place.call("facts")
-        except KeeperLost as error:
+        except ActorLost as error:
             raise UnfitError.of(
                 f"Ray could not start anything for node {place.node_rank}", where=place.address or cluster, why=error.why,
                 fix="look at `ray status`, and at the raylet's log on that node",
@@ -370,7 +370,7 @@ def met(actors: list[Any], *, cluster: str) -> list[Place]:
     return places
 
 
-def head_of(places: list[Place]) -> str:
+def head_endpoint(places: list[JobNode]) -> str:
     """HOST:PORT of node 0, on a port that is free there.
 
     Raises:

@@ -21,21 +21,21 @@ def disagreement(verdicts: Sequence[Verdict]) -> Disagreed:
     return Disagreed(*(_as_problem(verdict) for verdict in verdicts), verdict=verdicts[0])
 
 
-def say(show: Callable[[Message], None], verdict: Verdict, others: Sequence[str]) -> None:
+def show_verdicts(show: Callable[[Message], None], verdict: Verdict, others: Sequence[str]) -> None:
     """Shows why nothing is started: the decisive verdict whole, of the others a line each."""
     show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
     for summary in others:
         show({"kind": "note", "time": time.time(), "text": f"also: {summary}"})
 
 
-def last_word(verdicts: Sequence[Verdict], *, exit_code: int = Disagreed.exit_code) -> dict[str, Any]:
+def end_message(verdicts: Sequence[Verdict], *, exit_code: int = Disagreed.exit_code) -> dict[str, Any]:
     """The message `ended` for a job of which nothing was trained."""
     return {
         "kind": "ended", "exit_code": exit_code, "verdicts": [verdict.to_json() for verdict in verdicts], "result": None,
     }  # fmt: skip
 
 
-def stop_word(stopped: Stopped) -> dict[str, Any]:
+def stop_message(stopped: Stopped) -> dict[str, Any]:
     """The message `ended` for a job that somebody stopped before there were ranks: no verdict, for nothing is wrong."""
     return {
         "kind": "ended", "exit_code": exit_code_of(stopped.number), "verdicts": [], "result": None,
@@ -43,13 +43,13 @@ def stop_word(stopped: Stopped) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stop_in(message: dict[str, Any]) -> Stopped | None:
+def stop_of_message(message: dict[str, Any]) -> Stopped | None:
     """The signal that an `ended` message tells of, if that is what ended the job."""
     told = message.get("stopped")
-    return stop_of(told.get("signal"), str(told.get("where", ""))) if isinstance(told, dict) else None
+    return parse_stop(told.get("signal"), str(told.get("where", ""))) if isinstance(told, dict) else None
 
 
-def stop_of(name: Any, where: str) -> Stopped:
+def parse_stop(name: Any, where: str) -> Stopped:
     """A signal by its name, as another node tells it; one that is not known here is taken for SIGTERM."""
     known = signal.Signals.__members__.get(str(name), signal.SIGTERM)
     return Stopped(known, one_line(where, limit=200))
@@ -70,7 +70,7 @@ def bad_report(node_rank: int, host: str, why: str) -> Verdict:
     )  # fmt: skip
 
 
-def misfit(why: str, *, hosts: Sequence[str] = ()) -> Verdict:
+def node_count_mismatch(why: str, *, hosts: Sequence[str] = ()) -> Verdict:
     """A node that knows the token means another number of nodes."""
     return Verdict(
         cause="world_mismatch", when="before", hosts=tuple(hosts), phase="agree.call", summary=why,
