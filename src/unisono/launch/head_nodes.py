@@ -37,7 +37,7 @@ from unisono.text import validation_words
 if TYPE_CHECKING:
     from unisono.control.server import HeadServer
     from unisono.rendezvous.meeting import Meeting
-    from unisono.rendezvous.rejoin import MakeRestartReport, RestartQuestion
+    from unisono.rendezvous.party import MakeRestartReport, RestartQuestion
 
 
 _PREPARED_S = (
@@ -148,8 +148,8 @@ class HeadNodes:
 
     def _round(self, make_report: "MakeRestartReport", question: "RestartQuestion") -> Agreement | None:
         """What came of asking all nodes; None where some were left out, and the rest is to be asked again."""
+        from unisono.rendezvous.head_side import rejoin_at_head
         from unisono.rendezvous.meeting import Objection
-        from unisono.rendezvous.rejoin import rejoin_at_head
 
         self._rounds += 1
         try:

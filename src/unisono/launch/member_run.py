@@ -26,9 +26,8 @@ from unisono.launch.run_records import read_progress, writing_for_head
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.shard_transfer import clear_parts
-from unisono.rendezvous.member_side import Attendance, attend_meeting
-from unisono.rendezvous.party import ChannelFacts, MakeReport, Party
-from unisono.rendezvous.rejoin import RestartQuestion, rejoin_as_member
+from unisono.rendezvous.member_side import Attendance, attend_meeting, rejoin_as_member
+from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, RestartQuestion
 from unisono.rundir import RunDir
 from unisono.rundir.lock import Holder, RunLock, recorded_holder
 from unisono.rundir.records import RunResult, set_verdict, write_result

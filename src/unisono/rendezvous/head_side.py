@@ -5,13 +5,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.compare import compare_nodes
+from unisono.agree.compare import compare_again, compare_nodes
 from unisono.agree.reports import NodeReport
 from unisono.errors import Disagreed
 from unisono.rendezvous.head_address import report_refusal
 from unisono.rendezvous.meeting import Meeting, RecordAgreement
+from unisono.rendezvous.meeting_end import node_left
 from unisono.rendezvous.network_trial import collective_task, head_collective, head_dials, listen
-from unisono.rendezvous.party import BackgroundWork, ChannelFacts, MakeReport, Party
+from unisono.rendezvous.party import (
+    BackgroundWork,
+    ChannelFacts,
+    MakeReport,
+    MakeRestartReport,
+    Party,
+    RestartQuestion,
+    restart_report_kind,
+)
 from unisono.rendezvous.ssh import SshFronts
 
 _POLL_S = 0.2
@@ -158,3 +167,64 @@ def _handle_absent_nodes(meeting: Meeting, waited_s: float, others: SshFronts | 
     for rank in missing:
         meeting.leave_out(rank, _LEFT_OUT)
     meeting.note(f"starting with {len(roll.hosts)} of {roll.nodes} nodes: {why}", everywhere=True)
+
+
+# ---- Before a restart: a short form of the agreement
+#
+#     head → member   again: round, question       (launch.node_report describes the question)
+#     member → head   here_again_ROUND: report     made again; file contents are not digested a second time
+#     head → member   dial, as before the first start
+#     member → head   reached
+#     head → member   plan; or again, if a node was lost meanwhile and enough are left; or ended
+#
+# A new round begins when the set of nodes changes. A member answers in order: after its report of a round, nothing of an
+# earlier round follows.
+
+_ANSWER_S = 20.0
+"""For a report: most of it is storage, which has five seconds of its own, and as many for the caches of a network file system."""
+
+
+def rejoin_at_head(
+    meeting: Meeting, make_report: MakeRestartReport, question: RestartQuestion, *, round_: int
+) -> Agreement:
+    """One round, at the head; gives what was found, nothing of which is fatal.
+
+    Args:
+        meeting: with the nodes that take part; their ranks have ended.
+        make_report: makes this node's.
+        question: for all nodes.
+        round_: a number that was not used before in this job.
+
+    Raises:
+        Disagreed, Objection: as `Meeting.refuse`.
+    """
+    _refuse_lost_nodes(meeting)
+    with listen(meeting.server.address[0], meeting.party.token, meeting.run_nonce) as listener:
+        meeting.tell_all({"kind": "again", "round": round_, "question": question})
+        standing = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, listener.ports)
+        own = meeting.aside(lambda _show: make_report(standing, question))
+        answers = meeting.gather(
+            restart_report_kind(round_), timeout_s=_ANSWER_S, what="its account before the restart"
+        )
+        meeting.forget("reached")  # of a round before
+        meeting.roll.reports = {0: own}
+        for node_rank, message in sorted(answers.items()):
+            verdict = meeting.roll.reported(node_rank, message.get("report"))
+            if verdict is not None:
+                meeting.refuse([verdict], nodes=[node_rank])
+        found = compare_again(meeting.reports)
+        if found.agreed and len(meeting.reports) > 1:
+            found = found.merged(head_dials(meeting))
+    if found.fatal:
+        meeting.refuse(found.fatal)
+    return found
+
+
+def _refuse_lost_nodes(meeting: Meeting) -> None:
+    """A node may have left after its ranks had ended, when nobody listened for that."""
+    here = meeting.server.here()
+    gone = [rank for rank in meeting.roll.others if rank not in here]
+    if gone:
+        why = "its connection is over"
+        lost = [node_left(rank, meeting.roll.hosts[rank], why, moment="the restart") for rank in gone]
+        meeting.refuse(lost, nodes=gone)

@@ -19,7 +19,15 @@ from unisono.rendezvous.network_trial import (
     node_dials,
     nodes_present,
 )
-from unisono.rendezvous.party import BackgroundWork, ChannelFacts, MakeReport, Party, Show
+from unisono.rendezvous.party import (
+    BackgroundWork,
+    ChannelFacts,
+    MakeReport,
+    MakeRestartReport,
+    Party,
+    Show,
+    restart_report_kind,
+)
 from unisono.supervise.interrupts import Stopped
 from unisono.supervise.postmortem import verdicts_in
 from unisono.text import one_line
@@ -267,3 +275,36 @@ class _ConnectProgress:
         self._next_s = waited_s + _NEXT_LINES_S
         text = f"{one_line(who_and_why, limit=300)} ({waited_s:.0f} s; calling again until {self._party.join_timeout_s:.0f} s)"
         self._party.show({"kind": "note", "time": time.time(), "text": text})
+
+
+# ---- Before a restart
+
+
+def rejoin_as_member(attendance: Attendance, asked: Message, make_report: MakeRestartReport) -> Message:
+    """All rounds, on every other node; gives what ends them: `plan`, or `ended` with a result.
+
+    Args:
+        attendance: this node's place at the head.
+        asked: the first `again`.
+        make_report: makes this node's report.
+
+    Raises:
+        Disagreed: with the head's words if it ends the job, or if it is lost: then `attendance.head_gone` says why.
+    """
+    while asked["kind"] == "again":
+        asked = _rejoin_round(attendance, asked, make_report)
+    return asked
+
+
+def _rejoin_round(attendance: Attendance, asked: Message, make_report: MakeRestartReport) -> Message:
+    link, welcome = attendance.link, attendance.welcome
+    question = dict(asked.get("question") or {})
+    with listen(link.local_address, attendance.party.token, str(welcome["run_nonce"])) as listener:
+        standing = ChannelFacts(link.local_address, welcome, link.clock_offset_s, listener.ports)
+        report = attendance.aside(lambda _show: make_report(standing, question))
+        attendance.send({"kind": restart_report_kind(asked.get("round")), "report": report.to_json()})
+        told = attendance.wait_for("dial", "again", "plan", "ended")
+        if told["kind"] != "dial":
+            return told
+        node_dials(attendance, told)
+        return attendance.wait_for("again", "plan", "ended")

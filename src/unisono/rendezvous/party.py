@@ -74,6 +74,17 @@ MakeReport = Callable[[ChannelFacts, Show], NodeReport]
 passed on. A UnisonoError that it raises is told to all nodes."""
 
 
+RestartQuestion = dict[str, Any]
+"""What the head asks each node to check before a restart."""
+MakeRestartReport = Callable[[ChannelFacts, RestartQuestion], NodeReport]
+"""Makes a node's report before a restart; a UnisonoError says why the node cannot continue."""
+
+
+def restart_report_kind(round_: object) -> str:
+    """The kind of the message with a node's report in one round before a restart."""
+    return f"here_again_{round_}"
+
+
 Result = TypeVar("Result")
 
 

@@ -81,7 +81,7 @@ class _Driver:
     reporter: Reporter
     asked: RayJobRequest
     front: _FrontInput
-    find_ray_head: RayHead
+    ray_head: RayHead
     restarts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -104,8 +104,8 @@ class _Driver:
                 self.reporter.send("verdict", **lost.to_json())
             if lost is None or self.front.signals or len(self.restarts) >= self.asked.config.restarts:
                 return self._told(start)
-            if self.rays_head.silent_s:
-                self._note(f"it cannot start again: {self.rays_head.label} does not answer")
+            if self.ray_head.silent_s:
+                self._note(f"it cannot start again: {self.ray_head.label} does not answer")
                 return self._told(start)
             self.restarts.append(
                 {"verdict": lost.to_json(), "from_step": start.saved_step, "seconds": start.seconds}
@@ -134,7 +134,7 @@ class _Driver:
             self.front.go.clear()
             self.reporter.send("placed", shared=places[0].shares, hosts=[place.host for place in places])
             self.front.go.wait()
-            return JobAttempt(self.reporter, self.asked, self.front, places, self.rays_head).run()
+            return JobAttempt(self.reporter, self.asked, self.front, places, self.ray_head).run()
 
     def _see_who_shares(self, places: list[JobNode]) -> None:
         """Which nodes have the run's directory themselves, by a file that is left in it for a moment."""

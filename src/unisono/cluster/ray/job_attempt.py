@@ -106,14 +106,14 @@ class JobAttempt:
         asked: what it asks for.
         wishes: signals that it got.
         places: by node rank.
-        rays_head: by which the cluster stands.
+        ray_head: by which the cluster stands.
     """
 
     reporter: Reporter
     asked: RayJobRequest
     wishes: SignalSource
     places: list[JobNode]
-    rays_head: RayHead
+    ray_head: RayHead
     _ended: AttemptEnd = field(default_factory=AttemptEnd)
     _planned: bool = False
     _gone: JobNode | None = None
@@ -276,7 +276,7 @@ class JobAttempt:
             fronts.listen(_POLL_S)
             self._pass_on(fronts.head)
             self._tell_who_is_lost()
-            self._see_rays_head(fronts.head)
+            self._see_ray_head(fronts.head)
             head_is_silent = head_is_far and following[0].trouble is not None
             if head_is_silent or any(isinstance(one.trouble, OSError) for one in following):
                 return  # or the disk here; `finish` raises it
@@ -311,9 +311,9 @@ class JobAttempt:
             if self._named.intersection(verdict.hosts):
                 self._say_unsaid(node_rank)
 
-    def _see_rays_head(self, head: JobNode) -> None:
+    def _see_ray_head(self, head: JobNode) -> None:
         """Without Ray's head the ranks can go on for a while, but not for long: they are asked to save and to end."""
-        silent_s, rays = self.rays_head.silent_s, self.rays_head
+        silent_s, rays = self.ray_head.silent_s, self.ray_head
         if silent_s < _SILENT_S:
             self._silence_told = False
         elif not self._silence_told:

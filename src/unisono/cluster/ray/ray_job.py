@@ -12,7 +12,7 @@ from unisono.causes import Verdict, find_cause
 from unisono.cluster.ray.cluster_health import RayHead, ray_head_lost
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, RankDied, UsageError
-from unisono.events import Message, Show, show_verdicts
+from unisono.events import Message, Show, say
 from unisono.facts import Environment, read_environment, read_machine
 from unisono.facts.machine import Gpu
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
@@ -20,7 +20,7 @@ from unisono.launch.run_claim import Claim, claim
 from unisono.launch.run_records import read_progress
 from unisono.launch.train_request import TrainRequest, load_asked
 from unisono.plan.topology import Accelerators, Topology, TopologyRequest, read_topology
-from unisono.rendezvous.meeting_end import show_verdicts as say_verdict
+from unisono.rendezvous.meeting_end import show_verdicts
 from unisono.rendezvous.ssh import forwarded_variables
 from unisono.rundir import RunDir
 from unisono.rundir.records import RunResult, read_result, set_verdict, write_result
@@ -48,12 +48,12 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
         try:
             result = _Session(request, loaded, show, interrupts, body, began).run()
         except Stopped as stopped:
-            show_verdicts(show, f"{stopped.number.name} before anything was started: nothing has changed")
+            say(show, f"{stopped.number.name} before anything was started: nothing has changed")
             result = _without_run(Ending(exit_code_of(stopped.number), NOTHING_DONE), began)
         except Disagreed as error:
             if error.verdict is None:
                 raise
-            say_verdict(show, error.verdict, [problem.what for problem in error.problems[1:]])
+            show_verdicts(show, error.verdict, [problem.what for problem in error.problems[1:]])
             result = _without_run(Ending(error.exit_code, NOTHING_DONE, error.verdict), began)
     show({"kind": "result", "time": time.time(), **result})
     return result
@@ -67,7 +67,7 @@ class _Session:
     interrupts: Interrupts
     body: dict[str, Any]
     began: float
-    rays_head: RayHead | None = None
+    ray_head: RayHead | None = None
     step: int = 0
     restarts: list[dict[str, Any]] = field(default_factory=list)
     """Of the driver's; with it and what is above, a driver that dies can be done without."""
@@ -83,7 +83,7 @@ class _Session:
             claimed = stack.enter_context(
                 claim(
                     config, host=read_machine(_no_devices).host, resume=request.resume, fresh=request.fresh,
-                    say=lambda text: show_verdicts(self.show, text), allow=request.allowed,
+                    say=lambda text: say(self.show, text), allow=request.allowed,
                 )
             )  # fmt: skip
             try:
@@ -105,7 +105,7 @@ class _Session:
                         hosts = ", ".join(
                             f"node {rank} on {host}" for rank, host in enumerate(message["hosts"])
                         )
-                        show_verdicts(self.show, f"placed by Ray: {hosts}")
+                        say(self.show, f"placed by Ray: {hosts}")
                         self.interrupts.collect()
                         claimed.trained = True  # what is here from now on is what the head has
                         if message["shared"]:  # its front takes the directory itself
@@ -115,7 +115,7 @@ class _Session:
                             stack.close()
                         driver.send({"kind": "go"})
                     case "connected":
-                        self.rays_head = RayHead(str(message["address"]), str(message["host"]))
+                        self.ray_head = RayHead(str(message["address"]), str(message["host"]))
                     case "restarting":
                         self.restarts.append(message["restart"])
                     case "result":
@@ -135,7 +135,7 @@ class _Session:
         Raises:
             RankDied: if it is not.
         """
-        head = self.rays_head
+        head = self.ray_head
         if head is not None:
             head.look_for(_HEAD_GOES_S)
         if head is None or not head.why:
