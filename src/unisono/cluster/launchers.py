@@ -61,9 +61,10 @@ def refuse_contradictions(request: TrainRequest) -> None:
     if launcher is not None and launcher not in LAUNCHERS:
         near = nearest(launcher, LAUNCHERS)
         raise UsageError.of(
-            f"there is no launcher {launcher}", where="--launcher",
+            f"there is no launcher {launcher}",
+            where="--launcher",
             fix=f"did you mean `{near}`?" if near else f"choose one of {', '.join(LAUNCHERS)}",
-        )  # fmt: skip
+        )
     if request.ray_address is not None and launcher != "ray":
         raise UsageError.of(
             "--ray-address is for --launcher ray",
@@ -82,11 +83,13 @@ def refuse_contradictions(request: TrainRequest) -> None:
         if given:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise UsageError.of(
-                f"--launcher {launcher} finds and starts the nodes itself, without {options}", where="command line",
+                f"--launcher {launcher} finds and starts the nodes itself, without {options}",
+                where="command line",
                 fix=f"leave out {options}",
-            )  # fmt: skip
+            )
     if launcher == "local" and (request.hosts is not None or request.nodes not in (None, "1")):
         raise UsageError.of(
-            "--launcher local is for one node, and several are asked for", where="command line",
+            "--launcher local is for one node, and several are asked for",
+            where="command line",
             fix="leave out --launcher, or take --launcher nodes, ray or slurm",
-        )  # fmt: skip
+        )

@@ -98,10 +98,11 @@ def remove_partial_download(run: RunDir) -> bool:
 
 def _not_signed(manifest: Manifest, url: str) -> IntegrityError:
     return IntegrityError.of(
-        f"the checkpoint of step {manifest.step} in the storage is not signed with your key", where=f"{url}/{manifest.run_id}",
+        f"the checkpoint of step {manifest.step} in the storage is not signed with your key",
+        where=f"{url}/{manifest.run_id}",
         why="a checkpoint of somebody else's is not read unasked",
         fix=f"copy {KEY_FILE} of the machine that wrote it into your folder of settings (~/.config/unisono), or pass --trust",
-    )  # fmt: skip
+    )
 
 
 class _Download:
@@ -126,7 +127,15 @@ class _Download:
         """Says what is wrong with one; an older one is looked for."""
         problem = error.problems[0]
         text = f"{problem.what}: {problem.why}; an older one is looked for"
-        self._show({"kind": "warning", "time": time.time(), "code": "storage_damaged", "text": text, "fix": "delete it there"})  # fmt: skip
+        self._show(
+            {
+                "kind": "warning",
+                "time": time.time(),
+                "code": "storage_damaged",
+                "text": text,
+                "fix": "delete it there",
+            }
+        )
 
     def do(self, manifest: Manifest, *, is_new: bool) -> None:
         """Brings one here; leaves nothing half.
@@ -161,8 +170,13 @@ class _Download:
     def _fetch(self, manifest: Manifest, temporary: Path, beside: Path) -> None:
         step, run_id = manifest.step, manifest.run_id
         request = {
-            "action": "fetch", "url": self.url, "run_id": run_id, "step": step, "to": str(temporary), "beside": str(beside)
-        }  # fmt: skip
+            "action": "fetch",
+            "url": self.url,
+            "run_id": run_id,
+            "step": step,
+            "to": str(temporary),
+            "beside": str(beside),
+        }
         line = f"{self._who} is fetching" if self._who else "fetching"
         line += f" step {step} of run {run_id} from {self.url}"
         _say(self._show, f"{line} ({show_bytes(manifest.total_bytes)})")
@@ -182,9 +196,11 @@ class _Download:
             if error.problems[0].where != "storage":
                 raise
             raise UnfitError.of(
-                f"{self.url} does not answer: {error.problems[0].what}", where="checkpoint.storage", why="the run would go on from it",
+                f"{self.url} does not answer: {error.problems[0].what}",
+                where="checkpoint.storage",
+                why="the run would go on from it",
                 fix="mend it, or start without --resume to begin anew here",
-            ) from error  # fmt: skip
+            ) from error
 
     def _place(self, beside: Path) -> None:
         """What a run's directory needs besides; the plan last, since with it the directory counts as the run's."""

@@ -91,9 +91,12 @@ class FirstCheckpoint:
             return
         if message["kind"] == "checkpoint":
             self._saved = SavedCheckpoint(
-                int(message["step"]), Path(message["path"]), int(message["bytes"]), float(message["seconds"]),
+                int(message["step"]),
+                Path(message["path"]),
+                int(message["bytes"]),
+                float(message["seconds"]),
                 float(message.get("blocking_s") or 0.0),
-            )  # fmt: skip
+            )
         elif message["kind"] == "warning" and message.get("code") == "checkpoint_failed":
             self._error = _not_written(message, host=self._plan.host)
 
@@ -178,7 +181,7 @@ class FirstCheckpoint:
             "rehearsal_is_slow",
             f"the first checkpoint was not read back within {show_seconds(patience)}: {saved.path} took {show_seconds(saved.seconds)} to write",
             "look at the storage; `unisono checkpoint verify RUN` reads it again",
-        )  # fmt: skip
+        )
 
     def _warn(self, code: str, text: str, fix: str) -> None:
         self._show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": fix})
@@ -207,9 +210,13 @@ def estimate(
     due = steps_due(plan, saved.step)
     at_once = at_most(plan, room.steps, due) if due else len(room.steps)
     return {
-        "more": len(due), "at_once": at_once, "bytes": at_once * saved.bytes, "free_bytes": room.bytes,
-        "seconds": len(due) * saved.seconds, "read_back_s": read_s,
-    }  # fmt: skip
+        "more": len(due),
+        "at_once": at_once,
+        "bytes": at_once * saved.bytes,
+        "free_bytes": room.bytes,
+        "seconds": len(due) * saved.seconds,
+        "read_back_s": read_s,
+    }
 
 
 def slow_after(writing_s: float) -> float:
@@ -252,8 +259,13 @@ def _refusal(plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace) -> UnfitErr
     stay += [f"those at every {plan.keep_every} steps stay for ever"] if plan.keep_every else []
     missing = show_bytes(needed - room.bytes)
     lower = next(
-        (k for k in range(section.keep - 1, 0, -1) if at_most(plan, room.steps, due, keep=k) * saved.bytes <= room.bytes), None
-    )  # fmt: skip
+        (
+            k
+            for k in range(section.keep - 1, 0, -1)
+            if at_most(plan, room.steps, due, keep=k) * saved.bytes <= room.bytes
+        ),
+        None,
+    )
     fix = f"free {missing} there" + (f", or set checkpoint.keep={lower}" if lower else "")
     if plan.keep_every:
         fix += ", or leave out checkpoint.keep_every"
@@ -263,16 +275,22 @@ def _refusal(plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace) -> UnfitErr
         f"the one of step {saved.step} took {show_bytes(saved.bytes)}; {'; '.join(stay)}; {show_bytes(room.free_bytes)} are free"
         f" beside the {show_bytes(room.own_bytes)} of those that are there",
         f"{fix}, or set output_dir to a larger disk; then run the same command again, which goes on from step {saved.step}",
-    )  # fmt: skip
+    )
     return UnfitError(problem, verdict=_storage_unfit(problem, plan.host, saved.step))
 
 
 def _storage_unfit(problem: Problem, host: str, step: int) -> Verdict:
     """The verdict on the head's disk, which all checkpoints would end on."""
     return Verdict(
-        cause="storage_unfit", when="during", hosts=(host,), summary=problem.what, phase="save", step=step,
-        evidence=(Evidence(where=problem.where, text=problem.why),), fix=(problem.fix,),
-    )  # fmt: skip
+        cause="storage_unfit",
+        when="during",
+        hosts=(host,),
+        summary=problem.what,
+        phase="save",
+        step=step,
+        evidence=(Evidence(where=problem.where, text=problem.why),),
+        fix=(problem.fix,),
+    )
 
 
 def _not_written(message: Message, *, host: str) -> UnfitError:
@@ -280,10 +298,12 @@ def _not_written(message: Message, *, host: str) -> UnfitError:
     fatal = {"severity": "fatal", "hosts": (host,)}
     verdict = Verdict.from_json(told).model_copy(update=fatal) if isinstance(told, dict) else None
     return UnfitError.of(
-        f"the first checkpoint could not be written: {message.get('text', '')}", where=str(message.get("where", "")),
-        why="it is made after the first step so that what cannot be saved is not trained for hours", fix=str(message.get("fix", "")),
+        f"the first checkpoint could not be written: {message.get('text', '')}",
+        where=str(message.get("where", "")),
+        why="it is made after the first step so that what cannot be saved is not trained for hours",
+        fix=str(message.get("fix", "")),
         verdict=verdict,
-    )  # fmt: skip
+    )
 
 
 def _not_read_back(saved: SavedCheckpoint, error: UnisonoError) -> UnisonoError:
@@ -291,10 +311,13 @@ def _not_read_back(saved: SavedCheckpoint, error: UnisonoError) -> UnisonoError:
     kind = type(error) if isinstance(error, UnfitError) else IntegrityError
     problems = [
         Problem(
-            f"the first checkpoint is not read back as it was written: {problem.what}", problem.where,
-            problem.why or f"step {saved.step} was read again in a fresh process, from the disk: a later one would be damaged as well",
-            problem.fix or "test this disk and the memory of this machine, or set output_dir to another one; then start anew with --fresh",
+            f"the first checkpoint is not read back as it was written: {problem.what}",
+            problem.where,
+            problem.why
+            or f"step {saved.step} was read again in a fresh process, from the disk: a later one would be damaged as well",
+            problem.fix
+            or "test this disk and the memory of this machine, or set output_dir to another one; then start anew with --fresh",
         )
         for problem in error.problems
-    ]  # fmt: skip
+    ]
     return kind(*problems)

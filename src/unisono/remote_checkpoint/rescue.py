@@ -155,9 +155,14 @@ def _save(plan: RunPlan, pieces: Sequence[StepSnapshot], *, store: CheckpointSto
         return {name: entry.model_copy(update={"host": plan.host}) for name, entry in written.items()}
 
     return store.save(
-        pieces[0].step, write, run_id=plan.run_id, config_digest=plan.config_digest, world_size=plan.world_size,
-        threads=plan.threads, holder=plan.host,
-    )  # fmt: skip
+        pieces[0].step,
+        write,
+        run_id=plan.run_id,
+        config_digest=plan.config_digest,
+        world_size=plan.world_size,
+        threads=plan.threads,
+        holder=plan.host,
+    )
 
 
 def _report_checkpoint(
@@ -170,8 +175,15 @@ def _report_checkpoint(
         messages += [{"kind": "step", **line} for line in kept.lines if "eval_loss" not in line]
     size = sum(file.stat().st_size for file in path.iterdir())
     messages.append(
-        {"kind": "checkpoint", "step": kept.step, "path": str(path), "bytes": size, "seconds": seconds, "blocking_s": 0.0}
-    )  # fmt: skip
+        {
+            "kind": "checkpoint",
+            "step": kept.step,
+            "path": str(path),
+            "bytes": size,
+            "seconds": seconds,
+            "blocking_s": 0.0,
+        }
+    )
     for message in messages:
         attempt.note(message)
         show({**message, "time": time.time()})
@@ -239,8 +251,14 @@ class MemorySender:
 
 
 def collect(
-    plan: RunPlan, server: HeadServer, attempt: Attempt, found: RescuedStep, *, checkpoints: Path, interrupts: Interrupts
-) -> None:  # fmt: skip
+    plan: RunPlan,
+    server: HeadServer,
+    attempt: Attempt,
+    found: RescuedStep,
+    *,
+    checkpoints: Path,
+    interrupts: Interrupts,
+) -> None:
     """Adds what the ranks of the other nodes have kept. A node that is lost meanwhile is noted in `attempt`.
 
     Args:

@@ -63,9 +63,12 @@ class ShardSender:
     """
 
     def __init__(
-        self, transfers: FileSender, checkpoints: Path, tell: Callable[[int, Message], None],
+        self,
+        transfers: FileSender,
+        checkpoints: Path,
+        tell: Callable[[int, Message], None],
         later: Callable[[Callable[[], object]], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._later = later
         self._transfers = transfers
         self._checkpoints = checkpoints

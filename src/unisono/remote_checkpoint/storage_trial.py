@@ -33,7 +33,7 @@ class FirstCopy:
 
     def __init__(
         self, plan: RunPlan, uploading: Uploads, *, programs: Programs, leftovers: dict[str, str], show: Show
-    ) -> None:  # fmt: skip
+    ) -> None:
         """For one start of the ranks.
 
         Args:
@@ -71,9 +71,7 @@ class FirstCopy:
                 self._read_back(copied)
         except RankDied as error:  # it says nothing of the copy
             self._end()
-            self._warn(
-                "rehearsal_died", f"the first copy was not read back: {error}", error.problems[0].fix
-            )  # fmt: skip
+            self._warn("rehearsal_died", f"the first copy was not read back: {error}", error.problems[0].fix)
         except UnisonoError as error:
             self._end()
             if copied.path.exists():  # else it was pruned meanwhile, and perhaps there as well
@@ -97,8 +95,12 @@ class FirstCopy:
 
     def _start(self, copied: CopyResult) -> None:
         request = {
-            "action": "read_back", "url": self._uploading.url, "run_id": self._plan.run_id, "step": copied.step, "checksum": copied.checksum
-        }  # fmt: skip
+            "action": "read_back",
+            "url": self._uploading.url,
+            "run_id": self._plan.run_id,
+            "step": copied.step,
+            "checksum": copied.checksum,
+        }
         environment = child_environment(threads=1, without=self._leftovers)  # the ranks have the other cores
         self._began = time.monotonic()
         try:
@@ -122,7 +124,7 @@ class FirstCopy:
                 "copies_do_not_fit",
                 f"the copies of this run do not fit into {self._uploading.url}: {show_bytes(needed)} will come on top of what is there, and {show_bytes(free)} are free",
                 "free some there, or lower checkpoint.keep; a copy that finds no room costs a warning, and training goes on",
-            )  # fmt: skip
+            )
 
     def _tell_if_slow(self, copied: CopyResult) -> None:
         patience = slow_after(copied.seconds)
@@ -133,23 +135,31 @@ class FirstCopy:
             "rehearsal_is_slow",
             f"the first copy was not read back within {show_seconds(patience)}: {self._place(copied)} took {show_seconds(copied.seconds)} to write",
             "look at the storage and the network: to go on from a copy takes as long",
-        )  # fmt: skip
+        )
 
     def _not_copied(self, copied: CopyResult, error: UnisonoError) -> UnisonoError:
         problem = error.problems[0]
         why = "it is made after the first step so that a run which relies on copies does not train for hours without"
         fix = problem.fix or "test this disk and the memory of this machine, then start anew with --fresh"
         return self._refusal(
-            copied, error, what=f"the first copy was not made: {problem.what}", why="; ".join(filter(None, (problem.why, why))), fix=fix
-        )  # fmt: skip
+            copied,
+            error,
+            what=f"the first copy was not made: {problem.what}",
+            why="; ".join(filter(None, (problem.why, why))),
+            fix=fix,
+        )
 
     def _not_read_back(self, copied: CopyResult, error: UnisonoError) -> UnisonoError:
         problem = error.problems[0]
         why = "; ".join(filter(None, (problem.why, "it was read again in a fresh process, from the storage")))
         fix = problem.fix or "look at that storage, or set checkpoint.storage to another one"
         return self._refusal(
-            copied, error, what=f"the first copy is not read back as it was written: {problem.what}", why=why, fix=fix
-        )  # fmt: skip
+            copied,
+            error,
+            what=f"the first copy is not read back as it was written: {problem.what}",
+            why=why,
+            fix=fix,
+        )
 
     def _refusal(
         self, copied: CopyResult, error: UnisonoError, *, what: str, why: str, fix: str
@@ -160,9 +170,15 @@ class FirstCopy:
         if isinstance(error, IntegrityError):
             return IntegrityError(problem)
         verdict = Verdict(
-            cause="storage_unfit", when="during", hosts=(self._plan.host,), summary=what, phase="save", step=copied.step,
-            evidence=(Evidence(where=problem.where, text=why),), fix=(ways,),
-        )  # fmt: skip
+            cause="storage_unfit",
+            when="during",
+            hosts=(self._plan.host,),
+            summary=what,
+            phase="save",
+            step=copied.step,
+            evidence=(Evidence(where=problem.where, text=why),),
+            fix=(ways,),
+        )
         return UnfitError(problem, verdict=verdict)
 
     def _place(self, copied: CopyResult) -> str:
@@ -208,8 +224,15 @@ _POLL_S = 0.02
 
 @contextlib.contextmanager
 def storage_tried(
-    config: RunConfig, run: RunDir, run_id: str, *, programs: Programs, leftovers: Mapping[str, str], show: Show, patience_s: float = PATIENCE_S
-) -> Iterator[None]:  # fmt: skip
+    config: RunConfig,
+    run: RunDir,
+    run_id: str,
+    *,
+    programs: Programs,
+    leftovers: Mapping[str, str],
+    show: Show,
+    patience_s: float = PATIENCE_S,
+) -> Iterator[None]:
     """Has a small object written where the copies will be, read back and removed, beside what is done in the context; waits for it at the end.
 
     Without checkpoint.storage nothing happens. One that does not answer, or cannot be tried, is a warning: it does not hold up the run.

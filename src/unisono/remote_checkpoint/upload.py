@@ -54,8 +54,15 @@ class Uploads:
     """A companion that lives over all starts of the ranks in one start of the run. Use it as a context: it leaves no child behind."""
 
     def __init__(
-        self, plan: RunPlan, run: RunDir, *, programs: Programs, leftovers: dict[str, str], interrupts: Interrupts, show: Show
-    ) -> None:  # fmt: skip
+        self,
+        plan: RunPlan,
+        run: RunDir,
+        *,
+        programs: Programs,
+        leftovers: dict[str, str],
+        interrupts: Interrupts,
+        show: Show,
+    ) -> None:
         """Begins with what was published before and may not be there yet.
 
         Args:
@@ -180,10 +187,15 @@ class Uploads:
         if not self._path.is_dir():  # pruned before its turn came
             return
         request = {
-            "action": "upload", "url": self._url, "run_id": self._plan.run_id, "path": str(self._path),
-            "keep": self._plan.config.checkpoint.keep, "keep_every": self._plan.keep_every,
-            "best": self._plan.config.checkpoint.best is not None, "beside": str(self._run.root),
-        }  # fmt: skip
+            "action": "upload",
+            "url": self._url,
+            "run_id": self._plan.run_id,
+            "path": str(self._path),
+            "keep": self._plan.config.checkpoint.keep,
+            "keep_every": self._plan.keep_every,
+            "best": self._plan.config.checkpoint.best is not None,
+            "beside": str(self._run.root),
+        }
         environment = child_environment(threads=1, without=self._leftovers)  # the ranks have the other cores
         self._done_bytes = self._of_bytes = 0
         try:

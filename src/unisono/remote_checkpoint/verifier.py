@@ -139,9 +139,10 @@ class Verifier:
             return
         except Exception as error:  # noqa: BLE001 - the edge of the thread: a run goes on without its verifier, and that is said
             self._warn(
-                "verifier_ended", f"checkpoints are no longer read again in the background: {error!r}",
+                "verifier_ended",
+                f"checkpoints are no longer read again in the background: {error!r}",
                 "`unisono checkpoint verify RUN` reads them; please report this",
-            )  # fmt: skip
+            )
 
     def _look_for_work(self) -> None:
         """Reads what is due, one after the other."""
@@ -188,7 +189,7 @@ class Verifier:
             "checkpoint_damaged",
             f"checkpoint {reading.path.name} is damaged since it was written: {finding}, in {reading.path}. It no longer counts as kept",
             "the run goes on; look for errors of the disk (dmesg), and restore the file from a copy if you need that step",
-        )  # fmt: skip
+        )
 
     def _warn(self, code: str, text: str, fix: str) -> None:
         self._told.put(

@@ -35,8 +35,10 @@ def listening_address(party: Party) -> str:
         raise _refused(
             "head_unreachable",
             f"{party.label} is the head, and --head {host} means {', '.join(found)}, which no interface of this machine has",
-            party, found, "start node 0 on that machine, or give --head an address of this one (`ip -br addr`) on every node",
-        )  # fmt: skip
+            party,
+            found,
+            "start node 0 on that machine, or give --head an address of this one (`ip -br addr`) on every node",
+        )
     _refuse_loopback_name(party, ours)
     return next((address for address in ours if not is_loopback(address)), ours[0])
 
@@ -93,9 +95,12 @@ def _addresses(party: Party) -> list[str]:
     found = party.network.resolve(host)
     if not found:
         raise _refused(
-            "dns_failure", f"{party.label} is the head, and its name `{host}` has no address here", party, [],
+            "dns_failure",
+            f"{party.label} is the head, and its name `{host}` has no address here",
+            party,
+            [],
             f"give an IP address on every node: --head IP:{party.topology.head_port}",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -107,9 +112,11 @@ def _refuse_loopback_name(party: Party, found: Sequence[str]) -> None:
     raise _refused(
         "hostname_loopback",
         f"{party.label} takes the head's name `{host}` for {', '.join(found)}, which leads back to itself",
-        party, found, f"mend the line of {host} in /etc/hosts, or give an IP address on every node: "
+        party,
+        found,
+        f"mend the line of {host} in /etc/hosts, or give an IP address on every node: "
         f"--head IP:{party.topology.head_port}",
-    )  # fmt: skip
+    )
 
 
 def _is_literal(host: str) -> bool:
@@ -126,11 +133,16 @@ def _refused(cause: str, summary: str, party: Party, found: Sequence[str], fix: 
     return disagreement(
         [
             Verdict(
-                cause=cause, when="before", summary=summary, hosts=(party.host,), phase="agree.call",
-                evidence=(Evidence(where=party.label, text=text),), fix=(fix, *(known.remedy if known else ())[1:2]),
+                cause=cause,
+                when="before",
+                summary=summary,
+                hosts=(party.host,),
+                phase="agree.call",
+                evidence=(Evidence(where=party.label, text=text),),
+                fix=(fix, *(known.remedy if known else ())[1:2]),
             )
         ]
-    )  # fmt: skip
+    )
 
 
 _CALL_S = 2.0
@@ -218,10 +230,14 @@ def _open_servers(party: Party) -> list[HeadServer]:
         try:
             servers.append(
                 HeadServer(
-                    host=address, port=party.topology.head_port, token=party.token, nodes=party.topology.nodes,
-                    welcome={"head_host": party.host}, run_nonce=nonce,
+                    host=address,
+                    port=party.topology.head_port,
+                    token=party.token,
+                    nodes=party.topology.nodes,
+                    welcome={"head_host": party.host},
+                    run_nonce=nonce,
                 )
-            )  # fmt: skip
+            )
         except UnisonoError as error:
             problem = error
     if not servers and problem is not None:
@@ -243,9 +259,13 @@ def _all_addresses(party: Party) -> list[str]:
 def _call_the_head(party: Party, error: UnisonoError) -> None:
     topology = party.topology
     link = NodeLink.connect(
-        host=topology.head_host, port=topology.head_port, token=party.token, node_rank=topology.node_rank,
-        node_host=party.host, timeout_s=_CALL_S,
-    )  # fmt: skip
+        host=topology.head_host,
+        port=topology.head_port,
+        token=party.token,
+        node_rank=topology.node_rank,
+        node_host=party.host,
+        timeout_s=_CALL_S,
+    )
     try:
         link.send({"kind": "refused", **meeting_end.refusal_of(error)})
     finally:

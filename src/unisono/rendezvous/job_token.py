@@ -68,10 +68,11 @@ def read_token(
     if from_environment:
         return Token(_checked(from_environment.encode(), "UNISONO_TOKEN"), "UNISONO_TOKEN")
     raise UsageError.of(
-        f"{nodes} nodes need a secret that they share, and this one has none", where="--token-file, UNISONO_TOKEN",
+        f"{nodes} nodes need a secret that they share, and this one has none",
+        where="--token-file, UNISONO_TOKEN",
         why="with it they prove to each other that they belong to this job",
         fix=f"{HOW_TO_MAKE_ONE}; copy the file to every node, and add to the command there: --token-file ~/.unisono-token",
-    )  # fmt: skip
+    )
 
 
 def make_token() -> Token:
@@ -119,15 +120,18 @@ def _read_private(path: Path) -> bytes:
             line = b"" if mode & 0o077 else file.readline(LARGEST_BYTES + 2)
     except OSError as error:
         raise UsageError.of(
-            f"the token file {path} cannot be read", where="--token-file", why=error.strerror or str(error),
+            f"the token file {path} cannot be read",
+            where="--token-file",
+            why=error.strerror or str(error),
             fix=f"make one: {HOW_TO_MAKE_ONE}",
-        ) from error  # fmt: skip
+        ) from error
     if mode & 0o077:
         raise UsageError.of(
-            f"the token file {path} may be read or changed by others", where="--token-file",
+            f"the token file {path} may be read or changed by others",
+            where="--token-file",
             why=f"its mode is {stat.S_IMODE(mode):04o}; who has the token can command this job",
             fix=f"chmod 600 {path}",
-        )  # fmt: skip
+        )
     return line
 
 
@@ -137,6 +141,8 @@ def _checked(line: bytes, source: str) -> bytes:
         return secret
     what = "empty" if not secret else f"{len(secret)} bytes long"
     raise UsageError.of(
-        f"the token in {one_line(source)} is {what}", where=one_line(source),
-        why=f"a token has {SMALLEST_BYTES} to {LARGEST_BYTES} bytes, so that nobody guesses it", fix=HOW_TO_MAKE_ONE,
-    )  # fmt: skip
+        f"the token in {one_line(source)} is {what}",
+        where=one_line(source),
+        why=f"a token has {SMALLEST_BYTES} to {LARGEST_BYTES} bytes, so that nobody guesses it",
+        fix=HOW_TO_MAKE_ONE,
+    )

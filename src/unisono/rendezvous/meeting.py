@@ -99,9 +99,14 @@ class Meeting:
         self._keep = keep
         self.welcome = {"head_host": party.host, **(welcome or {})}
         self.server = HeadServer(
-            host=listening_address(party), port=party.topology.head_port, token=party.token, nodes=party.topology.nodes,
-            welcome=self.welcome, run_nonce=self.run_nonce, epoch=epoch,
-        )  # fmt: skip
+            host=listening_address(party),
+            port=party.topology.head_port,
+            token=party.token,
+            nodes=party.topology.nodes,
+            welcome=self.welcome,
+            run_nonce=self.run_nonce,
+            epoch=epoch,
+        )
         self.roll.joined(Joined(0, party.host, self.server.address[0]))
 
     def __enter__(self) -> Self:
@@ -230,9 +235,11 @@ class Meeting:
             raise Objection(verdicts, self._nodes_of(verdicts) if nodes is None else nodes)
         after_s = time.monotonic() - self._last_news  # from the last arrival, or from what ended it
         said = [
-            verdict if verdict.named_after_s is not None else verdict.model_copy(update={"named_after_s": round(after_s, 3)})
+            verdict
+            if verdict.named_after_s is not None
+            else verdict.model_copy(update={"named_after_s": round(after_s, 3)})
             for verdict in verdicts
-        ]  # fmt: skip
+        ]
         known = {verdict.summary for verdict in self.agreement.verdicts}
         new = [verdict for verdict in said if verdict.summary not in known]
         self.agreement = self.agreement.merged(*(Agreement.found("joining", verdict) for verdict in new))
@@ -370,8 +377,11 @@ class Meeting:
 
     def _warn(self, verdict: Verdict) -> None:
         message = {
-            "kind": "warning", "code": verdict.cause, "text": verdict.summary, "fix": "; ".join(verdict.fix)
-        }  # fmt: skip
+            "kind": "warning",
+            "code": verdict.cause,
+            "text": verdict.summary,
+            "fix": "; ".join(verdict.fix),
+        }
         self.party.show({**message, "time": time.time()})
         self.tell_all(message)
 

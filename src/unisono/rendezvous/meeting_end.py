@@ -31,16 +31,22 @@ def show_verdicts(show: Callable[[Message], None], verdict: Verdict, others: Seq
 def end_message(verdicts: Sequence[Verdict], *, exit_code: int = Disagreed.exit_code) -> dict[str, Any]:
     """The message `ended` for a job of which nothing was trained."""
     return {
-        "kind": "ended", "exit_code": exit_code, "verdicts": [verdict.to_json() for verdict in verdicts], "result": None,
-    }  # fmt: skip
+        "kind": "ended",
+        "exit_code": exit_code,
+        "verdicts": [verdict.to_json() for verdict in verdicts],
+        "result": None,
+    }
 
 
 def stop_message(stopped: Stopped) -> dict[str, Any]:
     """The message `ended` for a job that somebody stopped before there were ranks: no verdict, for nothing is wrong."""
     return {
-        "kind": "ended", "exit_code": exit_code_of(stopped.number), "verdicts": [], "result": None,
+        "kind": "ended",
+        "exit_code": exit_code_of(stopped.number),
+        "verdicts": [],
+        "result": None,
         "stopped": {"signal": stopped.number.name, "where": stopped.where},
-    }  # fmt: skip
+    }
 
 
 def stop_of_message(message: dict[str, Any]) -> Stopped | None:
@@ -64,29 +70,42 @@ def bad_report(node_rank: int, host: str, why: str) -> Verdict:
     """What a node reported cannot be read: it runs other code."""
     who = name_node(node_rank, host)
     return Verdict(
-        cause="code_mismatch", when="before", hosts=(host,), phase="agree.nodes",
+        cause="code_mismatch",
+        when="before",
+        hosts=(host,),
+        phase="agree.nodes",
         summary=f"{who} sent a report that the head cannot read: its unisono is another one",
-        evidence=(Evidence(where=who, text=one_line(why, limit=300)),), fix=_remedy("code_mismatch"),
-    )  # fmt: skip
+        evidence=(Evidence(where=who, text=one_line(why, limit=300)),),
+        fix=_remedy("code_mismatch"),
+    )
 
 
 def node_count_mismatch(why: str, *, hosts: Sequence[str] = ()) -> Verdict:
     """A node that knows the token means another number of nodes."""
     return Verdict(
-        cause="world_mismatch", when="before", hosts=tuple(hosts), phase="agree.call", summary=why,
+        cause="world_mismatch",
+        when="before",
+        hosts=tuple(hosts),
+        phase="agree.call",
+        summary=why,
         fix=("give the same --nodes to all nodes, and each its own --node-rank from 0",),
-    )  # fmt: skip
+    )
 
 
 def head_lost(me: str, head: str, why: str) -> Verdict:
     """The head was here and is gone, before there were ranks."""
     why = one_line(why, limit=200)
     return Verdict(
-        cause="head_unreachable", when="before", phase="agree.call",
+        cause="head_unreachable",
+        when="before",
+        phase="agree.call",
         summary=f"{me} has lost the head at {head} before anything was started: {why}",
         evidence=(Evidence(where=me, text=f"the connection to the head is over: {why}"),),
-        fix=("look at node 0's own terminal or log: its error is there", "then start the command again on every node"),
-    )  # fmt: skip
+        fix=(
+            "look at node 0's own terminal or log: its error is there",
+            "then start the command again on every node",
+        ),
+    )
 
 
 def refusal_of(error: BaseException) -> dict[str, Any]:

@@ -65,9 +65,15 @@ class Attendance:
         self.party = party
         topology = party.topology
         self.link = NodeLink.connect(
-            host=topology.head_host, port=topology.head_port, token=party.token, node_rank=topology.node_rank,
-            node_host=party.host, timeout_s=party.join_timeout_s, on_wait=_ConnectProgress(party).tell, nodes=topology.nodes,
-        )  # fmt: skip
+            host=topology.head_host,
+            port=topology.head_port,
+            token=party.token,
+            node_rank=topology.node_rank,
+            node_host=party.host,
+            timeout_s=party.join_timeout_s,
+            on_wait=_ConnectProgress(party).tell,
+            nodes=topology.nodes,
+        )
         self.welcome = self.link.welcome
         self.head_gone: Left | None = None
         self._over = False

@@ -86,9 +86,10 @@ def nodes_present(asked: Message, *, own: int) -> list[int]:
     found = asked.get("present")
     if not isinstance(found, list) or own not in found or not all(isinstance(rank, int) for rank in found):
         raise Disagreed.of(
-            f"the head names the nodes that take part, and node {own} is none of them", why="its unisono is another one",
+            f"the head names the nodes that take part, and node {own} is none of them",
+            why="its unisono is another one",
             fix="install the same unisono on all nodes",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -129,10 +130,14 @@ def collective_task(report: NodeReport, present: Sequence[int], programs: Progra
         programs: what is started as task.
     """
     body = {
-        "rank": sorted(present).index(report.node_rank), "world_size": len(present), "backend": "nccl" if report.device_kind == "cuda" else "gloo",
-        "device_index": 0 if report.device_kind == "cuda" else None, "store_host": report.address,
-        "deadline_s": DEADLINE_S, "names": [f"node {rank}" for rank in sorted(present)],
-    }  # fmt: skip
+        "rank": sorted(present).index(report.node_rank),
+        "world_size": len(present),
+        "backend": "nccl" if report.device_kind == "cuda" else "gloo",
+        "device_index": 0 if report.device_kind == "cuda" else None,
+        "store_host": report.address,
+        "deadline_s": DEADLINE_S,
+        "names": [f"node {rank}" for rank in sorted(present)],
+    }
     with TaskProcess(
         "collective", body, talks=True, programs=programs, environment=_environment(report)
     ) as task:
@@ -217,8 +222,10 @@ def _judge(said: dict[int, dict[str, Any]], reports: list[NodeReport]) -> Agreem
     if not bad:
         slowest = max(float(message.get("seconds") or 0.0) for message in said.values())
         return Agreement.noted(
-            "network.collective", "pass", f"one process on each of {len(reports)} nodes added a number in {slowest:.1f} s"
-        )  # fmt: skip
+            "network.collective",
+            "pass",
+            f"one process on each of {len(reports)} nodes added a number in {slowest:.1f} s",
+        )
     hosts = {report.node_rank: report.host for report in reports}
     evidence = tuple(
         Evidence(
@@ -230,8 +237,12 @@ def _judge(said: dict[int, dict[str, Any]], reports: list[NodeReport]) -> Agreem
     known = find_cause("address_unreachable")
     who = ", ".join(name_node(rank, hosts[rank]) for rank in sorted(bad)[:8])
     verdict = Verdict(
-        cause="address_unreachable", when="before", hosts=tuple(hosts[rank] for rank in odd), phase="agree.network",
+        cause="address_unreachable",
+        when="before",
+        hosts=tuple(hosts[rank] for rank in odd),
+        phase="agree.network",
         summary=f"one process on each node was to add a number with the others, and it failed on {who}: {evidence[0].text}",
-        evidence=evidence, fix=known.remedy if known else (),
-    )  # fmt: skip
+        evidence=evidence,
+        fix=known.remedy if known else (),
+    )
     return Agreement.found("network.collective", verdict)

@@ -24,29 +24,14 @@ from unisono.supervise.task_process import tail_of
 from unisono.text import one_line
 
 _OPTIONS = (
-    "-T",
-    "-o",
-    "BatchMode=yes",
-    "-o",
-    "ConnectTimeout=10",
-    "-o",
-    "ServerAliveInterval=5",
-    "-o",
-    "ServerAliveCountMax=3",
+    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
 _SSH_FAILED = 255
 _TAIL_LINES = 6
 _PLACEMENT_VARIABLES = (
-    "NNODES",
-    "NODE_RANK",
-    "NPROC_PER_NODE",
-    "MASTER_",
-    "RDZV_",
-    "TORCHELASTIC_",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "RANK",
+    *("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_", "RDZV_", "TORCHELASTIC_"),
+    *("WORLD_SIZE", "LOCAL_", "GROUP_", "RANK"),
 )
 """They say what this node is, and nothing of the others."""
 
@@ -155,10 +140,14 @@ class SshFronts:
             fix = f"see what it printed, and run the same on {front.host} by hand"
         last = f": {tail[-1]}" if tail else ""
         return Verdict(
-            cause="node_missing", when="before", hosts=(front.name,), phase="agree.call",
-            summary=f"{who} is not here: {why}{last}", fix=(fix,),
+            cause="node_missing",
+            when="before",
+            hosts=(front.name,),
+            phase="agree.call",
+            summary=f"{who} is not here: {why}{last}",
+            fix=(fix,),
             evidence=tuple(Evidence(where=f"{who}, its output", text=line) for line in tail),
-        )  # fmt: skip
+        )
 
 
 def find_head(topology: Topology, network: NetworkProbe) -> Topology:
@@ -175,16 +164,19 @@ def find_head(topology: Topology, network: NetworkProbe) -> Topology:
     lost = [host for host, address in towards.items() if not address]
     if lost:
         raise UsageError.of(
-            f"--hosts: {', '.join(lost)} {'has' if len(lost) == 1 else 'have'} no address here", where="command line",
+            f"--hosts: {', '.join(lost)} {'has' if len(lost) == 1 else 'have'} no address here",
+            where="command line",
             fix="give names that `getent hosts NAME` knows, or addresses",
-        )  # fmt: skip
+        )
     addresses = sorted(set(towards.values()), key=lambda address: (is_loopback(address), address))
     if len(addresses) > 1:
         ways = ", ".join(f"{address} towards {host}" for host, address in towards.items())
         raise UsageError.of(
-            "--hosts: this machine has another address towards each of them", where="command line", why=ways,
+            "--hosts: this machine has another address towards each of them",
+            where="command line",
+            why=ways,
             fix=f"name the one that all of them reach: --head {addresses[0]}",
-        )  # fmt: skip
+        )
     origins = {**topology.origins, "head": "the address of this machine towards --hosts"}
     return replace(topology, head_host=addresses[0], head_port=0, origins=origins)
 
@@ -238,9 +230,11 @@ def remote_command(
     """What the remote shell runs: `cd DIR && exec PYTHON -m unisono train …`, every word quoted, without the token."""
     host, port = head
     place = {
-        "--nodes": topology.nodes, "--node-rank": node_rank, "--head": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        "--nodes": topology.nodes,
+        "--node-rank": node_rank,
+        "--head": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "--token-file": "-",
-    }  # fmt: skip
+    }
     options = option_words({**place, **remote.options})
     words = [sys.executable, "-m", "unisono", *remote.words, *options, *remote.tail]
     setting = (
@@ -267,15 +261,20 @@ def _start(ssh: Sequence[str], node_rank: int, host: str, command: str, token: b
     output = os.fdopen(fd, "ab", buffering=0)
     try:
         process = subprocess.Popen(
-            [*ssh, *_OPTIONS, "--", host, command], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+            [*ssh, *_OPTIONS, "--", host, command],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
     except OSError as error:
         output.close()
         raise UsageError.of(
-            f"--hosts needs {ssh[0]}, and it cannot be started", where="this machine", why=error.strerror or str(error),
+            f"--hosts needs {ssh[0]}, and it cannot be started",
+            where="this machine",
+            why=error.strerror or str(error),
             fix="install an ssh client, or run the command on every node with --nodes, --node-rank and --head",
-        ) from error  # fmt: skip
+        ) from error
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended already: `failures` says why
         process.stdin.write(token + b"\n")

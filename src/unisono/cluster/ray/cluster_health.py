@@ -99,17 +99,25 @@ def ray_head_lost(head: RayHead, *, words: str = "", after_s: float | None = Non
     known = find_cause("node_unreachable")
     place = plain_host(head.host or head.address.rpartition(":")[0].strip("[]"))
     return Verdict(
-        cause="node_unreachable", when="during", hosts=(place,), phase="ray", named_after_s=after_s,
+        cause="node_unreachable",
+        when="during",
+        hosts=(place,),
+        phase="ray",
+        named_after_s=after_s,
         summary=f"{head.label} is lost: {head.why or 'it was silent for too long'}; a Ray cluster ends its nodes a minute after its head",
         evidence=(
             Evidence(where=f"Ray cluster {plain(head.address)}", text=head.why or "it answers again"),
-            *([Evidence(where="Ray, where the command was typed", text=one_line(words, limit=400))] if words else ()),
+            *(
+                [Evidence(where="Ray, where the command was typed", text=one_line(words, limit=400))]
+                if words
+                else ()
+            ),
         ),
         fix=(
             "start the cluster again (`ray start --head` there, then its nodes), and type the same command: it goes on from the newest checkpoint that is here",
             *(known.remedy[:1] if known else ()),
         ),
-    )  # fmt: skip
+    )
 
 
 _PATIENCE_S = 3.0

@@ -124,9 +124,13 @@ class _Driver:
         several = "node" if self.asked.nodes == 1 else "nodes"
         self._note(f"asking the Ray cluster for {self.asked.nodes} {several}: {wanted}")
         with reserved(
-            wanted, nodes=self.asked.nodes, least=self.asked.least, timeout_s=self.asked.join_timeout_s, note=self._note,
+            wanted,
+            nodes=self.asked.nodes,
+            least=self.asked.least,
+            timeout_s=self.asked.join_timeout_s,
+            note=self._note,
             stopped=lambda: bool(self.front.signals),
-        ) as actors:  # fmt: skip
+        ) as actors:
             places = identify_nodes(actors, cluster=self.asked.address)
             refuse_different_install(places)
             self._see_who_shares(places)
@@ -145,9 +149,11 @@ class _Driver:
                     place.shares = bool(place.call("sees", str(self.run_dir.root / nonce)))
                 except ActorLost as error:
                     raise UnfitError.of(
-                        f"{place.label} was lost before anything was started", where=place.address, why=error.why,
+                        f"{place.label} was lost before anything was started",
+                        where=place.address,
+                        why=error.why,
                         fix="the same command again; `ray status` says what became of that node",
-                    ) from error  # fmt: skip
+                    ) from error
         finally:
             remove_nonce(self.run_dir.root, nonce)
 
@@ -163,10 +169,11 @@ def refuse_wrong_token(reporter: Reporter, connected_: threading.Event) -> None:
         read += max(0, len(text) - len(_TOKEN_SIGN))
         if _TOKEN_SIGN in text:
             error = UsageError.of(
-                "the Ray cluster refuses this driver: its token is missing here, or another one", where="RAY_AUTH_TOKEN, RAY_AUTH_MODE",
+                "the Ray cluster refuses this driver: its token is missing here, or another one",
+                where="RAY_AUTH_TOKEN, RAY_AUTH_MODE",
                 why="Ray says InvalidAuthToken: the cluster was started with RAY_AUTH_MODE=token",
                 fix="export RAY_AUTH_MODE=token and the cluster's own RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH), here as on its nodes",
-            )  # fmt: skip
+            )
             reporter.send("refused", **error.to_json())
             os._exit(error.exit_code)
 
@@ -220,8 +227,13 @@ def inspect_nodes(reporter: Reporter, body: dict[str, Any]) -> dict[str, Any]:
         connecting.set()
         wanted = resources_for(asked.nproc, asked.device, living_nodes())
         with reserved(
-            wanted, nodes=asked.nodes, least=asked.least, timeout_s=asked.join_timeout_s, note=note, stopped=lambda: False
-        ) as actors:  # fmt: skip
+            wanted,
+            nodes=asked.nodes,
+            least=asked.least,
+            timeout_s=asked.join_timeout_s,
+            note=note,
+            stopped=lambda: False,
+        ) as actors:
             places = identify_nodes(actors, cluster=asked.address)
             refuse_different_install(places)
             note(f"placed by Ray: {', '.join(place.label for place in places)}")

@@ -143,9 +143,10 @@ class JobAttempt:
         except OSError as error:
             raise UnfitError.of(
                 f"the run's files cannot be kept: {one_line(error.strerror or str(error), limit=400)}",
-                where=str(error.filename or self.asked.output_dir), why="what the head's node writes is copied to output_dir while it runs",
+                where=str(error.filename or self.asked.output_dir),
+                why="what the head's node writes is copied to output_dir while it runs",
                 fix="make room there, and start the same command again: it goes on from the newest checkpoint that is here",
-            ) from error  # fmt: skip
+            ) from error
         finally:
             self._leave()
         for node_rank in list(self._unsaid):

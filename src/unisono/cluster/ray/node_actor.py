@@ -36,9 +36,14 @@ class NodeActor:
     def facts(self) -> dict[str, Any]:
         """What runs here: host, python, unisono and a digest of its code; `trouble` where there is none."""
         found = {
-            "host": socket.gethostname(), "python": ".".join(map(str, sys.version_info[:3])), "program": sys.executable,
-            "unisono": "", "code": {}, "trouble": "", "cpus": os.cpu_count() or 1,
-        }  # fmt: skip
+            "host": socket.gethostname(),
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "program": sys.executable,
+            "unisono": "",
+            "code": {},
+            "trouble": "",
+            "cpus": os.cpu_count() or 1,
+        }
         import ray  # here it runs inside of Ray
 
         found["ray_node"] = ray.get_runtime_context().get_node_id()
@@ -108,9 +113,14 @@ class NodeActor:
         kept = {name: value for name, value in os.environ.items() if not _is_of_ray(name)}
         kept |= {**variables, "XDG_CONFIG_HOME": str(settings)}
         process = subprocess.Popen(
-            [sys.executable, "-m", "unisono.cluster.ray.process_guard", str(self._place)], cwd=self._place, env=kept,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(self._held,),
-        )  # fmt: skip
+            [sys.executable, "-m", "unisono.cluster.ray.process_guard", str(self._place)],
+            cwd=self._place,
+            env=kept,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(self._held,),
+        )
         assert process.stdin is not None
         self._input, self._open = process.stdin, 2
         self._send(token)

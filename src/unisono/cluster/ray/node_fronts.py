@@ -246,14 +246,21 @@ def lost_node_verdict(place: JobNode, ranks: Sequence[int] = ()) -> Verdict:
         what = "its node has left the Ray cluster" if by_node else "Ray's process on it has ended"
     known = find_cause(cause)
     return Verdict(
-        cause=cause, when="during", ranks=tuple(ranks) if by_memory else (), hosts=(plain_host(place.host),), phase="ray",
+        cause=cause,
+        when="during",
+        ranks=tuple(ranks) if by_memory else (),
+        hosts=(plain_host(place.host),),
+        phase="ray",
         summary=f"{place.label} is lost: {what}",
         evidence=(
             Evidence(where=ray_label(place), text=one_line(words, limit=400)),
             *(Evidence(where=f"{place.label}, its front's output", text=text) for text in place.tail),
         ),
-        fix=("`ray status` and the raylet's log on that node (/tmp/ray/session_latest/logs) say why", *(known.remedy[:1] if known else ())),
-    )  # fmt: skip
+        fix=(
+            "`ray status` and the raylet's log on that node (/tmp/ray/session_latest/logs) say why",
+            *(known.remedy[:1] if known else ()),
+        ),
+    )
 
 
 _SHOWN = 3
@@ -269,10 +276,11 @@ def refuse_different_install(places: Sequence[JobNode]) -> None:
     bare = [place for place in places if place.facts["trouble"]]
     if bare:
         raise UnfitError.of(
-            f"unisono is not installed on {', '.join(place.label for place in bare)}", where=str(bare[0].facts["program"]),
+            f"unisono is not installed on {', '.join(place.label for place in bare)}",
+            where=str(bare[0].facts["program"]),
             why=one_line(str(bare[0].facts["trouble"]), limit=300),
             fix="install it there, in the python that Ray runs in; or give it to the job by its runtime_env (see docs/how-to/ray.md)",
-        )  # fmt: skip
+        )
     own = {"python": package_versions()["python"], "unisono": __version__}
     for name, mine in own.items():
         odd = [place for place in places if place.facts[name] != mine]
@@ -297,9 +305,12 @@ def _refuse(cause: str, what: str, mine: str, odd: Sequence[tuple[JobNode, str]]
     names = ", ".join(place.label for place, _ in odd)
     here = f": {mine} here, {odd[0][1]} there" if mine else f": it {odd[0][1]}"
     verdict = Verdict(
-        cause=cause, when="before", phase="ray", hosts=tuple(place.host for place, _ in odd),
+        cause=cause,
+        when="before",
+        phase="ray",
+        hosts=tuple(place.host for place, _ in odd),
         summary=f"{what} is another on {names} than where the command was typed{here}",
         evidence=tuple(Evidence(where=place.label, text=text) for place, text in odd),
         fix=known.remedy if known else (),
-    )  # fmt: skip
+    )
     raise Disagreed.of(verdict.summary, fix="; ".join(verdict.fix), verdict=verdict)

@@ -48,9 +48,16 @@ def main(request: dict[str, Any], warden: int) -> int:
     except Exception as error:  # noqa: BLE001 - the edge of a process: told, and printed whole
         traceback.print_exc()
         reporter.send(
-            "start_refused", exit_code=1, verdict=None,
-            problems=[{"what": f"a defect of unisono: {error!r}", "fix": "see the traceback in the log of that front"}],
-        )  # fmt: skip
+            "start_refused",
+            exit_code=1,
+            verdict=None,
+            problems=[
+                {
+                    "what": f"a defect of unisono: {error!r}",
+                    "fix": "see the traceback in the log of that front",
+                }
+            ],
+        )
         return 1
 
 

@@ -24,9 +24,17 @@ def main(folder: Path) -> int:
     """Runs the front to its end, and waits for the actor's; gives the front's exit code."""
     token = sys.stdin.buffer.readline()
     front = subprocess.Popen(
-        [sys.executable, "-m", "unisono.cluster.ray.node_main", str(folder / "request.json"), str(os.getpid())],
-        stdin=subprocess.PIPE, cwd=folder, start_new_session=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "unisono.cluster.ray.node_main",
+            str(folder / "request.json"),
+            str(os.getpid()),
+        ],
+        stdin=subprocess.PIPE,
+        cwd=folder,
+        start_new_session=True,
+    )
     assert front.stdin is not None
     front.stdin.write(token)
     front.stdin.flush()

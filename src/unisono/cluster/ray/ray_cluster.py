@@ -48,8 +48,10 @@ class ResourceRequest:
         return found | ({"GPU": self.gpus} if self.gpus else {})
 
     def __str__(self) -> str:
-        return f"on each {show_resources(self.bundle)} (1 CPU{', 1 GPU' if self.gpus else ''} and " \
-            f"{show_bytes(MEMORY_OF_A_RANK_BYTES)} a rank, {show_bytes(RESERVE_BYTES)} in reserve)"  # fmt: skip
+        return (
+            f"on each {show_resources(self.bundle)} (1 CPU{', 1 GPU' if self.gpus else ''} and "
+            f"{show_bytes(MEMORY_OF_A_RANK_BYTES)} a rank, {show_bytes(RESERVE_BYTES)} in reserve)"
+        )
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,11 @@ def connected(address: str) -> Iterator[None]:
         import ray
     except ImportError as error:
         raise UsageError.of(
-            "--launcher ray needs Ray, and it is not installed here", where="this machine", why=str(error),
+            "--launcher ray needs Ray, and it is not installed here",
+            where="this machine",
+            why=str(error),
             fix="pip install 'ray[default]', in the version of the cluster",
-        ) from error  # fmt: skip
+        ) from error
     _refuse_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="unisono")
@@ -145,12 +149,15 @@ def living_nodes() -> list[RayNode]:
     free = available_resources_per_node()
     found = [
         RayNode(
-            str(node["NodeID"]), str(node["NodeManagerHostname"]), str(node["NodeManagerAddress"]), dict(node["Resources"]),
+            str(node["NodeID"]),
+            str(node["NodeManagerHostname"]),
+            str(node["NodeManagerAddress"]),
+            dict(node["Resources"]),
             dict(free.get(node["NodeID"], {})),
         )
         for node in ray.nodes()
         if node["Alive"]
-    ]  # fmt: skip
+    ]
     return sorted(found, key=lambda node: (node.host, node.address))
 
 
@@ -171,16 +178,23 @@ def no_room(nodes: Sequence[RayNode], wanted: ResourceRequest, least: int, *, wh
     """What is said of a cluster that does not give the places."""
     there = "; ".join(node.describe(wanted.bundle) for node in nodes) or "no living node"
     return UnfitError.of(
-        f"the Ray cluster has no place for {least} node{'' if least == 1 else 's'}: {why}", where=f"asked for: {wanted}",
-        why=f"there is: {there}", fix="ask for fewer with --nodes or --nproc, wait for what else runs there (`ray status`), or add nodes",
-    )  # fmt: skip
+        f"the Ray cluster has no place for {least} node{'' if least == 1 else 's'}: {why}",
+        where=f"asked for: {wanted}",
+        why=f"there is: {there}",
+        fix="ask for fewer with --nodes or --nproc, wait for what else runs there (`ray status`), or add nodes",
+    )
 
 
 @contextlib.contextmanager
 def reserved(
-    wanted: ResourceRequest, *, nodes: int, least: int, timeout_s: float, note: Callable[[str], None],
+    wanted: ResourceRequest,
+    *,
+    nodes: int,
+    least: int,
+    timeout_s: float,
+    note: Callable[[str], None],
     stopped: Callable[[], bool],
-) -> Iterator[list[Any]]:  # fmt: skip
+) -> Iterator[list[Any]]:
     """One actor on each of so many nodes, in one placement group; both are gone when it is left.
 
     Args:
@@ -302,9 +316,11 @@ def _refuse_address(address: str) -> None:
     """Ray itself tries for twenty seconds and more to reach what is not there."""
     if address.startswith("ray://"):
         raise UsageError.of(
-            "--launcher ray does not work through Ray Client", where=f"--ray-address {address}",
-            why="files would have to go through its proxy", fix="run it on a node of the cluster, or by `ray job submit`",
-        )  # fmt: skip
+            "--launcher ray does not work through Ray Client",
+            where=f"--ray-address {address}",
+            why="files would have to go through its proxy",
+            fix="run it on a node of the cluster, or by `ray job submit`",
+        )
     if address == "auto":
         return
     host, colon, port = address.rpartition(":")
@@ -318,22 +334,29 @@ def _refuse_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
     except OSError as error:
         raise UsageError.of(
-            f"no Ray cluster answers at {address}", where="--ray-address, RAY_ADDRESS", why=str(error),
+            f"no Ray cluster answers at {address}",
+            where="--ray-address, RAY_ADDRESS",
+            why=str(error),
             fix="start one there (`ray start --head`), or give the address that it printed",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _not_connected(address: str, text: str) -> UsageError:
     if "Version mismatch" in text:
         return UsageError.of(
-            "this is another version of Ray or Python than the cluster's", where=address, why=one_line(text, limit=500),
+            "this is another version of Ray or Python than the cluster's",
+            where=address,
+            why=one_line(text, limit=500),
             fix="install the cluster's version of ray here, under the cluster's version of python",
-        )  # fmt: skip
+        )
     return UsageError.of(
-        "there is no Ray cluster here" if address == "auto" else f"the Ray cluster at {address} does not take this driver",
-        where="--ray-address, RAY_ADDRESS", why=one_line(text, limit=500),
+        "there is no Ray cluster here"
+        if address == "auto"
+        else f"the Ray cluster at {address} does not take this driver",
+        where="--ray-address, RAY_ADDRESS",
+        why=one_line(text, limit=500),
         fix="start one (`ray start --head`), or name it: --ray-address HOST:6379; the command runs on one of its nodes",
-    )  # fmt: skip
+    )
 
 
 def resources_for(nproc: int, device: str, nodes: list[RayNode]) -> ResourceRequest:
@@ -359,9 +382,11 @@ def identify_nodes(actors: list[Any], *, cluster: str) -> list[JobNode]:
             place.facts = place.call("facts")
         except ActorLost as error:
             raise UnfitError.of(
-                f"Ray could not start anything for node {place.node_rank}", where=place.address or cluster, why=error.why,
+                f"Ray could not start anything for node {place.node_rank}",
+                where=place.address or cluster,
+                why=error.why,
                 fix="look at `ray status`, and at the raylet's log on that node",
-            ) from error  # fmt: skip
+            ) from error
         node = nodes.get(str(place.facts["ray_node"]))
         place.address = node.address if node is not None else ""
     places.sort(key=lambda place: (place.host, place.address))  # Ray deals bundles out as it likes

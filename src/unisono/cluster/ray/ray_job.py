@@ -82,10 +82,14 @@ class _Session:
         with contextlib.ExitStack() as stack:
             claimed = stack.enter_context(
                 claim(
-                    config, host=read_machine(_no_devices).host, resume=request.resume, fresh=request.fresh,
-                    say=lambda text: say(self.show, text), allow=request.allowed,
+                    config,
+                    host=read_machine(_no_devices).host,
+                    resume=request.resume,
+                    fresh=request.fresh,
+                    say=lambda text: say(self.show, text),
+                    allow=request.allowed,
                 )
-            )  # fmt: skip
+            )
             try:
                 with TaskProcess("driver", self.body, talks=True, programs=DRIVER) as driver:
                     last = self._hear(driver, stack, claimed)
@@ -197,17 +201,23 @@ def ray_topology(request: TrainRequest, environment: Environment) -> Topology:
     """
     if request.devices is not None:
         raise UsageError.of(
-            "--devices does not go with --launcher ray: Ray gives each node its devices", where="command line",
+            "--devices does not go with --launcher ray: Ray gives each node its devices",
+            where="command line",
             fix="leave it out; --nproc N asks for N accelerators a node",
-        )  # fmt: skip
+        )
     variables = {name: value for name, value in environment.leftovers.items() if name == "NPROC_PER_NODE"}
     several = request.nodes not in (None, "1")
     return read_topology(
         TopologyRequest(
-            nproc=request.nproc, nodes=request.nodes, command=request.command, node_rank=0 if several else None, head="ray" if several else None,
+            nproc=request.nproc,
+            nodes=request.nodes,
+            command=request.command,
+            node_rank=0 if several else None,
+            head="ray" if several else None,
         ),
-        variables, Accelerators(0),
-    )  # fmt: skip
+        variables,
+        Accelerators(0),
+    )
 
 
 def cluster_address(request: TrainRequest, environment: Environment) -> str:
@@ -223,25 +233,38 @@ def _driver_request(request: TrainRequest, loaded: LoadedConfig, environment: En
     """
     shape = ray_topology(request, environment)
     options = {
-        "resume": request.resume, "allow": list(request.allow), "trust": request.trust, "nproc": shape.nproc, "rehearse": request.rehearse,
-        "join_timeout_s": request.join_timeout_s, "debug_comm": request.debug_comm, "limit_rows": request.limit_rows,
+        "resume": request.resume,
+        "allow": list(request.allow),
+        "trust": request.trust,
+        "nproc": shape.nproc,
+        "rehearse": request.rehearse,
+        "join_timeout_s": request.join_timeout_s,
+        "debug_comm": request.debug_comm,
+        "limit_rows": request.limit_rows,
         "origins": dict(loaded.origins),
-    }  # fmt: skip
+    }
     return {
-        "job": secrets.token_hex(8), "address": cluster_address(request, environment),
-        "config": loaded.config.model_dump(mode="json", by_alias=True), "options": options, "nodes": shape.nodes,
-        "least": shape.enough, "nproc": shape.nproc, "join_timeout_s": request.join_timeout_s,
+        "job": secrets.token_hex(8),
+        "address": cluster_address(request, environment),
+        "config": loaded.config.model_dump(mode="json", by_alias=True),
+        "options": options,
+        "nodes": shape.nodes,
+        "least": shape.enough,
+        "nproc": shape.nproc,
+        "join_timeout_s": request.join_timeout_s,
         "variables": forwarded_variables(environment.variables),
-    }  # fmt: skip
+    }
 
 
 def _driver_died(error: RankDied, address: str) -> RankDied:
     """Ray ends a driver by abort() where the cluster's head, or the raylet beside it, is gone; others end it by a signal."""
     told = error.problems[0]
     return RankDied.of(
-        told.what.replace("the task driver", "the process that is connected to Ray"), where=f"Ray cluster {address}", why=told.why,
+        told.what.replace("the task driver", "the process that is connected to Ray"),
+        where=f"Ray cluster {address}",
+        why=told.why,
         fix="`ray status` says whether the cluster is still there; the same command goes on from the newest checkpoint that is here",
-    )  # fmt: skip
+    )
 
 
 def _has_something(run: RunDir) -> bool:

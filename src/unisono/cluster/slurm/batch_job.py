@@ -135,18 +135,21 @@ def _find_submitted(asked: JobRequest, digest: str) -> Submitted | None:
     states = {job: read_job(job) for job in jobs}
     if named is None or None in states.values():
         raise UnfitError.of(
-            "Slurm does not say whether a job of this run lives, so none is submitted", where=str(asked.run.slurm),
-            why="two jobs would train the same run", fix="scontrol ping   # and the same command again, once it answers",
-        )  # fmt: skip
+            "Slurm does not say whether a job of this run lives, so none is submitted",
+            where=str(asked.run.slurm),
+            why="two jobs would train the same run",
+            fix="scontrol ping   # and the same command again, once it answers",
+        )
     for job, state in states.items():
         if state is None or state.ended or not _is_ours(state, asked):
             continue
         if record.get("digest") != digest:
             raise UsageError.of(
                 f"job {job} of this run is {state.state.lower()}, and was submitted with another config or other options",
-                where=str(asked.run.slurm), why="two jobs would train the same run",
+                where=str(asked.run.slurm),
+                why="two jobs would train the same run",
                 fix=f"scancel {job}   # then the same command again, or give the earlier command to follow it",
-            )  # fmt: skip
+            )
         return Submitted(job, again=True)
     return None
 
@@ -174,9 +177,14 @@ def _submission_lock(asked: JobRequest) -> Iterator[None]:
 
 
 _CAUSES = {
-    "TIMEOUT": "preempted_sigterm", "PREEMPTED": "preempted_sigterm", "CANCELLED": "preempted_sigterm", "DEADLINE": "preempted_sigterm",
-    "NODE_FAIL": "node_unreachable", "BOOT_FAIL": "node_unreachable", "OUT_OF_MEMORY": "host_oom_killed",
-}  # fmt: skip
+    "TIMEOUT": "preempted_sigterm",
+    "PREEMPTED": "preempted_sigterm",
+    "CANCELLED": "preempted_sigterm",
+    "DEADLINE": "preempted_sigterm",
+    "NODE_FAIL": "node_unreachable",
+    "BOOT_FAIL": "node_unreachable",
+    "OUT_OF_MEMORY": "host_oom_killed",
+}
 _END_TEXTS = {
     "TIMEOUT": "its time limit was over before a checkpoint was saved",
     "PREEMPTED": "another job took its nodes",
@@ -236,11 +244,17 @@ def _verdict(followed: JobEnd) -> Verdict:
     named = _node_list(ill, followed.nodes) if cause == "node_unreachable" else ""
     known = find_cause(cause)
     return Verdict(
-        cause=cause, when="during", hosts=tuple(node.name for node in ill) if cause == "node_unreachable" else (),
+        cause=cause,
+        when="during",
+        hosts=tuple(node.name for node in ill) if cause == "node_unreachable" else (),
         summary=f"job {job} ended without a word of its head: {_END_TEXTS.get(state, state.lower())}{named}",
-        evidence=tuple(evidence), confidence=0.7 if cause != "undetermined" else 0.3,
-        fix=("start the same command again: the run goes on from its newest checkpoint", *(known.remedy if known else ())[:1]),
-    )  # fmt: skip
+        evidence=tuple(evidence),
+        confidence=0.7 if cause != "undetermined" else 0.3,
+        fix=(
+            "start the same command again: the run goes on from its newest checkpoint",
+            *(known.remedy if known else ())[:1],
+        ),
+    )
 
 
 def _job_line(followed: JobEnd) -> str:
@@ -295,9 +309,11 @@ def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
             f"submitted as job {submitted.job}; its own words, and Slurm's: {log_file(asked.run.slurm, submitted.job)}",
         )
     follower = JobFollower(
-        submitted.job, JobOutput(output_file(asked.run.slurm, submitted.job)), show,
+        submitted.job,
+        JobOutput(output_file(asked.run.slurm, submitted.job)),
+        show,
         refuse=_WaitCheck(asked, known, began, is_new=not submitted.again),
-    )  # fmt: skip
+    )
     try:
         followed = follower.to_the_end()
     except (UsageError, UnfitError):
@@ -361,10 +377,11 @@ class _WaitCheck:
         """
         if state.never:
             raise UsageError.of(
-                f"job {state.job} would never start, and is cancelled", where=f"Slurm says: {state.reason}",
+                f"job {state.job} would never start, and is cancelled",
+                where=f"Slurm says: {state.reason}",
                 why="waiting does not change this reason",
                 fix="change --nodes, --partition or --time; account and QOS are read from SBATCH_ACCOUNT and SBATCH_QOS",
-            )  # fmt: skip
+            )
         if self._is_new and time.monotonic() - self._began < _NEW_S and "NotAvail" in state.reason:
             chosen = [self._known[name] for name in self._asked.partitions if name in self._known]
             refuse_unusable_nodes(

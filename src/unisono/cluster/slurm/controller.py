@@ -75,14 +75,17 @@ def partitions() -> dict[str, Partition]:
     """
     if not has_slurm():
         raise UsageError.of(
-            "--launcher slurm needs sbatch, and it is not installed here", where="this machine",
+            "--launcher slurm needs sbatch, and it is not installed here",
+            where="this machine",
             fix="type the command on a login node of the cluster, or take --launcher nodes and --hosts",
-        )  # fmt: skip
+        )
     answer = run_slurm("scontrol", "show", "partition", "-o")
     if not answer.ok:
         raise _unanswered(answer) or UnfitError.of(
-            "Slurm does not tell its partitions", where=f"Slurm says: {answer.words}", fix="scontrol show partition   # says the same by hand"
-        )  # fmt: skip
+            "Slurm does not tell its partitions",
+            where=f"Slurm says: {answer.words}",
+            fix="scontrol show partition   # says the same by hand",
+        )
     found = {}
     for line in answer.out.splitlines():
         fields = fields_of(line)
@@ -90,9 +93,15 @@ def partitions() -> dict[str, Partition]:
         if name:
             most = fields.get("MaxNodes", "")
             found[name] = Partition(
-                name, fields.get("State") == "UP", fields.get("State", "?"), int(fields.get("TotalNodes") or 0),
-                int(most) if most.isdigit() else None, fields.get("MaxTime", ""), fields.get("Nodes", ""), fields.get("Default") == "YES",
-            )  # fmt: skip
+                name,
+                fields.get("State") == "UP",
+                fields.get("State", "?"),
+                int(fields.get("TotalNodes") or 0),
+                int(most) if most.isdigit() else None,
+                fields.get("MaxTime", ""),
+                fields.get("Nodes", ""),
+                fields.get("Default") == "YES",
+            )
     return found
 
 
@@ -112,9 +121,11 @@ def refuse_impossible(asked: NodesRequest, known: dict[str, Partition]) -> None:
     strange = [name for name in asked.partitions if name not in known]
     if strange:
         raise UsageError.of(
-            f"there is no partition {', '.join(strange)}", where="--partition",
-            why=f"this cluster has {', '.join(sorted(known)) or 'none'}", fix="choose one of them (`sinfo`)",
-        )  # fmt: skip
+            f"there is no partition {', '.join(strange)}",
+            where="--partition",
+            why=f"this cluster has {', '.join(sorted(known)) or 'none'}",
+            fix="choose one of them (`sinfo`)",
+        )
     chosen = [known[name] for name in asked.partitions] or [
         each for each in known.values() if each.is_default
     ]
@@ -157,19 +168,23 @@ def refuse_unusable_nodes(asked: NodesRequest, chosen: list[Partition]) -> None:
             fix="choose one that is up (`sinfo`)",
         )
     raise UnfitError.of(
-        f"{asked.least_nodes} nodes are asked for, and {usable} of {where} can be used now", where=told,
-        why="a job would wait until they are back", fix=f"--nodes {usable}, another --partition, or ask who looks after them (`sinfo -R`)" if usable
+        f"{asked.least_nodes} nodes are asked for, and {usable} of {where} can be used now",
+        where=told,
+        why="a job would wait until they are back",
+        fix=f"--nodes {usable}, another --partition, or ask who looks after them (`sinfo -R`)"
+        if usable
         else "another --partition, or ask who looks after them (`sinfo -R`)",
-    )  # fmt: skip
+    )
 
 
 def slurm_error(what: str, answer: SlurmAnswer) -> UsageError | UnfitError:
     """An error in Slurm's own words: 6 where it does not answer, 2 where it does not want, or this machine is of no cluster."""
     words = answer.words or f"exit code {answer.code}"
     return _unanswered(answer, what) or UsageError.of(
-        what, where=f"Slurm says: {words}",
+        what,
+        where=f"Slurm says: {words}",
         fix="change --nodes, --partition or --time; account and QOS are read from SBATCH_ACCOUNT and SBATCH_QOS",
-    )  # fmt: skip
+    )
 
 
 def _unanswered(
@@ -179,14 +194,17 @@ def _unanswered(
     words = answer.words or f"exit code {answer.code}"
     if _NO_CLUSTER.search(words):
         return UsageError.of(
-            "this machine is of no Slurm cluster: sbatch is here, and nothing says where its controller is", where=f"Slurm says: {words}",
+            "this machine is of no Slurm cluster: sbatch is here, and nothing says where its controller is",
+            where=f"Slurm says: {words}",
             fix="type the command on a login node of the cluster; or export SLURM_CONF, where its slurm.conf is kept elsewhere",
-        )  # fmt: skip
+        )
     if answer.code is None or _SILENT.search(words):
         return UnfitError.of(
-            f"Slurm does not answer: {what}", where=words, why="its controller (slurmctld) is down, or cannot be reached from here",
+            f"Slurm does not answer: {what}",
+            where=words,
+            why="its controller (slurmctld) is down, or cannot be reached from here",
             fix="scontrol ping   # says which controller is up",
-        )  # fmt: skip
+        )
     return None
 
 
@@ -197,9 +215,11 @@ def _too_small(asked: NodesRequest, partition: Partition) -> Problem | None:
     has = f"partition {partition.name} has {partition.nodes} node{'' if partition.nodes == 1 else 's'}"
     one = f"{has}, of which one job may have {most}" if most < partition.nodes else has
     return Problem(
-        f"{asked.least_nodes} nodes are asked for, and {one}", where="--nodes", why="the job would wait for ever",
+        f"{asked.least_nodes} nodes are asked for, and {one}",
+        where="--nodes",
+        why="the job would wait for ever",
         fix=f"--nodes {most}, or another --partition (`sinfo`)",
-    )  # fmt: skip
+    )
 
 
 def _too_long(asked: NodesRequest, partition: Partition) -> Problem | None:
@@ -207,14 +227,19 @@ def _too_long(asked: NodesRequest, partition: Partition) -> Problem | None:
     if limit is None or wanted is None or wanted <= limit:
         return None
     return Problem(
-        f"--time {asked.time} is longer than partition {partition.name} allows", where=f"MaxTime={partition.most_time}",
-        why="the job would wait for ever", fix=f"--time {partition.most_time}: the run goes on in the next job; or another --partition",
-    )  # fmt: skip
+        f"--time {asked.time} is longer than partition {partition.name} allows",
+        where=f"MaxTime={partition.most_time}",
+        why="the job would wait for ever",
+        fix=f"--time {partition.most_time}: the run goes on in the next job; or another --partition",
+    )
 
 
 _ENDED = frozenset(
-    ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"]
-)  # fmt: skip
+    [
+        *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+        *("BOOT_FAIL", "DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"),
+    ]
+)
 _NEVER = re.compile(  # what no waiting changes; the rest of Slurm's reasons may
     r"PartitionTimeLimit|PartitionNodeLimit|PartitionConfig|BadConstraints|InvalidAccount|InvalidQOS|AccountNotAllowed|QOSNotAllowed|QOSUsageThreshold"
     r"|Max(Wall|Node|Cpu|CPU|GRES|Mem|TRES)\w*PerJob|MaxWallDuration|MinCpuNotSatisfied|DependencyNeverSatisfied|can't use this partition|not permitted",
@@ -279,10 +304,16 @@ def read_job(job: str) -> JobState | None:
     code = fields.get("ExitCode", "").partition(":")[0]
     state = fields.get("JobState", "?").split()[0]
     return JobState(
-        job=job, state=state, reason=_reason(job, fields), restarts=int(fields.get("Restarts") or 0), nodelist=fields.get("NodeList", "").replace("(null)", ""),
-        partition=fields.get("Partition", ""), starts=fields.get("StartTime", ""),
-        code=int(code) if code.isdigit() and state in _ENDED else None, script=fields.get("Command", ""),
-    )  # fmt: skip
+        job=job,
+        state=state,
+        reason=_reason(job, fields),
+        restarts=int(fields.get("Restarts") or 0),
+        nodelist=fields.get("NodeList", "").replace("(null)", ""),
+        partition=fields.get("Partition", ""),
+        starts=fields.get("StartTime", ""),
+        code=int(code) if code.isdigit() and state in _ENDED else None,
+        script=fields.get("Command", ""),
+    )
 
 
 def queue_position(state: JobState) -> str:

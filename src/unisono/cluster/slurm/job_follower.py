@@ -185,8 +185,12 @@ class JobFollower:
                         f"job {self.job} has said its last word, and Slurm does not end it: scontrol show job {self.job}",
                     )
                     return JobEnd(
-                        self._state or JobState(self.job, "?"), self.result, list(self._tail), self.asked, self._nodes
-                    )  # fmt: skip
+                        self._state or JobState(self.job, "?"),
+                        self.result,
+                        list(self._tail),
+                        self.asked,
+                        self._nodes,
+                    )
                 time.sleep(_LINES_S)
 
     def _has_settled(self, now: float) -> bool:

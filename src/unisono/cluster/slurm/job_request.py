@@ -81,18 +81,27 @@ def job_request(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobR
     limit_s = seconds_of(request.time or "")
     if limit_s is not None and limit_s < signal_s + _EARLY_S:
         raise UsageError.of(
-            f"--time {request.time} is over before anything could be trained", where="command line",
+            f"--time {request.time} is over before anything could be trained",
+            where="command line",
             why=f"{signal_s} s before the end the run begins to save, and Slurm may say so {_EARLY_S} s earlier",
             fix="ask for more, as --time 8:00:00",
-        )  # fmt: skip
+        )
     if any(character in str(path) for path in (run.root, Path.cwd()) for character in "\n\r\0"):
         raise UsageError.of("a path has a line break in it", where="output_dir", fix="set another output_dir")
     return JobRequest(
-        name=f"unisono-{re.sub(r'[^A-Za-z0-9_.-]', '-', run.root.name)[:60]}", run=run, folder=Path.cwd(), least_nodes=least,
-        nodes=nodes, nproc=request.nproc, gpus=gpus_of(request.nproc, config) if gpus else 0, partition=request.partition,
-        time=request.time, signal_s=signal_s,
-        words=_node_command(request), typed=request.command,
-    )  # fmt: skip
+        name=f"unisono-{re.sub(r'[^A-Za-z0-9_.-]', '-', run.root.name)[:60]}",
+        run=run,
+        folder=Path.cwd(),
+        least_nodes=least,
+        nodes=nodes,
+        nproc=request.nproc,
+        gpus=gpus_of(request.nproc, config) if gpus else 0,
+        partition=request.partition,
+        time=request.time,
+        signal_s=signal_s,
+        words=_node_command(request),
+        typed=request.command,
+    )
 
 
 def checked_partitions(request: TrainRequest) -> tuple[str, ...]:
@@ -118,9 +127,11 @@ def nodes_of(text: str | None) -> tuple[int, int]:
     most = positive(high, "--nodes") if colon else least
     if least > most:
         raise UsageError.of(
-            f"--nodes {text}: the first number is larger than the second", where="command line",
-            why="MIN:MAX are the fewest nodes that the job can do with, and all of them", fix=f"--nodes {most}:{least}",
-        )  # fmt: skip
+            f"--nodes {text}: the first number is larger than the second",
+            where="command line",
+            why="MIN:MAX are the fewest nodes that the job can do with, and all of them",
+            fix=f"--nodes {most}:{least}",
+        )
     return least, most
 
 
@@ -128,10 +139,11 @@ def _check(word: str, name: str) -> None:
     if _WORD.fullmatch(word) and len(word) <= 100:
         return
     raise UsageError.of(
-        f"{name} {one_line(word, limit=80)!r} is nothing that Slurm knows", where="command line",
+        f"{name} {one_line(word, limit=80)!r} is nothing that Slurm knows",
+        where="command line",
         why="it has letters, digits and _ . @ : -, and does not begin with -",
         fix=f"as in {name} {'gpu' if name == '--partition' else '8:00:00'}",
-    )  # fmt: skip
+    )
 
 
 def gpus_of(nproc: int | None, config: RunConfig) -> int:
@@ -144,9 +156,11 @@ def gpus_of(nproc: int | None, config: RunConfig) -> int:
         return 0
     if nproc is None:
         raise UsageError.of(
-            "this cluster gives out accelerators, and nothing says how many a node needs", where="command line",
-            why="every rank has one of its own", fix="pass --nproc N, or device=cpu to train on the CPU",
-        )  # fmt: skip
+            "this cluster gives out accelerators, and nothing says how many a node needs",
+            where="command line",
+            why="every rank has one of its own",
+            fix="pass --nproc N, or device=cpu to train on the CPU",
+        )
     return nproc
 
 
@@ -156,14 +170,19 @@ def _node_command(request: TrainRequest) -> tuple[str, ...]:
     Nor is `--nodes`: the step says how many there are, and of MIN:MAX the script knows how many Slurm has given.
     """
     options = {
-        "--nproc": request.nproc, "--devices": request.devices, "--restarts": request.restarts,
+        "--nproc": request.nproc,
+        "--devices": request.devices,
+        "--restarts": request.restarts,
         "--join-timeout": f"{request.join_timeout_s:g}",
-    }  # fmt: skip
+    }
     allowed = [word for key in request.allow for word in ("--allow", key)]
     flags = {
-        "--resume": request.resume, "--trust": request.trust, "--debug-comm": request.debug_comm,
-        "--no-rehearse": not request.rehearse, "--json": True,
-    }  # fmt: skip
+        "--resume": request.resume,
+        "--trust": request.trust,
+        "--debug-comm": request.debug_comm,
+        "--no-rehearse": not request.rehearse,
+        "--json": True,
+    }
     given = option_words({name: is_given or None for name, is_given in flags.items()})
     front = (sys.executable, "-m", "unisono", "train", _CONFIG, *request.overrides)
     return (*front, *option_words(options), *allowed, *given)
@@ -217,23 +236,37 @@ def batch_script(asked: JobRequest, config: str) -> str:
     number = str(asked.nodes) if asked.least_nodes == asked.nodes else f"{asked.least_nodes}-{asked.nodes}"
     elastic = asked.least_nodes < asked.nodes
     options = {
-        "--job-name": asked.name, "--nodes": number,
+        "--job-name": asked.name,
+        "--nodes": number,
         # With a number of tasks Slurm gives no more nodes than the fewest have tasks; srun says below that it is one a node.
-        "--ntasks-per-node": None if elastic else "1", "--mincpus": str(asked.nproc) if elastic and asked.nproc else None,
+        "--ntasks-per-node": None if elastic else "1",
+        "--mincpus": str(asked.nproc) if elastic and asked.nproc else None,
         "--cpus-per-task": str(asked.nproc) if asked.nproc else None,
-        "--gpus-per-node": str(asked.gpus) if asked.gpus else None, "--partition": asked.partition, "--time": asked.time,
-        "--signal": f"B:USR1@{asked.signal_s}", "--chdir": str(asked.folder),
-        "--output": f"{_literal(asked.run.slurm)}/%j.log", "--open-mode": "append",
-    }  # fmt: skip
+        "--gpus-per-node": str(asked.gpus) if asked.gpus else None,
+        "--partition": asked.partition,
+        "--time": asked.time,
+        "--signal": f"B:USR1@{asked.signal_s}",
+        "--chdir": str(asked.folder),
+        "--output": f"{_literal(asked.run.slurm)}/%j.log",
+        "--open-mode": "append",
+    }
     lines = ["#!/bin/bash", f"# Written by unisono for: {' '.join(asked.typed.split())}"]
     lines += [f"#SBATCH {name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
     lines += ["#SBATCH --requeue", *(["#SBATCH --no-kill"] if elastic else []), ""]
     body = _BODY.format(
-        folder=shlex.quote(str(asked.run.slurm)), python=shlex.quote(sys.executable), make_token=shlex.quote(_MAKE_TOKEN),
-        checkpoints=shlex.quote(str(asked.run.checkpoints)), cpus=f" --cpus-per-task={asked.nproc}" if asked.nproc else "",
-        no_kill=" --no-kill" if elastic else "", at_least=f' --nodes {asked.least_nodes}:"$SLURM_JOB_NUM_NODES"' if elastic else "", command=quoted(asked.words), output=shlex.quote(str(asked.run.slurm / "lines")),
-        signal_s=asked.signal_s, config=config if config.endswith("\n") else config + "\n", end=_end_of(config),
-    )  # fmt: skip
+        folder=shlex.quote(str(asked.run.slurm)),
+        python=shlex.quote(sys.executable),
+        make_token=shlex.quote(_MAKE_TOKEN),
+        checkpoints=shlex.quote(str(asked.run.checkpoints)),
+        cpus=f" --cpus-per-task={asked.nproc}" if asked.nproc else "",
+        no_kill=" --no-kill" if elastic else "",
+        at_least=f' --nodes {asked.least_nodes}:"$SLURM_JOB_NUM_NODES"' if elastic else "",
+        command=quoted(asked.words),
+        output=shlex.quote(str(asked.run.slurm / "lines")),
+        signal_s=asked.signal_s,
+        config=config if config.endswith("\n") else config + "\n",
+        end=_end_of(config),
+    )
     return "\n".join(lines) + body
 
 

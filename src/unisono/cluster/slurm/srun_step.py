@@ -56,9 +56,13 @@ class SrunStep:
         variables = {**os.environ, "UNISONO_TOKEN": take_token() or new_token()}
         try:
             self._process = subprocess.Popen(
-                [program, *self._words], env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                [program, *self._words],
+                env=variables,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         except OSError as error:
             raise UnfitError.of(
                 f"srun cannot be started: {error.strerror or error}",
