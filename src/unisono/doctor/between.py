@@ -66,7 +66,7 @@ def head_trial(*, ladder: bool, debug_comm: bool, findings: list[Finding]) -> Ca
             said = meeting.gather("measures_ready", timeout_s=_MEASURING_S, what="a port for measurements")
             ports = {0: listener.ports[0], **{rank: _port(message) for rank, message in said.items()}}
             findings.append(judge_speed(_measured(meeting, ports), meeting.reports))
-        meeting.tell_all({"kind": "measures_end"})
+        meeting.broadcast({"kind": "measures_end"})
         if findings[-1].status != "pass":  # should the collective end the meeting, this is why
             meeting.note(f"{SPEED.id}: {findings[-1].evidence[0]}", everywhere=True)
         if not ladder:
@@ -75,7 +75,7 @@ def head_trial(*, ladder: bool, debug_comm: bool, findings: list[Finding]) -> Ca
         findings.extend(_dialled(meeting))
         record = Record.of(record_name(meeting.run_nonce)) if debug_comm else None
         findings.append(kept_in(_climbed(meeting, record), record))
-        meeting.tell_all({"kind": "ladder_end"})
+        meeting.broadcast({"kind": "ladder_end"})
 
     return trial
 
@@ -141,7 +141,7 @@ def _measured(meeting: Meeting, ports: Mapping[int, int]) -> dict[Pair, Measured
         if 0 in partner:
             other = partner[0]
             work = partial(_measure_other, addresses[other], ports[other], key)
-            found[0, other] = meeting.aside(work)
+            found[0, other] = meeting.run_in_background(work)
         said = meeting.gather("measured", timeout_s=_MEASURING_S, what="the speed to another node")
         found |= {(rank, partner[rank]): _read(message) for rank, message in said.items() if rank in partner}
     return found
@@ -154,7 +154,7 @@ def _measure_other(address: str, port: int, key: bytes, _show: Show) -> Measured
 def _measure_asked(attendance: Attendance, asked: Message, key: bytes) -> dict[str, Any]:
     match asked.get("target"):
         case [str(address), int(port)]:
-            return asdict(attendance.aside(partial(_measure_other, address, port, key)))
+            return asdict(attendance.run_in_background(partial(_measure_other, address, port, key)))
         case _:
             return {}
 
@@ -211,14 +211,14 @@ def _attempted(
 ) -> Outcome:
     """One collective over all nodes; the worst of what they say."""
     present = [report.node_rank for report in meeting.reports]
-    meeting.tell_all({
+    meeting.broadcast({
         "kind": "ladder", "settings": dict(settings), "backend": backend, "present": present, "name": name,
         "record": record.folder.name if record else None,
     })  # fmt: skip
     own = meeting.reports[0]
     folder = record.attempt(name) if record else None
     with _children(own, present, settings, backend, meeting.party.programs, folder) as ranks:
-        port, trouble = meeting.aside(lambda _show: ranks.ready())
+        port, trouble = meeting.run_in_background(lambda _show: ranks.ready())
         said = meeting.gather("ladder_ready", timeout_s=STARTING_S, what="a process with torch")
         if record is not None:
             record.elsewhere |= {
@@ -226,10 +226,10 @@ def _attempted(
             }
         late = next((message for message in said.values() if message.get("ok") is not True), None)
         store = None if trouble or late else [own.address, port]
-        meeting.tell_all({"kind": "ladder_go", "store": store})
+        meeting.broadcast({"kind": "ladder_go", "store": store})
         if store is None:
             return Outcome(ok=False, text=trouble or outcome_of(late or {}).text)
-        mine = meeting.aside(lambda _show: ranks.run(own.address, port))
+        mine = meeting.run_in_background(lambda _show: ranks.run(own.address, port))
         found = meeting.gather("ladder_done", timeout_s=DEADLINE_S + 2 * ENDING_S, what="the collective")
     theirs = [outcome_of(message) for _, message in sorted(found.items())]
     worst = min([mine, *theirs], key=lambda outcome: outcome.rate)
@@ -249,12 +249,12 @@ def _take_part(attendance: Attendance, report: NodeReport, asked: Message, recor
     present = nodes_present(asked, own=report.node_rank)
     folder = record.attempt(str(asked.get("name"))) if record else None
     with _children(report, present, settings, backend, attendance.party.programs, folder) as ranks:
-        _, trouble = attendance.aside(lambda _show: ranks.ready())
+        _, trouble = attendance.run_in_background(lambda _show: ranks.ready())
         unkept = record.trouble if record else ""
         attendance.send({"kind": "ladder_ready", "ok": not trouble, "text": trouble, "unkept": unkept})
         match attendance.wait_for("ladder_go").get("store"):
             case [str(host), int(port)]:
-                outcome = attendance.aside(lambda _show: ranks.run(host, port))
+                outcome = attendance.run_in_background(lambda _show: ranks.run(host, port))
                 attendance.send({"kind": "ladder_done", **asdict(outcome)})
             case _:
                 return

@@ -192,7 +192,7 @@ class _Start:
             )  # fmt: skip
 
         with contextlib.ExitStack() as reserved, hold_meeting(
-            party, self._maker(), keep=self._keep, tries_collective=False,
+            party, self._maker(), record=self._keep, tries_collective=False,
             compare=lambda reports: compare_programs(reports, uneven=uneven),
             start_others=start if party.topology.hosts else None,
         ) as meeting:  # fmt: skip
@@ -201,7 +201,7 @@ class _Start:
             self._write_plan(nodes)
             host = meeting.server.address[0]
             store = (host, reserved.enter_context(_reserved_port(host)))
-            meeting.tell_all({"kind": "start", "store": list(store), "run_id": self.whole.run_id})
+            meeting.broadcast({"kind": "start", "store": list(store), "run_id": self.whole.run_id})
             say(self.whole.show, f"{len(nodes)} nodes agree; starting the program on each")
             with self._here(store) as here:
                 return self._to_the_end(here, nodes, meeting)

@@ -117,7 +117,7 @@ class _Companion:
                 )
                 for r in meeting.reports
             ]
-            meeting.tell_all({"kind": "start"})
+            meeting.broadcast({"kind": "start"})
             judging = ProgramSupervisor(
                 here, nodes, meeting.reports, meeting.server, _show, uneven=self.asked.uneven, only_launchers=True,
                 store_host=meeting.server.address[0], join_timeout_s=self.party.join_timeout_s,

@@ -64,8 +64,8 @@ class HeadNodes:
         Raises:
             Disagreed: if they are not the same everywhere, or a node refuses.
         """
-        self.meeting.tell_all({"kind": "prepare"})
-        prepared = self.meeting.aside(work)
+        self.meeting.broadcast({"kind": "prepare"})
+        prepared = self.meeting.run_in_background(work)
         answers = self.meeting.gather("prepared", timeout_s=_PREPARED_S, what="the prepared data")
         try:
             facts = {rank: PreparedFacts.model_validate(answer["facts"]) for rank, answer in answers.items()}
@@ -84,11 +84,11 @@ class HeadNodes:
         Raises:
             Disagreed: if a node refuses or is lost meanwhile.
         """
-        return self.meeting.aside(work, everywhere=True)
+        return self.meeting.run_in_background(work, everywhere=True)
 
     def hand_over(self, plan: RunPlan) -> "HeadServer":
         """Tells all nodes the plan, on which they start their ranks; gives the connections to conduct them by."""
-        self.meeting.tell_all({"kind": "plan", "plan": plan.to_json()})
+        self.meeting.broadcast({"kind": "plan", "plan": plan.to_json()})
         return self.meeting.server
 
     def collect(
@@ -164,7 +164,7 @@ class HeadNodes:
 
     def tell_verdict(self, verdict: Verdict) -> None:
         """Says on all nodes what has ended the ranks; whether the run goes on is said later."""
-        self.meeting.tell_all({"kind": "verdict", **verdict.to_json()})
+        self.meeting.broadcast({"kind": "verdict", **verdict.to_json()})
 
     def end(self, result: dict[str, Any], ending: Ending) -> None:
         """Says the last word: how the run ended. Where it has been said already, nothing."""
@@ -221,7 +221,7 @@ def together(
             party,
             report_maker(request, loaded, here),
             welcome={NONCE_FILE: nonce},
-            keep=keep,
+            record=keep,
             start_others=start if here.topology.hosts else None,
         ) as meeting:
             yield HeadNodes(meeting, table)

@@ -111,7 +111,7 @@ class _Member:
 
     def run(self) -> LastWord | LostHead:
         """Prepares, and then serves one plan after the other until the last word."""
-        prepared = self.attendance.aside(
+        prepared = self.attendance.run_in_background(
             lambda show: prepare(
                 self.request, self.loaded, self.here.environment, ledger=not self.shared, show=show
             )

@@ -37,7 +37,7 @@ def hold_meeting(
     welcome: dict[str, Any] | None = None,
     run_nonce: str = "",
     epoch: int = 0,
-    keep: RecordAgreement | None = None,
+    record: RecordAgreement | None = None,
     start_others: Callable[[tuple[str, int]], SshFronts] | None = None,
     compare: Callable[[Sequence[NodeReport]], Agreement] = compare_nodes,
     tries_collective: bool = True,
@@ -53,7 +53,7 @@ def hold_meeting(
         welcome: for everybody who comes in; `nonce_file` is the name of the file that `facts.storage.leave_nonce` gave.
         run_nonce: of this start; made where it is empty.
         epoch: which attempt of the run this is.
-        keep: told what is known of the nodes after each judgement, also of the one that ends the meeting.
+        record: told what is known of the nodes after each judgement, also of the one that ends the meeting.
         start_others: with --hosts: starts the other fronts, which call the address that it is given (`ssh.start_others`).
         compare: judges the reports.
         tries_collective: whether one process of each node takes part in a collective; the nodes must be told the same.
@@ -63,7 +63,7 @@ def hold_meeting(
         Disagreed: with the verdict that all nodes have been told.
     """
     try:
-        meeting = Meeting(party, welcome=welcome, run_nonce=run_nonce, epoch=epoch, keep=keep)
+        meeting = Meeting(party, welcome=welcome, run_nonce=run_nonce, epoch=epoch, record=record)
     except Disagreed as error:  # the others call an address that this machine could still answer on
         if error.verdict is not None and error.verdict.cause == "hostname_loopback":
             report_refusal(party, error)
@@ -75,7 +75,7 @@ def hold_meeting(
             meeting.judge(compare(meeting.reports))
             if len(meeting.reports) > 1:
                 _run_trial(meeting, trial, tries_collective=tries_collective)
-        meeting.tell_all({"kind": "agreed"})
+        meeting.broadcast({"kind": "agreed"})
     except BaseException as error:  # told to all nodes, and raised again
         meeting.__exit__(type(error), error, error.__traceback__)
         raise
@@ -108,7 +108,7 @@ def _start_others(meeting: Meeting, start: Callable[[tuple[str, int]], SshFronts
     if start is None:
         return None
     others = start(meeting.server.address)
-    meeting.afterwards.append(others.close)
+    meeting.on_close.append(others.close)
     meeting.note(
         "started over ssh: " + ", ".join(f"node {one.node_rank} on {one.host}" for one in others.fronts)
     )
@@ -135,7 +135,7 @@ def _wait_for_nodes(
     next_line = meeting.began + _FIRST_LINE_S
     while not roll.complete:
         meeting.listen(_POLL_S if 0 in roll.reports else _BUSY_POLL_S)
-        meeting.pass_on(own)
+        meeting.show_output(own)
         if own.done and 0 not in roll.reports:
             roll.reports[0] = own.result()
         now = time.monotonic()
@@ -143,7 +143,7 @@ def _wait_for_nodes(
             meeting.note(roll.waiting_line(now - meeting.began), everywhere=True)
             next_line = now + _NEXT_LINES_S
         _handle_absent_nodes(meeting, now - meeting.began, others)
-    meeting.joined()
+    meeting.close_joining()
 
 
 def _handle_absent_nodes(meeting: Meeting, waited_s: float, others: SshFronts | None) -> None:
@@ -162,8 +162,8 @@ def _handle_absent_nodes(meeting: Meeting, waited_s: float, others: SshFronts | 
         return
     if len(roll.hosts) < topology.enough:
         names = {front.node_rank: front.name for front in others.fronts} if others else None
-        meeting.refuse(roll.absence(waited_s, names=names))
-    why = "; ".join(verdict.summary for verdict in roll.absence(waited_s))
+        meeting.refuse(roll.absence_verdicts(waited_s, names=names))
+    why = "; ".join(verdict.summary for verdict in roll.absence_verdicts(waited_s))
     for rank in missing:
         meeting.leave_out(rank, _LEFT_OUT)
     meeting.note(f"starting with {len(roll.hosts)} of {roll.nodes} nodes: {why}", everywhere=True)
@@ -200,16 +200,16 @@ def rejoin_at_head(
     """
     _refuse_lost_nodes(meeting)
     with listen(meeting.server.address[0], meeting.party.token, meeting.run_nonce) as listener:
-        meeting.tell_all({"kind": "again", "round": round_, "question": question})
+        meeting.broadcast({"kind": "again", "round": round_, "question": question})
         standing = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, listener.ports)
-        own = meeting.aside(lambda _show: make_report(standing, question))
+        own = meeting.run_in_background(lambda _show: make_report(standing, question))
         answers = meeting.gather(
             restart_report_kind(round_), timeout_s=_ANSWER_S, what="its account before the restart"
         )
         meeting.forget("reached")  # of a round before
         meeting.roll.reports = {0: own}
         for node_rank, message in sorted(answers.items()):
-            verdict = meeting.roll.reported(node_rank, message.get("report"))
+            verdict = meeting.roll.record_report(node_rank, message.get("report"))
             if verdict is not None:
                 meeting.refuse([verdict], nodes=[node_rank])
         found = compare_again(meeting.reports)

@@ -53,7 +53,7 @@ class Meeting:
 
     An error that leaves it is told to all nodes and becomes Disagreed (exit code 3) here, too, unless `end` has been said.
     A signal that stops one node stops all of them: Stopped leaves it everywhere.
-    Until `joined` is called, nodes may leave and come again.
+    Until `close_joining` is called, nodes may leave and come again.
 
     Attributes:
         party: this node.
@@ -62,7 +62,7 @@ class Meeting:
         roll: who is here, with all reports.
         agreement: checks and verdicts so far, for agreement.json.
         began: when the port was opened, in monotonic seconds.
-        afterwards: called once the channel is closed.
+        on_close: called once the channel is closed.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Meeting:
         welcome: dict[str, Any] | None = None,
         run_nonce: str = "",
         epoch: int = 0,
-        keep: RecordAgreement | None = None,
+        record: RecordAgreement | None = None,
     ) -> None:
         """Opens the port.
 
@@ -81,7 +81,7 @@ class Meeting:
             welcome: for everybody who comes in, beside `head_host`.
             run_nonce: of this start; made where it is empty.
             epoch: which attempt of the run this is.
-            keep: see Keep.
+            record: see RecordAgreement.
 
         Raises:
             Disagreed: if the head's name or port cannot be used here.
@@ -94,9 +94,9 @@ class Meeting:
         self._joining = True
         self._settled = False
         self._tentative = False
-        self.afterwards: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], None]] = []
         self._inbox: dict[str, dict[int, Message]] = {}
-        self._keep = keep
+        self._record = record
         self.welcome = {"head_host": party.host, **(welcome or {})}
         self.server = HeadServer(
             host=listening_address(party),
@@ -107,7 +107,7 @@ class Meeting:
             run_nonce=self.run_nonce,
             epoch=epoch,
         )
-        self.roll.joined(Joined(0, party.host, self.server.address[0]))
+        self.roll.record_joined(Joined(0, party.host, self.server.address[0]))
 
     def __enter__(self) -> Self:
         return self
@@ -130,7 +130,7 @@ class Meeting:
         """Of all nodes that take part, by node rank."""
         return [self.roll.reports[rank] for rank in sorted(self.roll.reports)]
 
-    def tell_all(self, message: Message) -> None:
+    def broadcast(self, message: Message) -> None:
         """Sends a message to all other nodes."""
         self.server.tell_all(message)
 
@@ -138,9 +138,9 @@ class Meeting:
         """A line for people, here or on all nodes."""
         self.party.show({"kind": "note", "time": time.time(), "text": text})
         if everywhere:
-            self.tell_all({"kind": "note", "text": text})
+            self.broadcast({"kind": "note", "text": text})
 
-    def aside(self, work: Callable[[Show], Result], *, everywhere: bool = False) -> Result:
+    def run_in_background(self, work: Callable[[Show], Result], *, everywhere: bool = False) -> Result:
         """Does something that takes long (a task, digests) and listens to the nodes meanwhile; gives what came of it.
 
         Args:
@@ -150,12 +150,12 @@ class Meeting:
         Raises:
             Disagreed: if a node refuses or is lost meanwhile.
         """
-        aside = BackgroundWork(work)
-        while not aside.done:
+        work_thread = BackgroundWork(work)
+        while not work_thread.done:
             self.listen(_BUSY_POLL_S)
-            self.pass_on(aside, everywhere=everywhere)
-        self.pass_on(aside, everywhere=everywhere)
-        return aside.result()
+            self.show_output(work_thread, everywhere=everywhere)
+        self.show_output(work_thread, everywhere=everywhere)
+        return work_thread.result()
 
     def gather(self, kind: str, *, timeout_s: float, what: str = "") -> dict[int, Message]:
         """One message of a kind from every other node, by node rank.
@@ -174,7 +174,7 @@ class Meeting:
             if time.monotonic() > limit:
                 late = sorted(wanted - set(self._inbox.get(kind, {})))
                 why = f"nothing came within {timeout_s:.0f} s: {what or kind}"
-                gone = [self._gone(rank, self.roll.hosts.get(rank, "?"), why) for rank in late]
+                gone = [self._left_verdict(rank, self.roll.hosts.get(rank, "?"), why) for rank in late]
                 after = {"named_after_s": round(timeout_s, 3)}
                 self.refuse([verdict.model_copy(update=after) for verdict in gone], nodes=late)
             self.listen(min(_POLL_S, max(0.0, limit - time.monotonic())))
@@ -187,7 +187,7 @@ class Meeting:
             Disagreed: if something of it forbids the start.
         """
         self.agreement = self.agreement.merged(agreement)
-        self._tell_keeper()
+        self._record_agreement()
         if agreement.fatal:
             self.refuse(agreement.fatal)
         for verdict in agreement.warnings:
@@ -243,7 +243,7 @@ class Meeting:
         known = {verdict.summary for verdict in self.agreement.verdicts}
         new = [verdict for verdict in said if verdict.summary not in known]
         self.agreement = self.agreement.merged(*(Agreement.found("joining", verdict) for verdict in new))
-        self._tell_keeper()
+        self._record_agreement()
         meeting_end.show_verdicts(self.party.show, said[0], [verdict.summary for verdict in said[1:]])
         self.end(end_message(said, exit_code=exit_code))
         error = disagreement(said)
@@ -286,9 +286,9 @@ class Meeting:
     def close(self) -> None:
         """Hangs up, once all who are here have had a bounded time to hear the last word."""
         self.server.close(patience_s=_ACKNOWLEDGE_S if self._settled else 0.0)
-        for clean_up in self.afterwards:
+        for clean_up in self.on_close:
             clean_up()
-        self.afterwards = []
+        self.on_close = []
 
     def listen(self, timeout_s: float) -> None:
         """Hears what the nodes say, after waiting for the first word at most `timeout_s`.
@@ -299,7 +299,7 @@ class Meeting:
         for event in self.server.receive(timeout_s):
             self._take(event)
 
-    def joined(self) -> None:
+    def close_joining(self) -> None:
         """Says that all are here: from now on nobody may leave."""
         self._joining = False
 
@@ -309,9 +309,9 @@ class Meeting:
         found = [rank for rank, host in self.roll.hosts.items() if plain_host(host) in named]
         return found if len(found) == len(named) else []
 
-    def _tell_keeper(self) -> None:
-        if self._keep is not None:
-            self._keep(self.reports, self.agreement)
+    def _record_agreement(self) -> None:
+        if self._record is not None:
+            self._record(self.reports, self.agreement)
 
     def _take(self, event: Event) -> None:
         if not isinstance(event, NodeMessage) or event.message.get("kind") in ("refused", "stop"):
@@ -320,52 +320,52 @@ class Meeting:
             self._last_news = time.monotonic() - silent_s
         match event:
             case Joined():
-                self.roll.joined(event)
+                self.roll.record_joined(event)
             case Left():
-                self._lost(event)
+                self._handle_left(event)
             case Rejected():
-                self._turned_away(event)
+                self._handle_rejected(event)
             case NodeMessage():
-                self._said(event.node_rank, event.message)
+                self._handle_message(event.node_rank, event.message)
             case FileReceived():
                 pass  # before there are ranks nothing is sent
 
-    def _lost(self, event: Left) -> None:
+    def _handle_left(self, event: Left) -> None:
         if event.node_rank in self.roll.left_out:
             return
-        line = self.roll.gone(event)
+        line = self.roll.record_left(event)
         if not self._joining:
             label = name_node(event.node_rank, event.host)
             lost = (
                 meeting_end.head_lost(label, self.party.head, event.why)
                 if event.gave_up
-                else self._gone(event.node_rank, event.host, event.why)
+                else self._left_verdict(event.node_rank, event.host, event.why)
             )
             self.refuse([lost], nodes=[event.node_rank])
         self.note(line)
 
-    def _gone(self, node_rank: int, host: str, why: str) -> Verdict:
+    def _left_verdict(self, node_rank: int, host: str, why: str) -> Verdict:
         return meeting_end.node_left(
             node_rank, host, why, moment="the restart" if self._tentative else "the start"
         )
 
-    def _turned_away(self, event: Rejected) -> None:
-        line = self.roll.turned_away(event)
+    def _handle_rejected(self, event: Rejected) -> None:
+        line = self.roll.record_rejected(event)
         self.note(line)
         if not self._joining:
             return
-        if self.roll.wrong_token(event):
+        if self.roll.is_missing_node(event):
             self.refuse([wrong_token(event)])
         if event.kind == "misfit":
             self.refuse([meeting_end.node_count_mismatch(event.why)])
 
-    def _said(self, node_rank: int, message: Message) -> None:
+    def _handle_message(self, node_rank: int, message: Message) -> None:
         if node_rank in self.roll.left_out:
             return
         host = self.roll.hosts.get(node_rank, "?")
         match message.get("kind"):
             case "report":
-                verdict = self.roll.reported(node_rank, message.get("report"))
+                verdict = self.roll.record_report(node_rank, message.get("report"))
                 if verdict is not None:
                     self.refuse([verdict])
             case "refused":
@@ -383,11 +383,11 @@ class Meeting:
             "fix": "; ".join(verdict.fix),
         }
         self.party.show({**message, "time": time.time()})
-        self.tell_all(message)
+        self.broadcast(message)
 
-    def pass_on(self, aside: BackgroundWork[Any], *, everywhere: bool = False) -> None:
+    def show_output(self, work_thread: BackgroundWork[Any], *, everywhere: bool = False) -> None:
         """Shows what some work has shown, here or on all nodes."""
-        for message in aside.shown():
+        for message in work_thread.shown():
             self.party.show(message)
             if everywhere and message["kind"] in ("note", "warning"):
-                self.tell_all({name: message[name] for name in message if name != "time"})
+                self.broadcast({name: message[name] for name in message if name != "time"})

@@ -125,18 +125,18 @@ class Attendance:
                     return event.message
                 self._hear(event)
 
-    def aside(self, work: Callable[[Show], Result]) -> Result:
+    def run_in_background(self, work: Callable[[Show], Result]) -> Result:
         """Does something that takes long and listens to the head meanwhile; gives what came of it.
 
         Raises:
             Disagreed: if the head ends the job meanwhile, or is lost.
         """
-        aside = BackgroundWork(work)
-        while not aside.done:
+        work_thread = BackgroundWork(work)
+        while not work_thread.done:
             self._listen(_BUSY_POLL_S)
-            self._pass_on(aside)
-        self._pass_on(aside)
-        return aside.result()
+            self._show_output(work_thread)
+        self._show_output(work_thread)
+        return work_thread.result()
 
     def fail(self, error: BaseException) -> None:
         """Tells the head of an error here.
@@ -204,8 +204,8 @@ class Attendance:
             ]
         raise meeting_end.disagreement(verdicts)
 
-    def _pass_on(self, aside: BackgroundWork[Any]) -> None:
-        for message in aside.shown():
+    def _show_output(self, work_thread: BackgroundWork[Any]) -> None:
+        for message in work_thread.shown():
             self.party.show(message)
 
 
@@ -234,7 +234,7 @@ def attend_meeting(
         link, welcome = attendance.link, attendance.welcome
         with listen(link.local_address, party.token, str(welcome["run_nonce"])) as listener:
             standing = ChannelFacts(link.local_address, welcome, link.clock_offset_s, listener.ports)
-            report = attendance.aside(lambda show: make_report(standing, show))
+            report = attendance.run_in_background(lambda show: make_report(standing, show))
             attendance.send({"kind": "report", "report": report.to_json()})
             if trial is not None:
                 trial(attendance, report)
@@ -307,7 +307,7 @@ def _rejoin_round(attendance: Attendance, asked: Message, make_report: MakeResta
     question = dict(asked.get("question") or {})
     with listen(link.local_address, attendance.party.token, str(welcome["run_nonce"])) as listener:
         standing = ChannelFacts(link.local_address, welcome, link.clock_offset_s, listener.ports)
-        report = attendance.aside(lambda _show: make_report(standing, question))
+        report = attendance.run_in_background(lambda _show: make_report(standing, question))
         attendance.send({"kind": restart_report_kind(asked.get("round")), "report": report.to_json()})
         told = attendance.wait_for("dial", "again", "plan", "ended")
         if told["kind"] != "dial":

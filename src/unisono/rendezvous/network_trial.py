@@ -56,7 +56,7 @@ def head_dials(meeting: HeadSide) -> Agreement:
         }
         meeting.server.send(peer.node_rank, asked)
     key = reach_key(meeting.party.token, meeting.run_nonce)
-    own = meeting.aside(lambda _show: dial_all(choose_peers(peers, 0), key, source=0))
+    own = meeting.run_in_background(lambda _show: dial_all(choose_peers(peers, 0), key, source=0))
     said = meeting.gather("reached", timeout_s=_DIALLING_S, what="its dialling of the other nodes")
     found = [DialReport.model_validate(asdict(one)) for one in own]
     for node_rank, message in sorted(said.items()):
@@ -73,7 +73,7 @@ def node_dials(attendance: NodeSide, asked: Message) -> None:
     peers = _peers(asked)
     key = reach_key(attendance.party.token, str(attendance.welcome["run_nonce"]))
     source = attendance.party.topology.node_rank
-    found = attendance.aside(lambda _show: dial_all(peers, key, source=source))
+    found = attendance.run_in_background(lambda _show: dial_all(peers, key, source=source))
     attendance.send({"kind": "reached", "reached": [asdict(one) for one in found]})
 
 
@@ -152,14 +152,14 @@ def head_collective(meeting: HeadSide, task: TaskProcess) -> Agreement:
     """
     reports = meeting.reports
     messages = task.messages()
-    own = meeting.aside(lambda _show: _until_ready(messages))
+    own = meeting.run_in_background(lambda _show: _until_ready(messages))
     said = meeting.gather("collective_ready", timeout_s=_STARTING_S, what="a process with torch")
     starts = {0: own, **said}
     if all(start.get("ok") is True for start in starts.values()):
         store = [meeting.server.address[0], own["port"]]
-        meeting.tell_all({"kind": "collective", "store": store})
+        meeting.broadcast({"kind": "collective", "store": store})
         task.send({"kind": "collective", "store": store})
-        own = meeting.aside(lambda _show: _outcome(messages))
+        own = meeting.run_in_background(lambda _show: _outcome(messages))
         said = meeting.gather("collective", timeout_s=DEADLINE_S + _ENDING_S, what="the collective")
         starts = {0: own, **said}
     return _judge(starts, reports)
@@ -172,10 +172,12 @@ def node_collective(attendance: NodeSide, task: TaskProcess) -> None:
         Disagreed: with the head's words, if it ends the job meanwhile.
     """
     messages = task.messages()
-    attendance.send({"kind": "collective_ready", **attendance.aside(lambda _show: _until_ready(messages))})
+    attendance.send(
+        {"kind": "collective_ready", **attendance.run_in_background(lambda _show: _until_ready(messages))}
+    )
     asked = attendance.wait_for("collective")
     task.send({"kind": "collective", "store": asked.get("store")})
-    attendance.send({"kind": "collective", **attendance.aside(lambda _show: _outcome(messages))})
+    attendance.send({"kind": "collective", **attendance.run_in_background(lambda _show: _outcome(messages))})
 
 
 def _environment(report: NodeReport) -> dict[str, str]:

@@ -100,11 +100,11 @@ class HeadSide(Protocol):
         """Of all nodes, by node rank."""
         ...
 
-    def tell_all(self, message: Message) -> None:
+    def broadcast(self, message: Message) -> None:
         """Sends a message to all other nodes."""
         ...
 
-    def aside(self, work: Callable[[Show], Result]) -> Result:
+    def run_in_background(self, work: Callable[[Show], Result]) -> Result:
         """Does something that takes long, and listens to the nodes meanwhile."""
         ...
 
@@ -123,7 +123,7 @@ class NodeSide(Protocol):
         """Sends a message to the head."""
         ...
 
-    def aside(self, work: Callable[[Show], Result]) -> Result:
+    def run_in_background(self, work: Callable[[Show], Result]) -> Result:
         """Does something that takes long, and listens to the head meanwhile."""
         ...
 
@@ -142,7 +142,7 @@ class BackgroundWork(Generic[Result]):
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._outcome: list[Result] = []
         self._error: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run, args=(work,), name="aside", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(work,), name="background", daemon=True)
         self._thread.start()
 
     @property

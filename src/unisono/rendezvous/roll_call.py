@@ -65,13 +65,13 @@ class RollCall:
         for kept in (self.hosts, self.addresses, self.reports):
             kept.pop(node_rank, None)
 
-    def joined(self, event: Joined) -> None:
+    def record_joined(self, event: Joined) -> None:
         """A node is here."""
         self.hosts[event.node_rank] = event.host
         self.addresses[event.node_rank] = event.address
         self.left.pop(event.node_rank, None)
 
-    def gone(self, event: Left) -> str:
+    def record_left(self, event: Left) -> str:
         """A node is gone again, before all were here; it may come back. Gives a line for people."""
         self.hosts.pop(event.node_rank, None)
         self.addresses.pop(event.node_rank, None)
@@ -80,7 +80,7 @@ class RollCall:
         self.left[event.node_rank] = event.host, one_line(why, limit=200)
         return self._has_left(event.node_rank)
 
-    def reported(self, node_rank: int, value: object) -> Verdict | None:
+    def record_report(self, node_rank: int, value: object) -> Verdict | None:
         """Takes a node's report; a verdict where it cannot be read, or is another node's."""
         host = self.hosts.get(node_rank, "?")
         try:
@@ -92,7 +92,7 @@ class RollCall:
         self.reports[node_rank] = report
         return None
 
-    def turned_away(self, event: Rejected) -> str:
+    def record_rejected(self, event: Rejected) -> str:
         """Somebody was not let in. Gives a line for people."""
         self.rejected = [*self.rejected, event][-_KEPT:]
         text = one_line(event.why, limit=300)
@@ -114,7 +114,7 @@ class RollCall:
             parts.append(f"{names}{more} still looking at files and devices")
         return "; ".join(parts)
 
-    def absence(self, waited_s: float, *, names: Mapping[int, str] | None = None) -> list[Verdict]:
+    def absence_verdicts(self, waited_s: float, *, names: Mapping[int, str] | None = None) -> list[Verdict]:
         """Verdicts on the nodes that are not here, once one does not wait for them any more.
 
         Args:
@@ -132,6 +132,6 @@ class RollCall:
         host, why = self.left[node_rank]
         return f"{name_node(node_rank, host)} was here and has left: {why}"
 
-    def wrong_token(self, event: Rejected) -> bool:
+    def is_missing_node(self, event: Rejected) -> bool:
         """Whether a caller with another token says that it is a node that is still missing."""
         return event.kind == "token" and event.claims in self.missing

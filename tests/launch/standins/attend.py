@@ -73,7 +73,7 @@ def meet(party: Party, script: dict[str, Any]) -> None:
             )
             if "head_raises" in script:
                 raise DataError.of(script["head_raises"])
-            meeting.tell_all({"kind": "prepare"})
+            meeting.broadcast({"kind": "prepare"})
             said = meeting.gather("prepared", timeout_s=30)
             say("gathered", of=sorted(said))
             meeting.end({"kind": "ended", "exit_code": 0, "verdicts": [], "result": {"step": 1}})
