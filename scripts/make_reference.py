@@ -25,7 +25,7 @@ from unisono.cli.app import build_app
 from unisono.config.describe import describe_field, section_in
 from unisono.config.schema import RunConfig, Section
 from unisono.doctor.check import AREAS, Check
-from unisono.doctor.registry import CATALOGUE as CHECKS
+from unisono.doctor.examination import CATALOGUE as CHECKS
 from unisono.rundir import RunDir
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"

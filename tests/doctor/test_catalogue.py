@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unisono.causes.catalogue import CATALOGUE as CAUSES
 from unisono.doctor.check import AREAS
-from unisono.doctor.registry import CATALOGUE, REGISTRY
+from unisono.doctor.examination import CATALOGUE, REGISTRY
 
 _BAD = {"fail", "warn"}
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.fronts import Front, together
+from tests.nodes.fronts import Front, merge_findings
 from tests.nodes.harness import Job
 from unisono.agree.display import Member
 from unisono.config.load import build_config
-from unisono.doctor.looking import Asked
-from unisono.doctor.peers import _marked
-from unisono.doctor.peers import together as together_of
-from unisono.doctor.system import judge_clock
+from unisono.doctor.local_report import LocalRun
+from unisono.doctor.node_comparison import _storage_mark
+from unisono.doctor.node_comparison import merge_findings as together_of
+from unisono.doctor.system_checks import judge_clock
 from unisono.rundir.lock import RunLock
 
 
@@ -27,7 +27,7 @@ def checks(front: Front) -> dict[str, list[dict[str, object]]]:
 @pytest.mark.makes("peers.agreement", "pass")
 def test_nodes_that_agree_show_the_same_table_on_each_and_nothing_was_started(pair: Job) -> None:
     fronts = [pair.start(node, command="doctor", config=False, json=True) for node in range(2)]
-    assert together(fronts) == [0, 0], pair.told()
+    assert merge_findings(fronts) == [0, 0], pair.told()
     one, other = map(checks, fronts)
     assert one == other
     [found] = one["peers.agreement"]
@@ -54,14 +54,14 @@ def test_nodes_that_are_wrong_in_the_same_way_share_a_line_whenever_each_has_loo
     assert (found.status, found.where) == ("warn", "nodes 0 (a), 1 (b) and 2 (c)")
 
 
-def marking(output_dir: Path) -> Asked:
+def marking(output_dir: Path) -> LocalRun:
     """What is asked for a run with this output_dir; nothing of the machine is looked at."""
     raw = {"model": {"path": "builtin:tiny"}, "data": {"train": "-"}, "output_dir": str(output_dir)}
-    return Asked(build_config(raw, lines={}, name="c.yaml"), given=True, here=None)  # type: ignore[arg-type]
+    return LocalRun(build_config(raw, lines={}, name="c.yaml"), given=True, here=None)  # type: ignore[arg-type]
 
 
 def test_the_mark_of_a_look_goes_with_the_folders_that_were_made_for_it(tmp_path: Path) -> None:
-    with _marked(marking(tmp_path / "runs" / "out")) as mark:
+    with _storage_mark(marking(tmp_path / "runs" / "out")) as mark:
         assert mark
         assert len(list((tmp_path / "runs" / "out").iterdir())) == 1
     assert not list(tmp_path.iterdir())
@@ -71,7 +71,7 @@ def test_a_run_that_is_at_work_is_left_alone(tmp_path: Path) -> None:
     before = {"run.lock"}
     with RunLock(tmp_path / "run.lock") as lock:
         lock.acquire("here", 4711)
-        with _marked(marking(tmp_path)) as mark:
+        with _storage_mark(marking(tmp_path)) as mark:
             assert mark == {}
             assert {entry.name for entry in tmp_path.iterdir()} == before
 
@@ -83,7 +83,7 @@ def test_a_setting_that_differs_ends_with_3_in_the_same_words_and_the_remedy(pai
         pair.start(node, command="doctor", config=False, json=False, env=odd if node else {})
         for node in range(2)
     ]
-    assert together(fronts) == [3, 3], pair.told()
+    assert merge_findings(fronts) == [3, 3], pair.told()
     tables = [front.text("out").partition("peers.agreement")[2] for front in fronts]
     assert tables[0].partition("\n\n")[0] == tables[1].partition("\n\n")[0]
     assert "NCCL_ALGO" in tables[0]
@@ -98,7 +98,7 @@ def test_what_one_node_has_found_of_itself_is_told_on_all_with_its_name_and_the_
         pair.start(node, command="doctor", json=True, env={"OMP_NUM_THREAD": "2"} if node else {})
         for node in range(2)
     ]
-    assert together(fronts) == [6, 6], pair.told()
+    assert merge_findings(fronts) == [6, 6], pair.told()
     one, other = map(checks, fronts)
     assert one == other
     [misspelt] = one["settings.misspelt"]

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from tests.doctor.bedside import doctor
 from unisono.doctor.check import Finding
-from unisono.doctor.examining import Examination, veiled
-from unisono.doctor.page import page
-from unisono.doctor.showing import lines
+from unisono.doctor.examination import Examination, redacted
+from unisono.doctor.report import html_page, report_lines
 
 _BAD = [
     Finding("system.shm", "pass", ("fine",), ("never shown",)),
@@ -42,7 +41,7 @@ def test_json_has_what_the_contract_says_and_nothing_else_is_on_stdout(tmp_path:
 
 
 def test_the_table_names_what_to_do_only_where_something_is_wrong_and_counts() -> None:
-    text = "\n".join(lines(Examination("h", _BAD)))
+    text = "\n".join(report_lines(Examination("h", _BAD)))
     assert "FAIL   system.output" in text
     assert "do: `df -h`" in text
     assert "never shown" not in text
@@ -70,7 +69,7 @@ def test_exit_codes_are_those_of_the_contract() -> None:
 
 
 def test_the_page_is_one_file_without_scripts_or_links_and_escapes_what_it_quotes(tmp_path: Path) -> None:
-    text = page(Examination("<h>", _BAD), made="now")
+    text = html_page(Examination("<h>", _BAD), made="now")
     reader = _Reader()
     reader.feed(text)
     assert "script" not in reader.tags
@@ -88,7 +87,7 @@ def test_a_report_that_cannot_be_written_is_refused_with_its_path(tmp_path: Path
 
 def test_what_is_shown_has_no_secrets_and_steers_no_terminal() -> None:
     token = "hf_" + "abcdefghij" * 3
-    [found] = veiled(
+    [found] = redacted(
         [Finding("a.b", "warn", (f"\x1b[31mToken: {token}\u202e",), (f"export HF_TOKEN={token}",))]
     )
     assert token not in str(found)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.bedside import doctor
-from unisono.doctor.system import judge_clock, judge_core_dumps
+from unisono.doctor.system_checks import judge_clock, judge_core_dumps
 from unisono.facts.limits import CoreDumps, read_core_dumps
 from unisono.facts.probes import is_synchronised
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.doctor.replay import details_from, record
-from unisono.doctor.ladder.attempt import attempt_here
+from unisono.doctor.ladder_attempts import attempt_here
 from unisono.facts.machine import probe_nvidia
 from unisono.facts.nvidia import probe_details
 from unisono.plan import DeviceChoice

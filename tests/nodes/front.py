@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import unisono.doctor.asked
+import unisono.doctor.check
 import unisono.launch.train_request
 from unisono.cli.app import main
 from unisono.facts import package_versions
@@ -103,7 +103,7 @@ class Request(unisono.launch.train_request.TrainRequest):
             object.__setattr__(self, "programs", Programs(task=tuple(ANSWERS["task"])))
 
 
-class Look(unisono.doctor.asked.DoctorRequest):
+class Look(unisono.doctor.check.DoctorRequest):
     """What doctor is asked for, with the answers in it."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
@@ -112,5 +112,5 @@ class Look(unisono.doctor.asked.DoctorRequest):
 
 
 unisono.launch.train_request.TrainRequest = Request  # type: ignore[misc]
-unisono.doctor.asked.DoctorRequest = Look  # type: ignore[misc]
+unisono.doctor.check.DoctorRequest = Look  # type: ignore[misc]
 main(sys.argv[2:])

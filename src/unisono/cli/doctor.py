@@ -24,7 +24,7 @@ from unisono.cli.places import (
 )
 
 if TYPE_CHECKING:
-    from unisono.doctor.examining import Examination
+    from unisono.doctor.examination import Examination
 
 
 def doctor(
@@ -66,9 +66,9 @@ def doctor(
 ) -> None:
     """Looks at this machine, and with --nodes, --hosts or --launcher at a job's nodes, before anything is started. Ends with 6 where a check fails."""
     from unisono.cli.screen import Screen
-    from unisono.doctor.asked import DoctorRequest
-    from unisono.doctor.launched.launchers import examine_where_asked
-    from unisono.doctor.showing import lines
+    from unisono.doctor.check import DoctorRequest
+    from unisono.doctor.cluster_doctor import examine_with_launcher
+    from unisono.doctor.report import report_lines
     from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 
     speak = output()
@@ -80,7 +80,7 @@ def doctor(
     )  # fmt: skip
     try:
         with Interrupts():
-            examination = examine_where_asked(request)
+            examination = examine_with_launcher(request)
     except Stopped as stopped:
         raise typer.Exit(exit_code_of(stopped.number)) from None
     finally:
@@ -88,7 +88,7 @@ def doctor(
     if speak.json:
         speak.emit({"schema": 1, "checks": [finding.to_json() for finding in examination.findings]})
     else:
-        for line in lines(examination):
+        for line in report_lines(examination):
             speak.result(line)
     if report is not None:
         _write(report, examination)
@@ -102,12 +102,12 @@ def _write(path: Path, examination: "Examination") -> None:
     Raises:
         UsageError: if it cannot be written there.
     """
-    from unisono.doctor.page import page
+    from unisono.doctor.report import html_page
     from unisono.errors import UsageError
     from unisono.files import write_text
 
     try:
-        write_text(path, page(examination, made=time.strftime("%Y-%m-%d %H:%M:%S %Z")))
+        write_text(path, html_page(examination, made=time.strftime("%Y-%m-%d %H:%M:%S %Z")))
     except OSError as error:
         raise UsageError.of(
             f"the report cannot be written: {error.strerror or error}", where=f"--report {path}", fix="name a file in a folder that can be written"

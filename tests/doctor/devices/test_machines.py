@@ -7,7 +7,7 @@ import pytest
 
 from tests.doctor.replay import details_from, details_of, recorded
 from unisono.doctor.check import Finding
-from unisono.doctor.devices.checks import Scene, judge_devices
+from unisono.doctor.device_checks import DeviceContext, judge_devices
 from unisono.facts.accelerators import DevicesDetails
 from unisono.facts.machine import Processors
 from unisono.facts.nvidia import NO_ANSWER
@@ -17,14 +17,14 @@ AMD = Processors("EPYC", "amd", 2, 64, 64, 64, {0: 32, 1: 32}, (0, 1), "avx512")
 
 def scene(
     machine: str | DevicesDetails, chosen: tuple[int, ...], *, vendor: str = "amd", **more: Any
-) -> Scene:
+) -> DeviceContext:
     details = details_of(machine) if isinstance(machine, str) else machine
     fit = {"torch": "2.8.0+cu128", "torch_cuda": "12.4", "settings": {}}
     visible = tuple(device.index for device in details.devices)
-    return Scene(details, visible, chosen, replace(AMD, vendor=vendor), **{**fit, **more})
+    return DeviceContext(details, visible, chosen, replace(AMD, vendor=vendor), **{**fit, **more})
 
 
-def finding(of: Scene, name: str) -> Finding:
+def finding(of: DeviceContext, name: str) -> Finding:
     return next(one for one in judge_devices(of) if one.id == f"devices.{name}")
 
 

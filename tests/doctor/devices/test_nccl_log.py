@@ -1,6 +1,6 @@
 """What NCCL's own lines say of the transports that it took. Run: pytest tests/doctor/devices/test_nccl_log.py"""
 
-from unisono.doctor.devices.nccl_log import Tuned, read_nccl_log, transport_rows
+from unisono.doctor.nccl_log import TunedCollective, nccl_rows, read_nccl_log
 
 # In the forms of NCCL 2.18 to 2.27, composed; hosts and addresses are invented.
 NVLINK = """\
@@ -45,7 +45,10 @@ def test_pairs_devices_rings_and_algorithms_are_read() -> None:
         (1, 0): {"P2P/CUMEM/read": 2},
     }
     assert (log.rings, log.trees, log.channels, log.network) == (True, True, 2, "Socket")
-    assert log.tuned == (Tuned("AllReduce", 4194304, "Ring", "Simple"), Tuned("AllReduce", 8, "Ring", "LL"))
+    assert log.tuned == (
+        TunedCollective("AllReduce", 4194304, "Ring", "Simple"),
+        TunedCollective("AllReduce", 8, "Ring", "LL"),
+    )
 
 
 def test_old_forms_and_settings_that_nccl_obeys_are_read() -> None:
@@ -61,7 +64,7 @@ def test_a_channel_of_which_both_ends_speak_counts_once() -> None:
         (0, 8): {"NET/IB/0/GDRDMA": 1},
         (8, 0): {"NET/Socket/0": 1},
     }
-    rows = transport_rows(log)
+    rows = nccl_rows(log)
     assert "0→8: NET/IB/0/GDRDMA × 1" in rows
     assert any(row.startswith("network: IB; NET/IB [0]mlx5_0:1/IB") for row in rows)
     assert any("rings NOT connected" in row for row in rows)
@@ -69,4 +72,4 @@ def test_a_channel_of_which_both_ends_speak_counts_once() -> None:
 
 
 def test_a_log_of_another_program_says_nothing() -> None:
-    assert transport_rows(read_nccl_log(["epoch 1", "loss 2.0"])) == []
+    assert nccl_rows(read_nccl_log(["epoch 1", "loss 2.0"])) == []

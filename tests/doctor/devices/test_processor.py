@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.doctor.devices.processor import judge_bfloat16, judge_threads, processor_text
+from unisono.doctor.device_health import judge_bfloat16, judge_threads, processor_text
 from unisono.facts.machine import Processors, read_processors
 
 

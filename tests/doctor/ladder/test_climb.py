@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.doctor.ladder.climb import Climb, Outcome, climb
-from unisono.doctor.ladder.rungs import OWN, Settings, export_lines, rungs
-from unisono.doctor.ladder.saying import say
+from unisono.doctor.ladder import (
+    OWN,
+    AttemptOutcome,
+    Climb,
+    Settings,
+    climb,
+    export_lines,
+    ladder_finding,
+    rungs,
+)
 
 GOOD, SLOW = 1e9, 1e6
 NCCL = rungs("nccl", interfaces=["eth0", "eth1"], set_by_hand=[])
@@ -16,10 +23,10 @@ GLOO = rungs("gloo", interfaces=["eth0", "eth1"], set_by_hand=["GLOO_SOCKET_IFNA
 
 
 def climbed(works: Callable[[Settings], float], steps: "list[object] | None" = None) -> Climb:
-    def attempt(settings: Settings, name: str) -> Outcome:
+    def attempt(settings: Settings, name: str) -> AttemptOutcome:
         del name
         rate = works(settings)
-        return Outcome(
+        return AttemptOutcome(
             ok=rate > 0,
             text="it hangs" if not rate else "",
             bytes_per_second=rate or None,
@@ -33,7 +40,7 @@ def climbed(works: Callable[[Settings], float], steps: "list[object] | None" = N
 def test_what_works_as_it_is_is_tried_once_and_left_alone() -> None:
     found = climbed(lambda settings: GOOD)
     assert len(found.tried) == 1
-    finding = say(found)
+    finding = ladder_finding(found)
     assert (finding.status, finding.fix) == ("pass", ())
 
 
@@ -41,7 +48,7 @@ def test_what_works_as_it_is_is_tried_once_and_left_alone() -> None:
 def test_only_the_step_that_helps_is_written_out() -> None:
     """The ladder is cumulative, so what was laid below in vain is taken away again."""
     found = climbed(lambda settings: GOOD if settings.get("NCCL_P2P_DISABLE") == "1" else 0.0)
-    finding = say(found)
+    finding = ladder_finding(found)
     assert (finding.status, finding.fix) == ("fail", ("export NCCL_P2P_DISABLE=1",))
     assert any("`unisono train … --reason NCCL_P2P_DISABLE='WHY'`" in line for line in finding.evidence)
     assert any("2 to 20 times slower" in line for line in finding.evidence)
@@ -55,7 +62,7 @@ def test_two_steps_that_are_needed_together_are_both_written_out() -> None:
             else 0.0
         )
 
-    assert set(say(climbed(works)).fix) == {
+    assert set(ladder_finding(climbed(works)).fix) == {
         "export GLOO_SOCKET_IFNAME=eth0",
         "export NCCL_SOCKET_IFNAME==eth0",
         "export NCCL_IB_DISABLE=1",
@@ -70,7 +77,7 @@ def test_interfaces_take_each_others_place() -> None:
         "the settings as they are", "without what is set now (GLOO_SOCKET_IFNAME)", "interface pinned to eth0", "interface pinned to eth1",
         "interface pinned to eth1, without: without what is set now (GLOO_SOCKET_IFNAME)",
     ]  # fmt: skip
-    assert say(found).fix == ("export GLOO_SOCKET_IFNAME=eth1",)
+    assert ladder_finding(found).fix == ("export GLOO_SOCKET_IFNAME=eth1",)
 
 
 def test_a_variable_that_was_left_over_is_unset() -> None:
@@ -80,19 +87,21 @@ def test_a_variable_that_was_left_over_is_unset() -> None:
         ),
         list(GLOO),
     )
-    assert say(found).fix == ("unset GLOO_SOCKET_IFNAME",)
+    assert ladder_finding(found).fix == ("unset GLOO_SOCKET_IFNAME",)
 
 
 def test_where_nothing_works_that_is_said() -> None:
-    finding = say(climbed(lambda settings: 0.0))
+    finding = ladder_finding(climbed(lambda settings: 0.0))
     assert (finding.status, "nothing works: it hangs" in finding.evidence[0]) == ("fail", True)
     assert len(finding.evidence) == 1 + 1 + len(NCCL)
 
 
 def test_what_crawls_is_climbed_and_told_from_what_fails() -> None:
-    finding = say(climbed(lambda settings: GOOD if settings.get("NCCL_IB_DISABLE") == "1" else SLOW))
+    finding = ladder_finding(
+        climbed(lambda settings: GOOD if settings.get("NCCL_IB_DISABLE") == "1" else SLOW)
+    )
     assert (finding.status, finding.fix) == ("warn", ("export NCCL_IB_DISABLE=1",))
-    finding = say(climbed(lambda settings: SLOW))
+    finding = ladder_finding(climbed(lambda settings: SLOW))
     assert finding.status == "warn"
     assert "crawls" in finding.evidence[0]
     assert "no setting makes it quicker" in finding.evidence[0]
@@ -106,7 +115,7 @@ def test_what_it_costs_against_the_best_seen_is_told() -> None:
             return 0.0
         return 2e8 if settings.get("NCCL_SOCKET_IFNAME") else 4e8
 
-    finding = say(climbed(works))
+    finding = ladder_finding(climbed(works))
     assert finding.fix == ("export NCCL_IB_DISABLE=1",)
     assert "400 MB/s" in finding.evidence[0]
 
@@ -114,7 +123,7 @@ def test_what_it_costs_against_the_best_seen_is_told() -> None:
 def test_each_nodes_own_interface_is_put_in_where_lines_are_typed() -> None:
     steps = rungs("gloo", interfaces=[OWN], set_by_hand=[])
     found = climbed(lambda settings: GOOD if settings.get("GLOO_SOCKET_IFNAME") == OWN else 0.0, list(steps))
-    assert say(found, interface="ens8").fix == ("export GLOO_SOCKET_IFNAME=ens8",)
+    assert ladder_finding(found, interface="ens8").fix == ("export GLOO_SOCKET_IFNAME=ens8",)
 
 
 NAMES = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.bedside import Seen, doctor
-from unisono.doctor.ladder.attempt import attempt_here
-from unisono.doctor.ladder.record import Record, record_name
+from unisono.doctor.ladder_attempts import AttemptLogs, attempt_here, logs_name
 from unisono.plan import DeviceChoice
 from unisono.supervise.child_process import Programs
 
@@ -72,12 +71,12 @@ def test_without_the_ladder_there_is_nothing_to_keep(tmp_path: Path) -> None:
     "name", [None, 7, "", "..", "doctor-../../x", "/doctor-1", "doctor-1\n", "run-1", "doctor-" + "a" * 80]
 )
 def test_no_other_node_says_where_this_one_writes(name: object) -> None:
-    assert Record.of(name) is None
+    assert AttemptLogs.of(name) is None
 
 
 def test_a_name_that_a_look_has_made_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    record = Record.of(record_name("aB3_-x9"))
+    record = AttemptLogs.of(logs_name("aB3_-x9"))
     assert record is not None
     path = record.attempt("interface pinned to ../../eth0")
     assert path is not None

@@ -3,9 +3,9 @@
 import json
 import sys
 
-from unisono.doctor.asked import DoctorRequest
-from unisono.doctor.looking import look_here
-from unisono.doctor.network.checks import CHECKS
+from unisono.doctor.check import DoctorRequest
+from unisono.doctor.local_report import read_surroundings
+from unisono.doctor.network_checks import CHECKS
 
-facts = look_here(DoctorRequest(**json.loads(sys.argv[1])))
+facts = read_surroundings(DoctorRequest(**json.loads(sys.argv[1])))
 print(json.dumps([finding.to_json() for check in CHECKS for finding in check(facts)]))

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from unisono.agree.reports import Interface
-from unisono.doctor.network.choice import gloo_choice, nccl_choice
-from unisono.doctor.network.judging import (
+from unisono.doctor.network_rules import (
+    gloo_choice,
     judge_choice,
     judge_firewall,
     judge_infiniband,
     judge_interfaces,
     judge_names,
+    nccl_choice,
 )
 from unisono.facts.network import InfinibandPort, read_infiniband
 from unisono.facts.tcp import Firewall

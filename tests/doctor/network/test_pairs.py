@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.doctor.network.pairs import ALL_PAIRS_UP_TO, Pair, Slow, rounds, tell_apart
+from unisono.doctor.node_speed import ALL_PAIRS_UP_TO, Pair, SlowParts, find_slow, rounds
 
 NODES = st.integers(3, 20)
 
@@ -34,14 +34,14 @@ def test_in_a_round_nobody_has_two_partners_and_nobody_meets_a_partner_again(nod
 
 @given(NODES, st.integers())
 def test_where_all_is_well_nobody_is_named(nodes: int, seed: int) -> None:
-    assert not tell_apart(speeds(nodes, seed))
+    assert not find_slow(speeds(nodes, seed))
 
 
 @given(NODES, st.integers(), st.data(), st.floats(0.0, 0.3))
 def test_a_slow_node_is_named_and_no_link(nodes: int, seed: int, data: st.DataObject, share: float) -> None:
     slow = data.draw(st.integers(0, nodes - 1))
     measured = {pair: speed * share if slow in pair else speed for pair, speed in speeds(nodes, seed).items()}
-    found = tell_apart(measured)
+    found = find_slow(measured)
     assert (found.nodes, found.links, found.undetermined) == ((slow,), (), ())
 
 
@@ -50,7 +50,7 @@ def test_a_slow_link_is_named_and_no_node(nodes: int, seed: int, data: st.DataOb
     measured = speeds(nodes, seed)
     pair = data.draw(st.sampled_from(sorted(measured)))
     measured[pair] *= share
-    found = tell_apart(measured)
+    found = find_slow(measured)
     assert (found.nodes, found.links, found.undetermined) == ((), (pair,), ())
 
 
@@ -69,7 +69,7 @@ def test_a_slow_node_and_a_slow_link_elsewhere_are_both_named(
     if not elsewhere:
         return
     link = data.draw(st.sampled_from(elsewhere))
-    found = tell_apart(
+    found = find_slow(
         {pair: speed / 10 if node in pair or pair == link else speed for pair, speed in measured.items()}
     )
     assert (found.nodes, found.links) == ((node,), (link,))
@@ -82,15 +82,15 @@ def test_names_of_nodes_do_not_matter(nodes: int, seed: int, order: list[int]) -
     renamed = {
         (min(order[a], order[b]), max(order[a], order[b])): speed for (a, b), speed in measured.items()
     }
-    assert tell_apart(renamed).nodes == tuple(order[node] for node in tell_apart(measured).nodes)
+    assert find_slow(renamed).nodes == tuple(order[node] for node in find_slow(measured).nodes)
 
 
 def test_two_nodes_cannot_be_told_apart() -> None:
-    assert tell_apart({(0, 1): 1e6}, usual=1e9) == Slow(undetermined=((0, 1),), usual=1e9)
-    assert not tell_apart({(0, 1): 1e6})
+    assert find_slow({(0, 1): 1e6}, usual=1e9) == SlowParts(undetermined=((0, 1),), usual=1e9)
+    assert not find_slow({(0, 1): 1e6})
 
 
 def test_where_everything_is_slow_no_node_is_blamed() -> None:
-    found = tell_apart(dict.fromkeys([(0, 1), (0, 2), (1, 2)], 1e6), usual=1e9)
+    found = find_slow(dict.fromkeys([(0, 1), (0, 2), (1, 2)], 1e6), usual=1e9)
     assert (found.nodes, found.links) == ((), ())
     assert len(found.undetermined) == 3

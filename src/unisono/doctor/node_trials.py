@@ -19,16 +19,20 @@ from typing import Any
 from unisono.agree.reports import NodeReport, settings_of
 from unisono.control.protocol import derive
 from unisono.doctor.check import Check, Finding
-from unisono.doctor.ladder.attempt import ENDING_S, STARTING_S, Child, Children, outcome_of
-from unisono.doctor.ladder.checks import DEADLINE_S, kept_in
-from unisono.doctor.ladder.climb import Outcome, climb
-from unisono.doctor.ladder.record import Record, record_name
-from unisono.doctor.ladder.rungs import OWN, SETTABLE, Settings, rungs
-from unisono.doctor.ladder.saying import say
-from unisono.doctor.network.choice import leads_out, usable
-from unisono.doctor.network.pairs import Pair, rounds
-from unisono.doctor.network.speed import SPEED, judge_speed
-from unisono.doctor.network.stream import Measured, measure, stream_listener
+from unisono.doctor.ladder import OWN, SETTABLE, AttemptOutcome, Settings, climb, ladder_finding, rungs
+from unisono.doctor.ladder_attempts import (
+    DEADLINE_S,
+    ENDING_S,
+    STARTING_S,
+    AttemptLogs,
+    AttemptRank,
+    AttemptRanks,
+    logs_name,
+    outcome_of,
+    with_logs,
+)
+from unisono.doctor.network_rules import leads_out, usable_interfaces
+from unisono.doctor.node_speed import SPEED, LinkSpeed, Pair, judge_speed, measure, rounds, stream_listener
 from unisono.errors import UsageError
 from unisono.events import Message
 from unisono.rendezvous.head_side import try_network as head_tries_network
@@ -64,17 +68,17 @@ def head_trial(*, ladder: bool, debug_comm: bool, findings: list[Finding]) -> Ca
             meeting.server.address[0], _key(meeting.party.token, meeting.run_nonce)
         ) as listener:
             said = meeting.gather("measures_ready", timeout_s=_MEASURING_S, what="a port for measurements")
-            ports = {0: listener.ports[0], **{rank: _port(message) for rank, message in said.items()}}
-            findings.append(judge_speed(_measured(meeting, ports), meeting.reports))
+            ports = {0: listener.ports[0], **{rank: _port_of(message) for rank, message in said.items()}}
+            findings.append(judge_speed(_measure_pairs(meeting, ports), meeting.reports))
         meeting.broadcast({"kind": "measures_end"})
         if findings[-1].status != "pass":  # should the collective end the meeting, this is why
             meeting.note(f"{SPEED.id}: {findings[-1].evidence[0]}", everywhere=True)
         if not ladder:
             head_tries_network(meeting)
             return
-        findings.extend(_dialled(meeting))
-        record = Record.of(record_name(meeting.run_nonce)) if debug_comm else None
-        findings.append(kept_in(_climbed(meeting, record), record))
+        findings.extend(_dial_findings(meeting))
+        record = AttemptLogs.of(logs_name(meeting.run_nonce)) if debug_comm else None
+        findings.append(with_logs(_climb_ladder(meeting, record), record))
         meeting.broadcast({"kind": "ladder_end"})
 
     return trial
@@ -99,7 +103,7 @@ def node_trial(*, ladder: bool, debug_comm: bool) -> Callable[[Attendance, NodeR
         with stream_listener(report.address, key) as listener:
             attendance.send({"kind": "measures_ready", "port": listener.ports[0]})
             while (asked := attendance.wait_for("measure", "measures_end"))["kind"] == "measure":
-                attendance.send({"kind": "measured", **_measure_asked(attendance, asked, key)})
+                attendance.send({"kind": "measured", **_measure_target(attendance, asked, key)})
         if not ladder:
             node_tries_network(attendance, report)
             return
@@ -107,7 +111,7 @@ def node_trial(*, ladder: bool, debug_comm: bool) -> Callable[[Attendance, NodeR
         record = None
         while (asked := attendance.wait_for("ladder", "ladder_end"))["kind"] == "ladder":
             if debug_comm and record is None:
-                record = Record.of(asked.get("record"))
+                record = AttemptLogs.of(asked.get("record"))
             _take_part(attendance, report, asked, record)
 
     return trial
@@ -117,7 +121,7 @@ def _key(token: bytes, run_nonce: str) -> bytes:
     return derive(token, "speed", run_nonce)
 
 
-def _dialled(meeting: Meeting) -> list[Finding]:
+def _dial_findings(meeting: Meeting) -> list[Finding]:
     """What the dial matrix shows, without ending the meeting: the ladder is to find another way."""
     agreement = head_dials(meeting)
     fixes = {verdict.summary: verdict.fix for verdict in agreement.verdicts}
@@ -128,10 +132,10 @@ def _dialled(meeting: Meeting) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _measured(meeting: Meeting, ports: Mapping[int, int]) -> dict[Pair, Measured]:
+def _measure_pairs(meeting: Meeting, ports: Mapping[int, int]) -> dict[Pair, LinkSpeed]:
     """Of all rounds. In each, the lower node of a pair dials the other."""
     addresses = {report.node_rank: report.address for report in meeting.reports}
-    found: dict[Pair, Measured] = {}
+    found: dict[Pair, LinkSpeed] = {}
     key = _key(meeting.party.token, meeting.run_nonce)
     for pairs in rounds(addresses):
         partner = dict(pairs)
@@ -140,28 +144,32 @@ def _measured(meeting: Meeting, ports: Mapping[int, int]) -> dict[Pair, Measured
             meeting.server.send(rank, {"kind": "measure", "target": target})
         if 0 in partner:
             other = partner[0]
-            work = partial(_measure_other, addresses[other], ports[other], key)
+            work = partial(_measure_peer, addresses[other], ports[other], key)
             found[0, other] = meeting.run_in_background(work)
         said = meeting.gather("measured", timeout_s=_MEASURING_S, what="the speed to another node")
-        found |= {(rank, partner[rank]): _read(message) for rank, message in said.items() if rank in partner}
+        found |= {
+            (rank, partner[rank]): _link_speed_of(message)
+            for rank, message in said.items()
+            if rank in partner
+        }
     return found
 
 
-def _measure_other(address: str, port: int, key: bytes, _show: Show) -> Measured:
+def _measure_peer(address: str, port: int, key: bytes, _show: Show) -> LinkSpeed:
     return measure(address, port, key)
 
 
-def _measure_asked(attendance: Attendance, asked: Message, key: bytes) -> dict[str, Any]:
+def _measure_target(attendance: Attendance, asked: Message, key: bytes) -> dict[str, Any]:
     match asked.get("target"):
         case [str(address), int(port)]:
-            return asdict(attendance.run_in_background(partial(_measure_other, address, port, key)))
+            return asdict(attendance.run_in_background(partial(_measure_peer, address, port, key)))
         case _:
             return {}
 
 
-def _read(message: Message) -> Measured:
+def _link_speed_of(message: Message) -> LinkSpeed:
     up, down, rtt_s = message.get("up"), message.get("down"), message.get("rtt_s")
-    return Measured(
+    return LinkSpeed(
         float(rtt_s) if isinstance(rtt_s, int | float) else None,
         float(up) if isinstance(up, int | float) else 0.0,
         float(down) if isinstance(down, int | float) else 0.0,
@@ -169,34 +177,36 @@ def _read(message: Message) -> Measured:
     )
 
 
-def _port(message: Message) -> int:
+def _port_of(message: Message) -> int:
     port = message.get("port")
     return port if isinstance(port, int) and 0 < port < 1 << 16 else 0
 
 
-def _climbed(meeting: Meeting, record: Record | None) -> Finding:
+def _climb_ladder(meeting: Meeting, record: AttemptLogs | None) -> Finding:
     """The ladder over one process on each node."""
     reports = meeting.reports
     backend = "nccl" if all(report.device_kind == "cuda" for report in reports) else "gloo"
     by_hand = sorted({name for report in reports for name in settings_of(report)})
     own = interface_name(reports[0].interfaces, reports[0].address) or ""
-    steps = rungs(backend, interfaces=[OWN, *_common(reports)], set_by_hand=by_hand)
+    steps = rungs(backend, interfaces=[OWN, *_common_interfaces(reports)], set_by_hand=by_hand)
 
-    def attempt(settings: Settings, name: str) -> Outcome:
+    def attempt(settings: Settings, name: str) -> AttemptOutcome:
         meeting.note(f"ladder: {name}")
-        return _attempted(meeting, settings, backend, name, record)
+        return _attempt_on_all(meeting, settings, backend, name, record)
 
-    return say(climb(steps, attempt, enough=_enough(reports, backend)), interface=own)
+    return ladder_finding(climb(steps, attempt, enough=_enough_rate(reports, backend)), interface=own)
 
 
-def _common(reports: list[NodeReport]) -> list[str]:
+def _common_interfaces(reports: list[NodeReport]) -> list[str]:
     """Interfaces that all nodes have by one name, and that lead out; those on which they met are OWN."""
-    named = [{one.name for one in usable(report.interfaces) if leads_out(one)} for report in reports]
+    named = [
+        {one.name for one in usable_interfaces(report.interfaces) if leads_out(one)} for report in reports
+    ]
     met = {interface_name(report.interfaces, report.address) for report in reports}
     return sorted(name for name in set.intersection(*named) if met != {name})
 
 
-def _enough(reports: list[NodeReport], backend: str) -> float:
+def _enough_rate(reports: list[NodeReport], backend: str) -> float:
     speeds = [
         one.speed_mbit * 125_000
         for report in reports
@@ -206,9 +216,9 @@ def _enough(reports: list[NodeReport], backend: str) -> float:
     return min([_ENOUGH[backend], *(_SHARE * speed for speed in speeds)])
 
 
-def _attempted(
-    meeting: Meeting, settings: Settings, backend: str, name: str, record: Record | None
-) -> Outcome:
+def _attempt_on_all(
+    meeting: Meeting, settings: Settings, backend: str, name: str, record: AttemptLogs | None
+) -> AttemptOutcome:
     """One collective over all nodes; the worst of what they say."""
     present = [report.node_rank for report in meeting.reports]
     meeting.broadcast({
@@ -217,38 +227,40 @@ def _attempted(
     })  # fmt: skip
     own = meeting.reports[0]
     folder = record.attempt(name) if record else None
-    with _children(own, present, settings, backend, meeting.party.programs, folder) as ranks:
+    with _attempt_ranks(own, present, settings, backend, meeting.party.programs, folder) as ranks:
         port, trouble = meeting.run_in_background(lambda _show: ranks.ready())
         said = meeting.gather("ladder_ready", timeout_s=STARTING_S, what="a process with torch")
         if record is not None:
             record.elsewhere |= {
-                f"node {rank}": text for rank, message in said.items() if (text := _unkept(message))
+                f"node {rank}": text for rank, message in said.items() if (text := _missing_logs(message))
             }
         late = next((message for message in said.values() if message.get("ok") is not True), None)
         store = None if trouble or late else [own.address, port]
         meeting.broadcast({"kind": "ladder_go", "store": store})
         if store is None:
-            return Outcome(ok=False, text=trouble or outcome_of(late or {}).text)
+            return AttemptOutcome(ok=False, text=trouble or outcome_of(late or {}).text)
         mine = meeting.run_in_background(lambda _show: ranks.run(own.address, port))
         found = meeting.gather("ladder_done", timeout_s=DEADLINE_S + 2 * ENDING_S, what="the collective")
     theirs = [outcome_of(message) for _, message in sorted(found.items())]
     worst = min([mine, *theirs], key=lambda outcome: outcome.rate)
-    return Outcome(worst.ok, worst.text, worst.bytes_per_second, worst.small_s, mine.rows)
+    return AttemptOutcome(worst.ok, worst.text, worst.bytes_per_second, worst.small_s, mine.rows)
 
 
-def _unkept(message: Message) -> str:
+def _missing_logs(message: Message) -> str:
     """Why another node does not keep what its libraries say; empty: it does, or was not asked to."""
     text = message.get("unkept")
     return text[:300] if isinstance(text, str) else ""
 
 
-def _take_part(attendance: Attendance, report: NodeReport, asked: Message, record: Record | None) -> None:
+def _take_part(
+    attendance: Attendance, report: NodeReport, asked: Message, record: AttemptLogs | None
+) -> None:
     """This node's process of one attempt."""
-    settings = _allowed(asked.get("settings"))
+    settings = _allowed_settings(asked.get("settings"))
     backend = "nccl" if asked.get("backend") == "nccl" else "gloo"
     present = nodes_present(asked, own=report.node_rank)
     folder = record.attempt(str(asked.get("name"))) if record else None
-    with _children(report, present, settings, backend, attendance.party.programs, folder) as ranks:
+    with _attempt_ranks(report, present, settings, backend, attendance.party.programs, folder) as ranks:
         _, trouble = attendance.run_in_background(lambda _show: ranks.ready())
         unkept = record.trouble if record else ""
         attendance.send({"kind": "ladder_ready", "ok": not trouble, "text": trouble, "unkept": unkept})
@@ -260,7 +272,7 @@ def _take_part(attendance: Attendance, report: NodeReport, asked: Message, recor
                 return
 
 
-def _allowed(settings: object) -> dict[str, str | None]:
+def _allowed_settings(settings: object) -> dict[str, str | None]:
     """What a head may set on this node, for a child alone: of other variables they can only be taken away."""
     if not isinstance(settings, dict):
         return {}
@@ -271,18 +283,18 @@ def _allowed(settings: object) -> dict[str, str | None]:
     }
 
 
-def _children(
+def _attempt_ranks(
     report: NodeReport,
     present: list[int],
     settings: Settings,
     backend: str,
     programs: Programs,
     record: Path | None,
-) -> Children:
+) -> AttemptRanks:
     """As this node's first rank would be started: without a setting of the user's the interface is the one on which the nodes met."""
     interface = interface_name(report.interfaces, report.address) or ""
-    child = Child(sorted(present).index(report.node_rank), report.places[0], f"node {report.node_rank}")
-    return Children(
+    child = AttemptRank(sorted(present).index(report.node_rank), report.places[0], f"node {report.node_rank}")
+    return AttemptRanks(
         [child], len(present), backend, settings, report.address, DEADLINE_S, programs, interface,
         dict.fromkeys(INTERFACE_VARIABLES, interface) if interface else {}, [f"node {rank}" for rank in sorted(present)],
         _STORE_PORTS, record,

@@ -9,9 +9,8 @@ from typing import Any
 from unisono.agree.agreement import Agreement
 from unisono.agree.display import Member, name_all
 from unisono.agree.reports import NodeReport
-from unisono.doctor.asked import DoctorRequest
-from unisono.doctor.check import Check, Finding, findings_of
-from unisono.doctor.looking import NO_FILES, Asked
+from unisono.doctor.check import Check, DoctorRequest, Finding, findings_of
+from unisono.doctor.local_report import NO_FILES, LocalRun
 from unisono.errors import Disagreed
 from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.files import make_private_dir
@@ -33,10 +32,10 @@ AGREEMENT = Check(
 CATALOGUE: tuple[Check, ...] = (AGREEMENT,)
 
 _FINDINGS_S = 60.0
-_OF_A_CONFIG = ("files.data", "files.tokenizer", "files.model", "storage.shared")
+_CONFIG_RULES = ("files.data", "files.tokenizer", "files.model", "storage.shared")
 
 
-def meet(request: DoctorRequest, asked: Asked, own: list[Finding], party: Party) -> list[Finding]:
+def compare_nodes(request: DoctorRequest, asked: LocalRun, own: list[Finding], party: Party) -> list[Finding]:
     """Brings the nodes together; gives what all of them have found, the same on each.
 
     Args:
@@ -54,7 +53,7 @@ def meet(request: DoctorRequest, asked: Asked, own: list[Finding], party: Party)
     return _as_node(request, party, make, own)
 
 
-def disagreed(error: Disagreed) -> list[Finding]:
+def disagreement_findings(error: Disagreed) -> list[Finding]:
     """Why the nodes do not mean the same run: the decisive verdict whole, of the others a line."""
     verdict = error.verdict
     assert verdict is not None
@@ -64,9 +63,9 @@ def disagreed(error: Disagreed) -> list[Finding]:
 
 
 def _as_head(
-    request: DoctorRequest, party: Party, make: MakeReport, asked: Asked, own: list[Finding]
+    request: DoctorRequest, party: Party, make: MakeReport, asked: LocalRun, own: list[Finding]
 ) -> list[Finding]:
-    from unisono.doctor.between import LADDER, head_trial
+    from unisono.doctor.node_trials import LADDER, head_trial
     from unisono.rendezvous.head_side import hold_meeting
 
     def start(address: tuple[str, int]) -> SshFronts:
@@ -76,7 +75,7 @@ def _as_head(
     between: list[Finding] = []
     trial = head_trial(ladder=request.ladder, debug_comm=request.debug_comm, findings=between)
     with (
-        _marked(asked) as mark,
+        _storage_mark(asked) as mark,
         hold_meeting(
             party, make, welcome={**mark, LADDER: request.ladder}, trial=trial,
             start_others=start if party.topology.hosts else None,
@@ -90,9 +89,9 @@ def _as_head(
             for rank, message in sorted(said.items())
         }
         findings = [
-            *together(by_node),
+            *merge_findings(by_node),
             *between,
-            *_of_agreement(meeting.agreement, len(by_node), given=asked.given),
+            *_agreement_results(meeting.agreement, len(by_node), given=asked.given),
         ]
         result = {"checks": [finding.to_json() for finding in findings]}
         meeting.end({"kind": "ended", "exit_code": 0, "verdicts": [], "problems": [], "result": result})
@@ -100,7 +99,7 @@ def _as_head(
 
 
 def _as_node(request: DoctorRequest, party: Party, make: MakeReport, own: list[Finding]) -> list[Finding]:
-    from unisono.doctor.between import node_trial
+    from unisono.doctor.node_trials import node_trial
     from unisono.rendezvous.member_side import attend_meeting
 
     trial = node_trial(ladder=request.ladder, debug_comm=request.debug_comm)
@@ -109,7 +108,7 @@ def _as_node(request: DoctorRequest, party: Party, make: MakeReport, own: list[F
         return findings_of(attendance.wait_for("ended").get("result"))
 
 
-def together(by_node: Mapping[Member, list[Finding]]) -> list[Finding]:
+def merge_findings(by_node: Mapping[Member, list[Finding]]) -> list[Finding]:
     """What all nodes have found: what passes everywhere in one line, all else with the nodes that it is about."""
     ids = dict.fromkeys(finding.id for findings in by_node.values() for finding in findings)
     merged = []
@@ -117,13 +116,13 @@ def together(by_node: Mapping[Member, list[Finding]]) -> list[Finding]:
         here = [(who, one) for who, findings in by_node.items() for one in findings if one.id == check]
         if all(one.status == "pass" for _, one in here):
             first = min(who for who, _ in here)
-            merged += [_passes(one, here) for who, one in here if who == first]
+            merged += [_merged_pass(one, here) for who, one in here if who == first]
         else:
-            merged += _grouped([(who, one) for who, one in here if one.status != "pass"])
+            merged += _group_by_node([(who, one) for who, one in here if one.status != "pass"])
     return merged
 
 
-def _passes(finding: Finding, here: list[tuple[Member, Finding]]) -> Finding:
+def _merged_pass(finding: Finding, here: list[tuple[Member, Finding]]) -> Finding:
     nodes = name_all(who for who, _ in here)
     same = all(one.evidence == finding.evidence for _, one in here if one.id == finding.id)
     evidence = (
@@ -132,7 +131,7 @@ def _passes(finding: Finding, here: list[tuple[Member, Finding]]) -> Finding:
     return Finding(finding.id, "pass", evidence, finding.fix, nodes)
 
 
-def _grouped(here: list[tuple[Member, Finding]]) -> list[Finding]:
+def _group_by_node(here: list[tuple[Member, Finding]]) -> list[Finding]:
     groups: dict[Finding, list[Member]] = {}
     for who, finding in here:
         groups.setdefault(finding, []).append(who)
@@ -141,7 +140,7 @@ def _grouped(here: list[tuple[Member, Finding]]) -> list[Finding]:
     ]
 
 
-def _of_agreement(agreement: Agreement, nodes: int, *, given: bool) -> list[Finding]:
+def _agreement_results(agreement: Agreement, nodes: int, *, given: bool) -> list[Finding]:
     """One line for all that is as it must be; a finding for each rule that warns or could not be judged.
 
     `given`: there is a config. Without one nothing is said of the files and the output_dir that only a config names.
@@ -153,14 +152,14 @@ def _of_agreement(agreement: Agreement, nodes: int, *, given: bool) -> list[Find
         Finding(AGREEMENT.id, "pass", (f"{nodes} nodes mean the same run, by {len(passed)} rules", *rows))
     ]
     for check in agreement.with_status("warn", "unknown"):
-        if not given and check.id in _OF_A_CONFIG:
+        if not given and check.id in _CONFIG_RULES:
             continue
         fix = fixes.get(check.text, (check.fix,) if check.fix else ())
         found.append(Finding(f"peers.{check.id}", check.status, (check.text,), fix, check.where))
     return found
 
 
-def _report_maker(request: TrainRequest, asked: Asked) -> MakeReport:
+def _report_maker(request: TrainRequest, asked: LocalRun) -> MakeReport:
     def make(standing: ChannelFacts, show: Show) -> NodeReport:
         files = (
             look_at_files(asked.loaded, asked.here, programs=request.programs, show=show)
@@ -176,7 +175,7 @@ def _report_maker(request: TrainRequest, asked: Asked) -> MakeReport:
 
 
 @contextlib.contextmanager
-def _marked(asked: Asked) -> Iterator[dict[str, Any]]:
+def _storage_mark(asked: LocalRun) -> Iterator[dict[str, Any]]:
     """While it is entered, a file in the head's output_dir tells the others whether theirs is the same. Nothing of it stays."""
     folder = Path(asked.loaded.config.output_dir)
     if (

@@ -1,12 +1,14 @@
-"""What a run with this config needs: its model, its data, memory, disk, packages; and whether it may start where it would write."""
+"""Checks of what a run with this config needs: model, data, memory, disk, packages, the hub; and whether it may start."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.config import LoadedConfig
+from unisono.config import LoadedConfig, RunConfig
+from unisono.config.schema import SourceSection
 from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
-from unisono.doctor.hub import HUB, hub
 from unisono.errors import Problem, UnisonoError
+from unisono.facts.hub import Hub, is_cached, probe_url, read_hub
 from unisono.launch.head_preparation import plan_start
 from unisono.launch.node_report import checkpoints_bytes
 from unisono.launch.planning import prepare
@@ -16,6 +18,82 @@ from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
 from unisono.rundir.start_decision import StartDecision, decide_start
 from unisono.units import show_bytes, show_count
+
+HUB = Check(
+    "config.hub", "the hub, where this run needs it",
+    "a model or data set that cannot be downloaded ends the start, on one node perhaps and not on the others",
+    "Only where the config names a model, tokenizer or data set by its hub id: whether it is in the cache, whether offline mode is on, whether the hub answers within two"
+    " seconds, and whether there is a token (never which). Warns at most.",
+    ("hub_unreachable", "gated_model"),
+)  # fmt: skip
+
+_HUB_LIMIT_S = 2.0
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+
+
+def check_hub(facts: Surroundings) -> list[Finding]:
+    """What is missing is asked for by its name alone."""
+    assert facts.loaded is not None, "the area is looked at with a config only"
+    named = hub_ids(facts.loaded.config)
+    cache = facts.environment.hub_cache
+    missing = [(kind, name) for kind, name in named if not is_cached(cache, kind, name)]
+    known = read_hub(cache)
+    answer = probe_url(known.endpoint, limit_s=_HUB_LIMIT_S) if missing and not known.offline else ""
+    return [judge_hub(named, missing, known, answer, cache=cache)]
+
+
+def hub_ids(config: RunConfig) -> list[tuple[str, str]]:
+    """What the config names by hub ids: its kind, and the id. What is a path, a URL or built in is not the hub's."""
+    models = [name for name in (config.model.path, config.model.tokenizer) if name and _is_id(name)]
+    train = config.data.train if isinstance(config.data.train, list) else [config.data.train]
+    sources = [entry.path if isinstance(entry, SourceSection) else entry for entry in train]
+    if isinstance(config.data.eval, str):
+        sources.append(config.data.eval)
+    return [("models", name) for name in models] + [("datasets", name) for name in sources if _is_id(name)]
+
+
+def _is_id(name: str) -> bool:
+    return (
+        bool(_HUB_ID.match(name))
+        and not Path(name).exists()
+        and not Path(name).suffix.startswith((".json", ".csv", ".parquet", ".txt"))
+    )
+
+
+def judge_hub(
+    named: list[tuple[str, str]], missing: list[tuple[str, str]], known: Hub, answer: str, *, cache: Path
+) -> Finding:
+    """Pure. `answer`: why the hub does not answer; empty where it does or was not asked."""
+    token = f"there is a token ({known.token})" if known.token else "there is no token"
+    names = ", ".join(name for _, name in missing)
+    if not named:
+        return found(HUB, "pass", "this run needs nothing of it")
+    if not missing:
+        return found(HUB, "pass", f"{', '.join(name for _, name in named)}: in the cache, {cache}")
+    if known.offline:
+        fix = [f"`unset {known.offline}`", "or copy the hub's cache from a machine that has it"]
+        return found(
+            HUB,
+            "warn",
+            f"{names}: not in the cache, {cache}, and {known.offline} forbids to ask for it",
+            fix=fix,
+        )
+    if answer:
+        fix = [
+            f"`curl -sI {known.endpoint}`; a proxy is named by HTTPS_PROXY, a mirror by HF_ENDPOINT",
+            "or download on another machine, and copy the hub's cache",
+        ]
+        return found(
+            HUB, "warn", f"{names}: not in the cache, and {known.endpoint} does not answer: {answer}", fix=fix
+        )
+    if not known.token:
+        return found(
+            HUB,
+            "pass",
+            f"{names}: to be downloaded from {known.endpoint}, which answers; {token}, as gated and private ones need",
+        )
+    return found(HUB, "pass", f"{names}: to be downloaded from {known.endpoint}, which answers; {token}")
+
 
 START = Check(
     "config.start", "whether this run may start",
@@ -61,28 +139,34 @@ _STORAGES = {
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _PreparedRun:
     """What came of preparing the run: a plan, or why there is none."""
 
     plan: RunPlan | None
     problems: tuple[Problem, ...] = ()
 
 
-def needs(facts: Surroundings) -> list[Finding]:
+def check_config(facts: Surroundings) -> list[Finding]:
     """All of them, in the order of a start; nothing without a config."""
     if facts.loaded is None:
         return []
-    packages = _packages(facts, facts.loaded)
-    start, of_hub = _start(facts, facts.loaded), hub(facts)
+    packages = _check_packages(facts, facts.loaded)
+    start, of_hub = _check_start(facts, facts.loaded), check_hub(facts)
     if any(finding.status == "warn" for finding in of_hub):  # a hub that is silent is waited for very long
         why = "not looked at: what is needed from the hub cannot be had"
         unknown = [found(check, "unknown", why) for check in (MODEL, DATA, MEMORY, DISK)]
         return [*start, *unknown, *packages, *of_hub]
-    prepared = _prepare(facts, facts.loaded)
-    return [*start, *_of_files(prepared, facts.loaded), *_of_plan(facts, prepared), *packages, *of_hub]
+    prepared = _prepare_run(facts, facts.loaded)
+    return [
+        *start,
+        *_model_and_data(prepared, facts.loaded),
+        *_memory_and_disk(facts, prepared),
+        *packages,
+        *of_hub,
+    ]
 
 
-def _start(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
+def _check_start(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     run = RunDir(Path(loaded.config.output_dir))
     holder = read_holder(run.lock)
     if holder is not None:
@@ -93,17 +177,17 @@ def _start(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     try:
         decide_start(run, loaded.config, resume=False, fresh=False)
     except UnisonoError as error:
-        return [_refused(START, problem) for problem in error.problems]
+        return [_problem_finding(START, problem) for problem in error.problems]
     what = "the run there goes on" if run.plan.exists() else "a new run"
     return [found(START, "pass", f"{what}: {run.root}")]
 
 
-def _refused(check: Check, problem: Problem) -> Finding:
+def _problem_finding(check: Check, problem: Problem) -> Finding:
     evidence = ": ".join(part for part in (problem.where, problem.what, problem.why) if part)
     return found(check, "fail", evidence, fix=[problem.fix] if problem.fix else [])
 
 
-def _prepare(facts: Surroundings, loaded: LoadedConfig) -> _Prepared:
+def _prepare_run(facts: Surroundings, loaded: LoadedConfig) -> _PreparedRun:
     """Data and model as for the start, and the plan; what was decided about an earlier run is another check's."""
     request = facts.request.training
     try:
@@ -115,18 +199,18 @@ def _prepare(facts: Surroundings, loaded: LoadedConfig) -> _Prepared:
             request, loaded, facts.here, run=run, decision=decision, prepared=prepared, show=facts.request.show, layout=layout
         )  # fmt: skip
     except UnisonoError as error:
-        return _Prepared(None, error.problems)
-    return _Prepared(plan)
+        return _PreparedRun(None, error.problems)
+    return _PreparedRun(plan)
 
 
-def _of_files(prepared: _Prepared, loaded: LoadedConfig) -> list[Finding]:
+def _model_and_data(prepared: _PreparedRun, loaded: LoadedConfig) -> list[Finding]:
     """Model and data; a problem says by its key, or its place, whose it is."""
     if prepared.plan is None:
         places = ("model", "adapter", loaded.config.model.path, loaded.config.model.tokenizer or "model")
         of_model = [problem for problem in prepared.problems if problem.where.startswith(places)]
         of_data = [problem for problem in prepared.problems if problem not in of_model]
-        findings = [_refused(MODEL, problem) for problem in of_model]
-        findings += [_refused(DATA, problem) for problem in of_data]
+        findings = [_problem_finding(MODEL, problem) for problem in of_model]
+        findings += [_problem_finding(DATA, problem) for problem in of_data]
         other, what = (DATA, "the model") if of_model else (MODEL, "the rows")
         if not (of_model and of_data):
             findings.append(found(other, "unknown", f"not looked at to the end, for {what} come first"))
@@ -137,13 +221,13 @@ def _of_files(prepared: _Prepared, loaded: LoadedConfig) -> list[Finding]:
     return [found(MODEL, "pass", said), found(DATA, "pass", rows)]
 
 
-def _of_plan(facts: Surroundings, prepared: _Prepared) -> list[Finding]:
+def _memory_and_disk(facts: Surroundings, prepared: _PreparedRun) -> list[Finding]:
     plan = prepared.plan
     if plan is None:
         why = "not known before model and data can be read"
         return [found(MEMORY, "unknown", why), found(DISK, "unknown", why)]
     findings = [judge_memory(plan)]
-    free, need = facts.report.output.free_bytes, _disk(plan)
+    free, need = facts.report.output.free_bytes, _disk_bytes(plan)
     if free is None:
         findings.append(
             found(
@@ -173,7 +257,7 @@ def judge_memory(plan: RunPlan) -> Finding:
     return found(MEMORY, "warn" if need <= free else "fail", text, fix=fix)
 
 
-def _disk(plan: RunPlan) -> int:
+def _disk_bytes(plan: RunPlan) -> int:
     """Bytes of all checkpoints at once, and of the final weights."""
     model = plan.model
     checkpoints = checkpoints_bytes(
@@ -192,7 +276,7 @@ def judge_disk(need: int, free: int, *, where: str) -> Finding:
     return found(DISK, "warn" if need <= free else "fail", text, fix=fix)
 
 
-def _packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
+def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     """Only what this config asks for."""
     config, installed = loaded.config, facts.probes.packages()
     train = config.data.train if isinstance(config.data.train, list) else [config.data.train]
@@ -226,4 +310,4 @@ def _packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     ]
 
 
-CHECKS: tuple[CheckFunction, ...] = (needs,)
+CHECKS: tuple[CheckFunction, ...] = (check_config,)

@@ -1,24 +1,159 @@
-"""Judges a machine's network by plain facts. Pure."""
+"""Rules of the network checks: which interface NCCL and gloo choose, names, InfiniBand, firewall. Pure.
+
+NCCL (socket.cc, ncclFindInterfaces): NCCL_SOCKET_IFNAME; else names that begin with ib; else all but docker, lo and virbr; else docker; else lo.
+gloo (torch, ProcessGroupGloo): GLOO_SOCKET_IFNAME, exact names; else the interface with an address of the host's own name; else loopback.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from unisono.agree.addresses import matching
 from unisono.agree.reports import Interface
-from unisono.doctor.check import Finding, Status, found
-from unisono.doctor.network.catalogue import CHOICE, FIREWALL, INFINIBAND, INTERFACES, NAMES
-from unisono.doctor.network.choice import Choice, gloo_choice, leads_out, nccl_choice, usable
+from unisono.doctor.check import Check, Finding, Status, found
 from unisono.facts.network import InfinibandPort, is_loopback
 from unisono.facts.tcp import Firewall
 from unisono.text import nearest, one_line
+
+INTERFACES = Check(
+    "network.interfaces", "Network interfaces",
+    "nodes meet over one interface of each; where it is down, slow or missing they wait for each other until a time-out",
+    "The kernel's list over netlink: kind, state, addresses, MTU, speed. FAIL: several nodes, and no interface but loopback and bridges is up with"
+    " an address. WARN: those that are up differ in MTU.",
+    ("address_unreachable", "mtu_blackhole"),
+)  # fmt: skip
+CHOICE = Check(
+    "network.choice", "The interface that NCCL and gloo take",
+    "a variable that was copied from another machine, or a bridge of containers, leads ranks to addresses that no peer reaches",
+    "NCCL_SOCKET_IFNAME (prefixes, ^, =) and GLOO_SOCKET_IFNAME (exact names) against the interfaces that are here; without them the orders of NCCL"
+    " (ib…, others, docker…, lo) and gloo (the host name's address). FAIL: nothing fits, or several nodes and it leads to none.",
+    ("nccl_socket_iface", "address_unreachable"),
+)  # fmt: skip
+NAMES = Check(
+    "network.names", "Host names",
+    "a host name that leads to 127.0.1.1, as some installers write it, sends each peer to itself",
+    "This machine's own name and the head's, through the system's resolver. FAIL: the head's name has no address, or leads another node to"
+    " itself. WARN: the own name leads to loopback or nowhere, or the resolver takes more than a second.",
+    ("hostname_loopback", "dns_failure"),
+)  # fmt: skip
+INFINIBAND = Check(
+    "network.infiniband", "InfiniBand and RoCE ports",
+    "a port that is not active, or switched off by a variable, leaves a job on a network that is ten times slower",
+    "States, rates and NUMA nodes from /sys/class/infiniband, and NCCL_IB_DISABLE and NCCL_IB_HCA. WARN: a port is down, rates differ, or"
+    " active ports are not used.",
+)  # fmt: skip
+PORT = Check(
+    "network.port", "The port on which the head listens",
+    "on a port that another program has, the other nodes meet that program and hang without a word",
+    "On node 0 the port of --head or MASTER_PORT (else 29500, where torchrun's ranks meet) is bound and let go. FAIL: it is taken, and the job needs it. WARN: it is"
+    " taken and only torchrun's default, or lies where the system gives out ports by chance.",
+    ("port_in_use",),
+)  # fmt: skip
+FIREWALL = Check(
+    "network.firewall", "Firewall of this machine",
+    "ranks listen on ports that are chosen at run time, so a firewall that opens only some lets a job begin and hang",
+    "Rules for packets that come in, from iptables and nft; only root can list them. WARN: several nodes, and some are refused. UNKNOWN: several nodes, and no root or neither program."
+    " Firewalls elsewhere are found by the nodes' dialling of each other (--nodes).",
+    ("address_unreachable",),
+)  # fmt: skip
+
+CATALOGUE = (INTERFACES, CHOICE, NAMES, INFINIBAND, PORT, FIREWALL)
+
+
+_NCCL_ORDER = (
+    ("ib", "names that begin with ib come first"),
+    ("^docker,lo,virbr", "the first that is no docker, lo or virbr"),
+    ("docker", "nothing else is here"),
+    ("lo", "nothing else is here"),
+)
+_LOCAL_PREFIXES = ("docker", "br-", "virbr", "cni", "veth", "podman", "lxcbr", "lxdbr", "flannel")
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceChoice:
+    """What a library takes.
+
+    Attributes:
+        interface: None: it finds none, and stops.
+        why: by which rule.
+        variable: that made it so; empty: none is set.
+    """
+
+    interface: Interface | None
+    why: str
+    variable: str = ""
+
+
+def usable_interfaces(interfaces: Sequence[Interface]) -> list[Interface]:
+    """Those that libraries look at: up, with an address."""
+    return [one for one in interfaces if one.up and one.addresses]
+
+
+def leads_out(interface: Interface) -> bool:
+    """Whether other machines can be reached over it, as far as its kind and name tell."""
+    return (
+        not interface.loopback
+        and interface.kind != "virtual"
+        and not interface.name.startswith(_LOCAL_PREFIXES)
+    )
+
+
+def nccl_choice(interfaces: Sequence[Interface], settings: Mapping[str, str]) -> InterfaceChoice:
+    """What NCCL takes for its first connections, and for data where there is no InfiniBand."""
+    here = usable_interfaces(interfaces)
+    value = settings.get("NCCL_SOCKET_IFNAME", "").strip()
+    if len(value) > 1:  # as NCCL does: one letter counts as nothing
+        found = matching(value, here)
+        why = f"NCCL_SOCKET_IFNAME={value}"
+        return InterfaceChoice(found[0] if found else None, why, "NCCL_SOCKET_IFNAME")
+    for pattern, why in _NCCL_ORDER:
+        found = matching(pattern, here)
+        if found:
+            return InterfaceChoice(found[0], why)
+    return InterfaceChoice(None, "no interface is up with an address")
+
+
+def gloo_choice(
+    interfaces: Sequence[Interface], settings: Mapping[str, str], own_addresses: Sequence[str]
+) -> InterfaceChoice:
+    """What gloo takes.
+
+    Args:
+        interfaces: of this machine.
+        settings: variables that are set.
+        own_addresses: what this machine's host name leads to.
+    """
+    here = {one.name: one for one in usable_interfaces(interfaces)}
+    value = settings.get("GLOO_SOCKET_IFNAME", "").strip()
+    if value:
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        why = f"GLOO_SOCKET_IFNAME={value}"
+        missing = [name for name in names if name not in here]
+        first = None if missing or not names else here[names[0]]
+        return InterfaceChoice(first, why, "GLOO_SOCKET_IFNAME")
+    for address in own_addresses:
+        owner = next(
+            (
+                one
+                for one in here.values()
+                if address in one.addresses or (one.loopback and address.startswith("127."))
+            ),
+            None,
+        )
+        if owner is not None:
+            return InterfaceChoice(owner, f"the host's own name leads to {address}")
+    loopback = next((one for one in here.values() if one.loopback), None)
+    return InterfaceChoice(loopback, "the host's own name leads to no address of this machine")
+
 
 _SLOW_RESOLVER_S = 1.0
 
 
 def judge_interfaces(interfaces: Sequence[Interface], *, several: bool) -> Finding:
     """Which there are. `several`: the job has several nodes on several machines."""
-    rows = _rows(interfaces)
+    rows = _interface_rows(interfaces)
     if not interfaces:
         return found(INTERFACES, "unknown", "the interfaces could not be listed")
-    out = [one for one in usable(interfaces) if leads_out(one)]
+    out = [one for one in usable_interfaces(interfaces) if leads_out(one)]
     if several and not out:
         fix = ["`ip -br addr` shows them; bring the common network's up: sudo ip link set dev NAME up"]
         return found(
@@ -44,7 +179,7 @@ def judge_interfaces(interfaces: Sequence[Interface], *, several: bool) -> Findi
     return found(INTERFACES, "pass", text, *rows)
 
 
-def _rows(interfaces: Sequence[Interface]) -> list[str]:
+def _interface_rows(interfaces: Sequence[Interface]) -> list[str]:
     rows = [("interface", "state", "kind", "MTU", "speed", "addresses")] + [
         (
             one_line(one.name, limit=24), "up" if one.up else "down", one.kind, str(one.mtu or "?"),
@@ -76,11 +211,11 @@ def judge_choice(
     choices = {"gloo": gloo_choice(interfaces, settings, own_addresses)}
     if cuda:
         choices["NCCL"] = nccl_choice(interfaces, settings)
-    lines = [f"{name} takes {_named(choice)}: {choice.why}" for name, choice in choices.items()]
+    lines = [f"{name} takes {_chosen_name(choice)}: {choice.why}" for name, choice in choices.items()]
     bad = [
         finding
         for name, choice in choices.items()
-        for finding in _unfit(name, choice, interfaces, several=several, address=address)
+        for finding in _bad_choice(name, choice, interfaces, several=several, address=address)
     ]
     if bad:
         return bad
@@ -98,15 +233,15 @@ def judge_choice(
     return [found(CHOICE, "pass", *lines)]
 
 
-def _named(choice: Choice) -> str:
+def _chosen_name(choice: InterfaceChoice) -> str:
     return "nothing" if choice.interface is None else one_line(choice.interface.name)
 
 
-def _unfit(
-    name: str, choice: Choice, interfaces: Sequence[Interface], *, several: bool, address: str
+def _bad_choice(
+    name: str, choice: InterfaceChoice, interfaces: Sequence[Interface], *, several: bool, address: str
 ) -> list[Finding]:
-    out = next((one for one in usable(interfaces) if address and address in one.addresses), None)
-    out = out or next((one for one in usable(interfaces) if leads_out(one)), None)
+    out = next((one for one in usable_interfaces(interfaces) if address and address in one.addresses), None)
+    out = out or next((one for one in usable_interfaces(interfaces) if leads_out(one)), None)
     variable = choice.variable or f"{name.upper()}_SOCKET_IFNAME"
     fix = [f"export {variable}={one_line(out.name)}"] if out else []
     fix += [f"unset {choice.variable}"] if choice.variable else []
@@ -116,7 +251,7 @@ def _unfit(
             one.name for one in interfaces if one.name in asked.split(",") and not (one.up and one.addresses)
         ]
         close = (
-            nearest(asked.lstrip("^=").split(",")[0], [one.name for one in usable(interfaces)])
+            nearest(asked.lstrip("^=").split(",")[0], [one.name for one in usable_interfaces(interfaces)])
             if asked
             else None
         )
@@ -212,7 +347,7 @@ def judge_infiniband(ports: Sequence[InfinibandPort], settings: Mapping[str, str
         text = f"NCCL_IB_DISABLE=1, and {len(active)} ports are active: NCCL goes over sockets, ten times slower or more"
         return [found(INFINIBAND, "warn", text, *rows, fix=["unset NCCL_IB_DISABLE"])]
     asked = settings.get("NCCL_IB_HCA", "").strip()
-    if asked and active and not _asked(asked, active):
+    if asked and active and not _selects(asked, active):
         fix = [
             f"export NCCL_IB_HCA='={','.join(dict.fromkeys(port.device for port in active))}'",
             "unset NCCL_IB_HCA",
@@ -229,7 +364,7 @@ def judge_infiniband(ports: Sequence[InfinibandPort], settings: Mapping[str, str
         )
         text = f"{len(idle)} of {len(ports)} ports are not active, {idle[0].device}:{idle[0].port} is {idle[0].state} ({idle[0].physical})"
         return [found(INFINIBAND, "warn", text, *rows, fix=[why])]
-    taken = [port for port in active if not asked or _asked(asked, [port])]
+    taken = [port for port in active if not asked or _selects(asked, [port])]
     rates = {port.gbit for port in taken if port.gbit}
     if len(rates) > 1:
         fix = [
@@ -247,7 +382,7 @@ def judge_infiniband(ports: Sequence[InfinibandPort], settings: Mapping[str, str
     return [found(INFINIBAND, "pass", f"{len(active)} ports are active", *rows)]
 
 
-def _asked(value: str, ports: Sequence[InfinibandPort]) -> bool:
+def _selects(value: str, ports: Sequence[InfinibandPort]) -> bool:
     """Whether NCCL_IB_HCA leaves a port: prefixes, `=` for exact names, `^` for all but these; a port may follow: mlx5_0:1."""
     excluding, exact = value.startswith("^"), value.lstrip("^").startswith("=")
     words = [word.strip() for word in value.lstrip("^=").split(",") if word.strip()]

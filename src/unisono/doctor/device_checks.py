@@ -1,38 +1,102 @@
-"""Looks at devices once, and judges all that can be said of them."""
+"""Checks of accelerators and processors: present, healthy, joined, free, well chosen."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from unisono.agree.reports import settings_of
-from unisono.doctor.check import CheckFunction, Finding, Status, Surroundings, found
-from unisono.doctor.devices.catalogue import (
-    BFLOAT16,
-    DRIVER,
-    HEALTH,
-    LINKS,
-    MEMORY,
-    PROCESSOR,
-    SEEN,
-    SELECTION,
-    SLICES,
+from unisono.doctor.check import Check, CheckFunction, Finding, Status, Surroundings, found
+from unisono.doctor.device_health import (
+    DeviceProblem,
+    device_problems,
+    faulty_devices,
+    judge_bfloat16,
+    judge_driver,
+    judge_threads,
+    processor_text,
 )
-from unisono.doctor.devices.fit import judge_fit
-from unisono.doctor.devices.health import Complaint, complaints, ill_devices
-from unisono.doctor.devices.processor import judge_bfloat16, judge_threads, processor_text
-from unisono.doctor.devices.selection import Judged, holders_of, judge_selection, visible_line
-from unisono.doctor.devices.table import device_rows, link_rows, way_rows
-from unisono.doctor.devices.way import expected_way
+from unisono.doctor.device_selection import (
+    SelectionReport,
+    device_rows,
+    expected_transport,
+    holders_of,
+    judge_selection,
+    link_rows,
+    transport_rows,
+    visible_line,
+)
 from unisono.facts.accelerators import DeviceDetails, DevicesDetails
 from unisono.facts.machine import Processors, read_processors
 from unisono.facts.nvidia import INSTALL, NO_ANSWER
+
+SEEN = Check(
+    "devices.seen", "Visible and physical devices",
+    "a rank that does not find its device fails at once, and a device that has dropped out takes its whole job with it",
+    "NVML's list (nvidia-ml-py) is held against the PCI bus and CUDA_VISIBLE_DEVICES. PASS: also where a device on the bus is not given to this container or job."
+    " FAIL: the driver cannot be used, a device that it lists does not answer, or one has fallen off the bus (Xid 79 in the kernel's log)."
+    " UNKNOWN: NVIDIA hardware is here and nvidia-ml-py is not, or the driver has said nothing for 30 s.",
+    ("gpu_fell_off", "no_cuda_build"),
+)  # fmt: skip
+LINKS = Check(
+    "devices.links", "What joins the devices",
+    "two devices without a direct way send every gradient through the host's memory, at a fraction of the speed",
+    "Topology, NVLinks and peer access of each two devices from NVML; which transport NCCL is expected to take follows its own rule"
+    " (NCCL_P2P_LEVEL, the processor's make). FAIL: NVLink without peer access. WARN: a setting keeps devices from the way that they have, or PCIe"
+    " switches send what they exchange up to the host (ACS in the bridges' registers, which only root can read): slow, and with an IOMMU it may hang.",
+    ("p2p_blocked",),
+)  # fmt: skip
+SELECTION = Check(
+    "devices.selection", "The chosen devices",
+    "across sockets, of several types or in somebody else's use, the slowest pair sets the pace of all",
+    "All choices of as many devices, each as large and as new as the chosen ones, are weighed: errors, memory in use, MIG, types, transport between each two, NUMA nodes, gaps."
+    " In a Slurm job only those that it was given. WARN: another choice is better; it is written out.",
+    ("device_mismatch", "duplicate_gpu"),
+)  # fmt: skip
+MEMORY = Check(
+    "devices.memory", "Memory of the devices in use",
+    "a forgotten process that holds memory makes the run fail with `out of memory` when the longest batch comes",
+    "NVML's list of processes for each chosen device. WARN: more than a tenth is in use. FAIL: more than half, or the device takes one process"
+    " and has it.",
+    ("cuda_oom", "stale_process"),
+)  # fmt: skip
+HEALTH = Check(
+    "devices.health", "Errors of the devices",
+    "a device with memory errors computes wrong numbers or stops the job after hours",
+    "ECC counts, retired pages and rows, reasons for a low clock, NVLinks and the NVSwitch fabric from NVML; Xid errors of the last day from the"
+    " kernel's log. FAIL: a grave one on a chosen device; WARN: others.",
+    ("ecc_error", "gpu_fell_off"),
+)  # fmt: skip
+DRIVER = Check(
+    "devices.driver", "Driver, CUDA and torch",
+    "a torch that is newer than the driver, or older than the device, fails with the first tensor on the device",
+    "The driver's newest CUDA (NVML), the CUDA that torch was built for (its files, without importing it) and the devices' capability.",
+    ("driver_too_old", "cuda_arch_unsupported", "no_cuda_build"),
+)  # fmt: skip
+SLICES = Check(
+    "devices.mig", "MIG slices",
+    "NCCL cannot talk between two slices of one device, and a sliced device cannot be used whole",
+    "MIG mode and slices from NVML. FAIL: several ranks, and a chosen device is sliced.",
+)  # fmt: skip
+PROCESSOR = Check(
+    "devices.processor", "Processors",
+    "idle cores and ranks that reach across sockets for their memory cost a half of the speed, and nothing says so",
+    "Sockets, cores, NUMA nodes and instruction sets from /proc and /sys. Judged where ranks run on the CPU: WARN where half of the cores stay idle, or ranks do not divide over NUMA nodes.",
+)  # fmt: skip
+BFLOAT16 = Check(
+    "devices.bfloat16", "bfloat16 on this processor",
+    "emulated bfloat16 is slower than float32 on a CPU",
+    "The flags amx_bf16, avx512_bf16 and bf16 of /proc/cpuinfo. WARN: the config asks for it and none is there.",
+)  # fmt: skip
+
+CATALOGUE = (SEEN, LINKS, SELECTION, MEMORY, HEALTH, DRIVER, SLICES, PROCESSOR, BFLOAT16)
+
 
 _HALF = 0.5
 _OFF_THE_BUS = 79  # the Xid
 
 
 @dataclass(frozen=True)
-class Scene:
+class DeviceContext:
     """All that the judgements of devices need.
 
     Attributes:
@@ -56,19 +120,19 @@ class Scene:
     allotted: bool = False
 
     @cached_property
-    def complaints(self) -> list[Complaint]:
+    def device_problems(self) -> list[DeviceProblem]:
         """What is wrong with any device."""
-        return complaints(self.details)
+        return device_problems(self.details)
 
     @cached_property
-    def judged(self) -> Judged:
+    def judged(self) -> SelectionReport:
         """Of the chosen ones."""
         return judge_selection(
             self.details,
             self.chosen,
             vendor=self.processors.vendor,
             settings=self.settings,
-            ill=ill_devices(self.complaints),
+            ill=faulty_devices(self.complaints),
             within=self.visible if self.allotted else None,
         )
 
@@ -80,7 +144,7 @@ class Scene:
 
 def check_devices(around: Surroundings) -> list[Finding]:
     """Accelerators: nothing at all is said of a machine without NVIDIA hardware, but that it has none."""
-    return judge_devices(read_scene(around))
+    return judge_devices(read_device_context(around))
 
 
 def check_processors(around: Surroundings) -> list[Finding]:
@@ -98,12 +162,12 @@ def check_processors(around: Surroundings) -> list[Finding]:
     return [found(PROCESSOR, status, words, text, fix=fix), found(BFLOAT16, second, bfloat16, fix=mend)]
 
 
-def read_scene(around: Surroundings) -> Scene:
+def read_device_context(around: Surroundings) -> DeviceContext:
     """Asks the driver once, and puts together what was asked for."""
     report = around.report
     details = around.probes.details()
     by_uuid = {device.uuid: device.index for device in details.devices if device.uuid}
-    return Scene(
+    return DeviceContext(
         details=details,
         visible=tuple(by_uuid.get(device.uuid, device.index) for device in report.visible),
         chosen=tuple(by_uuid.get(device.uuid, device.index) for device in report.chosen),
@@ -115,7 +179,7 @@ def read_scene(around: Surroundings) -> Scene:
     )
 
 
-def judge_devices(scene: Scene) -> list[Finding]:
+def judge_devices(scene: DeviceContext) -> list[Finding]:
     """Pure."""
     details = scene.details
     if details.note:
@@ -137,7 +201,7 @@ def judge_devices(scene: Scene) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _seen(scene: Scene) -> Finding:
+def _seen(scene: DeviceContext) -> Finding:
     details = scene.details
     known = {device.bus_id for device in details.devices if not device.trouble}
     silent = [address for address in details.on_bus if address not in known]
@@ -163,17 +227,17 @@ def _seen(scene: Scene) -> Finding:
     return found(SEEN, "pass", text, *hidden, *rows)
 
 
-def _links(scene: Scene) -> list[Finding]:
+def _links(scene: DeviceContext) -> list[Finding]:
     rows = link_rows(scene.details)
     if not rows:
         return []
     vendor, settings = scene.processors.vendor, scene.settings
-    ways = way_rows(scene.details, vendor=vendor, settings=settings)
+    ways = transport_rows(scene.details, vendor=vendor, settings=settings)
     pairs = [(a, b) for place, a in enumerate(scene.chosen) for b in scene.chosen[place + 1 :]] or list(
         scene.details.pairs
     )
-    now = {pair: expected_way(scene.details, *pair, vendor=vendor, settings=settings) for pair in pairs}
-    free = {pair: expected_way(scene.details, *pair, vendor=vendor) for pair in pairs}
+    now = {pair: expected_transport(scene.details, *pair, vendor=vendor, settings=settings) for pair in pairs}
+    free = {pair: expected_transport(scene.details, *pair, vendor=vendor) for pair in pairs}
     broken = [pair for pair, way in now.items() if way.kind == "broken"]
     if broken:
         fix = [
@@ -199,7 +263,7 @@ def _links(scene: Scene) -> list[Finding]:
         return [found(LINKS, "warn", text, *ways, *rows, fix=[f"unset {' '.join(names)}"])]
     detour = _detour(scene.details, [pair for pair in pairs if now[pair].kind == "p2p"])
     if detour:
-        return [_through_the_host(*detour, rows=[*ways, *rows])]
+        return [_redirected_finding(*detour, rows=[*ways, *rows])]
     return [found(LINKS, "pass", ways[0], *ways[1:], *rows)]
 
 
@@ -220,7 +284,7 @@ def _detour(
     return next(iter(bridges)), sorted({bridge for named in bridges.values() for bridge in named})
 
 
-def _through_the_host(pair: tuple[int, int], bridges: list[str], *, rows: list[str]) -> Finding:
+def _redirected_finding(pair: tuple[int, int], bridges: list[str], *, rows: list[str]) -> Finding:
     shown = ", ".join(bridges[:8]) + (" …" if len(bridges) > 8 else "")
     text = f"what {pair[0]} and {pair[1]} exchange goes up to the host, though they share a PCIe switch: ACS is on in {shown}"
     fix = [
@@ -230,7 +294,7 @@ def _through_the_host(pair: tuple[int, int], bridges: list[str], *, rows: list[s
     return found(LINKS, "warn", text, *rows, fix=fix)
 
 
-def _selection(scene: Scene) -> list[Finding]:
+def _selection(scene: DeviceContext) -> list[Finding]:
     if not scene.chosen:
         return []
     judged = scene.judged
@@ -254,7 +318,7 @@ def _selection(scene: Scene) -> list[Finding]:
     ]
 
 
-def _memory(scene: Scene) -> list[Finding]:
+def _memory(scene: DeviceContext) -> list[Finding]:
     if not scene.chosen:
         return []
     held = [(device, words) for device in scene.used if (words := holders_of(device))]
@@ -275,7 +339,7 @@ def _memory(scene: Scene) -> list[Finding]:
     return [found(MEMORY, status, *lines, fix=fix)]
 
 
-def _health(scene: Scene) -> Finding:
+def _health(scene: DeviceContext) -> Finding:
     if not scene.complaints:
         log = (
             ""
@@ -289,8 +353,8 @@ def _health(scene: Scene) -> Finding:
     return found(HEALTH, "fail" if grave else "warn", *(one.text for one in scene.complaints), fix=fixes[:4])
 
 
-def _driver(scene: Scene) -> Finding:
-    status, text, fix = judge_fit(
+def _driver(scene: DeviceContext) -> Finding:
+    status, text, fix = judge_driver(
         scene.details,
         scene.used or list(scene.details.devices),
         torch=scene.torch,
@@ -299,7 +363,7 @@ def _driver(scene: Scene) -> Finding:
     return found(DRIVER, status, text, fix=fix)
 
 
-def _slices(scene: Scene) -> Finding:
+def _slices(scene: DeviceContext) -> Finding:
     sliced = [device for device in scene.details.devices if device.mig is not None]
     if not sliced:
         return found(SLICES, "pass", "no device is cut into slices")

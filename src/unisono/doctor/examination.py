@@ -1,15 +1,27 @@
-"""One look before the start, whole: all checks side by side, and with several nodes what these agree on."""
+"""One doctor run: the table of all checks, and the examination that makes them side by side."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from unisono.causes import Verdict
-from unisono.doctor.asked import DoctorRequest
-from unisono.doctor.check import CheckFunction, Finding, Status, Surroundings
-from unisono.doctor.looking import look_here, read_asked
-from unisono.doctor.peers import disagreed, meet
-from unisono.doctor.registry import REGISTRY
+from unisono.doctor.check import Area, Check, CheckFunction, DoctorRequest, Finding, Status, Surroundings
+from unisono.doctor.config_checks import CATALOGUE as NEEDS
+from unisono.doctor.config_checks import CHECKS as NEEDS_CHECKS
+from unisono.doctor.device_checks import CATALOGUE as DEVICES
+from unisono.doctor.device_checks import CHECKS as DEVICES_CHECKS
+from unisono.doctor.ladder_attempts import CATALOGUE as LADDER
+from unisono.doctor.ladder_attempts import CHECKS as LADDER_CHECKS
+from unisono.doctor.local_report import read_local_run, read_surroundings
+from unisono.doctor.network_checks import CHECKS as NETWORK_CHECKS
+from unisono.doctor.network_rules import CATALOGUE as NETWORK
+from unisono.doctor.node_comparison import CATALOGUE as PEERS
+from unisono.doctor.node_comparison import compare_nodes, disagreement_findings
+from unisono.doctor.node_trials import CATALOGUE as BETWEEN
+from unisono.doctor.settings_checks import CATALOGUE as SETTINGS
+from unisono.doctor.settings_checks import CHECKS as SETTINGS_CHECKS
+from unisono.doctor.system_checks import CATALOGUE as SYSTEM
+from unisono.doctor.system_checks import CHECKS as SYSTEM_CHECKS
 from unisono.errors import Disagreed, UnisonoError
 from unisono.facts import read_environment, take_token
 from unisono.facts.redaction import redact
@@ -17,6 +29,28 @@ from unisono.launch.meeting_entry import party_of, tell_early_refusal
 from unisono.launch.srun_front import token_of_step
 from unisono.rendezvous.party import BackgroundWork
 from unisono.text import plain
+
+REGISTRY: tuple[tuple[Area, tuple[CheckFunction, ...]], ...] = (
+    ("system", SYSTEM_CHECKS),
+    ("settings", SETTINGS_CHECKS),
+    ("config", NEEDS_CHECKS),
+    ("devices", DEVICES_CHECKS),
+    ("network", (*NETWORK_CHECKS, *LADDER_CHECKS)),
+)
+"""In the order in which they are shown; areas are looked at side by side."""
+
+CATALOGUE: tuple[Check, ...] = (
+    *SYSTEM,
+    *SETTINGS,
+    *NEEDS,
+    *DEVICES,
+    *NETWORK,
+    *LADDER,
+    *PEERS,
+    *BETWEEN,
+)
+"""Every check that there is."""
+
 
 UNFIT = 6
 _LONGEST_LINE = 600
@@ -60,7 +94,7 @@ def examine(request: DoctorRequest) -> Examination:
     environment = read_environment()
     token = take_token() or token_of_step(environment)
     try:
-        asked = read_asked(request, environment)
+        asked = read_local_run(request, environment)
         topology, host = asked.here.topology, asked.here.machine.host
         party = (
             party_of(request.training, topology, host=host, token=token, show=request.show)
@@ -70,47 +104,47 @@ def examine(request: DoctorRequest) -> Examination:
     except UnisonoError as error:
         tell_early_refusal(request.training, environment, error, token=token, show=request.show)
         raise
-    own = veiled(look(look_here(request, asked)))
+    own = redacted(run_checks(read_surroundings(request, asked)))
     if party is None:
         return Examination(host, own)
     try:
         return Examination(
             host,
-            veiled(meet(request, asked, own, party)),
+            redacted(compare_nodes(request, asked, own, party)),
         )
     except Disagreed as error:
         if error.verdict is None:
             raise
-        return Examination(host, veiled([*own, *disagreed(error)]), error.verdict)
+        return Examination(host, redacted([*own, *disagreement_findings(error)]), error.verdict)
 
 
-def look(facts: Surroundings) -> list[Finding]:
+def run_checks(facts: Surroundings) -> list[Finding]:
     """Makes the checks of all areas, these side by side: one that waits for a disk or a name server holds nobody else up.
 
     Nor does it hold up who is asked to stop: nobody waits for these threads then, and the tasks of them end with this process.
     """
-    asides = [BackgroundWork(partial(_look_at, checks, facts)) for _, checks in REGISTRY]
+    asides = [BackgroundWork(partial(_run_area, checks, facts)) for _, checks in REGISTRY]
     return [finding for aside in asides for finding in aside.result()]
 
 
-def _look_at(checks: Sequence[CheckFunction], facts: Surroundings, _show: object) -> list[Finding]:
+def _run_area(checks: Sequence[CheckFunction], facts: Surroundings, _show: object) -> list[Finding]:
     return [finding for check in checks for finding in check(facts)]
 
 
-def veiled(findings: Iterable[Finding]) -> list[Finding]:
+def redacted(findings: Iterable[Finding]) -> list[Finding]:
     """The same without secrets, and without what would steer a terminal: this is pasted into issues."""
     return [
         replace(
             finding,
             id=plain(finding.id),
-            where=_safe(finding.where),
-            evidence=tuple(map(_safe, finding.evidence)),
-            fix=tuple(map(_safe, finding.fix)),
+            where=_redacted_text(finding.where),
+            evidence=tuple(map(_redacted_text, finding.evidence)),
+            fix=tuple(map(_redacted_text, finding.fix)),
         )
         for finding in findings
     ]
 
 
-def _safe(text: str) -> str:
+def _redacted_text(text: str) -> str:
     flat = plain(text).replace("\n", " ")  # spaces stay: some lines are rows of a table
     return redact(flat if len(flat) <= _LONGEST_LINE else f"{flat[: _LONGEST_LINE - 1]}…")

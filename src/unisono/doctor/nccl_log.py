@@ -31,7 +31,7 @@ _PROTOCOLS = ("LL", "LL128", "Simple")
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class TunedCollective:
     """What NCCL chose for one kind of collective of one size (NCCL_DEBUG_SUBSYS has TUNING in it)."""
 
     collective: str
@@ -69,13 +69,13 @@ class NcclLog:
     network: str = ""
     interfaces: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
-    tuned: tuple[Tuned, ...] = ()
+    tuned: tuple[TunedCollective, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
 def read_nccl_log(lines: Iterable[str]) -> NcclLog:
     """What all ranks' lines, in any order, say together."""
-    reader = _Reader()
+    reader = _LogReader()
     for line in lines:
         matched = _INFO.search(line)
         version = _VERSION.search(line)
@@ -86,7 +86,7 @@ def read_nccl_log(lines: Iterable[str]) -> NcclLog:
     return reader.made()
 
 
-class _Reader:
+class _LogReader:
     """Gathers line after line."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class _Reader:
         self._network = ""
         self._interfaces: dict[str, str] = {}
         self._settings: dict[str, str] = {}
-        self._tuned: dict[tuple[str, int], Tuned] = {}
+        self._tuned: dict[tuple[str, int], TunedCollective] = {}
         self._warnings: dict[str, None] = {}
 
     def take(self, text: str, *, warns: bool) -> None:
@@ -154,7 +154,7 @@ class _Reader:
         self._channels = int(matched[1])
 
     def _tune(self, matched: "re.Match[str]") -> None:
-        tuned = Tuned(
+        tuned = TunedCollective(
             matched["what"], int(matched["bytes"]), _named(matched["algo"], _ALGORITHMS), _named(matched["proto"], _PROTOCOLS)
         )  # fmt: skip
         self._tuned[tuned.collective, tuned.n_bytes] = tuned
@@ -167,7 +167,7 @@ def _named(word: str, names: tuple[str, ...]) -> str:
     return next((name for name in names if name.upper() == word.replace("_", "").upper()), word)
 
 
-def transport_rows(log: NcclLog) -> list[str]:
+def nccl_rows(log: NcclLog) -> list[str]:
     """The table: pairs with the same transport together, then network, rings and trees, algorithms."""
     groups: dict[str, list[tuple[int, int]]] = {}
     for pair, transports in log.ways.items():

@@ -1,4 +1,4 @@
-"""Looks at this machine's network, without sending anything to anybody."""
+"""Checks of this machine's network. Nothing is sent to other machines."""
 
 import errno
 import socket
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from unisono.agree.reports import settings_of
 from unisono.doctor.check import CheckFunction, Finding, Surroundings, found
-from unisono.doctor.network.catalogue import PORT
-from unisono.doctor.network.judging import (
+from unisono.doctor.network_rules import (
+    PORT,
     judge_choice,
     judge_firewall,
     judge_infiniband,
@@ -36,7 +36,7 @@ def check_network(around: Surroundings) -> list[Finding]:
     found_head = around.probes.network.resolve(head) if head and topology.nodes > 1 else []
     # Several "nodes" on one machine's loopback need no way out of it.
     several = topology.nodes > 1 and not (head == "localhost" or (found_head == [head] and is_loopback(head)))
-    address = _address(around, found_head) if several else ""
+    address = _own_address(around, found_head) if several else ""
     return [
         judge_interfaces(report.interfaces, several=several),
         *judge_choice(
@@ -56,7 +56,7 @@ def check_network(around: Surroundings) -> list[Finding]:
     ]
 
 
-def _address(around: Surroundings, head: list[str]) -> str:
+def _own_address(around: Surroundings, head: list[str]) -> str:
     """This machine's own, on which the other nodes reach it; a job on loopback alone has no other machines."""
     topology = around.here.topology
     if not head:
@@ -81,7 +81,7 @@ def check_port(around: Surroundings) -> list[Finding]:
         return [
             found(PORT, "fail", f"{port} is no port", fix=["--head HOST:29500, or export MASTER_PORT=29500"])
         ]
-    trouble = _bind(port)
+    trouble = _bind_error(port)
     if trouble:
         listener = find_listener(port)
         who = (
@@ -96,14 +96,14 @@ def check_port(around: Surroundings) -> list[Finding]:
             else "or take another: torchrun --master-port PORT"
         )
         return [found(PORT, "fail" if named else "warn", f"port {port}: {trouble}{who}", fix=fix)]
-    low, high = _ephemeral()
+    low, high = _ephemeral_range()
     if named and low <= port <= high:
         text = f"port {port} is free now, and lies where the system gives out ports by chance ({low}–{high})"
         return [found(PORT, "warn", text, fix=[f"choose one below {low}, as {_TORCHRUN_PORT}"])]
     return [found(PORT, "pass", f"port {port} is free")]
 
 
-def _bind(port: int) -> str:
+def _bind_error(port: int) -> str:
     """Why nobody can listen there now; empty: one can. The port is let go at once."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -116,7 +116,7 @@ def _bind(port: int) -> str:
     return ""
 
 
-def _ephemeral() -> tuple[int, int]:
+def _ephemeral_range() -> tuple[int, int]:
     try:
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     except (OSError, ValueError):

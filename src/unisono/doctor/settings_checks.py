@@ -12,8 +12,8 @@ from unisono.agree.rules import NEED_MEANING
 from unisono.causes.variable_values import VALUES
 from unisono.causes.variables import VARIABLES, find_variable
 from unisono.causes.variables_libraries import KNOWN_TO_LIBRARIES
-from unisono.doctor.agreed import as_findings
 from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
+from unisono.doctor.local_report import agreement_findings
 
 VALUES_CHECK = Check(
     "settings.values", "values of the variables in force",
@@ -43,21 +43,25 @@ LEFT_OVER = Check(
 )  # fmt: skip
 CATALOGUE: tuple[Check, ...] = (VALUES_CHECK, SUSPICIOUS, MISSPELT, LEFT_OVER)
 
-_NEAR = 0.88  # CUDA_VISIBLE_DEVICE is, CUDA_HOME is not
+_SIMILARITY = 0.88  # CUDA_VISIBLE_DEVICE is, CUDA_HOME is not
 _OF_FAMILY = re.compile(r"^(NCCL|GLOO|TORCH|CUDA|PYTORCH|OMP)_")
-_ONE_JOB = re.compile(r"^(TORCHELASTIC_|PET_|OMPI_COMM_WORLD_|PMI_|MV2_COMM_WORLD_|UNISONO_)")
+_JOB_VARIABLE = re.compile(r"^(TORCHELASTIC_|PET_|OMPI_COMM_WORLD_|PMI_|MV2_COMM_WORLD_|UNISONO_)")
 
 
-def values(facts: Surroundings) -> list[Finding]:
+def check_values(facts: Surroundings) -> list[Finding]:
     """What is in force, and which values are not understood."""
     settings = settings_of(facts.report)
     wrong = [
-        finding for name, value in settings.items() if (finding := _wrong(name, value, facts)) is not None
+        finding
+        for name, value in settings.items()
+        if (finding := _invalid_value(name, value, facts)) is not None
     ]
     if wrong:
         return wrong
-    rows = [_explained(name, value, facts.report.variables) for name, value in settings.items()]
-    rows += [f"{name}: {_unknown(name)}" for name in facts.environment.strangers if _OF_FAMILY.match(name)]
+    rows = [_explain(name, value, facts.report.variables) for name, value in settings.items()]
+    rows += [
+        f"{name}: {_unknown_name(name)}" for name in facts.environment.strangers if _OF_FAMILY.match(name)
+    ]
     if not rows:
         return [found(VALUES_CHECK, "pass", "none is set: libraries choose by themselves")]
     many = (
@@ -68,7 +72,7 @@ def values(facts: Surroundings) -> list[Finding]:
     return [found(VALUES_CHECK, "pass", many, *rows)]
 
 
-def _wrong(name: str, value: str, facts: Surroundings) -> Finding | None:
+def _invalid_value(name: str, value: str, facts: Surroundings) -> Finding | None:
     takes = VALUES.get(name)
     if takes is None or not value.strip() or re.fullmatch(takes.pattern, value.strip(), re.IGNORECASE):
         return None
@@ -78,15 +82,15 @@ def _wrong(name: str, value: str, facts: Surroundings) -> Finding | None:
     return found(VALUES_CHECK, "fail" if fatal else "warn", text, fix=fix)
 
 
-def _explained(name: str, value: str, environment: Mapping[str, str]) -> str:
+def _explain(name: str, value: str, environment: Mapping[str, str]) -> str:
     """`NCCL_P2P_DISABLE=1: …; must be equal everywhere`."""
     known = find_variable(name)
     where = "" if name in environment else " (in nccl.conf)"
-    meaning = known.meaning if known is not None else _unknown(name)
+    meaning = known.meaning if known is not None else _unknown_name(name)
     return f"{show_setting(name, value)}{where}: {meaning}; it {NEED_MEANING[need_of(name)]}"
 
 
-def _unknown(name: str) -> str:
+def _unknown_name(name: str) -> str:
     return (
         "its library's documentation says what it does"
         if name in KNOWN_TO_LIBRARIES
@@ -94,14 +98,14 @@ def _unknown(name: str) -> str:
     )
 
 
-def suspicious(facts: Surroundings) -> list[Finding]:
+def check_suspicious(facts: Surroundings) -> list[Finding]:
     """By agreement's own table."""
     report = facts.report
     members = [(Member(report.node_rank, -1, report.host), report)]
     reasons = {} if facts.loaded is None else facts.loaded.config.reasons
     return [
         _with_reason(finding, reasons)
-        for finding in as_findings(judge_settings(members), report, {"settings": SUSPICIOUS})
+        for finding in agreement_findings(judge_settings(members), report, {"settings": SUSPICIOUS})
     ]
 
 
@@ -115,12 +119,12 @@ def _with_reason(finding: Finding, reasons: Mapping[str, str]) -> Finding:
     return replace(finding, evidence=(*finding.evidence, *rows)) if rows else finding
 
 
-def misspelt(facts: Surroundings) -> list[Finding]:
+def check_misspelt(facts: Surroundings) -> list[Finding]:
     """Names that are almost those of known variables; what begins as NCCL's, torch's and gloo's is with the suspicious ones."""
     known = [variable.name for variable in VARIABLES]
     wrong = []
     for name in facts.environment.strangers:
-        meant = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
+        meant = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILARITY)
         if meant and name not in KNOWN_TO_LIBRARIES and name not in facts.report.variables:
             fix = [
                 f'`export {meant[0]}="${name}"; unset {name}`, if that is meant',
@@ -134,7 +138,7 @@ def misspelt(facts: Surroundings) -> list[Finding]:
     return wrong or [found(MISSPELT, "pass", "no name that is almost a known one")]
 
 
-def left_over(facts: Surroundings) -> list[Finding]:
+def check_left_over(facts: Surroundings) -> list[Finding]:
     """Variables of a launcher that is not there."""
     if facts.environment.live_launcher is not None:
         return [
@@ -147,7 +151,7 @@ def left_over(facts: Surroundings) -> list[Finding]:
     names = [
         name
         for name in (*facts.here.leftovers, *facts.environment.strangers)
-        if name in LAUNCH or _ONE_JOB.match(name)
+        if name in LAUNCH or _JOB_VARIABLE.match(name)
     ]
     if not names:
         return [found(LEFT_OVER, "pass", "none")]
@@ -156,4 +160,4 @@ def left_over(facts: Surroundings) -> list[Finding]:
     return [found(LEFT_OVER, "warn", text, fix=[f"`unset {' '.join(named)}`"])]
 
 
-CHECKS: tuple[CheckFunction, ...] = (values, suspicious, misspelt, left_over)
+CHECKS: tuple[CheckFunction, ...] = (check_values, check_suspicious, check_misspelt, check_left_over)

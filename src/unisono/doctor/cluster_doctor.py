@@ -1,0 +1,224 @@
+"""`unisono doctor --launcher`: the checks run on nodes that Slurm or Ray allocates; node 0's table comes back here."""
+
+import re
+import secrets
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono.cluster.launchers import refuse_contradictions
+from unisono.cluster.ray.ray_job import DRIVER, cluster_address, ray_topology
+from unisono.cluster.slurm.controller import has_gpus, partitions, refuse_impossible
+from unisono.cluster.slurm.job_request import checked_partitions, gpus_of, nodes_of
+from unisono.cluster.slurm.srun_step import SrunStep
+from unisono.config import LoadedConfig
+from unisono.doctor.check import DoctorRequest, findings_of
+from unisono.doctor.examination import Examination, examine, redacted
+from unisono.doctor.local_report import read_config
+from unisono.errors import UnfitError, UsageError
+from unisono.facts import read_environment
+from unisono.files import parse_json
+from unisono.launch.train_request import config_yaml
+from unisono.rendezvous.ssh import forwarded_variables
+from unisono.supervise.child_process import option_words
+from unisono.supervise.task_process import refusal, run_task
+from unisono.text import one_line, plain
+
+_DISAGREE = 3
+
+
+def read_answer(line: str) -> dict[str, Any] | None:
+    """The object of a line that is a doctor's answer: its checks, or its refusal; None for any other line."""
+    try:
+        body = parse_json(line)
+    except ValueError:
+        return None
+    if isinstance(body, dict) and (isinstance(body.get("checks"), list) or body.get("kind") == "refused"):
+        return body
+    return None
+
+
+def examination_of(answer: dict[str, Any], *, code: int, host: str) -> Examination:
+    """The examination that node 0 has told.
+
+    Args:
+        answer: as `read_answer` gave it.
+        code: node 0's exit code.
+        host: what the heading names.
+
+    Raises:
+        UnisonoError: what node 0 refused, in the class of its exit code.
+    """
+    if "checks" not in answer:
+        raise refusal(answer)
+    return Examination(host, findings_of(answer), agreed=code != _DISAGREE)
+
+
+def no_answer_error(*, where: str, said: Sequence[str], fix: str) -> UnfitError:
+    """The error for a look that ended without an answer."""
+    return UnfitError.of(
+        "the look on the nodes ended without a word of node 0", where=where,
+        why="; ".join(said) or "nothing was printed there", fix=fix,
+    )  # fmt: skip
+
+
+def examine_on_ray(request: DoctorRequest) -> Examination:
+    """Has the nodes look, and gives what they have found together.
+
+    Raises:
+        ConfigError: with every problem of the config, before the cluster is asked for anything.
+        UsageError: if an option does not go with Ray, or there is no such cluster.
+        UnfitError: if it cannot give the nodes, one is lost, or the look ended without an answer.
+    """
+    environment, loaded = read_environment(), read_config(request)
+    shape = ray_topology(request.training, environment)
+    given = request.config_path is not None
+    body = {
+        "job": secrets.token_hex(8), "address": cluster_address(request.training, environment),
+        "config": config_yaml(loaded.config, command="unisono doctor, by --launcher ray") if given else None,
+        "device": loaded.config.device, "words": _ray_words(request), "nodes": shape.nodes, "least": shape.enough, "nproc": shape.nproc,
+        "join_timeout_s": request.join_timeout_s, "variables": forwarded_variables(environment.variables),
+    }  # fmt: skip
+    told = run_task("look", body, on_message=request.show, programs=DRIVER)
+    answer = next((found for line in reversed(told["lines"]) if (found := read_answer(line))), None)
+    hosts = ", ".join(told["hosts"])
+    if answer is None:
+        raise no_answer_error(
+            where=f"{told['hosts'][0]}, exit code {told['code']}",
+            said=told["said"],
+            fix="`ray status` says what became of that node; or look there by hand: unisono doctor",
+        )
+    return examination_of(answer, code=int(told["code"]), host=f"Ray's {hosts}")
+
+
+def _ray_words(request: DoctorRequest) -> list[str | None]:
+    """Of each node's `unisono`, null where its config stands; that has the overrides in it."""
+    words, options = request.look(None, resolved=True)
+    config = [None] if request.config_path is not None else []
+    return ["--json", *words, *config, *option_words(options)]
+
+
+_EXIT_LINE = re.compile(r"^srun: (error: .*(Exited with exit code|Terminated)|Terminating|Job step aborted)")
+_TAIL = 8
+_CONFIG = "/dev/stdin"  # srun gives it to every task: as it is here, also where no disk is shared
+
+
+@dataclass(frozen=True)
+class SlurmNodesRequest:
+    """What the look needs of the cluster.
+
+    Attributes:
+        least_nodes: so many are enough.
+        nodes: how many at the most.
+        nproc: ranks on each; None: as many as its devices.
+        gpus: accelerators that each node is asked for.
+        partitions: those that are named.
+        time: as it was typed; None: the partition's own limit.
+    """
+
+    least_nodes: int
+    nodes: int
+    nproc: int | None
+    gpus: int
+    partitions: tuple[str, ...]
+    time: str | None
+
+    def options(self) -> list[str]:
+        """Of srun: one look a node."""
+        number = str(self.nodes) if self.least_nodes == self.nodes else f"{self.least_nodes}-{self.nodes}"
+        options = {
+            "--nodes": number, "--ntasks-per-node": "1", "--job-name": "unisono-doctor",
+            "--cpus-per-task": str(self.nproc) if self.nproc else None, "--gpus-per-node": str(self.gpus) if self.gpus else None,
+            "--partition": ",".join(self.partitions) or None, "--time": self.time,
+        }  # fmt: skip
+        return [f"{name}={value}" for name, value in options.items() if value is not None]
+
+
+def examine_on_slurm(request: DoctorRequest) -> Examination:
+    """Has the nodes look, and gives what they have found together.
+
+    Raises:
+        ConfigError: with every problem of the config, before the cluster is asked for anything.
+        UsageError: if the cluster never has such nodes.
+        UnfitError: if too many of them are out of order, or the look ended without an answer.
+    """
+    loaded, known = read_config(request), partitions()
+    asked = _nodes_request(request, loaded)
+    refuse_impossible(asked, known)
+    text = request.config_path.read_text(encoding="utf-8-sig") if request.config_path is not None else ""
+    heard = _StepOutput(request)
+    command = [sys.executable, "-m", "unisono", *_slurm_words(request)]
+    with SrunStep(asked.options(), command, text, hear=heard.take, hear_talk=heard.talk) as step:
+        code = step.wait()
+    answer = read_answer(heard.printed.decode("utf-8", "replace"))
+    if answer is None:
+        raise no_answer_error(
+            where=f"srun, exit code {code}",
+            said=list(heard.said),
+            fix="look at `sinfo -R` and `squeue`; on nodes that you have: srun --ntasks-per-node=1 unisono doctor",
+        )
+    nodes = "one node" if asked.nodes == 1 else f"{asked.nodes} nodes"
+    return examination_of(answer, code=code, host=f"{nodes} of Slurm")
+
+
+def _nodes_request(request: DoctorRequest, loaded: LoadedConfig) -> SlurmNodesRequest:
+    named = checked_partitions(request.training)
+    least, nodes = nodes_of(request.nodes)
+    gpus = gpus_of(request.nproc, loaded.config) if has_gpus(named) else 0
+    return SlurmNodesRequest(least, nodes, request.nproc, gpus, named, request.time)
+
+
+def _slurm_words(request: DoctorRequest) -> list[str]:
+    """The look of each node; its place it takes from the step."""
+    words, options = request.look(_CONFIG if request.config_path is not None else None)
+    return ["--json", *words, *option_words(options)]
+
+
+@dataclass
+class _StepOutput:
+    """What the tasks and srun have said."""
+
+    request: DoctorRequest
+    printed: bytes = b""
+    said: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL))
+
+    def take(self, task: int | None, piece: bytes) -> None:
+        """What node 0 prints is one object, in pieces."""
+        if task == 0:
+            self.printed += piece
+
+    def talk(self, task: int | None, line: bytes) -> None:
+        """A line of stderr: node 0's and srun's are shown. Of those that say how a task ended the answer says more."""
+        text = line.decode("utf-8", "replace")
+        if task not in (None, 0) or not text.strip() or _EXIT_LINE.match(text):
+            return
+        self.said.append(one_line(text, limit=300))
+        self.request.show({"kind": "note", "time": time.time(), "text": plain(text.rstrip())})
+
+
+def examine_with_launcher(request: DoctorRequest) -> Examination:
+    """The look, through the launcher that was asked for.
+
+    Raises:
+        UnisonoError: as `examine`; or if an option is another launcher's, or its cluster cannot give the nodes.
+    """
+    refuse_contradictions(request.training)
+    if request.debug_comm and not request.ladder:
+        raise UsageError.of(
+            "--debug-comm keeps what the libraries say in the collectives of --ladder", where="command line",
+            why="doctor without --ladder has nothing more to say of a collective than its outcome",
+            fix=f"unisono doctor --ladder --debug-comm{'' if request.nproc is None else f' --nproc {request.nproc}'}, with the other options as they are",
+        )  # fmt: skip
+    if request.launcher == "slurm":
+        return _redacted_examination(examine_on_slurm(request))
+    if request.launcher == "ray":
+        return _redacted_examination(examine_on_ray(request))
+    return examine(request)
+
+
+def _redacted_examination(examination: Examination) -> Examination:
+    """What came from another process is pasted into issues like our own words."""
+    return Examination(examination.host, redacted(examination.findings), agreed=examination.agreed)

@@ -1,1 +1,0 @@
-"""`unisono doctor --launcher`: the look made on nodes that Slurm or Ray gives for it; node 0's table comes back here."""

@@ -1,1 +1,0 @@
-"""This machine's network, and what lies between several: interfaces, names, ports, the firewall, speed."""
