@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.fronts import Front, merge_findings
+from tests.nodes.fronts import Front, together
 from tests.nodes.harness import Job
 from unisono.agree.display import Member
 from unisono.config.load import build_config
 from unisono.doctor.local_report import LocalRun
-from unisono.doctor.node_comparison import _storage_mark
-from unisono.doctor.node_comparison import merge_findings as together_of
+from unisono.doctor.node_comparison import _storage_mark, merge_findings
 from unisono.doctor.system_checks import judge_clock
 from unisono.rundir.lock import RunLock
 
@@ -27,7 +26,7 @@ def checks(front: Front) -> dict[str, list[dict[str, object]]]:
 @pytest.mark.makes("peers.agreement", "pass")
 def test_nodes_that_agree_show_the_same_table_on_each_and_nothing_was_started(pair: Job) -> None:
     fronts = [pair.start(node, command="doctor", config=False, json=True) for node in range(2)]
-    assert merge_findings(fronts) == [0, 0], pair.told()
+    assert together(fronts) == [0, 0], pair.told()
     one, other = map(checks, fronts)
     assert one == other
     [found] = one["peers.agreement"]
@@ -50,7 +49,7 @@ def test_nodes_that_are_wrong_in_the_same_way_share_a_line_whenever_each_has_loo
         Member(node, -1, host): [judge_clock(1.7e9 + node, installed_s=1.6e9, synchronised=False)]
         for node, host in enumerate("abc")
     }
-    [found] = together_of(looks)
+    [found] = merge_findings(looks)
     assert (found.status, found.where) == ("warn", "nodes 0 (a), 1 (b) and 2 (c)")
 
 
@@ -83,7 +82,7 @@ def test_a_setting_that_differs_ends_with_3_in_the_same_words_and_the_remedy(pai
         pair.start(node, command="doctor", config=False, json=False, env=odd if node else {})
         for node in range(2)
     ]
-    assert merge_findings(fronts) == [3, 3], pair.told()
+    assert together(fronts) == [3, 3], pair.told()
     tables = [front.text("out").partition("peers.agreement")[2] for front in fronts]
     assert tables[0].partition("\n\n")[0] == tables[1].partition("\n\n")[0]
     assert "NCCL_ALGO" in tables[0]
@@ -98,7 +97,7 @@ def test_what_one_node_has_found_of_itself_is_told_on_all_with_its_name_and_the_
         pair.start(node, command="doctor", json=True, env={"OMP_NUM_THREAD": "2"} if node else {})
         for node in range(2)
     ]
-    assert merge_findings(fronts) == [6, 6], pair.told()
+    assert together(fronts) == [6, 6], pair.told()
     one, other = map(checks, fronts)
     assert one == other
     [misspelt] = one["settings.misspelt"]

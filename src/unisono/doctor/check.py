@@ -83,11 +83,23 @@ class DoctorRequest:
     def training(self) -> TrainRequest:
         """The training start that this is the look before; its config is empty where none was given."""
         return _DoctorTraining(
-            self.config_path or Path(), self.overrides, nproc=self.nproc, devices=self.devices, nodes=self.nodes,
-            node_rank=self.node_rank, head=self.head, hosts=self.hosts, token_file=self.token_file, join_timeout_s=self.join_timeout_s,
-            programs=self.programs, probes=self.probes, launcher=self.launcher, ray_address=self.ray_address, partition=self.partition,
+            self.config_path or Path(),
+            self.overrides,
+            nproc=self.nproc,
+            devices=self.devices,
+            nodes=self.nodes,
+            node_rank=self.node_rank,
+            head=self.head,
+            hosts=self.hosts,
+            token_file=self.token_file,
+            join_timeout_s=self.join_timeout_s,
+            programs=self.programs,
+            probes=self.probes,
+            launcher=self.launcher,
+            ray_address=self.ray_address,
+            partition=self.partition,
             time=self.time,
-        )  # fmt: skip
+        )
 
     @property
     def remote(self) -> RemoteCommand:
@@ -105,9 +117,13 @@ class DoctorRequest:
         """
         words = ("doctor", *(() if config is None else (config,)), *(() if resolved else self.overrides))
         return words, {
-            "--join-timeout": f"{self.join_timeout_s:g}", "--nproc": self.nproc, "--devices": self.devices,
-            "--ladder": self.ladder or None, "--debug-comm": self.debug_comm or None, "--end-orphans": self.end_orphans or None,
-        }  # fmt: skip
+            "--join-timeout": f"{self.join_timeout_s:g}",
+            "--nproc": self.nproc,
+            "--devices": self.devices,
+            "--ladder": self.ladder or None,
+            "--debug-comm": self.debug_comm or None,
+            "--end-orphans": self.end_orphans or None,
+        }
 
 
 Area = Literal["system", "settings", "config", "devices", "network", "peers"]
@@ -217,8 +233,14 @@ def findings_of(value: object) -> list[Finding]:
         with contextlib.suppress(KeyError, TypeError):
             if one["status"] in ("pass", "warn", "fail", "unknown") and one["evidence"]:
                 read.append(
-                    Finding(str(one["id"]), one["status"], tuple(map(str, one["evidence"])), tuple(map(str, one["fix"])), str(one.get("where", "")))
-                )  # fmt: skip
+                    Finding(
+                        str(one["id"]),
+                        one["status"],
+                        tuple(map(str, one["evidence"])),
+                        tuple(map(str, one["fix"])),
+                        str(one.get("where", "")),
+                    )
+                )
     return read
 
 

@@ -60,9 +60,11 @@ def examination_of(answer: dict[str, Any], *, code: int, host: str) -> Examinati
 def no_answer_error(*, where: str, said: Sequence[str], fix: str) -> UnfitError:
     """The error for a look that ended without an answer."""
     return UnfitError.of(
-        "the look on the nodes ended without a word of node 0", where=where,
-        why="; ".join(said) or "nothing was printed there", fix=fix,
-    )  # fmt: skip
+        "the look on the nodes ended without a word of node 0",
+        where=where,
+        why="; ".join(said) or "nothing was printed there",
+        fix=fix,
+    )
 
 
 def examine_on_ray(request: DoctorRequest) -> Examination:
@@ -77,11 +79,17 @@ def examine_on_ray(request: DoctorRequest) -> Examination:
     shape = ray_topology(request.training, environment)
     given = request.config_path is not None
     body = {
-        "job": secrets.token_hex(8), "address": cluster_address(request.training, environment),
+        "job": secrets.token_hex(8),
+        "address": cluster_address(request.training, environment),
         "config": config_yaml(loaded.config, command="unisono doctor, by --launcher ray") if given else None,
-        "device": loaded.config.device, "words": _ray_words(request), "nodes": shape.nodes, "least": shape.enough, "nproc": shape.nproc,
-        "join_timeout_s": request.join_timeout_s, "variables": forwarded_variables(environment.variables),
-    }  # fmt: skip
+        "device": loaded.config.device,
+        "words": _ray_words(request),
+        "nodes": shape.nodes,
+        "least": shape.enough,
+        "nproc": shape.nproc,
+        "join_timeout_s": request.join_timeout_s,
+        "variables": forwarded_variables(environment.variables),
+    }
     told = run_task("look", body, on_message=request.show, programs=DRIVER)
     answer = next((found for line in reversed(told["lines"]) if (found := read_answer(line))), None)
     hosts = ", ".join(told["hosts"])
@@ -130,10 +138,14 @@ class SlurmNodesRequest:
         """Of srun: one look a node."""
         number = str(self.nodes) if self.least_nodes == self.nodes else f"{self.least_nodes}-{self.nodes}"
         options = {
-            "--nodes": number, "--ntasks-per-node": "1", "--job-name": "unisono-doctor",
-            "--cpus-per-task": str(self.nproc) if self.nproc else None, "--gpus-per-node": str(self.gpus) if self.gpus else None,
-            "--partition": ",".join(self.partitions) or None, "--time": self.time,
-        }  # fmt: skip
+            "--nodes": number,
+            "--ntasks-per-node": "1",
+            "--job-name": "unisono-doctor",
+            "--cpus-per-task": str(self.nproc) if self.nproc else None,
+            "--gpus-per-node": str(self.gpus) if self.gpus else None,
+            "--partition": ",".join(self.partitions) or None,
+            "--time": self.time,
+        }
         return [f"{name}={value}" for name, value in options.items() if value is not None]
 
 
@@ -208,10 +220,11 @@ def examine_with_launcher(request: DoctorRequest) -> Examination:
     refuse_contradictions(request.training)
     if request.debug_comm and not request.ladder:
         raise UsageError.of(
-            "--debug-comm keeps what the libraries say in the collectives of --ladder", where="command line",
+            "--debug-comm keeps what the libraries say in the collectives of --ladder",
+            where="command line",
             why="doctor without --ladder has nothing more to say of a collective than its outcome",
             fix=f"unisono doctor --ladder --debug-comm{'' if request.nproc is None else f' --nproc {request.nproc}'}, with the other options as they are",
-        )  # fmt: skip
+        )
     if request.launcher == "slurm":
         return _redacted_examination(examine_on_slurm(request))
     if request.launcher == "ray":

@@ -20,12 +20,13 @@ from unisono.rundir.start_decision import StartDecision, decide_start
 from unisono.units import show_bytes, show_count
 
 HUB = Check(
-    "config.hub", "the hub, where this run needs it",
+    "config.hub",
+    "the hub, where this run needs it",
     "a model or data set that cannot be downloaded ends the start, on one node perhaps and not on the others",
     "Only where the config names a model, tokenizer or data set by its hub id: whether it is in the cache, whether offline mode is on, whether the hub answers within two"
     " seconds, and whether there is a token (never which). Warns at most.",
     ("hub_unreachable", "gated_model"),
-)  # fmt: skip
+)
 
 _HUB_LIMIT_S = 2.0
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
@@ -96,46 +97,62 @@ def judge_hub(
 
 
 START = Check(
-    "config.start", "whether this run may start",
+    "config.start",
+    "whether this run may start",
     "a start is refused where output_dir holds a finished run, another run, or something else, and where another process holds it",
     "What `unisono train` decides first: a new run, one that goes on, or a refusal, which fails with the remedy. Warns where a living process holds the run.",
-)  # fmt: skip
+)
 MODEL = Check(
-    "config.model", "the model and its tokenizer",
+    "config.model",
+    "the model and its tokenizer",
     "a file that is missing, or a config and weights of different models, would end the start on the first node that looks",
     "What the start reads: config.json, the shapes of the weights, the tokenizer. Fails with each problem.",
     ("model_path_missing", "tokenizer_mismatch"),
-)  # fmt: skip
+)
 DATA = Check(
-    "config.data", "the rows",
+    "config.data",
+    "the rows",
     "a row that cannot be read or is too long, a template that masks everything: found in the first minute, or after the queue",
     "The rows are read, rendered and tokenised as for the start, which then finds them in the cache. Fails with each problem.",
-)  # fmt: skip
+)
 MEMORY = Check(
-    "config.memory", "memory of a rank",
+    "config.memory",
+    "memory of a rank",
     "a rank that runs out of memory does so at its longest batch, mostly not at its first",
     "The plan's estimate of weights, state, activations and loss against the free memory of the rank's device. Warns from 90 %, fails above 100 %.",
     ("cuda_oom", "host_oom_killed"),
-)  # fmt: skip
+)
 DISK = Check(
-    "config.disk", "disk for checkpoints",
+    "config.disk",
+    "disk for checkpoints",
     "a disk that fills up takes the checkpoint that is being written, and the run with it",
     "What (keep + 2) checkpoints and the final weights take, at most, against what is free in output_dir. Warns from 90 %, fails above 100 %.",
     ("disk_full",),
-)  # fmt: skip
+)
 PACKAGES = Check(
-    "config.packages", "packages that this run needs",
+    "config.packages",
+    "packages that this run needs",
     "a package that only one option needs is noticed when that option is first used",
     "tensorboard for `track`, the storage's package for `checkpoint.storage` and URLs of data (fail where they are missing), py-spy for stacks of ranks that do not answer (warns).",
     ("missing_dependency",),
-)  # fmt: skip
+)
 CATALOGUE: tuple[Check, ...] = (START, MODEL, DATA, MEMORY, DISK, PACKAGES, HUB)
 
 _TIGHT = 0.9
 _STORAGES = {
-    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "sftp": "paramiko", "ssh": "paramiko",
-    "smb": "smbprotocol", "http": "aiohttp", "https": "aiohttp",
-}  # fmt: skip
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "sftp": "paramiko",
+    "ssh": "paramiko",
+    "smb": "smbprotocol",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
 
 
 @dataclass(frozen=True)
@@ -196,8 +213,15 @@ def _prepare_run(facts: Surroundings, loaded: LoadedConfig) -> _PreparedRun:
         decision = StartDecision("fresh", "doctor", "as a new run")
         layout = lay_out([facts.here.offer_as(node_rank) for node_rank in range(facts.here.topology.nodes)])
         plan = plan_start(
-            request, loaded, facts.here, run=run, decision=decision, prepared=prepared, show=facts.request.show, layout=layout
-        )  # fmt: skip
+            request,
+            loaded,
+            facts.here,
+            run=run,
+            decision=decision,
+            prepared=prepared,
+            show=facts.request.show,
+            layout=layout,
+        )
     except UnisonoError as error:
         return _PreparedRun(None, error.problems)
     return _PreparedRun(plan)

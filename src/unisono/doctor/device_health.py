@@ -35,7 +35,7 @@ XIDS: dict[int, tuple[str, Gravity, str]] = {
     120: ("the device's system processor failed", "grave", _RESET),
     140: ("a memory error that could not be corrected", "grave", _RESET),
     149: ("an NVLink failed", "grave", _RETURN),
-}  # fmt: skip
+}
 """Of NVIDIA's list (docs.nvidia.com/deploy/xid-errors), those that matter to training: meaning, gravity, remedy."""
 
 

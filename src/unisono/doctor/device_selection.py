@@ -25,8 +25,14 @@ TRANSPORTS: dict[TransportKind, str] = {
 """The best first."""
 
 _LEVEL_WORDS: dict[Level, str] = {
-    "internal": "PIX", "single": "PIX", "multiple": "PXB", "hostbridge": "PHB", "node": "NODE", "system": "SYS", "unknown": "?",
-}  # fmt: skip
+    "internal": "PIX",
+    "single": "PIX",
+    "multiple": "PXB",
+    "hostbridge": "PHB",
+    "node": "NODE",
+    "system": "SYS",
+    "unknown": "?",
+}
 LEGEND = (
     "NVn: n NVLinks; PIX: one PCIe switch; PXB: several switches; PHB: the processor's host bridge; NODE: one NUMA node, two bridges;"
     " SYS: across sockets"
@@ -66,8 +72,13 @@ def link_word(details: DevicesDetails, one: int, other: int) -> str:
 
 
 def expected_transport(
-    details: DevicesDetails, one: int, other: int, *, vendor: str = "", settings: Mapping[str, str] | None = None
-) -> Transport:  # fmt: skip
+    details: DevicesDetails,
+    one: int,
+    other: int,
+    *,
+    vendor: str = "",
+    settings: Mapping[str, str] | None = None,
+) -> Transport:
     """The transport that NCCL is expected to take.
 
     Args:
@@ -145,9 +156,15 @@ def _row(device: DeviceDetails, visible: Sequence[int]) -> tuple[str, ...]:
         )
     sliced = f" ({len(device.mig)} MIG slices)" if device.mig is not None else ""
     return (
-        seen, str(device.index), device.uuid[:_UUID_LETTERS], device.bus_id, "" if device.numa_node is None else str(device.numa_node),
-        show_bytes(device.memory_used_bytes), show_bytes(device.memory_bytes), one_line(device.name, limit=40) + sliced,
-    )  # fmt: skip
+        seen,
+        str(device.index),
+        device.uuid[:_UUID_LETTERS],
+        device.bus_id,
+        "" if device.numa_node is None else str(device.numa_node),
+        show_bytes(device.memory_used_bytes),
+        show_bytes(device.memory_bytes),
+        one_line(device.name, limit=40) + sliced,
+    )
 
 
 def link_rows(details: DevicesDetails) -> list[str]:
@@ -248,9 +265,14 @@ _MIN_MEMORY_SHARE = 0.9
 
 
 def judge_selection(
-    details: DevicesDetails, chosen: Sequence[int], *, vendor: str = "", settings: Mapping[str, str] | None = None, ill: Sequence[int] = (),
+    details: DevicesDetails,
+    chosen: Sequence[int],
+    *,
+    vendor: str = "",
+    settings: Mapping[str, str] | None = None,
+    ill: Sequence[int] = (),
     within: Sequence[int] | None = None,
-) -> SelectionReport:  # fmt: skip
+) -> SelectionReport:
     """What is wrong with these devices, and which others would be better.
 
     Args:
@@ -401,7 +423,10 @@ def _why(now: Selection, better: Selection) -> str:
         (better.types < now.types, "of one type"),
         (better.worst < now.worst, f"no pair needs more than {kinds[better.worst]}"),
         (better.ways < now.ways and better.worst == now.worst, "more pairs have a good way"),
-        (better.numa_nodes < now.numa_nodes, "on one NUMA node" if better.numa_nodes == 1 else f"on {better.numa_nodes} NUMA nodes"),
+        (
+            better.numa_nodes < now.numa_nodes,
+            "on one NUMA node" if better.numa_nodes == 1 else f"on {better.numa_nodes} NUMA nodes",
+        ),
         (better.gaps < now.gaps, "contiguous"),
-    ]  # fmt: skip
+    ]
     return ", ".join(words for gained, words in gains if gained)

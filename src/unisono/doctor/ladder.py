@@ -16,8 +16,14 @@ Settings = Mapping[str, str | None]
 OWN = "{interface}"
 """In a value: the interface on which a node is reached by the others; each node puts in its own."""
 SETTABLE = (
-    "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE",
-)  # fmt: skip
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "TP_SOCKET_IFNAME",
+    "GLOO_DEVICE_TRANSPORT",
+    "NCCL_IB_DISABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SHM_DISABLE",
+)
 """What a step may set."""
 _FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TP_SOCKET_")
 _NEEDED = ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS")
@@ -251,14 +257,15 @@ class _Attempts:
 
 
 LADDER = Check(
-    "network.ladder", "A real collective, and the settings with which it works",
+    "network.ladder",
+    "A real collective, and the settings with which it works",
     "settings that are tried by hand in the middle of the night stay for years; one step at a time tells which is needed, and what it costs",
     "With --ladder. Child processes add numbers with the real back-end, first with the settings as they are: one number, then 4 MiB (gloo) or 64 MiB (NCCL). If that"
     " fails, hangs or crawls: without what is set, interface pinned, InfiniBand off, peer access off, shared memory off (NCCL), or interface"
     " pinned to each candidate, transport tcp, transport uv (gloo), each with a deadline; then each step that was not needed is left out. PASS: it works as it is. FAIL: it"
     " does not; the first settings that work are written out. Settings live in the children alone.",
     ("address_unreachable", "nccl_socket_iface", "ib_unreachable"),
-)  # fmt: skip
+)
 
 
 def ladder_finding(climb: Climb, *, interface: str = "") -> Finding:

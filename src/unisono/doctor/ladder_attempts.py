@@ -165,14 +165,25 @@ class AttemptRanks:
 
     def _start(self, child: AttemptRank) -> TaskProcess:
         request = {
-            "rank": child.rank, "world_size": self.world_size, "backend": self.backend, "store_host": self.store_host,
-            "device_index": 0 if child.device.kind == "cuda" else None, "deadline_s": self.deadline_s, "rounds": ROUNDS,
-            "large_bytes": LARGE_BYTES[self.backend], "store_ports": list(self.store_ports), "names": list(self.names) or [f"rank {rank}" for rank in range(self.world_size)],
-        }  # fmt: skip
+            "rank": child.rank,
+            "world_size": self.world_size,
+            "backend": self.backend,
+            "store_host": self.store_host,
+            "device_index": 0 if child.device.kind == "cuda" else None,
+            "deadline_s": self.deadline_s,
+            "rounds": ROUNDS,
+            "large_bytes": LARGE_BYTES[self.backend],
+            "store_ports": list(self.store_ports),
+            "names": list(self.names) or [f"rank {rank}" for rank in range(self.world_size)],
+        }
         return TaskProcess(
-            "collective", request, talks=True, programs=self.programs, environment=self._environment(child),
+            "collective",
+            request,
+            talks=True,
+            programs=self.programs,
+            environment=self._environment(child),
             printed=self.record / f"rank-{child.rank:05d}.log" if self.record else None,
-        )  # fmt: skip
+        )
 
     def _environment(self, child: AttemptRank) -> dict[str, str]:
         leftovers = misleading(read_environment().leftovers, world_size=2)
@@ -270,9 +281,15 @@ def _until_ready(stream: Iterator[Message]) -> int:
 
 
 def attempt_here(
-    places: Sequence[DeviceChoice], settings: Settings, *, backend: str, deadline_s: float, programs: Programs,
-    tell: Callable[[str], None] = lambda _: None, record: Path | None = None,
-) -> AttemptOutcome:  # fmt: skip
+    places: Sequence[DeviceChoice],
+    settings: Settings,
+    *,
+    backend: str,
+    deadline_s: float,
+    programs: Programs,
+    tell: Callable[[str], None] = lambda _: None,
+    record: Path | None = None,
+) -> AttemptOutcome:
     """One collective over this machine's ranks.
 
     Args:
@@ -329,9 +346,13 @@ def check_ladder(around: Surroundings) -> list[Finding]:
 
     def attempt(settings: Settings, name: str) -> AttemptOutcome:
         return attempt_here(
-            places, settings, backend=backend, deadline_s=DEADLINE_S, programs=around.request.programs,
+            places,
+            settings,
+            backend=backend,
+            deadline_s=DEADLINE_S,
+            programs=around.request.programs,
             record=record.attempt(name) if record else None,
-        )  # fmt: skip
+        )
 
     enough = (
         enough_rate(around.probes.details(), [device.index for device in around.report.chosen])

@@ -69,9 +69,13 @@ def read_surroundings(request: DoctorRequest, asked: LocalRun | None = None) -> 
     """
     asked = asked or read_local_run(request, read_environment())
     report = make_node_report(
-        loaded=asked.loaded, here=asked.here, standing=ChannelFacts("127.0.0.1", {}, 0.0, []), files=NO_FILES,
-        output=probe_storage(Path(asked.loaded.config.output_dir), limit_s=STORAGE_S), probes=request.probes,
-    )  # fmt: skip
+        loaded=asked.loaded,
+        here=asked.here,
+        standing=ChannelFacts("127.0.0.1", {}, 0.0, []),
+        files=NO_FILES,
+        output=probe_storage(Path(asked.loaded.config.output_dir), limit_s=STORAGE_S),
+        probes=request.probes,
+    )
     return Surroundings(request, asked.here, report, asked.loaded if asked.given else None)
 
 

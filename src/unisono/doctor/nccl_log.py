@@ -15,7 +15,7 @@ _VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
 _CHANNEL = re.compile(
     r"^(?:Channel|Ring) (?P<channel>\d+)(?:/\d+)?\s*:\s*(?P<source>\d+)(?:\[(?P<source_at>\w+)\])?\s*->\s*(?P<target>\d+)(?:\[(?P<target_at>\w+)\])?"
     r"(?:\s*\[(?P<way>send|receive)\])?\s+via\s+(?P<transport>\S+(?: pointer)?)"
-)  # fmt: skip
+)
 _INIT = re.compile(
     r"comm 0x\w+ rank (?P<rank>\d+) n[rR]anks (?P<ranks>\d+) .*?cudaDev (?P<cuda>\d+)(?: nvmlDev (?P<nvml>\d+))? busId (?P<bus>\w+)"
 )
@@ -106,9 +106,14 @@ class _LogReader:
         if warns:
             self._warnings[text] = None
         for pattern, use in (
-            (_CHANNEL, self._channel), (_INIT, self._init), (_USING, self._using), (_NETWORK, self._net), (_SET, self._set),
-            (_TUNED, self._tune), (_CHANNELS, self._count),
-        ):  # fmt: skip
+            (_CHANNEL, self._channel),
+            (_INIT, self._init),
+            (_USING, self._using),
+            (_NETWORK, self._net),
+            (_SET, self._set),
+            (_TUNED, self._tune),
+            (_CHANNELS, self._count),
+        ):
             matched = pattern.search(text)
             if matched:
                 use(matched)
@@ -119,9 +124,19 @@ class _LogReader:
     def made(self) -> NcclLog:
         ways = {pair: Counter(found.values()) for pair, found in sorted(self._ways.items())}
         return NcclLog(
-            self.version, self._ranks, dict(sorted(self._devices.items())), ways, self._channels, self._rings, self._trees,
-            self._network, self._interfaces, self._settings, tuple(self._tuned.values()), tuple(self._warnings),
-        )  # fmt: skip
+            self.version,
+            self._ranks,
+            dict(sorted(self._devices.items())),
+            ways,
+            self._channels,
+            self._rings,
+            self._trees,
+            self._network,
+            self._interfaces,
+            self._settings,
+            tuple(self._tuned.values()),
+            tuple(self._warnings),
+        )
 
     def _channel(self, matched: "re.Match[str]") -> None:
         """Over a network both ends say it: one channel of one direction is counted once."""
@@ -155,8 +170,11 @@ class _LogReader:
 
     def _tune(self, matched: "re.Match[str]") -> None:
         tuned = TunedCollective(
-            matched["what"], int(matched["bytes"]), _named(matched["algo"], _ALGORITHMS), _named(matched["proto"], _PROTOCOLS)
-        )  # fmt: skip
+            matched["what"],
+            int(matched["bytes"]),
+            _named(matched["algo"], _ALGORITHMS),
+            _named(matched["proto"], _PROTOCOLS),
+        )
         self._tuned[tuned.collective, tuned.n_bytes] = tuned
 
 

@@ -15,46 +15,52 @@ from unisono.facts.tcp import Firewall
 from unisono.text import nearest, one_line
 
 INTERFACES = Check(
-    "network.interfaces", "Network interfaces",
+    "network.interfaces",
+    "Network interfaces",
     "nodes meet over one interface of each; where it is down, slow or missing they wait for each other until a time-out",
     "The kernel's list over netlink: kind, state, addresses, MTU, speed. FAIL: several nodes, and no interface but loopback and bridges is up with"
     " an address. WARN: those that are up differ in MTU.",
     ("address_unreachable", "mtu_blackhole"),
-)  # fmt: skip
+)
 CHOICE = Check(
-    "network.choice", "The interface that NCCL and gloo take",
+    "network.choice",
+    "The interface that NCCL and gloo take",
     "a variable that was copied from another machine, or a bridge of containers, leads ranks to addresses that no peer reaches",
     "NCCL_SOCKET_IFNAME (prefixes, ^, =) and GLOO_SOCKET_IFNAME (exact names) against the interfaces that are here; without them the orders of NCCL"
     " (ib…, others, docker…, lo) and gloo (the host name's address). FAIL: nothing fits, or several nodes and it leads to none.",
     ("nccl_socket_iface", "address_unreachable"),
-)  # fmt: skip
+)
 NAMES = Check(
-    "network.names", "Host names",
+    "network.names",
+    "Host names",
     "a host name that leads to 127.0.1.1, as some installers write it, sends each peer to itself",
     "This machine's own name and the head's, through the system's resolver. FAIL: the head's name has no address, or leads another node to"
     " itself. WARN: the own name leads to loopback or nowhere, or the resolver takes more than a second.",
     ("hostname_loopback", "dns_failure"),
-)  # fmt: skip
+)
 INFINIBAND = Check(
-    "network.infiniband", "InfiniBand and RoCE ports",
+    "network.infiniband",
+    "InfiniBand and RoCE ports",
     "a port that is not active, or switched off by a variable, leaves a job on a network that is ten times slower",
     "States, rates and NUMA nodes from /sys/class/infiniband, and NCCL_IB_DISABLE and NCCL_IB_HCA. WARN: a port is down, rates differ, or"
     " active ports are not used.",
-)  # fmt: skip
+)
 PORT = Check(
-    "network.port", "The port on which the head listens",
+    "network.port",
+    "The port on which the head listens",
     "on a port that another program has, the other nodes meet that program and hang without a word",
     "On node 0 the port of --head or MASTER_PORT (else 29500, where torchrun's ranks meet) is bound and let go. FAIL: it is taken, and the job needs it. WARN: it is"
     " taken and only torchrun's default, or lies where the system gives out ports by chance.",
     ("port_in_use",),
-)  # fmt: skip
+)
 FIREWALL = Check(
-    "network.firewall", "Firewall of this machine",
+    "network.firewall",
+    "Firewall of this machine",
     "ranks listen on ports that are chosen at run time, so a firewall that opens only some lets a job begin and hang",
     "Rules for packets that come in, from iptables and nft; only root can list them. WARN: several nodes, and some are refused. UNKNOWN: several nodes, and no root or neither program."
     " Firewalls elsewhere are found by the nodes' dialling of each other (--nodes).",
     ("address_unreachable",),
-)  # fmt: skip
+)
 
 CATALOGUE = (INTERFACES, CHOICE, NAMES, INFINIBAND, PORT, FIREWALL)
 
@@ -182,11 +188,15 @@ def judge_interfaces(interfaces: Sequence[Interface], *, several: bool) -> Findi
 def _interface_rows(interfaces: Sequence[Interface]) -> list[str]:
     rows = [("interface", "state", "kind", "MTU", "speed", "addresses")] + [
         (
-            one_line(one.name, limit=24), "up" if one.up else "down", one.kind, str(one.mtu or "?"),
-            f"{one.speed_mbit / 1000:g} Gbit/s" if one.speed_mbit else "", ", ".join(map(one_line, one.addresses[:4])),
+            one_line(one.name, limit=24),
+            "up" if one.up else "down",
+            one.kind,
+            str(one.mtu or "?"),
+            f"{one.speed_mbit / 1000:g} Gbit/s" if one.speed_mbit else "",
+            ", ".join(map(one_line, one.addresses[:4])),
         )
         for one in interfaces
-    ]  # fmt: skip
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(6)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -194,8 +204,14 @@ def _interface_rows(interfaces: Sequence[Interface]) -> list[str]:
 
 
 def judge_choice(
-    interfaces: Sequence[Interface], settings: Mapping[str, str], *, own_addresses: Sequence[str], several: bool, cuda: bool, address: str = ""
-) -> list[Finding]:  # fmt: skip
+    interfaces: Sequence[Interface],
+    settings: Mapping[str, str],
+    *,
+    own_addresses: Sequence[str],
+    several: bool,
+    cuda: bool,
+    address: str = "",
+) -> list[Finding]:
     """What the libraries take, and whether that can work.
 
     Args:
@@ -284,8 +300,15 @@ def _bad_choice(
 
 
 def judge_names(
-    host: str, own: Sequence[str], took_s: float, *, head: str = "", head_addresses: Sequence[str] = (), several: bool, is_head: bool = True
-) -> Finding:  # fmt: skip
+    host: str,
+    own: Sequence[str],
+    took_s: float,
+    *,
+    head: str = "",
+    head_addresses: Sequence[str] = (),
+    several: bool,
+    is_head: bool = True,
+) -> Finding:
     """Whether names lead where they should.
 
     Args:

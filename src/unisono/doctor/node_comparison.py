@@ -22,13 +22,21 @@ from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
 
 AGREEMENT = Check(
-    "peers.agreement", "whether all nodes mean the same run",
+    "peers.agreement",
+    "whether all nodes mean the same run",
     "nodes that differ in ranks, versions, settings, code, config or files train wrongly or wait for each other for ever",
     "With `--nodes` or `--hosts`: all nodes meet at the head, as they would before a run. Each brings its report and what it has found of itself; every node dials the others with"
     " small and large messages, and one process on each takes part in a small collective. [All rules](agreement.md). Fails, with exit code 3 on every node, where a rule"
     " forbids a start; what only warns is listed by its rule, as peers.clock.",
-    ("nproc_mismatch", "version_mismatch", "env_mismatch", "config_mismatch", "node_missing", "address_unreachable"),
-)  # fmt: skip
+    (
+        "nproc_mismatch",
+        "version_mismatch",
+        "env_mismatch",
+        "config_mismatch",
+        "node_missing",
+        "address_unreachable",
+    ),
+)
 CATALOGUE: tuple[Check, ...] = (AGREEMENT,)
 
 _FINDINGS_S = 60.0
@@ -77,10 +85,13 @@ def _as_head(
     with (
         _storage_mark(asked) as mark,
         hold_meeting(
-            party, make, welcome={**mark, LADDER: request.ladder}, trial=trial,
+            party,
+            make,
+            welcome={**mark, LADDER: request.ladder},
+            trial=trial,
             start_others=start if party.topology.hosts else None,
         ) as meeting,
-    ):  # fmt: skip
+    ):
         said = meeting.gather("findings", timeout_s=_FINDINGS_S, what="what the node has found of itself")
         hosts = meeting.roll.hosts
         by_node = {Member(0, -1, party.host): own}
@@ -167,9 +178,13 @@ def _report_maker(request: TrainRequest, asked: LocalRun) -> MakeReport:
             else NO_FILES
         )
         return make_node_report(
-            loaded=asked.loaded, here=asked.here, standing=standing, files=files,
-            output=look_at_output(asked.loaded, standing), probes=request.probes,
-        )  # fmt: skip
+            loaded=asked.loaded,
+            here=asked.here,
+            standing=standing,
+            files=files,
+            output=look_at_output(asked.loaded, standing),
+            probes=request.probes,
+        )
 
     return make
 

@@ -222,13 +222,14 @@ async def _count_stream(reader: asyncio.StreamReader) -> float:
 
 
 SPEED = Check(
-    "peers.speed", "Speed between the nodes",
+    "peers.speed",
+    "Speed between the nodes",
     "one slow link or one slow node sets the pace of every step of all nodes",
     "Nodes measure in pairs, each with another partner in each round: the shortest of ten pings, and a stream of 0.3 s each way over a connection on which both have"
     " proven the job's secret. FAIL: two cannot be measured. WARN: a pair is slower than half of what is usual here, or answers five times later. A node that is"
     " slow with all partners is slow itself; a pair whose ends are quick with others has a slow link.",
     ("address_unreachable", "straggler"),
-)  # fmt: skip
+)
 _LATE_S = 2e-3  # below that a difference is a matter of scheduling
 _LATE = 5.0
 _MAX_EXPECTED = 20e6  # of a stream that Python writes, on a machine that is busy

@@ -95,10 +95,11 @@ def node_trial(*, ladder: bool, debug_comm: bool) -> Callable[[Attendance, NodeR
     def trial(attendance: Attendance, report: NodeReport) -> None:
         if attendance.welcome.get(LADDER) is not ladder:
             raise UsageError.of(
-                "this node's command is not the head's", where="--ladder",
+                "this node's command is not the head's",
+                where="--ladder",
                 why="the head was started with another command, or one of the two without --ladder",
                 fix="run the same `unisono doctor` on every node, with --ladder on all or on none",
-            )  # fmt: skip
+            )
         key = _key(attendance.party.token, str(attendance.welcome["run_nonce"]))
         with stream_listener(report.address, key) as listener:
             attendance.send({"kind": "measures_ready", "port": listener.ports[0]})
@@ -126,10 +127,16 @@ def _dial_findings(meeting: Meeting) -> list[Finding]:
     agreement = head_dials(meeting)
     fixes = {verdict.summary: verdict.fix for verdict in agreement.verdicts}
     return [
-        Finding(f"peers.{check.id}", check.status, (check.text,), fixes.get(check.text, (check.fix,) if check.fix else ()), check.where)
+        Finding(
+            f"peers.{check.id}",
+            check.status,
+            (check.text,),
+            fixes.get(check.text, (check.fix,) if check.fix else ()),
+            check.where,
+        )
         for check in agreement.checks
         if check.status != "pass"
-    ]  # fmt: skip
+    ]
 
 
 def _measure_pairs(meeting: Meeting, ports: Mapping[int, int]) -> dict[Pair, LinkSpeed]:
@@ -221,10 +228,16 @@ def _attempt_on_all(
 ) -> AttemptOutcome:
     """One collective over all nodes; the worst of what they say."""
     present = [report.node_rank for report in meeting.reports]
-    meeting.broadcast({
-        "kind": "ladder", "settings": dict(settings), "backend": backend, "present": present, "name": name,
-        "record": record.folder.name if record else None,
-    })  # fmt: skip
+    meeting.broadcast(
+        {
+            "kind": "ladder",
+            "settings": dict(settings),
+            "backend": backend,
+            "present": present,
+            "name": name,
+            "record": record.folder.name if record else None,
+        }
+    )
     own = meeting.reports[0]
     folder = record.attempt(name) if record else None
     with _attempt_ranks(own, present, settings, backend, meeting.party.programs, folder) as ranks:
@@ -295,7 +308,16 @@ def _attempt_ranks(
     interface = interface_name(report.interfaces, report.address) or ""
     child = AttemptRank(sorted(present).index(report.node_rank), report.places[0], f"node {report.node_rank}")
     return AttemptRanks(
-        [child], len(present), backend, settings, report.address, DEADLINE_S, programs, interface,
-        dict.fromkeys(INTERFACE_VARIABLES, interface) if interface else {}, [f"node {rank}" for rank in sorted(present)],
-        _STORE_PORTS, record,
-    )  # fmt: skip
+        [child],
+        len(present),
+        backend,
+        settings,
+        report.address,
+        DEADLINE_S,
+        programs,
+        interface,
+        dict.fromkeys(INTERFACE_VARIABLES, interface) if interface else {},
+        [f"node {rank}" for rank in sorted(present)],
+        _STORE_PORTS,
+        record,
+    )

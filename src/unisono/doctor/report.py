@@ -41,9 +41,11 @@ def _text_rows(finding: Finding) -> Iterator[str]:
 def summary_line(examination: Examination) -> str:
     """How many of each; what it comes to."""
     counts = {
-        "passed": examination.number_of("pass"), "warn": examination.number_of("warn"), "failed": examination.number_of("fail"),
+        "passed": examination.number_of("pass"),
+        "warn": examination.number_of("warn"),
+        "failed": examination.number_of("fail"),
         "could not be looked at": examination.number_of("unknown"),
-    }  # fmt: skip
+    }
     said = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
     return f"{len(examination.findings)} checks: {said}"
 

@@ -16,31 +16,35 @@ from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, fo
 from unisono.doctor.local_report import agreement_findings
 
 VALUES_CHECK = Check(
-    "settings.values", "values of the variables in force",
+    "settings.values",
+    "values of the variables in force",
     "a value that is not understood is read as another one or as nothing, and mostly nobody says so",
     "Every variable of the catalogue, and of the families NCCL_, TORCH_NCCL_, GLOO_ and the like, from the environment and from nccl.conf, with what it does and whether"
     " nodes must agree on it. Warns for a value that the variable does not take; fails where no process group can be made with it.",
     ("env_suspicious",),
-)  # fmt: skip
+)
 SUSPICIOUS = Check(
-    "settings.suspicious", "suspicious settings",
+    "settings.suspicious",
+    "suspicious settings",
     "settings that got a job around a fault once stay in a profile, and cost the next ones their speed or hang them",
     "A table of settings that are obsolete, slow, contradict each other, or are work-arounds for what this machine has not got; and names of NCCL, torch and gloo that nobody"
     " knows, with the nearest known one. Warns; fails where the run could not start.",
     ("env_suspicious", "invalid_device_ordinal", "duplicate_gpu"),
-)  # fmt: skip
+)
 MISSPELT = Check(
-    "settings.misspelt", "misspelt names",
+    "settings.misspelt",
+    "misspelt names",
     "a misspelt variable has no effect, and nobody says so",
     "Names that nobody knows and that are almost those of known variables. Warns, with the name that may be meant.",
     ("env_suspicious",),
-)  # fmt: skip
+)
 LEFT_OVER = Check(
-    "settings.left_over", "variables of a former job",
+    "settings.left_over",
+    "variables of a former job",
     "RANK, WORLD_SIZE or MASTER_ADDR in a shell make other programs wait for ranks that nobody starts; unisono ignores them, and says so",
     "Variables that launchers set for the processes of a job, in an environment that no launcher has started. Warns.",
     ("world_mismatch", "env_suspicious"),
-)  # fmt: skip
+)
 CATALOGUE: tuple[Check, ...] = (VALUES_CHECK, SUSPICIOUS, MISSPELT, LEFT_OVER)
 
 _SIMILARITY = 0.88  # CUDA_VISIBLE_DEVICE is, CUDA_HOME is not

@@ -20,18 +20,20 @@ from unisono.facts.storage import StorageFacts, probe_storage
 from unisono.units import show_seconds
 
 OUTPUT = Check(
-    "system.output", "output_dir",
+    "system.output",
+    "output_dir",
     "a disk that is full, read-only or does not answer takes the first checkpoint with it, hours after the start",
     "A megabyte is written, synced, renamed, read back and removed in output_dir (without CONFIG: in ./runs) or its nearest parent, by a process of its own."
     " Fails where that fails, where nothing comes for ten seconds, and where less than 64 MiB is free. Warns where it is in memory (tmpfs).",
     ("storage_unfit", "disk_full", "io_blocked"),
-)  # fmt: skip
+)
 CACHES = Check(
-    "system.caches", "caches and temporary files",
+    "system.caches",
+    "caches and temporary files",
     "tokens, downloads and temporary files need room beside the run, and a cache that hangs stops every rank in its first seconds",
     "The same trial in unisono's cache, the hub's cache and the folder of temporary files. Fails where one cannot be written or does not answer; warns below 1 GiB free.",
     ("disk_full", "io_blocked"),
-)  # fmt: skip
+)
 _MIN_FREE = 2**30
 _MEMORY_TYPES = ("tmpfs", "ramfs")
 
@@ -47,24 +49,28 @@ def check_output(facts: Surroundings) -> list[Finding]:
     return [_with_file_system(finding, report.output) for finding in judged] + _in_memory(report.output)
 
 
-def _with_file_system(finding: Finding, check_output: OutputFacts) -> Finding:
+def _with_file_system(finding: Finding, output: OutputFacts) -> Finding:
     """A start waits longer and finds out; here a disk that does not answer is what one wanted to know."""
-    kind = check_output.file_system or "unknown file system"
-    if finding.status == "unknown" and "does not answer" in check_output.trouble:
+    kind = output.file_system or "unknown file system"
+    if finding.status == "unknown" and "does not answer" in output.trouble:
         return found(
-            OUTPUT, "fail", f"{check_output.path} ({kind}): {check_output.trouble}",
-            fix=[f"`df {check_output.path}` in another shell; `dmesg | tail`, here or on its server; or choose another output_dir"],
-        )  # fmt: skip
-    first = f"{check_output.path} ({kind}): {finding.evidence[0]}"
-    if check_output.path in finding.evidence[0]:
+            OUTPUT,
+            "fail",
+            f"{output.path} ({kind}): {output.trouble}",
+            fix=[
+                f"`df {output.path}` in another shell; `dmesg | tail`, here or on its server; or choose another output_dir"
+            ],
+        )
+    first = f"{output.path} ({kind}): {finding.evidence[0]}"
+    if output.path in finding.evidence[0]:
         first = f"{finding.evidence[0]} ({kind})"
     return Finding(finding.id, finding.status, (first, *finding.evidence[1:]), finding.fix)
 
 
-def _in_memory(check_output: OutputFacts) -> list[Finding]:
-    if check_output.file_system not in _MEMORY_TYPES:
+def _in_memory(output: OutputFacts) -> list[Finding]:
+    if output.file_system not in _MEMORY_TYPES:
         return []
-    text = f"{check_output.path} is in memory ({check_output.file_system}): gone with the machine, and what is written there counts as memory"
+    text = f"{output.path} is in memory ({output.file_system}): gone with the machine, and what is written there counts as memory"
     return [found(OUTPUT, "warn", text, fix=["choose an output_dir on a disk"])]
 
 
@@ -101,12 +107,13 @@ _VARIABLE = {"unisono's cache": "XDG_CACHE_HOME", "the hub's cache": "HF_HOME", 
 
 
 ORPHANS = Check(
-    "system.orphans", "processes of earlier runs",
+    "system.orphans",
+    "processes of earlier runs",
     "a rank that outlived its run holds its device's memory, its port and its cores, and the next run fails for no reason of its own",
     "Processes with a rank's command line, or under `unisono run`, whose front is gone; each with its run's id, its pid and its age. Warns."
     " Nothing is ended unless `--end-orphans` asks for it, and then only processes of one's own.",
     ("stale_process",),
-)  # fmt: skip
+)
 _SHOWN = 20
 
 
@@ -147,48 +154,55 @@ def _row(orphan: Orphan) -> str:
 
 
 LIMITS = Check(
-    "system.limits", "limits of the shell and the container",
+    "system.limits",
+    "limits of the shell and the container",
     "a rank opens files, sockets and threads by the hundred, and ends in the middle of a run where it may have no more",
     "`ulimit -n`, `-u`, `-l`, `-s`, and the control group's pids.max. Fails below 256 open files a process; warns below 4,096 (32,768 from 128 ranks on),"
     " below 1,024 processes and threads, below 64 MiB of locked memory with InfiniBand, and without a limit of the stack with NCCL before 2.28.",
     ("ulimit",),
-)  # fmt: skip
+)
 SHM = Check(
-    "system.shm", "shared memory",
+    "system.shm",
+    "shared memory",
     "ranks and loaders of one machine exchange through /dev/shm, and NCCL fails with a bus error or a refusal where it is full",
     "Size and free bytes of /dev/shm. Warns below 64 MiB, and fails there where several ranks with devices need it; for these it warns below 1 GiB.",
     ("shm_too_small",),
-)  # fmt: skip
+)
 CORES = Check(
-    "system.cores", "cores against ranks and threads",
+    "system.cores",
+    "cores against ranks and threads",
     "ranks that share cores wait for each other in every step",
     "Cores by affinity and by the control groups' share of time, against ranks × threads. Warns where they do not suffice.",
     ("straggler",),
-)  # fmt: skip
+)
 MEMORY = Check(
-    "system.memory", "memory of the machine",
+    "system.memory",
+    "memory of the machine",
     "the kernel ends a process, mostly a rank, where memory runs out",
     "What is free, within the limits of all control groups above, against what is left to the system (a tenth, at least 1 GiB). Warns where nothing else is left.",
     ("host_oom_killed",),
-)  # fmt: skip
+)
 CORE_DUMPS = Check(
-    "system.core_dumps", "core dumps",
+    "system.core_dumps",
+    "core dumps",
     "a rank that crashes writes all its memory into a file, and eight of them fill the disk that checkpoints need",
     "`ulimit -c` and the kernel's core_pattern. Warns where dumps of any size become files.",
     ("disk_full",),
-)  # fmt: skip
+)
 CLOCK = Check(
-    "system.clock", "clock",
+    "system.clock",
+    "clock",
     "certificates are refused, files look newer than now, and torchrun's rendezvous takes living nodes for dead where a clock is wrong; unisono itself compares no clocks",
     "Fails where it is earlier than the day on which unisono's own files were installed; warns where the kernel says that no time service keeps it.",
     ("clock_skew",),
-)  # fmt: skip
+)
 VERSIONS = Check(
-    "system.versions", "versions with known faults",
+    "system.versions",
+    "versions with known faults",
     "some versions of torch, NCCL and others hang or compute wrongly, and each costs days until it is found",
     "Installed versions against a table of reported faults that this machine could meet. Warns, with the least good version and the report.",
     ("version_known_bad",),
-)  # fmt: skip
+)
 
 _RULES = {"limits": LIMITS, "shm": SHM, "cores": CORES, "memory": MEMORY, "known_bad": VERSIONS}
 _LARGE_DUMP = 2**30
@@ -231,8 +245,11 @@ def judge_core_dumps(dumps: CoreDumps) -> Finding:
     )
     if dumps.limit_bytes is None or dumps.limit_bytes > _LARGE_DUMP:
         return found(
-            CORE_DUMPS, "warn", f"files {size} a crashed process: {where}", fix=["`ulimit -c 0` before the start, unless a crash is being looked into"]
-        )  # fmt: skip
+            CORE_DUMPS,
+            "warn",
+            f"files {size} a crashed process: {where}",
+            fix=["`ulimit -c 0` before the start, unless a crash is being looked into"],
+        )
     return found(CORE_DUMPS, "pass", f"files {size}: {where}")
 
 
