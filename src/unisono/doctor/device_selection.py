@@ -400,7 +400,7 @@ def _troubles(details: DevicesDetails, chosen: Sequence[int], now: Selection, sc
         shown = ", ".join(f"{a}–{b}" for a, b in bad[:6]) + (" …" if len(bad) > 6 else "")
         found.append(f"between {shown}: {TRANSPORTS[way.kind]} ({way.why})")
     if now.numa_nodes > 1:
-        found.append(f"across NUMA nodes: {_by(devices, lambda device: f'node {device.numa_node}')}")
+        found.append(f"across NUMA nodes: {_grouped_by(devices, lambda device: f'node {device.numa_node}')}")
     if now.gaps > 0:
         found.append(f"the indices are not contiguous: {', '.join(map(str, chosen))}")
     return found
