@@ -11,7 +11,7 @@ from tests.nproc.disks import on_a_device
 from unisono.causes import Verdict
 from unisono.errors import UnfitError
 from unisono.facts.processes import stuck_threads
-from unisono.launch.member_run import _keep
+from unisono.launch.member_end import keep_end
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 from unisono.supervise import bounded_io
@@ -80,7 +80,7 @@ def test_what_a_node_writes_last_does_not_hold_it_where_its_storage_hangs(
         lock.acquire("here", os.getpid())
         mounted.hang()
         disk = RunsDisk(run.root, said.append)
-        kept = _keep(run, last, head="ada", shared=False, show=said.append, disk=disk)
+        kept = keep_end(run, last, head="ada", shared=False, show=said.append, disk=disk)
         lock.release()
         assert kept["exit_code"] == 4
         assert stuck_threads(os.getpid()) == []

@@ -18,7 +18,6 @@ from unisono.facts.machine import Gpu
 from unisono.facts.network import NetworkInterface
 from unisono.facts.storage import leave_nonce
 from unisono.launch.node_report import (
-    NONCE_FILE,
     checkpoints_bytes,
     flat_config,
     look_at_files,
@@ -28,7 +27,7 @@ from unisono.launch.node_report import (
 )
 from unisono.launch.planning import LocalNode, look_around
 from unisono.launch.train_request import TrainRequest
-from unisono.rendezvous.party import ChannelFacts
+from unisono.rendezvous.party import NONCE_FILE, ChannelFacts
 
 GIB = 1 << 30
 LIMITS = SystemLimits(8, 100 * GIB, 20 * GIB, 10 * GIB, 1024, None, None, None)

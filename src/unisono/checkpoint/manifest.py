@@ -17,7 +17,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from unisono.errors import UnfitError
-from unisono.files import fsync_dir, parse_json, read_text
+from unisono.files import fsync_dir, parse_json, read_bytes, read_text
 from unisono.text import validation_words
 
 MANIFEST = "manifest.json"
@@ -214,3 +214,11 @@ def _key_failure(path: Path, error: OSError) -> UnfitError:
         why="each user has one, in the folder of settings",
         fix="make the folder writable, or point XDG_CONFIG_HOME at one that is",
     )
+
+
+def manifest_digest(checkpoint: Path) -> str:
+    """SHA-256 of a checkpoint's manifest, which has the digests of all files; empty where it cannot be read."""
+    try:
+        return hashlib.sha256(read_bytes(checkpoint / MANIFEST)).hexdigest()
+    except OSError:
+        return ""

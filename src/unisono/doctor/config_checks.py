@@ -12,8 +12,8 @@ from unisono.facts.hub import Hub, is_cached, probe_url, read_hub
 from unisono.launch.head_preparation import plan_start
 from unisono.launch.node_report import checkpoints_bytes
 from unisono.launch.planning import prepare
-from unisono.launch.rank_layout import lay_out
 from unisono.plan import RunPlan
+from unisono.plan.rank_layout import lay_out
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
 from unisono.rundir.start_decision import StartDecision, decide_start

@@ -26,8 +26,8 @@ from unisono.errors import Disagreed, UnisonoError
 from unisono.facts import read_environment, take_token
 from unisono.facts.redaction import redact
 from unisono.launch.meeting_entry import party_of, tell_early_refusal
-from unisono.launch.srun_front import token_of_step
 from unisono.rendezvous.party import BackgroundWork
+from unisono.rendezvous.srun_front import token_of_step
 from unisono.text import plain
 
 REGISTRY: tuple[tuple[Area, tuple[CheckFunction, ...]], ...] = (

@@ -12,11 +12,12 @@ from unisono.agree.reports import NodeReport
 from unisono.doctor.check import Check, DoctorRequest, Finding, findings_of
 from unisono.doctor.local_report import NO_FILES, LocalRun
 from unisono.errors import Disagreed
+from unisono.events import Show
 from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.files import make_private_dir
-from unisono.launch.node_report import NONCE_FILE, look_at_files, look_at_output, make_node_report
+from unisono.launch.node_report import look_at_files, look_at_output, make_node_report
 from unisono.launch.train_request import TrainRequest
-from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, Show
+from unisono.rendezvous.party import NONCE_FILE, ChannelFacts, MakeReport, Party
 from unisono.rendezvous.ssh import SshFronts, start_others
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder

@@ -34,13 +34,12 @@ from unisono.doctor.ladder_attempts import (
 from unisono.doctor.network_rules import leads_out, usable_interfaces
 from unisono.doctor.node_speed import SPEED, LinkSpeed, Pair, judge_speed, measure, rounds, stream_listener
 from unisono.errors import UsageError
-from unisono.events import Message
+from unisono.events import Message, Show
 from unisono.rendezvous.head_side import try_network as head_tries_network
 from unisono.rendezvous.meeting import Meeting
 from unisono.rendezvous.member_side import Attendance
 from unisono.rendezvous.member_side import try_network as node_tries_network
 from unisono.rendezvous.network_trial import head_dials, node_dials, nodes_present
-from unisono.rendezvous.party import Show
 from unisono.supervise.child_process import INTERFACE_VARIABLES, Programs, interface_name
 
 CATALOGUE: tuple[Check, ...] = (SPEED,)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from unisono.agree.compare import keyed_arguments
 from unisono.agree.reports import Device, Interface, Limits, NodeReport, OutputFacts
+from unisono.events import Show
 from unisono.facts import Environment, Machine, Probes
 from unisono.facts.environment import read_nccl_files
 from unisono.facts.limits import read_limits
@@ -20,12 +21,12 @@ from unisono.facts.redaction import redact
 from unisono.facts.versions import code_digests, decisive_versions, versions_digest
 from unisono.guard.command import Command, comparable
 from unisono.guard.program_request import RunRequest, RunShape, read_shape
-from unisono.launch.srun_front import placed_by_slurm, token_of_step
 from unisono.plan.device_choice import visible_gpus
 from unisono.plan.topology import Accelerators, Topology, refuse_lone_node
 from unisono.rendezvous.head_address import is_this_machine
 from unisono.rendezvous.job_token import Token, make_token, read_token, watch_lifeline
-from unisono.rendezvous.party import ChannelFacts, Show
+from unisono.rendezvous.party import ChannelFacts
+from unisono.rendezvous.srun_front import placed_by_slurm, token_of_step
 from unisono.rendezvous.ssh import RemoteCommand, find_head
 
 

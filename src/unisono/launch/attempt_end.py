@@ -6,22 +6,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unisono.causes import Verdict
+from unisono.causes import Verdict, find_cause
 from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Show, say
 from unisono.launch.curve_drawing import Drawing
-from unisono.launch.head_nodes import HeadNodes, with_witness
+from unisono.launch.head_nodes import HeadNodes
 from unisono.launch.meeting_entry import is_about_nodes
 from unisono.launch.outcome import Ending, ending_of
 from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode
 from unisono.launch.run_records import Table, write_agreement
-from unisono.launch.srun_front import with_step
-from unisono.launch.train_request import TrainRequest
+from unisono.launch.train_request import TrainRequest, Witness
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.rescue import RescuedStep, needs_other_nodes, rescue
+from unisono.rendezvous.srun_front import step_evidence
 from unisono.rundir import RunDir
 from unisono.rundir.records import RunResult, complete_verdict, set_verdict, write_result
 from unisono.supervise.bounded_io import RunsDisk
@@ -57,11 +57,19 @@ class AttemptEnd:
         """Names how the attempt ended, and keeps the newest step of a run that died."""
         watch.settle(attempt)
         ending = with_witness(ending_of(attempt, plan), attempt, plan, self.request.witness)
-        ending = with_step(watch.judged(ending, attempt), self.here.environment.slurm_step)
+        ending = self._with_step(watch.judged(ending, attempt))
         ending = self._announce(plan, attempt, ending, log_events)
         if self._rescue(plan, attempt, kept):
             ending = replace(ending, fields=ending_of(attempt, plan).fields)
         return ending
+
+    def _with_step(self, ending: Ending) -> Ending:
+        """The ending; its verdict also cites the Slurm step that this front runs in, if any."""
+        step, verdict = self.here.environment.slurm_step, ending.verdict
+        if step is None or verdict is None:
+            return ending
+        cited = (*verdict.evidence, *step_evidence(step))
+        return replace(ending, verdict=verdict.model_copy(update={"evidence": cited}))
 
     def cannot_continue(self, plan: RunPlan, ending: Ending, error: UnisonoError) -> Ending:
         """The nodes do not agree any more; or the disk that killed the rank may have taken the checkpoints, too."""
@@ -143,3 +151,30 @@ def keep_result(
     if not (stopped_before_training and run.result.exists()):
         write_result(run, RunResult.from_json(result))
     drawing.finish()
+
+
+def with_witness(ending: Ending, attempt: Attempt, plan: RunPlan, witness: Witness | None) -> Ending:
+    """The ending, whose verdict on a lost node says why it is gone, where a witness knows; else as it is.
+
+    The head sees a connection that closes, and a memory monitor that ends a node's front leaves no other trace.
+    """
+    loss = attempt.decision.loss if attempt.decision is not None else None
+    if witness is None or loss is None or loss.lost_head or ending.verdict is None:
+        return ending
+    told = witness.of_lost(loss.node_rank)
+    if told is None:
+        return ending
+    known, waited_s = told
+    own = ending.verdict
+    ours = {"evidence": (*known.evidence, *own.evidence), "fix": tuple(dict.fromkeys((*known.fix, *own.fix)))}
+    if known.cause == own.cause:
+        return replace(ending, verdict=own.model_copy(update=ours))
+    cause = find_cause(known.cause)
+    verdict = known.model_copy(
+        update={
+            "ranks": tuple(place.rank for place in plan.on_node(loss.node_rank)), "hosts": own.hosts, "fix": known.fix,
+            "evidence": ours["evidence"], "step": attempt.step or None,
+            "named_after_s": own.named_after_s + waited_s if own.named_after_s is not None else None,
+        }
+    )  # fmt: skip
+    return replace(ending, verdict=verdict, exit_code=cause.exit_code if cause else ending.exit_code)

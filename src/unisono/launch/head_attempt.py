@@ -1,21 +1,17 @@
 """One start of the ranks, as the head runs it: their environment, the work beside them, and what their messages change in the run's directory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.reports import RankReport
 from unisono.checkpoint.manifest import user_key
-from unisono.events import Message, Show
-from unisono.launch.curve_drawing import Drawing
 from unisono.launch.head_nodes import HeadNodes
 from unisono.launch.head_preparation import as_warning
 from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode
 from unisono.launch.replica_drift import ReplicaDrift
-from unisono.launch.run_records import Table, note_in_plan, write_agreement
+from unisono.launch.run_records import Recorder, Table, write_agreement
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.first_checkpoint import FirstCheckpoint
@@ -23,7 +19,6 @@ from unisono.remote_checkpoint.storage_trial import storage_companions
 from unisono.remote_checkpoint.upload import Uploads
 from unisono.remote_checkpoint.verifier import Verifier
 from unisono.rundir import RunDir
-from unisono.rundir.records import set_verdict
 from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.child_process import interface_name, rank_environments
 from unisono.supervise.interrupts import Interrupts
@@ -47,7 +42,7 @@ class HeadAttempts:
     run: RunDir
     disk: RunsDisk
     interrupts: Interrupts
-    recorder: "Recorder"
+    recorder: Recorder
     table: Table
     others: HeadNodes | None
     uploading: Uploads | None
@@ -117,44 +112,3 @@ class HeadAttempts:
         self.disk.write("agreement.json", lambda: write_agreement(self.run, self.table))
         for verdict in agreement.warnings:
             self.recorder.show(as_warning(verdict))
-
-
-class Recorder:
-    """Passes messages on, and updates the run's directory at a first step, an evaluation, and a measurement of kept steps."""
-
-    def __init__(self, run: RunDir, plan: RunPlan, disk: RunsDisk, show: Show) -> None:
-        self.drawing = Drawing(run, title=f"{Path(plan.output_dir).name}: {plan.config.model.path}")
-        self._run = run
-        self._disk = disk
-        self._show = show
-        self._stepped = False
-        self.on_step: Callable[[], None] = lambda: None
-
-    def show(self, message: Message) -> None:
-        """Takes one message of a rank, or of the head itself."""
-        if message["kind"] == "step":
-            self.on_step()
-        if message["kind"] == "step" and not self._stepped:
-            self._stepped = True
-            self._disk.later(self._forget_earlier_end)
-        if message["kind"] == "eval":
-            self.drawing.again()
-        self._note_kept(message)
-        self._show(message)
-
-    def _note_kept(self, message: Message) -> None:
-        """How many steps a death may cost is measured by the ranks, and belongs to the plan."""
-        match message["kind"]:
-            case "ready":
-                facts, name = message.get("facts"), "kept_every"
-            case "kept":
-                facts, name = message, "every"
-            case _:
-                return
-        if isinstance(facts, dict) and name in facts and "rank" not in message:
-            self._disk.later(partial(note_in_plan, self._run, kept_every=facts[name]))
-
-    def _forget_earlier_end(self) -> None:
-        """The result and verdict of an earlier start are history from the first step on."""
-        self._run.result.unlink(missing_ok=True)
-        set_verdict(self._run, None)

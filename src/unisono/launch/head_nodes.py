@@ -1,8 +1,8 @@
 """The head with the other nodes, from their call to the last word: what happens between the meeting and the ranks."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,23 +10,21 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.reports import NodeReport
 from unisono.agree.training import PreparedFacts, compare_prepared
-from unisono.causes import Verdict, find_cause
+from unisono.causes import Verdict
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed
 from unisono.events import Show
 from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.launch.meeting_entry import prepared_facts, report_maker
-from unisono.launch.node_report import NONCE_FILE
 from unisono.launch.outcome import Ending, result_of
 from unisono.launch.planning import LocalNode
 from unisono.launch.run_records import Table
-from unisono.launch.train_request import TrainRequest, Witness
+from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.rescue import RescuedStep
 from unisono.rendezvous.meeting_end import end_message
-from unisono.rendezvous.party import Party
+from unisono.rendezvous.party import NONCE_FILE, Party
 from unisono.rendezvous.ssh import RemoteCommand, SshFronts, start_others
 from unisono.rundir import RunDir
 from unisono.supervise.bounded_io import RunsDisk
@@ -212,48 +210,18 @@ def together(
             variables=here.environment.variables,
         )
 
-    def keep(reports: Sequence[NodeReport], agreement: Agreement) -> None:
-        table.nodes, table.of_nodes = list(reports), agreement
-
     nonce = disk.need("the mark for the other nodes", partial(leave_nonce, run.root))
     try:
         with hold_meeting(
             party,
             report_maker(request, loaded, here),
             welcome={NONCE_FILE: nonce},
-            record=keep,
+            record=table.set_nodes,
             start_others=start if here.topology.hosts else None,
         ) as meeting:
             yield HeadNodes(meeting, table)
     finally:
         disk.write("the mark for the other nodes", partial(remove_nonce, run.root, nonce))
-
-
-def with_witness(ending: Ending, attempt: Attempt, plan: RunPlan, witness: Witness | None) -> Ending:
-    """The ending, whose verdict on a lost node says why it is gone, where a witness knows; else as it is.
-
-    The head sees a connection that closes, and a memory monitor that ends a node's front leaves no other trace.
-    """
-    loss = attempt.decision.loss if attempt.decision is not None else None
-    if witness is None or loss is None or loss.lost_head or ending.verdict is None:
-        return ending
-    told = witness.of_lost(loss.node_rank)
-    if told is None:
-        return ending
-    known, waited_s = told
-    own = ending.verdict
-    ours = {"evidence": (*known.evidence, *own.evidence), "fix": tuple(dict.fromkeys((*known.fix, *own.fix)))}
-    if known.cause == own.cause:
-        return replace(ending, verdict=own.model_copy(update=ours))
-    cause = find_cause(known.cause)
-    verdict = known.model_copy(
-        update={
-            "ranks": tuple(place.rank for place in plan.on_node(loss.node_rank)), "hosts": own.hosts, "fix": known.fix,
-            "evidence": ours["evidence"], "step": attempt.step or None,
-            "named_after_s": own.named_after_s + waited_s if own.named_after_s is not None else None,
-        }
-    )  # fmt: skip
-    return replace(ending, verdict=verdict, exit_code=cause.exit_code if cause else ending.exit_code)
 
 
 def remote_train(request: TrainRequest) -> RemoteCommand:

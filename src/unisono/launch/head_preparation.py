@@ -9,12 +9,12 @@ from unisono.config import LoadedConfig
 from unisono.events import Message, Show
 from unisono.launch.head_nodes import HeadNodes
 from unisono.launch.meeting_entry import look_alone, refusal_alone
-from unisono.launch.planning import LocalNode, make_plan, prepare
-from unisono.launch.rank_layout import Layout, lay_out, offer_of
+from unisono.launch.planning import LocalNode, make_plan, offer_of, prepare
 from unisono.launch.run_claim import Claim, find_resume_point, with_changes
 from unisono.launch.run_records import Table
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
+from unisono.plan.rank_layout import Layout, lay_out
 from unisono.remote_checkpoint.download import download_newest
 from unisono.remote_checkpoint.first_checkpoint import with_rehearsal
 from unisono.remote_checkpoint.storage_trial import storage_tried
@@ -82,7 +82,7 @@ def prepare_all(
     layout = lay_out([here.offer])
     if layout.world_size > 1:
         report, agreement = look_alone(request, loaded, here)
-        table.nodes, table.of_nodes = [report], agreement
+        table.set_nodes([report], agreement)
         _refuse_unfit(agreement, show)
     return work(show), layout
 

@@ -11,7 +11,7 @@ from unisono.config import LoadedConfig
 from unisono.errors import UnfitError, UnisonoError, as_usage_error
 from unisono.events import Show, say
 from unisono.launch.attempt_end import AttemptEnd, checkpoints_of, keep_result
-from unisono.launch.head_attempt import HeadAttempts, Recorder
+from unisono.launch.head_attempt import HeadAttempts
 from unisono.launch.head_nodes import HeadNodes, together
 from unisono.launch.head_preparation import plan_start, prepare_all, restore_from_storage
 from unisono.launch.meeting_entry import is_about_nodes
@@ -20,7 +20,7 @@ from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode
 from unisono.launch.restarts import Restarts
 from unisono.launch.run_claim import Claim, claim
-from unisono.launch.run_records import Table, keep_refusal, write_plan
+from unisono.launch.run_records import Recorder, Table, keep_refusal, write_plan
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.upload import Uploads

@@ -10,17 +10,18 @@ from unisono.agree.training import PreparedFacts
 from unisono.causes import Verdict, find_cause
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnfitError, UnisonoError, UsageError
+from unisono.events import Show
 from unisono.facts import Environment, read_machine
 from unisono.facts.machine import Gpu
 from unisono.launch.node_report import look_at_files, look_at_output, make_node_report
 from unisono.launch.planning import LocalNode
-from unisono.launch.srun_front import placed_by_slurm
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import DataSummary, ModelFacts
 from unisono.plan.topology import Accelerators, Topology, read_topology
 from unisono.rendezvous.head_address import report_refusal
 from unisono.rendezvous.job_token import make_token, read_token, watch_lifeline
-from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, Show
+from unisono.rendezvous.party import ChannelFacts, MakeReport, Party
+from unisono.rendezvous.srun_front import placed_by_slurm
 
 _LOOPBACK = "127.0.0.1"
 

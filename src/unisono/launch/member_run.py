@@ -2,42 +2,37 @@
 
 import contextlib
 import os
-import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unisono.agree.reports import NodeReport
-from unisono.causes import Verdict, find_cause
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnfitError, UsageError
-from unisono.events import Message, Show
+from unisono.events import Show
 from unisono.files import make_private_dir, read_object, write_json
 from unisono.launch.meeting_entry import prepared_facts, report_maker
+from unisono.launch.member_end import HeadlessEnd, keep_end, keep_refusal
 from unisono.launch.member_supervisor import LastWord, LostHead, Serving
 from unisono.launch.node_report import look_again
-from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import LocalNode, prepare
 from unisono.launch.received_plan import accept_plan
-from unisono.launch.run_records import read_progress, writing_for_head
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.shard_transfer import clear_parts
 from unisono.rendezvous.member_side import Attendance, attend_meeting, rejoin_as_member
 from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, RestartQuestion
 from unisono.rundir import RunDir
-from unisono.rundir.lock import Holder, RunLock, recorded_holder
-from unisono.rundir.records import RunResult, set_verdict, write_result
+from unisono.rundir.lock import RunLock, recorded_holder
 from unisono.rundir.start_decision import set_aside
 from unisono.supervise.bounded_io import RunsDisk, refuse_if_silent
 from unisono.supervise.child_process import interface_name, rank_environments
-from unisono.supervise.interrupts import Interrupts, exit_code_of
+from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.local_ranks import LocalRanks, SharedMemory, keeping_ranks
 from unisono.supervise.postmortem import NodeLoss
-from unisono.text import plain
 
 
 def take_part(
@@ -66,17 +61,17 @@ def take_part(
                 last = member.run()
                 if isinstance(last, LostHead):
                     attendance.link.close()  # it is over; what follows may take a while
-                    own = _Orphan(run, last, heads, shared, show, disk, began)
+                    own = HeadlessEnd(run, last, heads, shared, show, disk, began)
                     return own.end(asked=interrupts.first)
     except Disagreed as error:
         if seen.has_own_output:
             disk.write(
                 "why the job was refused",
-                partial(_keep_refusal, RunDir(Path(loaded.config.output_dir)), error),
+                partial(keep_refusal, RunDir(Path(loaded.config.output_dir)), error),
             )
         raise
     head = str(attendance.welcome.get("head_host", ""))
-    return _keep(run, last.message, head=head, shared=shared, show=show, disk=disk)
+    return keep_end(run, last.message, head=head, shared=shared, show=show, disk=disk)
 
 
 @dataclass
@@ -227,22 +222,6 @@ def _own_directory(
         lock.release()
 
 
-def _keep_refusal(run: RunDir, error: Disagreed) -> None:
-    """Copies of verdict.json and result.json for a node that does not see the head's; a run of this node's own stays as it is."""
-    if error.verdict is None or run.plan.exists():
-        return
-    with contextlib.suppress(OSError):  # a disk that is full or read-only may be what the verdict is about
-        make_private_dir(run.root)
-        set_verdict(run, error.verdict)
-        verdict = error.verdict.to_json()
-        write_result(
-            run,
-            RunResult(
-                outcome="disagreed", exit_code=error.exit_code, output_dir=str(run.root), verdict=verdict
-            ),
-        )
-
-
 def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
     """A directory in which this node was the head itself holds checkpoints, and is not to be mixed with another run's logs."""
     plan = read_object(run.plan)
@@ -257,93 +236,3 @@ def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
         why="the head's output_dir is not seen from here, and this node's would be mixed with that run",
         fix="set another output_dir, or pass --fresh on every node",
     )  # fmt: skip
-
-
-@dataclass
-class _Orphan:
-    """This node, after the end of the connection to a head that said no last word.
-
-    Attributes:
-        run: this node's directory.
-        last: what is known.
-        heads: the head, as its lock named it while it lived; None where its directory is not seen here.
-        shared: whether the directory is the head's.
-        show: sees what is said.
-        disk: of the directory.
-        began: when this front began, in monotonic seconds.
-    """
-
-    run: RunDir
-    last: LostHead
-    heads: Holder | None
-    shared: bool
-    show: Show
-    disk: RunsDisk
-    began: float
-
-    def end(self, *, asked: signal.Signals | None) -> dict[str, Any]:
-        """Says who is gone, writes it down where that is this node's to do, and gives the result.
-
-        Args:
-            asked: the signal by which the job was asked to stop. Then a head that goes first is how it ends, and no fault.
-        """
-        verdict = self.last.verdict
-        known = find_cause(verdict.cause)
-        fields = {**NOTHING_DONE, "step": self.last.step}
-        if self.shared:
-            fields = self.disk.write("how far the run is", partial(read_progress, self.run)) or fields
-        if asked is None:
-            self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
-            ending = Ending(known.exit_code if known else 4, fields, verdict)
-        else:
-            text = f"{verdict.summary}; it was asked to stop, and what it has saved is in its output_dir"
-            self.show({"kind": "note", "time": time.time(), "text": text})
-            ending = Ending(exit_code_of(asked), fields)
-        result = result_of(
-            ending, run_id=self.last.plan.run_id, output_dir=str(self.run.root), restarts=[],
-            seconds=time.monotonic() - self.began,
-        )  # fmt: skip
-        self.disk.write("how the run ended", partial(self._write, ending, result))
-        return result if self.shared else {**result, "held_by": f"node 0 ({plain(self.last.head)})"}
-
-    def _write(self, ending: Ending, result: dict[str, Any]) -> None:
-        """The head's own files are the head's to write, as long as it lives; of a dead one nobody else would."""
-        verdicts = [ending.verdict] if ending.verdict is not None else []
-        if not self.shared:
-            _write_end(self.run, verdicts, result)
-            return
-        with writing_for_head(self.run.lock, self.heads, self.last.loss) as is_ours:
-            if is_ours:
-                _write_end(self.run, verdicts, result)
-
-
-def _write_end(run: RunDir, verdicts: Sequence[Verdict], result: dict[str, Any]) -> None:
-    for verdict in verdicts:
-        set_verdict(run, verdict)
-    write_result(run, RunResult.from_json(result))
-
-
-def _cited_from(verdict: Verdict, *, head: str) -> Verdict:
-    """The verdict as it is kept on another disk than the head's: the files that it cites are there, and not here."""
-    folder = RunDir(Path()).evidence.name + "/"
-    evidence = [
-        one.model_copy(update={"where": f"{one.where}, on node 0 ({plain(head)})"})
-        if one.where.startswith(folder)
-        else one
-        for one in verdict.evidence
-    ]
-    return verdict.model_copy(update={"evidence": tuple(evidence)})
-
-
-def _keep(
-    run: RunDir, message: Message, *, head: str, shared: bool, show: Show, disk: RunsDisk
-) -> dict[str, Any]:
-    """Keeps how the run ended, where the head's directory is not seen here. A verdict on the ranks has been shown already."""
-    result = {**dict(message.get("result") or {}), "exit_code": int(message.get("exit_code", 1))}
-    verdicts = [_cited_from(Verdict.from_json(value), head=head) for value in message.get("verdicts") or []]
-    problems = message.get("problems") or []
-    if problems:
-        show({"kind": "refused", "time": time.time(), "problems": problems})
-    if not shared:
-        disk.write("how the run ended", partial(_write_end, run, verdicts, result))
-    return result if shared else {**result, "held_by": f"node 0 ({plain(head)})"}

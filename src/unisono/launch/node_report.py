@@ -1,6 +1,5 @@
 """Makes this node's report: all that its front knows before anything imports torch (DESIGN B3.1). Secrets never enter it."""
 
-import hashlib
 import os
 import time
 from collections.abc import Mapping
@@ -12,32 +11,28 @@ from typing import Any
 from unisono.agree.display import name_node
 from unisono.agree.reports import Device, FileDigest, Interface, Limits, NodeReport, OutputFacts
 from unisono.causes import Evidence, Verdict, find_cause
-from unisono.checkpoint.manifest import MANIFEST
+from unisono.checkpoint.manifest import manifest_digest
 from unisono.checkpoint.retention import max_without_permanent
 from unisono.config import LoadedConfig, RunConfig
 from unisono.config.schema import SourceSection
 from unisono.errors import Disagreed, UnisonoError
-from unisono.facts import Probes, read_machine
+from unisono.events import Show
 from unisono.facts.environment import read_nccl_files
 from unisono.facts.limits import SystemLimits, read_limits
-from unisono.facts.machine import Gpu
+from unisono.facts.machine import Gpu, read_machine
 from unisono.facts.orphans import wait_until_gone
-from unisono.facts.probes import SystemClock
+from unisono.facts.probes import Probes
 from unisono.facts.processes import stuck_threads
 from unisono.facts.redaction import is_secret
 from unisono.facts.storage import StorageFacts, is_nonce, probe_storage
 from unisono.facts.versions import code_digests, decisive_versions, versions_digest
-from unisono.files import read_bytes
 from unisono.launch.planning import LocalNode
 from unisono.launch.train_request import TrainRequest
 from unisono.plan.device_choice import visible_gpus
-from unisono.rendezvous.party import ChannelFacts, Show
+from unisono.rendezvous.party import NONCE_FILE, ChannelFacts
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs
 from unisono.supervise.task_process import run_task
-
-NONCE_FILE = "nonce_file"
-"""Where the head's welcome names the file that it left in its output_dir (`facts.storage.leave_nonce`)."""
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -194,7 +189,7 @@ def _resolved(probes: Probes, *names: str) -> list[list[str]]:
 
 def _offset(measured: float | None, probes: Probes) -> float | None:
     """The channel measures with the system's clock; a test's clock that is off counts on top of it."""
-    return None if measured is None else measured + probes.clock.wall() - SystemClock().wall()
+    return None if measured is None else measured + probes.clock.wall() - time.time()
 
 
 def _device(gpu: Gpu) -> Device:
@@ -234,7 +229,7 @@ def question_of(checkpoint: Path | None) -> dict[str, Any]:
     """What all nodes are asked to see: the checkpoint that the ranks will go on from, if there is one."""
     if checkpoint is None:
         return {}
-    return {"checkpoint": checkpoint.name, "manifest": _digest(checkpoint)}
+    return {"checkpoint": checkpoint.name, "manifest": manifest_digest(checkpoint)}
 
 
 def look_again(
@@ -314,7 +309,7 @@ def _see_checkpoint(run: RunDir, question: Mapping[str, Any], *, who: str, host:
     if not name or Path(name).name != name:
         return
     path, limit = run.checkpoints / name, time.monotonic() + _SEEN_S
-    while (found := _digest(path)) != question.get("manifest"):
+    while (found := manifest_digest(path)) != question.get("manifest"):
         if time.monotonic() > limit:
             what = f"{path} is another one than on the head" if found else f"{path} is not there"
             raise _refusal(
@@ -322,14 +317,6 @@ def _see_checkpoint(run: RunDir, question: Mapping[str, Any], *, who: str, host:
                 evidence=(Evidence(where=who, text=f"looked for it {_SEEN_S:g} s; before the first start this was the head's output_dir"),),
             )  # fmt: skip
         time.sleep(_POLL_S)
-
-
-def _digest(checkpoint: Path) -> str:
-    """Of its manifest, which has the digests of all files; empty where it cannot be read."""
-    try:
-        return hashlib.sha256(read_bytes(checkpoint / MANIFEST)).hexdigest()
-    except OSError:
-        return ""
 
 
 def _refusal(cause: str, summary: str, *, host: str, evidence: tuple[Evidence, ...]) -> Disagreed:

@@ -5,17 +5,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from unisono.agree.reports import NodeReport
 from unisono.config import LoadedConfig
 from unisono.events import Show
 from unisono.facts import Environment, Machine
 from unisono.facts.environment import read_nccl_files
-from unisono.launch.rank_layout import Layout, NodeOffer, threads_of
-from unisono.launch.srun_front import placed_by_slurm
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
 from unisono.plan.device_choice import choose_devices, device_words, usable_accelerators
+from unisono.plan.rank_layout import Layout, NodeOffer, threads_of
 from unisono.plan.topology import Topology, read_topology, refuse_lone_node
 from unisono.rendezvous.head_address import is_this_machine
+from unisono.rendezvous.srun_front import placed_by_slurm
 from unisono.rendezvous.ssh import find_head
 from unisono.supervise.child_process import misleading
 from unisono.supervise.task_process import run_task
@@ -163,3 +164,12 @@ def _set_by_hand(environment: Environment, reasons: Mapping[str, str]) -> dict[s
     variables = environment.variables
     known = {**read_nccl_files(named=variables.get("NCCL_CONF_FILE")), **variables}
     return {name: value for name, value in known.items() if _BY_HAND.match(name) or name in reasons}
+
+
+def offer_of(report: NodeReport) -> NodeOffer:
+    """What a node's report offers."""
+    return NodeOffer(
+        node_rank=report.node_rank, host=report.host, address=report.address, devices=report.places,
+        nproc_origin=report.nproc_origin, threads=report.threads, threads_origin=report.threads_origin,
+        shares_output=report.output.shared is not False,
+    )  # fmt: skip

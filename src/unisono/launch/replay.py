@@ -22,11 +22,11 @@ from unisono.facts import Probes, read_environment, read_machine
 from unisono.facts.versions import decisive_versions
 from unisono.files import read_json, read_object
 from unisono.launch.outcome import ending_of
-from unisono.launch.rank_layout import NodeOffer, lay_out
 from unisono.launch.replay_report import Replayed, compare
 from unisono.launch.run_records import write_decision
 from unisono.plan import ResumePoint, RunPlan
 from unisono.plan.device_choice import choose_devices
+from unisono.plan.rank_layout import NodeOffer, lay_out
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
 from unisono.rundir.records import iterate_metrics

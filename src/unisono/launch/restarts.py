@@ -20,12 +20,12 @@ from unisono.events import Show, say
 from unisono.launch.head_nodes import HeadNodes
 from unisono.launch.meeting_entry import refusal_alone
 from unisono.launch.node_report import look_again, question_of, refuse_old_ranks
-from unisono.launch.planning import LocalNode, make_plan
-from unisono.launch.rank_layout import lay_out, offer_of
+from unisono.launch.planning import LocalNode, make_plan, offer_of
 from unisono.launch.run_claim import find_resume_point, with_changes
 from unisono.launch.run_records import Table
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import ResumePoint, RunPlan
+from unisono.plan.rank_layout import lay_out
 from unisono.remote_checkpoint.first_checkpoint import still_due
 from unisono.rendezvous.party import ChannelFacts
 from unisono.rundir import RunDir

@@ -1,8 +1,9 @@
 """Writes what a start leaves in the run's directory beside the worker's own files."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,18 @@ from unisono.agree.reports import NodeReport, RankReport
 from unisono.checkpoint.store import CheckpointStore, step_of
 from unisono.config import RunConfig
 from unisono.errors import UnisonoError
+from unisono.events import Message, Show
 from unisono.facts import package_versions
 from unisono.facts.versions import versions_digest
 from unisono.files import make_private_dir, read_object, write_json, write_text
+from unisono.launch.curve_drawing import Drawing
 from unisono.launch.outcome import outcome_of
 from unisono.launch.train_request import config_yaml
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.lock import BEAT_S, Holder, RunLock, locked_if_ended
 from unisono.rundir.records import RunResult, iterate_metrics, read_result, set_verdict, write_result
+from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.postmortem import NodeLoss
 
 _ENDS_S = 3.0
@@ -101,6 +105,10 @@ class Table:
     of_nodes: Agreement | None = None
     of_ranks: Agreement | None = None
 
+    def set_nodes(self, reports: Sequence[NodeReport], agreement: Agreement) -> None:
+        """Takes what the nodes brought to their meeting."""
+        self.nodes, self.of_nodes = list(reports), agreement
+
     def add_ranks(self, reports: Mapping[int, RankReport], agreement: Agreement | None) -> None:
         """Takes what the ranks of a start have brought."""
         self.ranks = [reports[rank] for rank in sorted(reports)]
@@ -162,3 +170,44 @@ def write_plan(run: RunDir, lock: RunLock, plan: RunPlan, table: Table) -> None:
     write_decision(run, plan)
     if plan.world_size > 1:
         write_agreement(run, table)
+
+
+class Recorder:
+    """Passes messages on, and updates the run's directory at a first step, an evaluation, and a measurement of kept steps."""
+
+    def __init__(self, run: RunDir, plan: RunPlan, disk: RunsDisk, show: Show) -> None:
+        self.drawing = Drawing(run, title=f"{Path(plan.output_dir).name}: {plan.config.model.path}")
+        self._run = run
+        self._disk = disk
+        self._show = show
+        self._stepped = False
+        self.on_step: Callable[[], None] = lambda: None
+
+    def show(self, message: Message) -> None:
+        """Takes one message of a rank, or of the head itself."""
+        if message["kind"] == "step":
+            self.on_step()
+        if message["kind"] == "step" and not self._stepped:
+            self._stepped = True
+            self._disk.later(self._forget_earlier_end)
+        if message["kind"] == "eval":
+            self.drawing.again()
+        self._note_kept(message)
+        self._show(message)
+
+    def _note_kept(self, message: Message) -> None:
+        """How many steps a death may cost is measured by the ranks, and belongs to the plan."""
+        match message["kind"]:
+            case "ready":
+                facts, name = message.get("facts"), "kept_every"
+            case "kept":
+                facts, name = message, "every"
+            case _:
+                return
+        if isinstance(facts, dict) and name in facts and "rank" not in message:
+            self._disk.later(partial(note_in_plan, self._run, kept_every=facts[name]))
+
+    def _forget_earlier_end(self) -> None:
+        """The result and verdict of an earlier start are history from the first step on."""
+        self._run.result.unlink(missing_ok=True)
+        set_verdict(self._run, None)

@@ -13,11 +13,11 @@ from unisono.launch.head_run import HeadRun
 from unisono.launch.meeting_entry import is_about_nodes, party_of, tell_early_refusal
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import LocalNode, look_around, prepare
-from unisono.launch.rank_layout import lay_out
-from unisono.launch.srun_front import token_hint, token_of_step
 from unisono.launch.train_request import TrainRequest, load_asked, refuse_live_launcher
 from unisono.plan import RunPlan
+from unisono.plan.rank_layout import lay_out
 from unisono.rendezvous import meeting_end
+from unisono.rendezvous.srun_front import token_hint, token_of_step
 from unisono.rundir import RunDir
 from unisono.rundir.start_decision import decide_start
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of

@@ -15,11 +15,11 @@ from unisono.causes import Verdict
 from unisono.control.events import Event, FileReceived, Joined, Left, NodeMessage, Rejected
 from unisono.control.server import HeadServer
 from unisono.errors import Disagreed, UnisonoError
-from unisono.events import Message
+from unisono.events import Message, Show
 from unisono.rendezvous import meeting_end
 from unisono.rendezvous.head_address import listening_address
 from unisono.rendezvous.meeting_end import disagreement, end_message
-from unisono.rendezvous.party import BackgroundWork, Party, Show
+from unisono.rendezvous.party import BackgroundWork, Party
 from unisono.rendezvous.roll_call import RollCall
 from unisono.supervise.interrupts import Stopped
 from unisono.supervise.postmortem import node_refused

@@ -9,7 +9,7 @@ from unisono.agree.reports import NodeReport
 from unisono.control.events import Left, NodeMessage
 from unisono.control.link import NodeLink
 from unisono.errors import Disagreed, UnisonoError
-from unisono.events import Message
+from unisono.events import Message, Show
 from unisono.rendezvous import meeting_end
 from unisono.rendezvous.head_address import refuse_unusable_head
 from unisono.rendezvous.network_trial import (
@@ -25,7 +25,6 @@ from unisono.rendezvous.party import (
     MakeReport,
     MakeRestartReport,
     Party,
-    Show,
     restart_report_kind,
 )
 from unisono.supervise.interrupts import Stopped

@@ -8,12 +8,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from unisono.agree.reports import NodeReport
 from unisono.control.server import HeadServer
-from unisono.events import Message
+from unisono.events import Message, Show
 from unisono.facts.network import NetworkProbe, SystemNetwork
 from unisono.plan.topology import Topology
 from unisono.supervise.child_process import Programs
 
-Show = Callable[[Message], None]
+NONCE_FILE = "nonce_file"
+"""Where the head's welcome names the file that it left in its output_dir (`facts.storage.leave_nonce`)."""
 
 
 @dataclass(frozen=True)

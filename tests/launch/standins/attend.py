@@ -15,12 +15,13 @@ from tests.agree.making import node
 from unisono.agree.reports import Interface, NodeReport
 from unisono.causes import Evidence, Verdict
 from unisono.errors import DataError, Disagreed, UnisonoError
+from unisono.events import Show
 from unisono.plan import DeviceChoice
 from unisono.plan.topology import Topology
 from unisono.rendezvous.head_address import refusals_reported
 from unisono.rendezvous.head_side import hold_meeting
 from unisono.rendezvous.member_side import attend_meeting
-from unisono.rendezvous.party import ChannelFacts, Party, Show
+from unisono.rendezvous.party import ChannelFacts, Party
 from unisono.supervise.interrupts import Interrupts, Stopped
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from unisono.agree.reports import NodeReport
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
 
 
@@ -73,15 +72,6 @@ def lay_out(offers: Sequence[NodeOffer]) -> Layout:
     if len({offer.threads for offer in ordered}) > 1:
         origin = f"{origin} of node {poorest.node_rank} ({poorest.host}), which has the fewest"
     return Layout(nodes, ranks, ordered[0].address, poorest.threads, origin)
-
-
-def offer_of(report: NodeReport) -> NodeOffer:
-    """What a node's report offers."""
-    return NodeOffer(
-        node_rank=report.node_rank, host=report.host, address=report.address, devices=report.places,
-        nproc_origin=report.nproc_origin, threads=report.threads, threads_origin=report.threads_origin,
-        shares_output=report.output.shared is not False,
-    )  # fmt: skip
 
 
 def threads_of(*, cores: int, nproc: int, declared: int | None) -> tuple[int, str]:

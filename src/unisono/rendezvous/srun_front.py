@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-from dataclasses import replace
 
 from unisono.causes import Evidence
 from unisono.checkpoint.manifest import user_key
@@ -10,7 +9,6 @@ from unisono.errors import UnfitError
 from unisono.facts import Environment
 from unisono.facts.network import NetworkProbe, is_loopback
 from unisono.facts.slurm import SlurmStep, hosts_of, node_states
-from unisono.launch.outcome import Ending
 from unisono.plan.topology import HOST_PATTERN, Placed
 
 _PORTS = range(20_000, 32_000)
@@ -63,10 +61,8 @@ def token_hint(environment: Environment) -> str:
     return f"without UNISONO_TOKEN the step's nodes take it from {environment.settings_dir}, which is not the same on all: {MAKE_ONE} srun …"
 
 
-def with_step(ending: Ending, step: SlurmStep | None) -> Ending:
-    """The ending, whose verdict also cites the step, its nodes, and those that Slurm has taken out; as it is outside of a step."""
-    if step is None or ending.verdict is None:
-        return ending
+def step_evidence(step: SlurmStep) -> tuple[Evidence, ...]:
+    """What a verdict on a job in a Slurm step cites: the step, its nodes, and those that Slurm has taken out of service."""
     hosts = hosts_of(step.nodelist)
     again = f", requeued {step.restart} times" if step.restart else ""
     cited = [
@@ -84,8 +80,7 @@ def with_step(ending: Ending, step: SlurmStep | None) -> Ending:
                     text=f"{number}({node.name}) is {node.told.partition(' is ')[2]}",
                 )
             )
-    verdict = ending.verdict.model_copy(update={"evidence": (*ending.verdict.evidence, *cited)})
-    return replace(ending, verdict=verdict)
+    return tuple(cited)
 
 
 def _address_of(node: str) -> str:
