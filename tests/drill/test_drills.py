@@ -15,17 +15,16 @@ from typing import Any
 import pytest
 
 from unisono.drill.drills import DEAD_S, DRILLS, Drill, choose
-from unisono.drill.judging import Row
-from unisono.drill.leftovers import processes_in
-from unisono.drill.running import carry_out
+from unisono.drill.execution import processes_in, run_drills
+from unisono.drill.results import DrillResult
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 QUICK = ("sigkill",)  # each of the others has a short test in the room that names it
 
 
-def carried_out(drill: Drill) -> Row:
-    (row,) = carry_out([drill], lambda drill, text: None)
+def carried_out(drill: Drill) -> DrillResult:
+    (row,) = run_drills([drill], lambda drill, text: None)
     return row
 
 

@@ -14,7 +14,7 @@ from unisono.cli.output import output
 
 if TYPE_CHECKING:
     from unisono.drill.drills import Drill
-    from unisono.drill.judging import Row
+    from unisono.drill.results import DrillResult
 
 
 def drill(
@@ -26,7 +26,7 @@ def drill(
 ) -> None:
     """Puts each fault into a tiny run on this machine, and shows what was named, how fast, and what was left. Ends with 6 if one was not named rightly."""
     from unisono.drill.drills import choose
-    from unisono.drill.showing import lines, table_of
+    from unisono.drill.results import drills_table, results_table
 
     speak = output()
     chosen = choose(tuple(faults or ()))
@@ -34,7 +34,7 @@ def drill(
         if speak.json:
             speak.emit({"schema": 1, "faults": [_known(drill) for drill in chosen]})
         else:
-            for line in table_of(chosen):
+            for line in drills_table(chosen):
                 speak.result(line)
         return
     with _ended_tidily():
@@ -42,27 +42,27 @@ def drill(
     if speak.json:
         speak.emit({"schema": 1, "faults": [row.to_json() for row in rows]})
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in lines(rows, width=width):
+    for line in results_table(rows, width=width):
         speak.result(line)
     raise typer.Exit(0 if all(row.is_good for row in rows) else 6)
 
 
-def _carry_out(chosen: "tuple[Drill, ...]") -> "list[Row]":
+def _carry_out(chosen: "tuple[Drill, ...]") -> "list[DrillResult]":
     from unisono.cli.progress import Progress
-    from unisono.drill.running import carry_out
-    from unisono.drill.showing import in_one_line
+    from unisono.drill.execution import run_drills
+    from unisono.drill.results import result_line
 
-    rows: list[Row] = []
+    rows: list[DrillResult] = []
     with Progress(output()) as progress:
 
         def tell(drill: "Drill", text: str) -> None:
             what = f"{len(rows) + 1} of {len(chosen)}, {drill.fault} ({drill.text}): {text}"
             progress.show({"kind": "phase", "text": what})
 
-        for drill, row in zip(chosen, carry_out(chosen, tell), strict=True):
+        for drill, row in zip(chosen, run_drills(chosen, tell), strict=True):
             rows.append(row)
             progress.show(
-                {"kind": "phase", "text": f"{len(rows)} of {len(chosen)}, {drill.fault}: {in_one_line(row)}"}
+                {"kind": "phase", "text": f"{len(rows)} of {len(chosen)}, {drill.fault}: {result_line(row)}"}
             )
     return rows
 

@@ -4,13 +4,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.drill.disk import ReadOnlyDisk, RemovedOutput, SmallDisk
-from unisono.drill.ground import Ground, HeadKilled, Strangers
-from unisono.drill.memory import MemoryGroup
-from unisono.drill.networks import TwoNetworks
+from unisono.drill.sandbox import (
+    ForeignCallers,
+    HeadKilled,
+    MemoryGroup,
+    ReadOnlyDisk,
+    RemovedOutput,
+    Sandbox,
+    SmallDisk,
+    TwoNetworks,
+)
 from unisono.errors import UsageError
 
-_AT = 30  # the step of most faults: how long a step takes has been seen by then
+_FAULT_STEP = 30  # the step of most faults: how long a step takes has been seen by then
 _LONG_S = 3600.0
 _ENDLESS = {"duration": "100000 steps"}
 
@@ -50,7 +56,7 @@ class Drill:
     ranks: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()
     nproc: int = 2
-    ground: Callable[[], Ground] = Ground
+    ground: Callable[[], Sandbox] = Sandbox
     faults: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=lambda: dict(_ENDLESS))
     limit_s: float = STALL_S
@@ -61,32 +67,34 @@ class Drill:
     exit_code: int | None = None
 
 
-def _dies(fault: str, text: str, *want: str, how: str) -> Drill:
-    faults = {"die": {"rank": 1, "step": _AT, "how": how}}
+def _death_drill(fault: str, text: str, *want: str, how: str) -> Drill:
+    faults = {"die": {"rank": 1, "step": _FAULT_STEP, "how": how}}
     return Drill(fault, text, want, (1,), faults=faults, limit_s=DEAD_S, end_s=30.0)
 
 
-def _hangs(fault: str, text: str, want: str, *, how: str) -> Drill:
-    return Drill(fault, text, (want,), (1,), faults={how: {"rank": 1, "step": _AT, "seconds": _LONG_S}})
+def _hang_drill(fault: str, text: str, want: str, *, how: str) -> Drill:
+    return Drill(
+        fault, text, (want,), (1,), faults={how: {"rank": 1, "step": _FAULT_STEP, "seconds": _LONG_S}}
+    )
 
 
 DRILLS: tuple[Drill, ...] = (
-    _dies("sigkill", "a rank is killed (kill -9)", "rank_killed", how="sigkill"),
-    _dies("exception", "an exception in one rank", "user_code_error", how="exception"),
-    _dies(
+    _death_drill("sigkill", "a rank is killed (kill -9)", "rank_killed", how="sigkill"),
+    _death_drill("exception", "an exception in one rank", "user_code_error", how="exception"),
+    _death_drill(
         "exit0", "a rank leaves with exit status 0, too early", "user_code_error", "unequal_steps", how="exit0"
     ),
     Drill(
         "oom", "the kernel kills a rank for want of memory (cgroup)", ("host_oom_killed",), (1,), ground=MemoryGroup,
-        faults={"die": {"rank": 1, "step": _AT, "how": "oom", "bytes": 2 << 30}}, limit_s=DEAD_S, end_s=30.0,
+        faults={"die": {"rank": 1, "step": _FAULT_STEP, "how": "oom", "bytes": 2 << 30}}, limit_s=DEAD_S, end_s=30.0,
     ),
-    Drill("sigstop", "a rank is stopped (kill -STOP)", ("rank_stopped",), (1,), faults={"stop": {"rank": 1, "step": _AT}}),
-    _hangs("gil", "native code of a rank holds Python's lock", "gil_held", how="hold_gil"),
-    _hangs("sleep", "a rank sleeps in Python code", "user_code_stuck", how="sleep"),
-    _hangs("spin", "a rank loops in Python code", "user_code_stuck", how="spin"),
+    Drill("sigstop", "a rank is stopped (kill -STOP)", ("rank_stopped",), (1,), faults={"stop": {"rank": 1, "step": _FAULT_STEP}}),
+    _hang_drill("gil", "native code of a rank holds Python's lock", "gil_held", how="hold_gil"),
+    _hang_drill("sleep", "a rank sleeps in Python code", "user_code_stuck", how="sleep"),
+    _hang_drill("spin", "a rank loops in Python code", "user_code_stuck", how="spin"),
     Drill(
         "data", "the data of a rank stalls (a FIFO that nobody writes)", ("data_starved",), (1,),
-        faults={"starve": {"rank": 1, "step": _AT, "fifo": "fifo"}},
+        faults={"starve": {"rank": 1, "step": _FAULT_STEP, "fifo": "fifo"}},
     ),
     Drill(
         "one_step_less", "a rank makes a step less than the others, and leaves", ("unequal_steps",), (1,),
@@ -94,23 +102,23 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "other_collective", "a rank calls another collective than the others", ("collective_mismatch",), (1,), nproc=3,
-        faults={"other_collective": {"rank": 1, "step": _AT}},
+        faults={"other_collective": {"rank": 1, "step": _FAULT_STEP}},
     ),
     Drill(
         "other_shape", "a rank sums a tensor with an element more", ("collective_mismatch",), (1,), nproc=3,
-        faults={"other_shape": {"rank": 1, "step": _AT}},
+        faults={"other_shape": {"rank": 1, "step": _FAULT_STEP}},
     ),
     Drill(
         "nan", "the loss of a rank is not a number, three times", ("nan_loss",), (1,),
-        faults={"nan_loss": {"rank": 1, "steps": [_AT, _AT + 1, _AT + 2]}},
+        faults={"nan_loss": {"rank": 1, "steps": [_FAULT_STEP, _FAULT_STEP + 1, _FAULT_STEP + 2]}},
     ),
     Drill(
         "slow", "a rank is slower than the others in every step", ("straggler",), (1,), nproc=3, limit_s=45.0,
-        faults={"slow": {"rank": 1, "step": _AT, "seconds": 0.3}}, config={"duration": "140 steps"},
+        faults={"slow": {"rank": 1, "step": _FAULT_STEP, "seconds": 0.3}}, config={"duration": "140 steps"},
     ),
     Drill(
         "drift", "a weight of one replica changes", ("replicas_diverged",), (1,), nproc=3, limit_s=30.0,
-        faults={"drift": {"rank": 1, "step": _AT}}, config={"duration": "160 steps"},
+        faults={"drift": {"rank": 1, "step": _FAULT_STEP}}, config={"duration": "160 steps"},
     ),
     Drill(
         "disk_full", "the disk of output_dir is full", ("disk_full",), ground=SmallDisk, words=("checkpoint_failed", "no room", "No space left"),
@@ -132,10 +140,10 @@ DRILLS: tuple[Drill, ...] = (
         ground=HeadKilled, killed=(0,), limit_s=DEAD_S, end_s=30.0,
     ),
     Drill(
-        "garbage", "strangers talk to the port on which nodes meet", nproc=1, ground=Strangers, config={"duration": "80 steps"},
+        "garbage", "strangers talk to the port on which nodes meet", nproc=1, ground=ForeignCallers, config={"duration": "80 steps"},
     ),
     Drill(
-        "clock_jump", "the wall clock jumps by an hour", faults={"clock_jump": {"step": _AT, "seconds": 3600.0}},
+        "clock_jump", "the wall clock jumps by an hour", faults={"clock_jump": {"step": _FAULT_STEP, "seconds": 3600.0}},
         config={"duration": "80 steps", "checkpoint": {"every": "20 steps"}}, clock_jump_s=3600.0,
     ),
     Drill(

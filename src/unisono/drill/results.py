@@ -1,18 +1,25 @@
-"""Whether the right thing was said of a fault. Pure."""
+"""Result of a drill: whether the right cause was named in time, and the table of all results."""
 
+import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from unisono.causes import find_cause
 from unisono.drill.drills import Drill
+from unisono.text import one_line
 
-_NOT_BLAME = ("straggler",)  # a machine that is busy beside may make any rank slow, and that may be said
+_TOLERATED = ("straggler",)  # a machine that is busy beside may make any rank slow, and that may be said
 
 
 @dataclass(frozen=True)
-class Told:
+class NamedCause:
     """A front named a cause.
 
     Attributes:
@@ -35,7 +42,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class End:
+class FrontExit:
     """How a front ended.
 
     Attributes:
@@ -63,15 +70,15 @@ class History:
     """
 
     effect: float | None
-    told: Sequence[Told]
-    ends: Sequence[End]
+    told: Sequence[NamedCause]
+    ends: Sequence[FrontExit]
     hosts: Sequence[str | None] = (None,)
     left_behind: Sequence[str] = ()
     trouble: str = ""
 
 
 @dataclass(frozen=True)
-class Row:
+class DrillResult:
     """A line of the table, as `unisono drill --json` gives it (DESIGN A1).
 
     Attributes:
@@ -99,7 +106,7 @@ class Row:
     ended_after_s: float | None = None
     limit_s: float | None = None
     left_behind: tuple[str, ...] = ()
-    skipped: str | None = None
+    skipped_result: str | None = None
     why: str = ""
     trouble: str = field(default="", repr=False)
 
@@ -113,7 +120,9 @@ class Row:
         return asdict(self)
 
 
-def told_by(message: Mapping[str, Any], *, at: float, node: int, words: tuple[str, ...]) -> Told | None:
+def named_cause_in(
+    message: Mapping[str, Any], *, at: float, node: int, words: tuple[str, ...]
+) -> NamedCause | None:
     """The cause that a JSON line of a front names; None for other lines.
 
     Args:
@@ -123,42 +132,42 @@ def told_by(message: Mapping[str, Any], *, at: float, node: int, words: tuple[st
         words: the code of a warning that is a name, though it has no verdict, and parts of its text of which any will do.
     """
     if message.get("kind") == "verdict":
-        return _told(message, at=at, node=node, is_end=True)
+        return _from_verdict(message, at=at, node=node, is_end=True)
     if message.get("kind") != "warning":
         return None
     verdict = message.get("verdict")
     if isinstance(verdict, Mapping):
-        return _told(verdict, at=at, node=node, is_end=False)
+        return _from_verdict(verdict, at=at, node=node, is_end=False)
     code, *parts = words or ("",)
     if code and message.get("code") == code and any(part in str(message.get("text", "")) for part in parts):
-        return Told(at, node, "", is_end=False)
+        return NamedCause(at, node, "", is_end=False)
     return None
 
 
-def skipped(drill: Drill, why: str) -> Row:
+def skipped_result(drill: Drill, why: str) -> DrillResult:
     """The row of a drill that could not be tried."""
-    return Row(drill.fault, _want(drill), skipped=why)
+    return DrillResult(drill.fault, _want(drill), skipped=why)
 
 
-def judge(drill: Drill, history: History) -> Row:
+def judge(drill: Drill, history: History) -> DrillResult:
     """The row of a drill that was tried."""
     if history.effect is None:
         why = ", ".join(["the run ended before the fault took effect", *map(_blame, history.told)])
-        return Row(
+        return DrillResult(
             drill.fault,
             _want(drill),
             why=why,
             trouble=history.trouble,
             left_behind=tuple(history.left_behind),
         )
-    told = [entry for entry in history.told if entry.cause not in _NOT_BLAME or entry.cause in drill.want]
+    told = [entry for entry in history.told if entry.cause not in _TOLERATED or entry.cause in drill.want]
     right = [entry for entry in told if _is_right(drill, entry, history.hosts)]
     after = _named_after(drill, right, history)
     of_head = [entry for entry in right if entry.node == 0]
     shown = next(reversed(of_head or right or told), None)
     ended = max((end.at for end in history.ends), default=history.effect) - history.effect
-    why = _what_is_wrong(drill, history, told, right, after)
-    return Row(
+    why = _first_mistake(drill, history, told, right, after)
+    return DrillResult(
         fault=drill.fault, want=_want(drill), named=_name(drill, shown), ranks=shown.ranks if shown is not None else (),
         hosts=shown.hosts if shown is not None and drill.nodes else (), right=not why, named_after_s=after if drill.want else None,
         ended_after_s=ended, limit_s=drill.limit_s if drill.want else None, left_behind=tuple(history.left_behind), why=why,
@@ -166,7 +175,7 @@ def judge(drill: Drill, history: History) -> Row:
     )  # fmt: skip
 
 
-def is_named(drill: Drill, told: Sequence[Told], hosts: Sequence[str | None]) -> bool:
+def is_named(drill: Drill, told: Sequence[NamedCause], hosts: Sequence[str | None]) -> bool:
     """Whether every node has said what is right."""
     said = {entry.node for entry in told if _is_right(drill, entry, hosts)}
     return said.issuperset(_alive(drill, hosts))
@@ -177,24 +186,24 @@ def _alive(drill: Drill, hosts: Sequence[str | None]) -> set[int]:
     return set(range(len(hosts))).difference(drill.killed)
 
 
-def _told(verdict: Mapping[str, Any], *, at: float, node: int, is_end: bool) -> Told:
+def _from_verdict(verdict: Mapping[str, Any], *, at: float, node: int, is_end: bool) -> NamedCause:
     ranks, hosts = tuple(map(int, verdict["ranks"])), tuple(map(str, verdict["hosts"]))
     begins = re.match(r"node (\d+) \(", str(verdict.get("summary", "")))
     of_node = int(begins[1]) if begins is not None else None
-    return Told(at, node, str(verdict["cause"]), ranks, hosts, is_end, of_node)
+    return NamedCause(at, node, str(verdict["cause"]), ranks, hosts, is_end, of_node)
 
 
 def _want(drill: Drill) -> str | None:
     return drill.want[0] if drill.want else None
 
 
-def _name(drill: Drill, told: Told | None) -> str | None:
+def _name(drill: Drill, told: NamedCause | None) -> str | None:
     if told is None:
         return None
     return told.cause or _want(drill)
 
 
-def _is_right(drill: Drill, told: Told, hosts: Sequence[str | None]) -> bool:
+def _is_right(drill: Drill, told: NamedCause, hosts: Sequence[str | None]) -> bool:
     if not told.cause:
         return True
     if told.cause not in drill.want or told.ranks != drill.ranks:
@@ -208,7 +217,7 @@ def _is_right(drill: Drill, told: Told, hosts: Sequence[str | None]) -> bool:
     return told.hosts == culprits if told.node == 0 else len(told.hosts) == 1 and told.hosts[0] in hosts
 
 
-def _named_after(drill: Drill, right: Sequence[Told], history: History) -> float | None:
+def _named_after(drill: Drill, right: Sequence[NamedCause], history: History) -> float | None:
     """Seconds to the first right word of the last node."""
     first: dict[int, float] = {}
     for entry in right:
@@ -219,8 +228,12 @@ def _named_after(drill: Drill, right: Sequence[Told], history: History) -> float
     return max(first[node] for node in alive) - history.effect
 
 
-def _what_is_wrong(
-    drill: Drill, history: History, told: Sequence[Told], right: Sequence[Told], after: float | None
+def _first_mistake(
+    drill: Drill,
+    history: History,
+    told: Sequence[NamedCause],
+    right: Sequence[NamedCause],
+    after: float | None,
 ) -> str:
     """The first thing that is not right; an empty string where all is."""
     wrong = [entry for entry in told if entry not in right]
@@ -239,7 +252,7 @@ def _what_is_wrong(
     return ""
 
 
-def _exit_code(drill: Drill, right: Sequence[Told]) -> int:
+def _exit_code(drill: Drill, right: Sequence[NamedCause]) -> int:
     """That of the cause which ended the run, or of a run that goes on all the same."""
     if drill.exit_code is not None or not drill.want:
         return drill.exit_code or 0
@@ -248,6 +261,81 @@ def _exit_code(drill: Drill, right: Sequence[Told]) -> int:
     return cause.exit_code
 
 
-def _blame(told: Told) -> str:
+def _blame(told: NamedCause) -> str:
     who = [f"rank {rank}" for rank in told.ranks] or [f"host {host}" for host in told.hosts] or ["nobody"]
     return f"{told.cause}, {', '.join(who)}"
+
+
+_COLUMNS = ("fault", "want", "named", "who", "name, s", "end, s", "left behind", "")
+_WIDTH = 150  # where there is no terminal, lines are not wrapped to one
+
+
+def results_table(rows: Sequence[DrillResult], *, width: int | None = None) -> list[str]:
+    """The table, then what is not right, then a summary."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in _COLUMNS:
+        table.add_column(title, justify="right" if title.endswith(", s") else "left")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in _cells(row)))
+    file = io.StringIO()
+    Console(file=file, width=width or _WIDTH, no_color=True).print(table)
+    text = [line.rstrip() for line in file.getvalue().splitlines() if line.strip()]
+    return [*text, *_complaints(rows), _summary(rows)]
+
+
+def result_line(row: DrillResult) -> str:
+    """One row, as it comes."""
+    if row.skipped is not None:
+        return f"skipped: {one_line(row.skipped)}"
+    *_, name_s, end_s, left, word = _cells(row)
+    named = f"named {row.named}, {_who(row)}, after {name_s} s" if row.named else "nothing named"
+    return f"{word}: {named}; ended after {end_s} s; left behind: {left}"
+
+
+def drills_table(drills: Sequence[Drill]) -> list[str]:
+    """What there is, for `--list`."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("fault", "what happens", "what must be named", "within, s"):
+        table.add_column(title)
+    for drill in drills:
+        want = " or ".join(drill.want) or "nothing"
+        table.add_row(drill.fault, drill.text, want, f"{drill.limit_s:g}" if drill.want else "")
+    file = io.StringIO()
+    Console(file=file, width=_WIDTH, no_color=True).print(table)
+    return [line.rstrip() for line in file.getvalue().splitlines() if line.strip()]
+
+
+def _cells(row: DrillResult) -> tuple[str, ...]:
+    if row.skipped is not None:
+        return row.fault, row.want or "nothing", "", "", "", "", "", "skipped"
+    return (
+        row.fault, row.want or "nothing", row.named or "nothing", _who(row), _seconds(row.named_after_s), _seconds(row.ended_after_s),
+        str(len(row.left_behind)) if row.left_behind else "nothing", "right" if row.is_good else "WRONG",
+    )  # fmt: skip
+
+
+def _who(row: DrillResult) -> str:
+    ranks = [f"rank {rank}" for rank in row.ranks]
+    return ", ".join(ranks or [one_line(host) for host in row.hosts]) or "nobody"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _complaints(rows: Sequence[DrillResult]) -> list[str]:
+    found = []
+    for row in rows:
+        if row.skipped is not None:
+            found.append(f"{row.fault} was skipped: {one_line(row.skipped)}")
+        if row.why:
+            found.append(f"{row.fault}: {one_line(row.why)}")
+        found += [f"{row.fault} left behind: {one_line(item)}" for item in row.left_behind]
+        found += [f"{row.fault}, stderr: {one_line(line)}" for line in row.trouble.splitlines() if line]
+    return found
+
+
+def _summary(rows: Sequence[DrillResult]) -> str:
+    tried = [row for row in rows if row.skipped is None]
+    right = sum(row.is_good for row in tried)
+    return f"{right} of {len(tried)} faults were named rightly and left nothing behind; {len(rows) - len(tried)} were skipped"

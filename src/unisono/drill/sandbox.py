@@ -1,0 +1,432 @@
+"""Sandboxes of drills: where a run takes place, and the fault that is injected from outside."""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from unisono.facts.limits import cgroup_folders
+
+_FOREIGN_BYTES = (
+    b"GET / HTTP/1.1\r\nHost: unisono\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"\0" * 4096,
+    b"",
+)
+_RANDOM_BYTES = 1 << 16
+_CONNECT_S = 10.0
+
+
+class Sandbox:
+    """This machine as it is, with one node. A context: what was made is gone afterwards.
+
+    Attributes:
+        nodes: fronts of a run.
+    """
+
+    nodes = 1
+
+    def __init__(self) -> None:
+        self.folder = Path()
+
+    def why_not(self) -> str:
+        """What is missing for it here; an empty string where nothing is."""
+        return ""
+
+    def prepare(self, folder: Path) -> None:
+        """Makes what is needed, below a folder of the drill's own."""
+        self.folder = folder
+
+    def host(self, node: int) -> str | None:
+        """The host name that a node has; None: this machine's."""
+        del node
+        return None
+
+    def words(self, node: int, words: Sequence[str]) -> list[str]:
+        """The command line that starts a front there, in the same process."""
+        del node
+        return list(words)
+
+    def request(self, node: int) -> dict[str, Any]:
+        """Of the front's TrainRequest, what is about this ground."""
+        del node
+        return {}
+
+    def output_dir(self) -> Path:
+        """Where the run's results go."""
+        return self.folder / "out"
+
+    def started(self, pids: Sequence[int]) -> None:
+        """The fronts run, by node."""
+
+    def strike(self) -> None:
+        """Does from outside what is to be done, now that the run trains, or that a rank has begun its part of it."""
+
+    def close(self) -> None:
+        """Takes away what was made."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TwoFronts(Sandbox):
+    """Two nodes that meet on this machine's own loopback, with one output_dir and one host name."""
+
+    nodes = 2
+
+    def prepare(self, folder: Path) -> None:
+        """Makes the job's secret, and finds a port."""
+        super().prepare(folder)
+        self._token = write_token(folder)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._port = int(listener.getsockname()[1])
+
+    def request(self, node: int) -> dict[str, Any]:
+        """Two nodes, of which this is one."""
+        return {
+            "nodes": "2", "node_rank": node, "head": f"127.0.0.1:{self._port}", "token_file": str(self._token)
+        }  # fmt: skip
+
+
+class HeadKilled(TwoFronts):
+    """Two nodes, of which the head's front is killed."""
+
+    def started(self, pids: Sequence[int]) -> None:
+        """Remembers which one that is."""
+        self._head = pids[0]
+
+    def strike(self) -> None:
+        """Leaves it no time for a word."""
+        os.kill(self._head, signal.SIGKILL)
+
+
+class ForeignCallers(TwoFronts):
+    """Two nodes, where strangers talk to the port on which they meet."""
+
+    def strike(self) -> None:
+        """Some that speak other languages, some that say nothing, some that say a lot."""
+        with contextlib.ExitStack() as stack:
+            for piece in (*_FOREIGN_BYTES, secrets.token_bytes(_RANDOM_BYTES)) * 3:
+                stranger = stack.enter_context(
+                    socket.create_connection(("127.0.0.1", self._port), _CONNECT_S)
+                )
+                with contextlib.suppress(OSError):  # it was shown the door
+                    stranger.sendall(piece)
+            time.sleep(0.5)  # the silent ones stay for a while
+
+
+def write_token(folder: Path) -> Path:
+    """A secret for one job, in a file that only its owner may read."""
+    path = folder / "token"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(secrets.token_urlsafe(32) + "\n")
+    return path
+
+
+def needs_root(what: str, *tools: str) -> str:
+    """Why it cannot be done, as far as user and programs are concerned."""
+    if os.geteuid() != 0:
+        return f"{what} need root"
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    return f"{', '.join(missing)} is not installed" if missing else ""
+
+
+_DISK_BYTES = 160 << 20  # unisono keeps 64 MiB free
+_CHUNK_BYTES = 1 << 16
+
+
+class SmallDisk(Sandbox):
+    """This machine, with a file system in memory where the results go."""
+
+    def why_not(self) -> str:
+        """Mounts need root, and a system that allows them."""
+        missing = needs_root("mounts", "unshare", "mount")
+        if missing:
+            return missing
+        words = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        return f"nothing can be mounted here: {done.stderr.strip()}" if done.returncode else ""
+
+    def prepare(self, folder: Path) -> None:
+        """Makes the place at which it will be mounted."""
+        super().prepare(folder)
+        (folder / "disk").mkdir()
+
+    def output_dir(self) -> Path:
+        """On the small disk."""
+        return self.folder / "disk" / "out"
+
+    def words(self, node: int, words: Sequence[str]) -> list[str]:
+        """The front gets mounts of its own first."""
+        del node
+        mount = f'mount -t tmpfs -o size={_DISK_BYTES},mode=0700 tmpfs "$1"; shift; exec "$@"'
+        return ["unshare", "--mount", "sh", "-ec", mount, "disk", str(self.folder / "disk"), *words]
+
+    def started(self, pids: Sequence[int]) -> None:
+        """Its mounts are seen through the front."""
+        self._inside = Path(f"/proc/{pids[0]}/root{self.folder / 'disk'}")
+
+    def strike(self) -> None:
+        """Takes all room that there is."""
+        with (self._inside / "filler").open("ab", buffering=0) as file:
+            size = _CHUNK_BYTES
+            while size:
+                try:
+                    file.write(bytes(size))
+                except OSError:
+                    size //= 2
+
+
+class ReadOnlyDisk(SmallDisk):
+    """The same disk, on which from some moment on nothing can be made or removed. Without root: directories that lose their write permission."""
+
+    def why_not(self) -> str:
+        """Without root there is nothing to mount."""
+        return (super().why_not() or needs_root("mounts", "nsenter")) if os.geteuid() == 0 else ""
+
+    def words(self, node: int, words: Sequence[str]) -> list[str]:
+        """On a disk of its own, as root."""
+        return super().words(node, words) if os.geteuid() == 0 else list(words)
+
+    def started(self, pids: Sequence[int]) -> None:
+        """Its mounts are reached through the front."""
+        super().started(pids)
+        self._front = pids[0]
+
+    def strike(self) -> None:
+        """Puts a read-only mount of the disk over it, since the kernel refuses to remount one on which files are open for writing."""
+        disk = str(self.folder / "disk")
+        if os.geteuid() == 0:
+            mount = 'mount --bind "$1" "$1"; mount -o remount,bind,ro "$1"'
+            words = ["nsenter", "--target", str(self._front), "--mount", "sh", "-ec", mount, "disk", disk]
+            subprocess.run(words, check=True, capture_output=True)
+            return
+        for folder in (self.output_dir(), self.output_dir() / "checkpoints"):
+            folder.chmod(0o500)
+
+    def close(self) -> None:
+        """Gives the permission back, so that it can be cleared away."""
+        for folder in (self.output_dir(), self.output_dir() / "checkpoints"):
+            if os.geteuid() != 0 and folder.exists():
+                folder.chmod(0o700)
+
+
+class RemovedOutput(Sandbox):
+    """This machine, on which somebody clears the run's directory away."""
+
+    def strike(self) -> None:
+        """As `rm -rf` does. What the run makes in that moment may stay."""
+        shutil.rmtree(self.output_dir(), ignore_errors=True)
+
+
+_SPARE_BYTES = 64 << 20
+_GROUP_PREFIX = "unisono-drill-"
+_FILES = (
+    ("memory.max", "memory.current", "memory.swap.max"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ""),
+)
+_CLOSE_S = 5.0
+
+
+class MemoryGroup(Sandbox):
+    """This machine, with a control group for the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._group: Path | None = None
+        self._files = _FILES[0]
+
+    def why_not(self) -> str:
+        """Control groups are root's, and in containers often nobody's."""
+        missing = needs_root("control groups")
+        if missing:
+            return missing
+        self._make()
+        made = self._group is not None
+        self.close()
+        return "" if made else "no control group with a limit of memory can be made here"
+
+    def prepare(self, folder: Path) -> None:
+        """Makes the group, still without a limit."""
+        super().prepare(folder)
+        self._make()
+
+    def started(self, pids: Sequence[int]) -> None:
+        """The front goes into the group; its ranks are born in it."""
+        assert self._group is not None
+        for pid in pids:
+            (self._group / "cgroup.procs").write_text(str(pid))
+
+    def strike(self) -> None:
+        """Limits the memory to little more than is in use."""
+        assert self._group is not None
+        limit, used, swap = self._files
+        if swap:
+            with contextlib.suppress(OSError):  # not every kernel counts it
+                (self._group / swap).write_text("0")
+        (self._group / limit).write_text(str(int((self._group / used).read_text()) + _SPARE_BYTES))
+
+    def close(self) -> None:
+        """Takes the group away; the kernel lets go of it a moment after its last process."""
+        until = time.monotonic() + _CLOSE_S
+        while self._group is not None and self._group.is_dir() and time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                self._group.rmdir()
+                break
+            time.sleep(0.02)
+        self._group = None
+
+    def _make(self) -> None:
+        """In the first place where it can be had: version 2, then 1."""
+        for folder in cgroup_folders("memory"):
+            _remove_old_groups(folder)
+            group = folder / f"{_GROUP_PREFIX}{os.getpid()}"
+            try:
+                group.mkdir()
+            except OSError:
+                continue
+            self._group = group
+            for files in _FILES:
+                if (group / files[0]).exists():
+                    self._files = files
+                    return
+            self.close()
+
+
+def _remove_old_groups(folder: Path) -> None:
+    """Groups of drills that were killed."""
+    for old in folder.glob(f"{_GROUP_PREFIX}*"):
+        if not Path("/proc", old.name.removeprefix(_GROUP_PREFIX)).exists():
+            with contextlib.suppress(OSError):
+                old.rmdir()
+
+
+_HOSTS = ("drill-a", "drill-b")
+_NETWORK_PREFIX = "udr"
+_PORT = 29411
+_COMMAND_S = 30
+
+
+class TwoNetworks(Sandbox):
+    """Two nodes, each with a network and a host name of its own. The names carry this process's id."""
+
+    nodes = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name = f"{_NETWORK_PREFIX}{os.getpid()}"
+        self._made = False
+
+    def why_not(self) -> str:
+        """Namespaces need root, and a system that allows them."""
+        missing = needs_root("network namespaces", "ip", "unshare", "mount", "hostname")
+        if missing:
+            return missing
+        name = f"{self._name}try"
+        done = _run("ip", "netns", "add", name)
+        _run("ip", "netns", "del", name)
+        return f"no network namespace can be made: {done.stderr.strip()}" if done.returncode else ""
+
+    def prepare(self, folder: Path) -> None:
+        """Makes both, and the bridge between."""
+        super().prepare(folder)
+        _remove_old_networks()
+        self._made = True
+        self._token = write_token(folder)
+        lines = [f"{self._address(node)} {host}" for node, host in enumerate(_HOSTS)]
+        (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        # A resolver that refuses at once: a real one cannot be reached from there, and each look-up would wait for it.
+        (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+        _run_checked("ip", "link", "add", f"{self._name}b", "type", "bridge")
+        _run_checked("ip", "link", "set", f"{self._name}b", "up")
+        for node in range(self.nodes):
+            self._make(node)
+
+    def host(self, node: int) -> str | None:
+        """A name of its own."""
+        return _HOSTS[node]
+
+    def words(self, node: int, words: Sequence[str]) -> list[str]:
+        """The front is moved there before it begins."""
+        script = [
+            f"hostname {_HOSTS[node]}",
+            f"mount --bind '{self.folder}/hosts' /etc/hosts",
+            f"mount --bind '{self.folder}/resolv.conf' /etc/resolv.conf",
+            'exec "$@"',
+        ]
+        shell = ["sh", "-ec", "\n".join(script), "node", *words]
+        return ["ip", "netns", "exec", self._space(node), "unshare", "--uts", *shell]
+
+    def request(self, node: int) -> dict[str, Any]:
+        """Two nodes, of which this is one."""
+        head = f"{self._address(0)}:{_PORT}"
+        return {"nodes": "2", "node_rank": node, "head": head, "token_file": str(self._token)}
+
+    def strike(self) -> None:
+        """Pulls node 1's cable out of the bridge: both sides keep their links, and nothing passes any more."""
+        _run_checked("ip", "link", "set", f"{self._name}v1", "nomaster")
+
+    def close(self) -> None:
+        """Takes both networks and the bridge away."""
+        if self._made:
+            for node in range(self.nodes):
+                _remove_namespace(self._space(node))
+            _run("ip", "link", "del", f"{self._name}b")
+
+    def _make(self, node: int) -> None:
+        name, veth = self._space(node), f"{self._name}v{node}"
+        _run_checked("ip", "netns", "add", name)
+        _run_checked("ip", "link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", name)
+        _run_checked("ip", "link", "set", veth, "master", f"{self._name}b", "up")
+        _run_checked("ip", "-n", name, "addr", "add", f"{self._address(node)}/24", "dev", "eth0")
+        _run_checked("ip", "-n", name, "link", "set", "eth0", "up")
+        _run_checked("ip", "-n", name, "link", "set", "lo", "up")
+
+    def _space(self, node: int) -> str:
+        return f"{self._name}n{node}"
+
+    def _address(self, node: int) -> str:
+        return f"10.231.8.{node + 1}"
+
+
+def _remove_old_networks() -> None:
+    """Removes what drills left that were killed."""
+    for line in _run("ip", "netns", "list").stdout.splitlines():
+        found = re.match(rf"{_NETWORK_PREFIX}(\d+)n\d\b", line)
+        if found and not Path("/proc", found[1]).exists():
+            _remove_namespace(found[0])
+    for found in re.finditer(rf"\d+: ({_NETWORK_PREFIX}(\d+)b):", _run("ip", "-o", "link").stdout):
+        if not Path("/proc", found[2]).exists():
+            _run("ip", "link", "del", found[1])
+
+
+def _remove_namespace(namespace: str) -> None:
+    for pid in _run("ip", "netns", "pids", namespace).stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), 9)  # only what runs in a network that a drill has made
+    _run("ip", "netns", "del", namespace)
+
+
+def _run(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=_COMMAND_S)
+
+
+def _run_checked(*words: str) -> None:
+    done = _run(*words)
+    if done.returncode:
+        raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
