@@ -78,6 +78,7 @@ def _hang_drill(fault: str, text: str, want: str, *, how: str) -> Drill:
     )
 
 
+# fmt: off
 DRILLS: tuple[Drill, ...] = (
     _death_drill("sigkill", "a rank is killed (kill -9)", "rank_killed", how="sigkill"),
     _death_drill("exception", "an exception in one rank", "user_code_error", how="exception"),
@@ -153,7 +154,8 @@ DRILLS: tuple[Drill, ...] = (
         "teardown", "a rank hangs after its result, while it leaves", faults={"hang_in_teardown": {"rank": 1}},
         config={"duration": "40 steps"},
     ),
-)  # fmt: skip
+)
+# fmt: on
 
 
 def choose(names: tuple[str, ...]) -> tuple[Drill, ...]:
@@ -166,6 +168,8 @@ def choose(names: tuple[str, ...]) -> tuple[Drill, ...]:
     odd = [name for name in names if name not in known]
     if odd:
         raise UsageError.of(
-            f"there is no drill {', '.join(map(repr, odd))}", where="command line", fix=f"one of {', '.join(sorted(known))}",
-        )  # fmt: skip
+            f"there is no drill {', '.join(map(repr, odd))}",
+            where="command line",
+            fix=f"one of {', '.join(sorted(known))}",
+        )
     return tuple(drill for drill in DRILLS if not names or drill.fault in names)

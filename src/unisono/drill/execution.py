@@ -52,9 +52,16 @@ class FrontProcess:
         self._lines: list[TimedLine] = []
         self._errors: list[str] = []
         self._process = subprocess.Popen(
-            list(words), cwd=cwd, env=environment, text=True, errors="replace", start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            list(words),
+            cwd=cwd,
+            env=environment,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._readers = [
@@ -256,9 +263,14 @@ _LATE_S = 10.0  # beyond its limit, to see how late a name comes
 _POLL_S = 0.02
 _ROWS = 48
 _TINY_CONFIG: dict[str, Any] = {
-    "model": {"path": "builtin:tiny", "dtype": "float32"}, "adapter": {"rank": 4, "alpha": 8}, "optim": {"lr": 1e-3},
-    "batch": {"global": 6}, "checkpoint": {"every": "100000 steps"}, "device": "cpu", "restarts": 0,
-}  # fmt: skip
+    "model": {"path": "builtin:tiny", "dtype": "float32"},
+    "adapter": {"rank": 4, "alpha": 8},
+    "optim": {"lr": 1e-3},
+    "batch": {"global": 6},
+    "checkpoint": {"every": "100000 steps"},
+    "device": "cpu",
+    "restarts": 0,
+}
 
 Progress = Callable[[str], None]
 
@@ -303,17 +315,24 @@ class DrillRun:
             ends = self._ends()
             left = traces.left_behind()
             return History(
-                self._moment() or effect, self._told(), ends, [self.ground.host(node) for node in range(self.ground.nodes)],
-left, "\n".join(self._trouble()),
-            )  # fmt: skip
+                self._moment() or effect,
+                self._told(),
+                ends,
+                [self.ground.host(node) for node in range(self.ground.nodes)],
+                left,
+                "\n".join(self._trouble()),
+            )
 
     def _start(self, stack: contextlib.ExitStack) -> None:
         self.tell("starting")
         rows = self.folder / "rows.jsonl"
         rows.write_text("".join(json.dumps(_data_row(number)) + "\n" for number in range(_ROWS)))
         config = {
-            **_TINY_CONFIG, **self.drill.config, "data": {"train": str(rows), "max_length": 64}, "output_dir": str(self.ground.output_dir())
-        }  # fmt: skip
+            **_TINY_CONFIG,
+            **self.drill.config,
+            "data": {"train": str(rows), "max_length": 64},
+            "output_dir": str(self.ground.output_dir()),
+        }
         config["checkpoint"] = {**_TINY_CONFIG["checkpoint"], **self.drill.config.get("checkpoint", {})}
         (self.folder / "config.yaml").write_text(json.dumps(config))
         for node in range(self.ground.nodes):
@@ -321,8 +340,11 @@ left, "\n".join(self._trouble()),
             request.write_text(json.dumps(self._request(node)))
             words = [sys.executable, "-m", "unisono.drill.front", str(request)]
             front = FrontProcess(
-                self.ground.words(node, words), node=node, cwd=self.folder / "work", environment=self._environment()
-            )  # fmt: skip
+                self.ground.words(node, words),
+                node=node,
+                cwd=self.folder / "work",
+                environment=self._environment(),
+            )
             self.fronts.append(stack.enter_context(front))
         self.ground.started([front.pid for front in self.fronts])
 
@@ -331,9 +353,13 @@ left, "\n".join(self._trouble()),
         if "starve" in faults:
             faults["starve"] = {**faults["starve"], "fifo": str(self._fifo())}
         return {
-            "config_path": str(self.folder / "config.yaml"), "nproc": self.drill.nproc, "faults": faults, "parent": os.getpid(),
-            "clock_jump_s": self.drill.clock_jump_s, **self.ground.request(node),
-        }  # fmt: skip
+            "config_path": str(self.folder / "config.yaml"),
+            "nproc": self.drill.nproc,
+            "faults": faults,
+            "parent": os.getpid(),
+            "clock_jump_s": self.drill.clock_jump_s,
+            **self.ground.request(node),
+        }
 
     def _fifo(self) -> Path:
         path = self.folder / "fifo"
@@ -342,9 +368,11 @@ left, "\n".join(self._trouble()),
 
     def _environment(self) -> dict[str, str]:
         own = {
-            "TMPDIR": str(self.folder / "tmp"), "XDG_CACHE_HOME": str(self.caches), "XDG_CONFIG_HOME": str(self.caches),
+            "TMPDIR": str(self.folder / "tmp"),
+            "XDG_CACHE_HOME": str(self.caches),
+            "XDG_CONFIG_HOME": str(self.caches),
             "TORCHINDUCTOR_CACHE_DIR": str(self.caches / "torch"),
-        }  # fmt: skip
+        }
         return child_environment(threads=1, without=read_environment().leftovers) | own
 
     def _wait_for_effect(self) -> float | None:

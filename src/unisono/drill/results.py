@@ -106,7 +106,7 @@ class DrillResult:
     ended_after_s: float | None = None
     limit_s: float | None = None
     left_behind: tuple[str, ...] = ()
-    skipped_result: str | None = None
+    skipped: str | None = None
     why: str = ""
     trouble: str = field(default="", repr=False)
 
@@ -168,11 +168,19 @@ def judge(drill: Drill, history: History) -> DrillResult:
     ended = max((end.at for end in history.ends), default=history.effect) - history.effect
     why = _first_mistake(drill, history, told, right, after)
     return DrillResult(
-        fault=drill.fault, want=_want(drill), named=_name(drill, shown), ranks=shown.ranks if shown is not None else (),
-        hosts=shown.hosts if shown is not None and drill.nodes else (), right=not why, named_after_s=after if drill.want else None,
-        ended_after_s=ended, limit_s=drill.limit_s if drill.want else None, left_behind=tuple(history.left_behind), why=why,
+        fault=drill.fault,
+        want=_want(drill),
+        named=_name(drill, shown),
+        ranks=shown.ranks if shown is not None else (),
+        hosts=shown.hosts if shown is not None and drill.nodes else (),
+        right=not why,
+        named_after_s=after if drill.want else None,
+        ended_after_s=ended,
+        limit_s=drill.limit_s if drill.want else None,
+        left_behind=tuple(history.left_behind),
+        why=why,
         trouble=history.trouble if why else "",
-    )  # fmt: skip
+    )
 
 
 def is_named(drill: Drill, told: Sequence[NamedCause], hosts: Sequence[str | None]) -> bool:
@@ -309,9 +317,15 @@ def _cells(row: DrillResult) -> tuple[str, ...]:
     if row.skipped is not None:
         return row.fault, row.want or "nothing", "", "", "", "", "", "skipped"
     return (
-        row.fault, row.want or "nothing", row.named or "nothing", _who(row), _seconds(row.named_after_s), _seconds(row.ended_after_s),
-        str(len(row.left_behind)) if row.left_behind else "nothing", "right" if row.is_good else "WRONG",
-    )  # fmt: skip
+        row.fault,
+        row.want or "nothing",
+        row.named or "nothing",
+        _who(row),
+        _seconds(row.named_after_s),
+        _seconds(row.ended_after_s),
+        str(len(row.left_behind)) if row.left_behind else "nothing",
+        "right" if row.is_good else "WRONG",
+    )
 
 
 def _who(row: DrillResult) -> str:

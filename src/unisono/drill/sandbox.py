@@ -98,8 +98,11 @@ class TwoFronts(Sandbox):
     def request(self, node: int) -> dict[str, Any]:
         """Two nodes, of which this is one."""
         return {
-            "nodes": "2", "node_rank": node, "head": f"127.0.0.1:{self._port}", "token_file": str(self._token)
-        }  # fmt: skip
+            "nodes": "2",
+            "node_rank": node,
+            "head": f"127.0.0.1:{self._port}",
+            "token_file": str(self._token),
+        }
 
 
 class HeadKilled(TwoFronts):
