@@ -10,7 +10,7 @@ from tests.launch.test_conduct import plan
 from unisono.causes import Verdict
 from unisono.cluster.ray.cluster_health import RayHead, RayLossFiles, loss_file, ray_head_lost
 from unisono.cluster.ray.node_fronts import JobNode, lost_node_verdict
-from unisono.launch.head_nodes import with_witness
+from unisono.launch.attempt_end import with_witness
 from unisono.launch.outcome import Ending, ending_of
 from unisono.supervise.decision import Decision
 from unisono.supervise.postmortem import NodeLoss
