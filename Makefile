@@ -1,7 +1,7 @@
-# make demo   fine-tune the built-in model and show what it learnt (about two minutes after installation)
-# make test   everything that is checked before a change lands; WORKERS=1 runs one test at a time
+# make demo   fine-tune the built-in model and show the results before and after (about two minutes after installation)
+# make test   all checks that a change must pass; WORKERS=1 runs one test at a time
 # make system installs, as root, the programs that some tests need (apt-get: iptables, iproute2, openssh-server, Slurm …); without them these are skipped
-# make test-long   the tests of minutes and hours; LONG_WORKERS=1 runs one at a time
+# make test-long   tests that take minutes or hours; LONG_WORKERS=1 runs one at a time
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python

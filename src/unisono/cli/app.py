@@ -37,7 +37,7 @@ def build_app() -> typer.Typer:
     """The Typer application with all commands."""
     app = typer.Typer(
         name="unisono",
-        help="Fine-tune language models; runs say what they will do before they start, and why when they stop.",
+        help="Fine-tune language models. Runs show their plan before they start, and report the cause when they fail.",
         epilog=f"For example: unisono train train.yaml. {_EPILOG}",
         add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
     )  # fmt: skip

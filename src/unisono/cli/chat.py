@@ -30,13 +30,13 @@ _HELP = (
 def chat(
     target: Target,
     system: System = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
     step: Step = None,
 ) -> None:
-    """Talks to a model. Commands: /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the conversation."""
+    """Chats with a model. Commands: /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the conversation."""
     from unisono.cli.progress import Progress
     from unisono.supervise.task_process import TaskProcess
 

@@ -52,11 +52,11 @@ def prune(
     keep: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How many of the newest stay; without it: as the config says.", show_default=False
+            min=1, help="Number of recent checkpoints to keep. [default: from config]", show_default=False
         ),
     ] = None,
 ) -> None:
-    """Deletes old checkpoints and what dead writers left; the newest intact ones, the last that was read back, the best and those kept for ever stay."""
+    """Deletes old checkpoints and partial files of killed writers. Keeps the latest valid ones, the last one read back, the best, and permanent ones."""
     from unisono.cli.checkpoint_rows import open_run
     from unisono.errors import UsageError
     from unisono.rundir import RunDir

@@ -20,12 +20,12 @@ def verify(
     replay: Annotated[
         int | None,
         typer.Option(
-            "--replay", min=1, max=1000, metavar="N", help="Also run N logged steps again from it, and compare the losses.",
+            "--replay", min=1, max=1000, metavar="N", help="Also repeat N logged steps from it, and compare the losses.",
             show_default=False,
         ),
     ] = None,
 ) -> None:  # fmt: skip
-    """Reads the checkpoints of a run, and its final adapter or model, through, and says what is damaged. Ends with 7 if anything is."""
+    """Reads the checkpoints of a run, and its final adapter or model, completely, and reports damage. Exits with 7 if anything is damaged."""
     from unisono.errors import IntegrityError
 
     final = _check_final(run) if step is None else None

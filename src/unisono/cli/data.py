@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(help="Look at the rows of a config.", rich_markup_mode=None)
+app = typer.Typer(help="Shows the rows of a config.", rich_markup_mode=None)
 
 _BAR = 40  # characters of the longest bar of the histogram
 
@@ -19,9 +19,9 @@ def _group() -> None:
 def preview(
     config: Annotated[Path, typer.Argument(help="The config, as for `unisono train`.", show_default=False)],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …", show_default=False)] = None,
-    rows: Annotated[int, typer.Option(min=0, help="How many rows to show.")] = 5,
+    rows: Annotated[int, typer.Option(min=0, help="Number of rows to show.")] = 5,
 ) -> None:
-    """Show the first rows as the model will see them, what counts in the loss, lengths, and the ledger of rows."""
+    """Shows the first rows as the model sees them, the loss tokens, lengths, and the ledger of rows."""
     from unisono.cli.output import output
     from unisono.config.load import load_config
     from unisono.facts import read_environment

@@ -21,10 +21,10 @@ def diagnose(
             metavar="FILE|DIR...", help="logs, directories of logs; - is stdin", show_default=False
         ),
     ],
-    every: Annotated[bool, typer.Option("--all", help="Also what else it may have been.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Also show other possible causes.")] = False,
     timeline: Annotated[bool, typer.Option("--timeline", help="Draw the ranks over time.")] = False,
 ) -> None:
-    """Reads the logs of a run, ours or anybody's, and names the cause, the culprit, the evidence and the remedy."""
+    """Reads the logs of a failed run, of any tool, and reports the cause, the culprit, the evidence and the fix."""
     from unisono.diagnose.own_runs import diagnose_run, is_run, log_files
 
     root = Path(paths[0])

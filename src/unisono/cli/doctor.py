@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(help="what this run needs is looked at, too", show_default=False)
+        Path | None, typer.Argument(help="also check the needs of this run", show_default=False)
     ] = None,
     overrides: Overrides = None,
     nproc: Nproc = None,
@@ -46,25 +46,23 @@ def doctor(
     time_limit: TimeLimit = None,
     ladder: Annotated[
         bool,
-        typer.Option(
-            "--ladder", help="Try a real collective; where it fails, find the setting with which it works."
-        ),
+        typer.Option("--ladder", help="Try a real collective; if it fails, find a setting that works."),
     ] = False,
     debug_comm: Annotated[
-        bool, typer.Option("--debug-comm", help="With --ladder: keep what NCCL, gloo and torch say in it.")
+        bool, typer.Option("--debug-comm", help="With --ladder: keep the output of NCCL, gloo and torch.")
     ] = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="End with 6 also where a check warns or is unknown.")
+        bool, typer.Option("--strict", help="Exit with 6 also if a check warns or is unknown.")
     ] = False,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.html", help="Write the report as one page, too.", show_default=False),
+        typer.Option(metavar="FILE.html", help="Also write the report as an HTML page.", show_default=False),
     ] = None,
     end_orphans: Annotated[
-        bool, typer.Option("--end-orphans", help="End your ranks that earlier runs have left behind.")
+        bool, typer.Option("--end-orphans", help="End your ranks left over from earlier runs.")
     ] = False,
 ) -> None:
-    """Looks at this machine, and with --nodes, --hosts or --launcher at a job's nodes, before anything is started. Ends with 6 where a check fails."""
+    """Checks this machine, or with --nodes, --hosts or --launcher the nodes of a job, before a run. Exits with 6 if a check fails."""
     from unisono.cli.screen import Screen
     from unisono.doctor.check import DoctorRequest
     from unisono.doctor.cluster_doctor import examine_with_launcher

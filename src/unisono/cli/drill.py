@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 def drill(
     faults: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FAULT", help="as sigkill; without any: all", show_default=False),
+        typer.Argument(metavar="FAULT", help="e.g. sigkill; default: all", show_default=False),
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="Show the faults; start nothing.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the faults; start nothing.")] = False,
 ) -> None:
-    """Puts each fault into a tiny run on this machine, and shows what was named, how fast, and what was left. Ends with 6 if one was not named rightly."""
+    """Injects each fault into a tiny run on this machine, and shows the detected cause, the time, and leftovers. Exits with 6 if a result is wrong."""
     from unisono.drill.drills import choose
     from unisono.drill.results import drills_table, results_table
 

@@ -21,17 +21,20 @@ def evaluate(
         typer.Option(
             "--data",
             metavar="FILE",
-            help="Rows with answers, in any format that training reads.",
+            help="Rows with answers, in any training format.",
             show_default=False,
         ),
     ],
     limit: Annotated[
-        int | None, typer.Option(min=1, help="The first N rows only.", show_default=False)
+        int | None, typer.Option(min=1, help="Only the first N rows.", show_default=False)
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="FILE", help="Write every answer here, a JSON object a line.", show_default=False
+            "--out",
+            metavar="FILE",
+            help="Write every answer to this file, one JSON object per line.",
+            show_default=False,
         ),
     ] = None,
     step: Step = None,

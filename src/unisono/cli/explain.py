@@ -21,11 +21,11 @@ def explain(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="CAUSE|VARIABLE", help="as nan_loss or NCCL_SOCKET_IFNAME; without it: the list"
+            metavar="CAUSE|VARIABLE", help="e.g. nan_loss or NCCL_SOCKET_IFNAME; without it: the list"
         ),
     ] = None,
 ) -> None:
-    """Says what a cause or an environment variable means, how it shows, and how it is mended."""
+    """Describes a cause or an environment variable: meaning, signs and fix."""
     from unisono.causes.catalogue import find_cause
     from unisono.causes.variables import find_variable
     from unisono.errors import UsageError

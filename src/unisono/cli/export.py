@@ -12,12 +12,10 @@ def export(
     target: Target,
     out: Annotated[
         str,
-        typer.Argument(
-            metavar="OUT", help="a directory that does not exist, or is empty", show_default=False
-        ),
+        typer.Argument(metavar="OUT", help="a directory that is empty or does not exist", show_default=False),
     ],
     merge: Annotated[
-        bool, typer.Option("--merge", help="Add the adapter to the weights of the model beneath it.")
+        bool, typer.Option("--merge", help="Merge the adapter into the weights of its base model.")
     ] = False,
     step: Step = None,
 ) -> None:

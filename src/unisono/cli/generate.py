@@ -16,18 +16,18 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="RUN|MODEL",
-        help="a run's directory, a model's or adapter's, a hub id, builtin:tiny",
+        help="directory of a run, a model or an adapter; a hub id; or builtin:tiny",
         show_default=False,
     ),
 ]
 Step = Annotated[
-    int | None, typer.Option(min=0, help="Of a run: this checkpoint, not the result.", show_default=False)
+    int | None,
+    typer.Option(min=0, help="Use this checkpoint of a run instead of its result.", show_default=False),
 ]
-Temperature = Annotated[
-    float, typer.Option(min=0.0, max=100.0, help="0 takes the likeliest token each time.")
-]
+Temperature = Annotated[float, typer.Option(min=0.0, max=100.0, help="0: always the most likely token.")]
 TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that reach this probability.")
+    float,
+    typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens with this total probability."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same answers.")]
 System = Annotated[str | None, typer.Option(help="A system message before the prompt.", show_default=False)]
@@ -38,7 +38,7 @@ def generate(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            metavar="PROMPT", help="without it and without --file it is read from stdin", show_default=False
+            metavar="PROMPT", help="without it and without --file: read from stdin", show_default=False
         ),
     ] = None,
     file: Annotated[
@@ -46,21 +46,24 @@ def generate(
         typer.Option(
             "--file",
             metavar="FILE",
-            help="A prompt a line (txt), or rows with `prompt` or `messages`.",
+            help="One prompt per line (txt), or rows with `prompt` or `messages`.",
             show_default=False,
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="FILE", help="Write the answers here, a JSON object a line.", show_default=False
+            "--out",
+            metavar="FILE",
+            help="Write the answers to this file, one JSON object per line.",
+            show_default=False,
         ),
     ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="The most tokens of an answer; else 256, or what the model has room for.",
+            help="Maximum number of tokens in an answer; default: 256, or what fits into the context.",
             show_default=False,
         ),
     ] = None,
@@ -70,7 +73,7 @@ def generate(
     stop: Annotated[
         list[str] | None,
         typer.Option(
-            "--stop", metavar="TEXT", help="End before this text; may be repeated.", show_default=False
+            "--stop", metavar="TEXT", help="Stop before this text; may be repeated.", show_default=False
         ),
     ] = None,
     system: System = None,
@@ -79,7 +82,7 @@ def generate(
     ] = False,
     step: Step = None,
 ) -> None:
-    """Answers one prompt, or each prompt of a file. Answers go to stdout, all else to stderr."""
+    """Answers one prompt, or each prompt of a file. Answers go to stdout, everything else to stderr."""
     from unisono.errors import UsageError
 
     if prompt is not None and file is not None:

@@ -15,14 +15,14 @@ _DEFAULT = "lora"
 def init(
     template: Annotated[
         str | None,
-        typer.Argument(metavar="TEMPLATE", help="one of `unisono init --list`; lora if not given"),
+        typer.Argument(metavar="TEMPLATE", help="one of `unisono init --list`; default: lora"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="write it to this file, which must not exist; else to stdout")
+        Path | None, typer.Option("--out", help="write to this file, which must not exist; default: stdout")
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="list the templates")] = False,
 ) -> None:
-    """Gives a commented config to start from, or a cluster's job file."""
+    """Writes a commented config to start from, or a job file for a cluster."""
     if listing:
         _list_templates()
         return

@@ -13,10 +13,10 @@ def logs(
     run: Annotated[Path, typer.Argument(help="a run's directory", show_default=False)],
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.", show_default=False)] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Then show what comes, until the run has ended.")
+        bool, typer.Option("--follow", "-f", help="Keep showing new lines until the run has ended.")
     ] = False,
 ) -> None:
-    """Shows what all ranks printed and told, and the verdicts, labelled, in time by the head's clock."""
+    """Shows the output and events of all ranks and the verdicts, labelled, merged by the head's clock."""
     from unisono.rundir.merged_logs import followed_logs, merged_logs
     from unisono.text import plain
 

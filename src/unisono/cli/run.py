@@ -23,11 +23,12 @@ def run(
         int | None, typer.Option(min=1, max=1024, metavar="N", help="Ranks on this node.", show_default=False)
     ] = None,
     devices: Annotated[
-        str | None, typer.Option(metavar="LIST", help="What the program may see, as 0,1.", show_default=False)
+        str | None,
+        typer.Option(metavar="LIST", help="Devices that the program may use, e.g. 0,1.", show_default=False),
     ] = None,
     nodes: Annotated[
         str | None,
-        typer.Option(metavar="N", help="How many nodes; run the same on each.", show_default=False),
+        typer.Option(metavar="N", help="Number of nodes; run the same command on each.", show_default=False),
     ] = None,
     node_rank: NodeRank = None,
     head: Head = None,
@@ -37,29 +38,31 @@ def run(
     launcher: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="local or nodes; of ray and slurm it says what to type.", show_default=False
+            metavar="NAME",
+            help="local or nodes; for ray and slurm it shows the command to type.",
+            show_default=False,
         ),
     ] = None,
     output_dir: Annotated[
         str,
         typer.Option(
             metavar="DIR",
-            help="Log, events, verdict, result; else runs/run-<UTC time>-<pid>.",
+            help="For log, events, verdict, result; default: runs/run-<UTC time>-<pid>.",
             show_default=False,
         ),
     ] = "",
     uneven: Annotated[
-        bool, typer.Option("--uneven", help="Nodes may have unequal numbers of ranks.")
+        bool, typer.Option("--uneven", help="Allow different numbers of ranks per node.")
     ] = False,
     grace: Annotated[
         float,
         typer.Option(
-            min=0, metavar="SECONDS", help="How long it has to end after a signal, before it is killed."
+            min=0, metavar="SECONDS", help="Time to exit after a signal, before the program is killed."
         ),
     ] = 40.0,
     debug_comm: DebugComm = False,
 ) -> None:
-    """Runs somebody else's program under guard: agreement before, the watch during, a verdict after. The program stays as it is."""
+    """Runs an existing training script, unchanged: compares nodes before, watches ranks during, and gives a verdict after a failure."""
     from unisono.cli.told import Told
     from unisono.guard.guarded_run import GuardedRun
     from unisono.guard.program_request import RunRequest

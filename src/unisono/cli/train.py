@@ -31,22 +31,24 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="a YAML file; `unisono init` makes one", show_default=False)],
+    config: Annotated[
+        Path, typer.Argument(help="a YAML file; `unisono init` writes one", show_default=False)
+    ],
     overrides: Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on; also starts a new run, and extends a finished one.")
+        bool, typer.Option("--resume", help="Resume; also starts a new run, or extends a finished one.")
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Rename what is in output_dir to OUT.old-N, and begin.")
+        bool, typer.Option("--fresh", help="Rename an existing output_dir to OUT.old-N, and start.")
     ] = False,
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY", help="Go on though this has changed, as optim.lr or data.", show_default=False
+            metavar="KEY", help="Resume although this has changed, e.g. optim.lr or data.", show_default=False
         ),
     ] = None,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Go on from a checkpoint that is not signed with your key.")
+        bool, typer.Option("--trust", help="Resume from a checkpoint that is not signed with your key.")
     ] = False,
     nproc: Nproc = None,
     devices: Devices = None,
@@ -65,21 +67,26 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="NAME=TEXT",
-            help="Why this variable is set by hand; the plan keeps it.",
+            help="Reason for a variable set by hand; recorded in the plan.",
             show_default=False,
         ),
     ] = None,
     restarts: Annotated[
         int | None,
-        typer.Option(min=0, max=100, help="How often a run that died goes on by itself.", show_default=False),
+        typer.Option(
+            min=0, max=100, help="Number of automatic restarts after a failure.", show_default=False
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; start nothing.")] = False,
     rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Try the whole path with 64 rows and three steps, elsewhere.")
+        bool,
+        typer.Option(
+            "--rehearse", help="Try the whole path with 64 rows and three steps, in a separate directory."
+        ),
     ] = False,
     no_rehearse: Annotated[
         bool,
-        typer.Option("--no-rehearse", help="Several ranks: do not save and read back after the first step."),
+        typer.Option("--no-rehearse", help="With several ranks: skip the save and read-back after step 1."),
     ] = False,
 ) -> None:
     """Fine-tunes a model: on one device, on several (--nproc), or on several nodes (--nodes, --hosts)."""
