@@ -218,7 +218,7 @@ def read_json(path: Path) -> Any:
     """The JSON value in the file.
 
     Raises:
-        OSError: what the file system says, also if it is no plain file, or larger than MOST_BYTES.
+        OSError: what the file system says, also if it is not a regular file, or larger than MOST_BYTES.
         ValueError: if it is not JSON, or nested too deeply.
     """
     return parse_json(read_text(path))

@@ -218,7 +218,7 @@ def test_state_of_other_parameters_is_refused_by_name() -> None:
     optimizer = _adamw(net)
     _train(net, optimizer, range(1))
     tensors, values = optimizer_tensors(optimizer, _names(net, optimizer))
-    with pytest.raises(IntegrityError, match="does not fit") as caught:
+    with pytest.raises(IntegrityError, match="does not match") as caught:
         load_optimizer(optimizer, ["matrix", "bias", "scale", "lower"], tensors, values)
     assert "low" in caught.value.problems[0].why
 
@@ -229,5 +229,5 @@ def test_state_in_other_groups_is_refused() -> None:
     names = _names(net, optimizer)
     tensors, values = optimizer_tensors(optimizer, names)
     flat = torch.optim.AdamW([net.matrix, net.bias, net.scale, net.low])
-    with pytest.raises(IntegrityError, match="does not fit"):
+    with pytest.raises(IntegrityError, match="does not match"):
         load_optimizer(flat, names, tensors, values)

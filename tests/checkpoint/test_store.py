@@ -134,7 +134,7 @@ def _link(path: Path) -> None:
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "a flipped bit": ("weights.safetensors", _flip, "content", "its content has changed"),
     "a zeroed page": ("weights.safetensors", _zero_page, "content", "its content has changed"),
-    "a truncated file": ("weights.safetensors", _cut, "size", "cut short: 9999 bytes of 10000"),
+    "a truncated file": ("weights.safetensors", _cut, "size", "truncated: 9999 bytes of 10000"),
     "a longer file": ("weights.safetensors", _grow, "size", "too long"),
     "a missing file": ("state.json", Path.unlink, "missing", "it is missing"),
     "a file of another step": ("weights.safetensors", _take_from_step_1, "step", "the file of step 1"),
@@ -210,7 +210,7 @@ def test_the_reason_of_a_start_says_where_it_goes_on(store: CheckpointStore, sav
     assert resume_point(store, StartDecision("fresh", "run-a", "fresh")) == (None, "fresh")
     point, reason = resume_point(store, resume)
     assert point is None
-    assert reason == "unfinished; it ended before its first checkpoint, so it begins at step 1"
+    assert reason == "unfinished; it ended before its first checkpoint, so it starts at step 1"
     with pytest.raises(IntegrityError, match="no checkpoint that it could be extended from"):
         resume_point(store, StartDecision("extend", "run-a", "extends", 100))
     save(3)

@@ -141,7 +141,7 @@ def test_parts_that_do_not_make_the_whole_are_refused(tmp_path: Path) -> None:
     _two_shards(tmp_path)
     first, second = (tmp_path / group_file("trainable", shard, 2) for shard in (0, 1))
     second.write_bytes(first.read_bytes())
-    with pytest.raises(IntegrityError, match="the parts of w do not make the whole"):
+    with pytest.raises(IntegrityError, match="the parts of w do not cover the tensor"):
         CheckpointReader(tmp_path)
 
 

@@ -113,7 +113,7 @@ def test_names_are_read_from_verdicts_from_warnings_that_hold_one_and_from_agree
     assert ended == NamedCause(1.0, 0, "gil_held", (1,), ("here",))
     warned = named_cause_in({"kind": "warning", "code": "gil_held", "verdict": verdict}, **read)  # type: ignore[arg-type]
     assert warned == NamedCause(1.0, 0, "gil_held", (1,), ("here",), is_end=False)
-    full = {"kind": "warning", "code": "checkpoint_failed", "text": "no room for checkpoint step-20"}
+    full = {"kind": "warning", "code": "checkpoint_failed", "text": "not enough space for checkpoint step-20"}
     assert named_cause_in(full, **read) == NamedCause(1.0, 0, "", is_end=False)  # type: ignore[arg-type]
     assert named_cause_in({**full, "text": "the storage hangs"}, **read) is None  # type: ignore[arg-type]
     assert named_cause_in({"kind": "step", "step": 3}, **read) is None  # type: ignore[arg-type]

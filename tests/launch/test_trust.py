@@ -27,7 +27,7 @@ def test_a_run_of_somebody_else_is_refused_with_both_ways_to_go_on_and_nothing_i
     done = died.run()
     assert done.returncode == 7
     assert "error: the run's checkpoints are not signed with your key" in done.stderr
-    assert "pass --trust to go on all the same" in done.stderr
+    assert "pass --trust to resume from them" in done.stderr
     assert "checkpoint.key" in done.stderr
     assert {path: path.read_bytes() for path in died.out.rglob("*") if path.is_file()} == before
 
@@ -45,7 +45,7 @@ def test_a_newer_checkpoint_of_somebody_else_is_passed_over_with_a_line_or_trust
     assert "pass --trust to go on from it all the same" in shown.stderr
     trusted = died.run("--trust")
     assert trusted.returncode == 0, trusted.stderr
-    assert "from step 6, which is not signed with your key and is trusted all the same (--trust)" in trusted.stderr  # fmt: skip
+    assert "from step 6, which is not signed with your key and is trusted (--trust)" in trusted.stderr  # fmt: skip
     assert died.read("plan.json")["resume"]["trust"] is True
 
 

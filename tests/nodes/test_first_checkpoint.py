@@ -23,7 +23,8 @@ def test_a_first_checkpoint_that_the_heads_disk_cannot_hold_ends_every_node_with
     assert together(fronts) == [6, 6], pair.told()
     for front in fronts:
         assert (
-            "the first checkpoint could not be written: no room for checkpoint step-00000001" in front.text()
+            "the first checkpoint could not be written: not enough space for checkpoint step-00000001"
+            in front.text()
         )
     assert pair.metrics()[-1]["step"] < 500
     pair.wait_gone()

@@ -60,7 +60,11 @@ def silent(disk: Disk) -> Callable[[], None]:
 )
 @pytest.mark.parametrize(
     ("harm", "words"),
-    [(full, "no room for checkpoint"), (read_only, "Read-only file system"), (silent, "no progress for")],
+    [
+        (full, "not enough space for checkpoint"),
+        (read_only, "Read-only file system"),
+        (silent, "no progress for"),
+    ],
     ids=["full", "read-only", "silent"],
 )
 def test_trouble_with_one_nodes_disk_is_told_with_its_rank_and_training_goes_on(

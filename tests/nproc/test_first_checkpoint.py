@@ -118,7 +118,10 @@ def test_a_first_checkpoint_that_cannot_be_written_ends_the_run_at_once(solo: Jo
         assert front.wait() == 6, front.text()
         solo.wait_gone()
     assert solo.metrics()[-1]["step"] < 500
-    assert "the first checkpoint could not be written: no room for checkpoint step-00000001" in front.text()
+    assert (
+        "the first checkpoint could not be written: not enough space for checkpoint step-00000001"
+        in front.text()
+    )
     verdict = solo.read("result.json")["verdict"]
     assert (verdict["cause"], verdict["severity"], verdict["hosts"]) == ("disk_full", "fatal", [front.host])
 

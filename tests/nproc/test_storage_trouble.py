@@ -74,15 +74,15 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(
     disk = mounts.enter_context(in_memory(solo.out / "checkpoints", size=2 * MIB))
     front = start(solo, world)
     newer(solo, "")
-    message = "no room for checkpoint"
+    message = "not enough space for checkpoint"
 
     def refused() -> bool:
         disk.fill(leave=40_000)  # again where a checkpoint that was just written let an old one go
         return any(message in line.text for line in front.lines)
 
     solo.until(refused, what=message)
-    text = next(line.text for line in front.lines if "no room for checkpoint" in line.text)
-    assert "bytes) are missing" in text
+    text = next(line.text for line in front.lines if "not enough space for checkpoint" in line.text)
+    assert "bytes) missing" in text
     assert "free" in text
     solo.until(lambda: bool(_verdicts(solo)), what="the warning, with its verdict, in the events of a rank")
     named = _verdicts(solo)
@@ -104,7 +104,7 @@ def test_a_run_that_is_stopped_and_could_save_nothing_ends_with_the_full_disk_as
     disk = mounts.enter_context(in_memory(solo.out / "checkpoints", size=2 * MIB))
     disk.fill(leave=0)
     front = start(solo, world)
-    front.wait_for("no room for checkpoint")
+    front.wait_for("not enough space for checkpoint")
     front.signal(signal.SIGTERM)
     assert front.wait(limit_s=60) == 6, front.text()
     result = solo.read("result.json")

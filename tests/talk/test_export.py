@@ -133,7 +133,7 @@ def test_an_export_has_a_list_of_its_files_and_is_verified_where_it_is_read(
     exported(out, again, listening)  # of what was exported
     assert check_model(again).intact
     weights.write_bytes(weights.read_bytes()[:-500])
-    with pytest.raises(IntegrityError, match="cut short"):
+    with pytest.raises(IntegrityError, match="truncated"):
         exported(out, tmp_path / "third", listening)
     assert not (tmp_path / "third").exists()
 

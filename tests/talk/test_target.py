@@ -141,7 +141,7 @@ def test_a_result_of_which_a_file_is_not_as_it_was_written_is_refused_naming_fil
                 assert told == (
                     []
                     if change is Path.unlink
-                    else [f"{final / name}: it was edited after it was written; it is used as it is now"]
+                    else [f"{final / name}: it was edited after it was written; the edited file is used"]
                 )
                 continue
             if (name, change) == (MODEL_MANIFEST, Path.unlink):

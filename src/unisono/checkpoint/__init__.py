@@ -1,4 +1,4 @@
-"""Checkpoints: directories that appear whole, say what is in them, and are read back only after they were verified.
+"""Checkpoints: directories that are published complete, list their contents, and are verified before they are read.
 
-`manifest`, `signing`, `store` and `resume` are light and serve the front, too; `state` needs torch and is the worker's.
+`state` needs torch and belongs to the worker; all other modules are torch-free and serve the front, too.
 """

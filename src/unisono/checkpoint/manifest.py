@@ -28,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 class ManifestError(ValueError):
-    """The bytes are no manifest; the text says what is wrong with them."""
+    """The bytes are not a valid manifest; the text says why."""
 
 
 class FileEntry(BaseModel):
@@ -39,17 +39,17 @@ class FileEntry(BaseModel):
     bytes: int = Field(ge=0)
     xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
     host: str = ""
-    """The host whose rank wrote it, where that was not the manifest's holder. It lies with the holder all the same."""
+    """The host whose rank wrote it, if different from the manifest's holder. The file itself is on the holder's disk in either case."""
     tensors: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]] = {}
-    """The XXH3-64 digest of each tensor's bytes, so that damage can be named by its tensor."""
+    """The XXH3-64 digest of each tensor's bytes, so that damage can be reported by tensor."""
 
     def describes(self, other: "FileEntry") -> bool:
-        """Whether both are of the same content, whoever wrote it."""
+        """Whether both have the same content, whichever host wrote it."""
         return (self.bytes, self.xxh3_128) == (other.bytes, other.xxh3_128)
 
 
 class Vouched(BaseModel):
-    """Files with their digests, in a file whose own checksum finds any byte of it that is not as it was written."""
+    """A list of files with their digests; its own checksum detects any changed byte in it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, serialize_by_alias=True)
 
@@ -59,19 +59,19 @@ class Vouched(BaseModel):
 
     @property
     def total_bytes(self) -> int:
-        """The size of all files together, without this one."""
+        """The total size of the files, without this one."""
         return sum(entry.bytes for entry in self.files.values())
 
     def with_checksum(self) -> Self:
-        """The same with its checksum."""
+        """A copy with its checksum."""
         return self.model_copy(update={"checksum": self.true_checksum()})
 
     def true_checksum(self) -> str:
-        """The checksum of what stands in it."""
+        """The checksum of the present content."""
         return xxhash.xxh3_128_hexdigest(self._body("checksum"))
 
     def to_bytes(self) -> bytes:
-        """The content of the file. There is one such text for a value, so that any other byte is damage."""
+        """The content of the file. The text is canonical, so that any different byte is damage."""
         return (json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n").encode()
 
     @classmethod
@@ -79,30 +79,30 @@ class Vouched(BaseModel):
         """Reads what to_bytes wrote.
 
         Raises:
-            ManifestError: if a single byte is not as it was written.
+            ManifestError: if a single byte differs from what was written.
         """
         try:
             value = parse_json(data)
         except ValueError as error:
             raise ManifestError("it is not JSON") from error
         if isinstance(value, dict) and isinstance(value.get("schema"), int) and value["schema"] > 1:
-            raise ManifestError(f"its schema {value['schema']} is of a newer version of unisono")
+            raise ManifestError(f"its schema {value['schema']} is from a newer version of unisono")
         try:
             found = cls.model_validate(value)
         except ValidationError as error:
             raise ManifestError(validation_words(error)) from error
         if found.checksum != found.true_checksum() or data != found.to_bytes():
-            raise ManifestError("its checksum does not fit what stands in it")
+            raise ManifestError("its checksum does not match its content")
         return found
 
     def _body(self, *without: str) -> bytes:
-        """Canonical JSON: sorted keys, no blanks, ASCII."""
+        """Canonical JSON: sorted keys, no whitespace, ASCII."""
         body: dict[str, Any] = self.model_dump(mode="json", exclude=set(without))
         return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 class Manifest(Vouched):
-    """All that is known of a checkpoint without reading its tensors."""
+    """Everything known about a checkpoint without reading its tensors."""
 
     run_id: str
     step: int = Field(ge=0)
@@ -112,7 +112,7 @@ class Manifest(Vouched):
     world_size: int = Field(ge=1)
     threads: int = Field(ge=1)
     holder: str
-    """The head's host: in its output_dir all files were brought together, those of other nodes over the channel where they share no disk."""
+    """The head's host. All files are in its output_dir; without a shared disk, other nodes send theirs over the channel."""
     mac: str = ""
 
     @field_validator("files")
@@ -124,11 +124,11 @@ class Manifest(Vouched):
         return files
 
     def signed(self, key: bytes) -> Self:
-        """The same manifest with mac and checksum."""
+        """A copy with mac and checksum."""
         return self.model_copy(update={"mac": self._mac(key)}).with_checksum()
 
     def is_signed_by(self, key: bytes) -> bool:
-        """Whether the mac is one of this key."""
+        """Whether the mac was made with this key."""
         return hmac.compare_digest(self.mac, self._mac(key))
 
     def _mac(self, key: bytes) -> str:
@@ -136,7 +136,7 @@ class Manifest(Vouched):
 
 
 def is_file_name(name: str) -> bool:
-    """Whether `name` can be a file in a checkpoint: plain, no path, not hidden."""
+    """Whether `name` is a valid file name in a checkpoint: no path, not hidden."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -144,12 +144,12 @@ def is_file_name(name: str) -> bool:
 
 
 def user_key(settings_dir: Path) -> bytes:
-    """The key in the user's folder of settings; it is made there at the first call.
+    """The key in the user's settings directory; the first call creates it.
 
-    Several processes may call this at once: all get the same key.
+    Concurrent calls from several processes all return the same key.
 
     Raises:
-        UnfitError: if the key cannot be kept there, or is no key of ours, or others can read it.
+        UnfitError: if the key cannot be stored there, is not a valid key, or is readable by others.
     """
     path = settings_dir / KEY_FILE
     try:
@@ -169,9 +169,9 @@ def _read_key(path: Path) -> bytes:
     mode = path.stat().st_mode & 0o777
     if mode & 0o077:
         raise UnfitError.of(
-            f"the key that signs checkpoints can be read by others (mode {mode:04o})",
+            f"the key that signs checkpoints is readable by others (mode {mode:04o})",
             where=str(path),
-            why="whoever has it can make checkpoints that pass for yours",
+            why="anyone who has it can forge your checkpoints",
             fix=f"chmod 600 {path}",
         )
     try:
@@ -183,13 +183,13 @@ def _read_key(path: Path) -> bytes:
             "the key that signs checkpoints is damaged",
             where=str(path),
             why=f"it should be {2 * _KEY_BYTES} hexadecimal digits",
-            fix="restore the file, or delete it: a new key is made, and older checkpoints then count as foreign",
+            fix="restore the file, or delete it: a new key is created, and older checkpoints then count as foreign",
         )
     return key
 
 
 def _make_key(path: Path) -> None:
-    """Writes a new key beside its place and links it in; the first of several processes wins."""
+    """Writes a new key to a temporary file and links it into place; the first of several processes wins."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -201,7 +201,7 @@ def _make_key(path: Path) -> None:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            return  # another process was first, and its key is the key
+            return  # a different process was first, and its key is used
         fsync_dir(path.parent)
     finally:
         temporary.unlink()
@@ -209,10 +209,10 @@ def _make_key(path: Path) -> None:
 
 def _key_failure(path: Path, error: OSError) -> UnfitError:
     return UnfitError.of(
-        f"the key that signs checkpoints cannot be kept: {error.strerror}",
+        f"the key that signs checkpoints cannot be stored: {error.strerror}",
         where=str(path),
-        why="each user has one, in the folder of settings",
-        fix="make the folder writable, or point XDG_CONFIG_HOME at one that is",
+        why="each user has one, in the settings directory",
+        fix="make the directory writable, or set XDG_CONFIG_HOME to a writable one",
     )
 
 

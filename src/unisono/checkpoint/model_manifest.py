@@ -1,7 +1,7 @@
-"""The list of a final directory: adapter/ or model/ of a run, or an export. Every file with its digest, and those of its tensors.
+"""The manifest of a final directory (adapter/ or model/ of a run, or an export): every file with its digest and those of its tensors.
 
-It lies in the directory itself, so that a copy of the directory can be verified, too. transformers, peft and vLLM pass over it. It has no
-mac, unlike a checkpoint's manifest: nothing in such a directory is run, and it is made to be given to others.
+It is stored in the directory itself, so that a copy of the directory can be verified, too. transformers, peft and vLLM ignore it. Unlike
+a checkpoint's manifest it has no mac: nothing in such a directory is executed, and it is made to be shared.
 """
 
 import json
@@ -20,18 +20,18 @@ from unisono.files import open_plain, parse_json, read_bytes
 MODEL_MANIFEST = "unisono_manifest.json"
 _ADAPTER_SETTINGS = "adapter_config.json"
 _BASE = "base_model_name_or_path"
-# What people set by hand in a finished model; a change in any other file changes what was trained, or how text becomes tokens.
+# Files that users edit in a finished model; a change in any other file changes the weights or the tokenization.
 _FREE_TO_EDIT = ("README.md", "generation_config.json")
 
 Read = Callable[[Path], tuple[int, str]]
-"""Gives the size of a file and the XXH3-128 of its bytes; raises OSError."""
+"""Returns the size of a file and the XXH3-128 of its bytes; raises OSError."""
 
 
 class ModelManifest(Vouched):
-    """All files of a final directory, by their paths in it."""
+    """All files of a final directory, by relative path."""
 
     adapter_settings: str = ""
-    """The digest of what adapter_config.json says without `base_model_name_or_path`, which names another place on another machine."""
+    """The digest of adapter_config.json without `base_model_name_or_path`, which differs between machines."""
 
     @field_validator("files")
     @classmethod
@@ -44,12 +44,12 @@ class ModelManifest(Vouched):
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """What came of comparing a directory with its list.
+    """The result of comparing a directory with its manifest.
 
     Attributes:
         path: the directory.
-        listed: whether it has a list; one that is damaged counts.
-        findings: what differs; `edited` ones are for people to know, the others are damage.
+        listed: whether it has a manifest; a damaged one counts.
+        findings: the differences; `edited` ones are for information, all others are damage.
     """
 
     path: Path
@@ -62,18 +62,18 @@ class ModelCheck:
         return not any(finding.is_fatal for finding in self.findings)
 
     def refusal(self, *, restore: str) -> IntegrityError:
-        """The refusal of a damaged directory.
+        """The error that refuses a damaged directory.
 
         Args:
-            restore: how the files come back.
+            restore: how to restore the files.
         """
         return IntegrityError(
             *(
                 Problem(
                     f"{self.path.name}/{finding}",
                     str(self.path / finding.file),
-                    f"{MODEL_MANIFEST} in this directory has the digest of every file as it was written",
-                    f"{restore}; if the change is meant, delete {self.path / MODEL_MANIFEST}: the files are then read unverified",
+                    f"{MODEL_MANIFEST} in this directory has the digest of every file as written",
+                    f"{restore}; if the change is intended, delete {self.path / MODEL_MANIFEST}: the files are then not verified",
                 )
                 for finding in self.findings
                 if finding.is_fatal
@@ -82,11 +82,11 @@ class ModelCheck:
 
 
 def write_model_manifest(directory: Path, known: Mapping[str, FileEntry]) -> None:
-    """Writes the list of all files that are in a directory now. The caller syncs it.
+    """Writes the manifest of all files that are in a directory now. The caller syncs it.
 
     Args:
-        directory: complete but for the list.
-        known: by name, the files whose digests are known from writing them; the others are read.
+        directory: complete but for the manifest.
+        known: by name, the files whose digests are known from writing them; all others are read.
 
     Raises:
         OSError: if the storage fails.
@@ -108,7 +108,7 @@ def _entry(file: Path) -> FileEntry:
 
 
 def read_model_manifest(directory: Path) -> ModelManifest | None:
-    """The list of a directory; None if it has none.
+    """The manifest of a directory; None if it has none.
 
     Raises:
         OSError: if it cannot be read.
@@ -121,36 +121,36 @@ def read_model_manifest(directory: Path) -> ModelManifest | None:
 
 
 def read_digest(file: Path) -> tuple[int, str]:
-    """The size of a file in bytes, and the XXH3-128 of what it holds, read now.
+    """The size of a file in bytes, and the XXH3-128 of its content, read now.
 
     Raises:
-        OSError: if it is missing, cannot be read, or is no plain file (a named pipe would wait for a writer).
+        OSError: if it is missing, unreadable, or not a regular file (a named pipe would wait for a writer).
     """
     with open_plain(file) as stream:
         return digest_file(stream.fileno())
 
 
 def listed_files(directory: Path) -> list[Path]:
-    """The files that are to be read for `check_model`: those in the list that are there; none where there is no list that can be read."""
+    """The files that `check_model` reads: those in the manifest that exist; none without a readable manifest."""
     try:
-        listing = read_model_manifest(directory)
+        manifest = read_model_manifest(directory)
     except (OSError, ManifestError):
         return []
-    return [directory / name for name in listing.files if (directory / name).is_file()] if listing else []
+    return [directory / name for name in manifest.files if (directory / name).is_file()] if manifest else []
 
 
 def check_model(
     directory: Path, *, read: Read = read_digest, only: Callable[[str], bool] = lambda _name: True
 ) -> ModelCheck:
-    """Compares the files of a directory with its list.
+    """Compares the files of a directory with its manifest.
 
     Args:
-        directory: a final directory, or any model; without a list nothing is compared.
-        read: how a file is digested.
-        only: whether a file of this name matters.
+        directory: a final directory, or any model; without a manifest nothing is compared.
+        read: digests a file.
+        only: whether to check the file of this name.
     """
     try:
-        listing = read_model_manifest(directory)
+        manifest = read_model_manifest(directory)
     except OSError as error:
         return ModelCheck(
             directory,
@@ -161,14 +161,14 @@ def check_model(
         return ModelCheck(
             directory, listed=True, findings=[Damage(MODEL_MANIFEST, f"it is damaged: {error}", "manifest")]
         )
-    if listing is None:
+    if manifest is None:
         return ModelCheck(directory, listed=False)
-    found = [_compare(directory, name, listing, read) for name in listing.files if only(name)]
+    found = [_compare(directory, name, manifest, read) for name in manifest.files if only(name)]
     return ModelCheck(directory, listed=True, findings=[damage for damage in found if damage is not None])
 
 
-def _compare(directory: Path, name: str, listing: ModelManifest, read: Read) -> Damage | None:
-    wanted, may_change = listing.files[name], name in _FREE_TO_EDIT
+def _compare(directory: Path, name: str, manifest: ModelManifest, read: Read) -> Damage | None:
+    wanted, may_change = manifest.files[name], name in _FREE_TO_EDIT
     try:
         size, digest = read(directory / name)
     except FileNotFoundError:
@@ -178,14 +178,14 @@ def _compare(directory: Path, name: str, listing: ModelManifest, read: Read) -> 
     if (size, digest) == (wanted.bytes, wanted.xxh3_128):
         return None
     if may_change:
-        return Damage(name, "it was edited after it was written; it is used as it is now", "edited")
-    if name == _ADAPTER_SETTINGS and _settings_digest(directory / name) == listing.adapter_settings:
-        return Damage(name, f"its {_BASE} was edited; the rest is as it was written", "edited")
+        return Damage(name, "it was edited after it was written; the edited file is used", "edited")
+    if name == _ADAPTER_SETTINGS and _settings_digest(directory / name) == manifest.adapter_settings:
+        return Damage(name, f"its {_BASE} was edited; the rest is unchanged", "edited")
     return explain_damage(directory, name, wanted, FileEntry(bytes=size, xxh3_128=digest))
 
 
 def _settings_digest(file: Path) -> str:
-    """Of the values in adapter_config.json without the place of the model beneath; empty if it is no JSON object."""
+    """Of the values in adapter_config.json without the path of the base model; empty if it is not a JSON object."""
     try:
         value = parse_json(read_bytes(file))
     except (OSError, ValueError):

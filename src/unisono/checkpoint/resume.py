@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from: the newest intact one, or a clear word that there is none."""
+"""The checkpoint that a run resumes from: the newest intact one, or an error that says why there is none."""
 
 from pathlib import Path
 
@@ -17,16 +17,16 @@ def require_intact(
     run_id: str | None = None,
     trust: bool = False,
 ) -> IntactCheckpoint | None:
-    """The newest intact checkpoint; None only where the run has not saved any.
+    """The newest intact checkpoint; None only if the run has not saved any.
 
     Args:
-        store: of the run.
-        on_damage: is told of every finding in a newer checkpoint, with its path.
-        run_id: the run that it must belong to, if that matters.
-        trust: take one that is not signed by this user, too.
+        store: the run's.
+        on_damage: receives every finding in a newer checkpoint, with its path.
+        run_id: the run that it must belong to; None: any.
+        trust: accept one that is not signed by this user.
 
     Raises:
-        IntegrityError: if there are checkpoints and none can be read, with what is wrong with each.
+        IntegrityError: if there are checkpoints and none is readable, with the findings of each.
     """
     findings: dict[Path, list[Damage]] = {}
 
@@ -48,16 +48,16 @@ def resume_point(
     *,
     trust: bool = False,
 ) -> tuple[ResumePoint | None, str]:
-    """The checkpoint that a start goes on from, or None; and the reason of the decision, completed.
+    """The checkpoint that a start resumes from, or None; and the completed reason of the decision.
 
     Args:
-        store: of the run.
-        decision: what the start is.
-        on_damage: is told of every finding in a newer checkpoint, with its path.
-        trust: take one that is not signed by this user, too.
+        store: the run's.
+        decision: the kind of start.
+        on_damage: receives every finding in a newer checkpoint, with its path.
+        trust: accept one that is not signed by this user.
 
     Raises:
-        IntegrityError: if there are checkpoints and none can be read, or none to extend a finished run from.
+        IntegrityError: if there are checkpoints and none is readable, or none to extend a finished run from.
     """
     if decision.kind == "fresh":
         return None, decision.reason
@@ -65,16 +65,16 @@ def resume_point(
     if found is not None:
         reason = f"{decision.reason}; from step {found.step}"
         if found.is_foreign:
-            reason += ", which is not signed with your key and is trusted all the same (--trust)"
+            reason += ", which is not signed with your key and is trusted (--trust)"
         return ResumePoint(step=found.step, path=str(found.path), trust=found.is_foreign), reason
     if decision.kind == "extend":
         raise IntegrityError.of(
-            "the finished run has no checkpoint that it could be extended from",
+            "the finished run has no checkpoint to extend it from",
             where=str(store.root),
             why="they were deleted",
-            fix="set another output_dir, or start anew with --fresh, which keeps this run under another name",
+            fix="set another output_dir, or start again with --fresh, which renames this run",
         )
-    return None, f"{decision.reason}; it ended before its first checkpoint, so it begins at step 1"
+    return None, f"{decision.reason}; it ended before its first checkpoint, so it starts at step 1"
 
 
 def _none_intact(root: Path, findings: dict[Path, list[Damage]]) -> IntegrityError:
@@ -90,9 +90,9 @@ def _none_intact(root: Path, findings: dict[Path, list[Damage]]) -> IntegrityErr
             f"{which} not signed with your key",
             where=str(root),
             why=why,
-            fix="if you trust who made them: pass --trust to go on all the same (nothing of them is run as code), or copy "
-            f"{KEY_FILE} of that user into your folder of settings (~/.config/unisono); else start anew with --fresh, which keeps "
-            "this run under another name",
+            fix="if you trust their author: pass --trust to resume from them (no code in them is executed), or copy "
+            f"{KEY_FILE} of that user into your settings directory (~/.config/unisono); otherwise start again with --fresh, which "
+            "renames this run",
         )
     many = len(findings) > 1
     return IntegrityError.of(
@@ -101,7 +101,7 @@ def _none_intact(root: Path, findings: dict[Path, list[Damage]]) -> IntegrityErr
         else "the run's only checkpoint is not intact",
         where=str(root),
         why=why,
-        fix="restore one from a copy, or start anew with --fresh, which keeps this run under another name",
+        fix="restore one from a copy, or start again with --fresh, which renames this run",
     )
 
 

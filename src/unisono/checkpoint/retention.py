@@ -24,9 +24,9 @@ class Candidate:
 
     Attributes:
         step: optimizer steps done when it was saved.
-        intact: whether it is; None before anybody has looked.
-        foreign: not signed by this user; it is not ours to delete, and nothing to rely on.
-        read_back: whether somebody has read it through since it was written, and found it intact; None before anybody has looked.
+        intact: whether it is intact; None: unknown.
+        foreign: not signed by this user: never deleted, and never relied on.
+        read_back: whether it was read through since it was written, and found intact; None: unknown.
     """
 
     step: int
@@ -37,36 +37,36 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is asked for.
+    """The retention policy.
 
     Attributes:
         keep: how many of the newest intact ones stay; at least 1.
-        every: those at its multiples stay for ever, in steps; None: no such period.
-        protect: steps that stay, as that of the best.
+        every: checkpoints at its multiples stay forever, in steps; None: no such period.
+        protect: steps that stay, e.g. the best one.
     """
 
     keep: int
     every: int | None = None
     protect: Collection[int] = ()
 
-    def are_for_ever(self, step: int) -> bool:
-        """Whether a step is one of those that stay for ever."""
+    def are_permanent(self, step: int) -> bool:
+        """Whether a step is one of those that stay forever."""
         return self.every is not None and step > 0 and step % self.every == 0
 
     def protects(self, step: int) -> bool:
-        """Whether a step stays whatever its age and state."""
-        return step in self.protect or self.are_for_ever(step)
+        """Whether a step stays regardless of its age and state."""
+        return step in self.protect or self.are_permanent(step)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of them.
+    """What to delete, or what to find out first.
 
     Attributes:
         go: the steps to delete, oldest first.
-        ask: the step whose state must be found out before anything can be decided, by reading if need be; nothing goes until then.
-        recall: the step of which must be known whether it was read back; it need not be read for that, and nothing goes until then.
-        oldest_kept: the oldest of the newest that stay; what was set aside before it can go. None if there are too few.
+        ask: the step whose state is needed before anything can be decided, by reading it if necessary; nothing is deleted until then.
+        recall: the step for which `read_back` is needed; it need not be read for that. Nothing is deleted until then.
+        oldest_kept: the oldest of the newest that stay; damaged ones that were renamed before it can be deleted. None if there are too few.
     """
 
     go: tuple[int, ...] = ()
@@ -81,11 +81,11 @@ class Decision:
 
 
 def decide(candidates: Iterable[Candidate], rules: Rules) -> Decision:
-    """Which steps go. Those that are damaged stay until they are older than all that are kept.
+    """The steps to delete. Damaged ones stay until they are older than all that are kept.
 
     Args:
-        candidates: all that are there, in any order, each step once.
-        rules: what is asked for.
+        candidates: all published ones, in any order, each step once.
+        rules: the policy.
     """
     assert rules.keep >= 1
     own = sorted((one for one in candidates if not one.foreign), key=lambda one: one.step, reverse=True)
@@ -109,7 +109,7 @@ def decide(candidates: Iterable[Candidate], rules: Rules) -> Decision:
 
 
 def _last_read_back(newest_first: Iterable[Candidate], *, since: int) -> Candidate | None:
-    """The newest that was read back, or of which nobody has said yet that it was not; None where there is none from that step on."""
+    """The newest one that was read back, or may have been; None if there is none from that step on."""
     return next((one for one in newest_first if one.step >= since and one.read_back is not False), None)
 
 
@@ -118,11 +118,11 @@ def _last_read_back(newest_first: Iterable[Candidate], *, since: int) -> Candida
 
 @dataclass(frozen=True)
 class DiskSpace:
-    """What is in a directory of checkpoints, and beside it.
+    """Disk usage of a directory of checkpoints, and free space.
 
     Attributes:
         free_bytes: on its file system.
-        own_bytes: of what the run itself has there: published, being written, being deleted. A stranger's stays, and is not among it.
+        own_bytes: of the run's own checkpoints: published, being written, being deleted. Foreign ones are not counted, since they stay.
         steps: of the published ones, oldest first.
     """
 
@@ -132,16 +132,16 @@ class DiskSpace:
 
     @property
     def bytes(self) -> int:
-        """What the run's checkpoints can take, all together."""
+        """The most that the run's checkpoints can use, all together."""
         return self.free_bytes + self.own_bytes
 
 
 def measure_disk_space(root: Path, *, key: bytes) -> DiskSpace:
-    """Looks at a directory of checkpoints.
+    """Measures a directory of checkpoints.
 
     Args:
         root: the directory.
-        key: the user's key; what is not signed with it is not ours.
+        key: the user's key; a checkpoint that is not signed with it is foreign.
 
     Raises:
         OSError: if it cannot be read.
@@ -149,7 +149,7 @@ def measure_disk_space(root: Path, *, key: bytes) -> DiskSpace:
     before = _own_bytes(root, key)
     free = free_bytes(root)
     after = _own_bytes(root, key)
-    # A checkpoint that is deleted meanwhile is in the first sum and free already: the smaller one is right.
+    # A checkpoint that is deleted meanwhile is in the first sum and already free: the smaller sum is right.
     own = min(sum(before.values()), sum(after.values()))
     steps = [int(found["step"]) for name in after if (found := _OWN_NAME.fullmatch(name)) and found["step"]]
     return DiskSpace(free, own, tuple(sorted(steps)))
@@ -177,23 +177,23 @@ def _directory_bytes(directory: Path) -> int:
 
 
 def max_on_disk(there: Sequence[int], due: Sequence[int], rules: Rules, *, best: bool) -> int:
-    """How many checkpoints are on disk at the same time at the most: when the last one is written, before others go.
+    """The largest number of checkpoints on disk at the same time: when the last one is written, before others are deleted.
 
     Args:
-        there: the steps of those that are there, oldest first.
-        due: those that will come, oldest first.
-        rules: which of them stay.
-        best: whether the best one stays, too, whichever it will be.
+        there: the steps of existing ones, oldest first.
+        due: the steps of future ones, oldest first.
+        rules: the policy.
+        best: whether the best one is kept, too, whichever it will be.
     """
     steps = [*there, *due]
     older = steps[: -(rules.keep + 1)]
-    for_ever = sum(1 for step in older if rules.protects(step))
-    return min(len(steps), for_ever + max_without_permanent(rules.keep, best=best))
+    permanent = sum(1 for step in older if rules.protects(step))
+    return min(len(steps), permanent + max_without_permanent(rules.keep, best=best))
 
 
 def max_without_permanent(keep: int, *, best: bool) -> int:
-    """The same for those that do not stay for ever, of a run that makes more than enough of them.
+    """The same without those that stay forever, for a run that makes more than enough of them.
 
-    They are those that are kept, one that is written, the last one that was read back where nobody has read a newer one yet, and the best.
+    These are: the ones that are kept, the one that is written, the last one that was read back if no newer one was yet, and the best.
     """
     return keep + 2 + best

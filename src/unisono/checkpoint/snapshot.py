@@ -1,15 +1,15 @@
-"""The newest steps of a rank in memory that outlives it: how that memory is laid out, written and read. Torch-free.
+"""The newest steps of a rank in shared memory that outlives it: layout, writing and reading. Torch-free.
 
-Two slots are written in turn, so that at any moment of a death at least one of them is whole.
+Two slots are written alternately, so that at least one of them is complete whenever the rank dies.
 
-    slot = head, layout, tensors, text          each from a multiple of 64 bytes on
+    slot = head, layout, tensors, text          each aligned to 64 bytes
     head     sequence, step, the sizes of the rest, their XXH3-128 digest, and a check of the head itself
-    layout   JSON: which tensors are where; written once, when the slots are made
-    tensors  as they stand in a file of a checkpoint
+    layout   JSON: the position of each tensor; written once, when the slots are created
+    tensors  as in a checkpoint file
     text     JSON: the plain values of the step, and its lines in metrics.jsonl
 
-The head is taken away before a slot is written and put back last. So a slot that was being written has none; one with a head whose
-digest does not fit has been damaged, and is refused.
+The head is cleared before a slot is written, and written last. So an incomplete slot has no head; a slot whose digest does not match
+its head is damaged, and is refused.
 """
 
 import json
@@ -26,7 +26,7 @@ from unisono.checkpoint.writer import ITEM_BYTES, TensorPart, decode_values, enc
 SLOTS = 2
 ALIGNMENT = 64
 _PAGE_BYTES = 4096
-_SPARE_TEXT_BYTES = 1 << 16  # values grow: the list of skipped steps, the figures of evaluations
+_SPARE_TEXT_BYTES = 1 << 16  # values grow: the list of skipped steps, evaluation metrics
 _MAGIC = b"unisono1"
 _HEAD = struct.Struct("<8sQQQQQ16s")
 _CHECK = struct.Struct("<Q")
@@ -38,12 +38,12 @@ class Entry:
     """A tensor, or this rank's part of one.
 
     Attributes:
-        group: the group of the checkpoint that it belongs to.
-        name: of the tensor.
+        group: its group in the checkpoint.
+        name: the tensor's name.
         dtype: safetensors' name for it.
-        shape: of this part.
-        whole: the shape of the whole tensor.
-        offsets: where in it the part begins.
+        shape: the shape of this part.
+        whole: the shape of the full tensor.
+        offsets: where the part begins in the full tensor.
     """
 
     group: str
@@ -55,24 +55,24 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
     def is_part(self) -> bool:
-        """Whether other ranks hold the rest."""
+        """Whether other ranks hold the rest of the tensor."""
         return self.whole != self.shape
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tensors are where in a slot.
+    """The position of each tensor in a slot.
 
     Attributes:
-        groups: all groups, also those without a tensor.
-        entries: the tensors, in the order in which they stand.
-        starts: where each begins, in bytes from the first.
-        tensor_bytes: from the first to the end of the last.
+        groups: all groups, including empty ones.
+        entries: the tensors, in order.
+        starts: the offset of each tensor, in bytes from the first.
+        tensor_bytes: the size of all tensors with padding.
     """
 
     groups: tuple[str, ...]
@@ -89,17 +89,17 @@ class Layout:
         object.__setattr__(self, "tensor_bytes", end)
 
     def to_bytes(self) -> bytes:
-        """As it stands in a slot."""
+        """The serialized layout."""
         rows = [[e.group, e.name, e.dtype, e.shape, e.whole, e.offsets] for e in self.entries]
         text = json.dumps({"groups": self.groups, "entries": rows}, separators=(",", ":")).encode()
         return text + b" " * (-len(text) % ALIGNMENT)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Layout":
-        """Reads what to_bytes gave.
+        """The inverse of to_bytes.
 
         Raises:
-            KeyError, TypeError, ValueError: if it is no such thing.
+            KeyError, TypeError, ValueError: if it is not valid.
         """
         value = json.loads(data)
         entries = tuple(
@@ -111,15 +111,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class StepSnapshot:
-    """A whole step, as a slot holds it.
+    """A complete step read from a slot.
 
     Attributes:
-        sequence: how many steps were kept before; equal on all ranks for the same state.
+        sequence: number of snapshots before; equal on all ranks for the same state.
         step: optimizer steps done.
-        layout: which tensors there are.
-        tensors: all of them; not a copy.
-        values: what is no tensor, for state.json.
-        lines: those of the step in metrics.jsonl.
+        layout: the position of each tensor.
+        tensors: all tensors; not a copy.
+        values: the non-tensor values, for state.json.
+        lines: the step's lines in metrics.jsonl.
     """
 
     sequence: int
@@ -130,7 +130,7 @@ class StepSnapshot:
     lines: list[dict[str, Any]]
 
     def parts(self, group: str) -> list[TensorPart]:
-        """The tensors of a group, as they go into a file."""
+        """The tensors of a group, as parts for a file."""
         placed = zip(self.layout.entries, self.layout.starts, strict=True)
         return [self._part(entry, start) for entry, start in placed if entry.group == group]
 
@@ -141,19 +141,19 @@ class StepSnapshot:
 
 
 class Slots:
-    """The writing side.
+    """The slots of a rank, for writing.
 
     Attributes:
-        layout: what is written each time.
-        tensors: for each slot, the memory that the tensors belong into.
+        layout: the tensors of every snapshot.
+        tensors: for each slot, the memory for the tensors.
     """
 
     def __init__(self, memory: memoryview, layout: Layout) -> None:
-        """Takes both slots; what they held is gone.
+        """Initializes both slots; their previous content is lost.
 
         Args:
-            memory: as many bytes as `needed_bytes` says.
-            layout: of the tensors.
+            memory: of the size that `needed_bytes` gives.
+            layout: the position of each tensor.
         """
         text = layout.to_bytes()
         self.layout = layout
@@ -169,24 +169,24 @@ class Slots:
             self.tensors.append(slot[_HEAD_BYTES + len(text) : self._begin_of_text])
 
     def begin(self, sequence: int) -> "SlotWrite":
-        """Takes the head of the slot whose turn it is; the other one keeps the state before."""
+        """Clears the head of the next slot; the other slot keeps the previous step."""
         number = sequence % SLOTS
         _clear_head(self._slots[number])
         return SlotWrite(number, sequence, self.tensors[number], self._primed.copy())
 
     def fits(self, text: bytes) -> bool:
-        """Whether there is room for such a text."""
+        """Whether the text fits into a slot."""
         return self._begin_of_text + len(text) <= len(self._slots[0])
 
     def commit(self, writing: "SlotWrite", *, step: int, text: bytes) -> None:
-        """Puts the text and, last, the head. All tensors have been noted.
+        """Writes the text and, last, the head. All tensors must have been noted.
 
         Args:
-            writing: what `begin` gave.
+            writing: from `begin`.
             step: optimizer steps done.
-            text: what `slot_text` gave; it must fit.
+            text: from `slot_text`; it must fit.
         """
-        assert writing.noted_bytes == self.layout.tensor_bytes, "a slot is whole or not at all"
+        assert writing.noted_bytes == self.layout.tensor_bytes, "a slot is complete or has no head"
         slot = self._slots[writing.number]
         slot[self._begin_of_text : self._begin_of_text + len(text)] = text
         writing.digest.update(text)
@@ -200,11 +200,11 @@ class SlotWrite:
     """A slot that is being written.
 
     Attributes:
-        number: of the slot.
-        sequence: of the state that goes into it.
-        tensors: the memory of its tensors.
-        digest: of what was written so far.
-        noted_bytes: how many bytes of the tensors that is.
+        number: the slot's number.
+        sequence: the number of the snapshot.
+        tensors: the memory for its tensors.
+        digest: of everything written so far.
+        noted_bytes: number of digested bytes of the tensors.
     """
 
     number: int
@@ -214,13 +214,13 @@ class SlotWrite:
     noted_bytes: int = 0
 
     def note(self, end: int) -> None:
-        """Digests what was written up to `end`, best while it is still in the cache."""
+        """Digests everything written up to `end`, best while it is still in the CPU cache."""
         self.digest.update(self.tensors[self.noted_bytes : end])
         self.noted_bytes = end
 
 
 def needed_bytes(layout: Layout, *, text_bytes: int) -> int:
-    """The size of the memory for both slots, with room for a text that grows."""
+    """The size of the memory for both slots, with spare space for a growing text."""
     slot = _HEAD_BYTES + len(layout.to_bytes()) + layout.tensor_bytes + 2 * text_bytes + _SPARE_TEXT_BYTES
     return SLOTS * (slot + -slot % _PAGE_BYTES)
 
@@ -229,20 +229,20 @@ def slot_text(values: dict[str, Any], lines: Sequence[dict[str, Any]]) -> bytes:
     """The text of a slot.
 
     Args:
-        values: as `values.state_text` takes them.
-        lines: of metrics.jsonl, without what is not a number.
+        values: as `state_text` takes them.
+        lines: of metrics.jsonl, without NaN.
 
     Raises:
-        TypeError: if the values hold what JSON would not give back.
+        TypeError: if the values hold an unsupported type.
     """
     body = {"values": encode_values(values, "state"), "lines": list(lines)}
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
 
 
 def read_slots(memory: memoryview) -> tuple[list[StepSnapshot], list[str]]:
-    """The whole steps in a rank's memory, newest first; and what is wrong with slots that were written to their end.
+    """The complete steps in a rank's memory, newest first; and the damage found in complete slots.
 
-    Memory that was never written to, and a slot that was being written, are no findings.
+    Memory that was never written, and an incomplete slot, do not count as damage.
     """
     half = len(memory) // SLOTS
     found: list[StepSnapshot] = []
@@ -264,13 +264,13 @@ def _read_slot(slot: memoryview) -> StepSnapshot | None:
     head = bytes(slot[: _HEAD.size])
     (check,) = _CHECK.unpack_from(slot, _HEAD.size)
     if check != xxhash.xxh3_64_intdigest(head):
-        raise ValueError("the head of a slot does not fit its check")
+        raise ValueError("the head of a slot does not match its checksum")
     magic, sequence, step, *sizes, digest = _HEAD.unpack(head)
     if magic != _MAGIC or _HEAD_BYTES + sum(sizes) > len(slot):
-        raise ValueError("the head of a slot is of something else")
+        raise ValueError("the head of a slot has an unknown format")
     body = slot[_HEAD_BYTES : _HEAD_BYTES + sum(sizes)]
     if xxhash.xxh3_128_digest(body) != digest:
-        raise ValueError(f"what was kept of step {step} does not fit its digest")
+        raise ValueError(f"the snapshot of step {step} does not match its digest")
     layout = Layout.from_bytes(bytes(body[: sizes[0]]))
     text = json.loads(bytes(body[sizes[0] + sizes[1] :]))
     return StepSnapshot(

@@ -52,7 +52,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Outline:
-    """A tensor's whole shape and its dtype."""
+    """A tensor's full shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a part is: the file, its name there, and where in the whole it belongs."""
+    """The location of a part: its file, its name there, and its position in the full tensor."""
 
     file: Any
     name: str
@@ -69,14 +69,14 @@ class _Place:
 
 
 class CheckpointReader:
-    """An open checkpoint. Files are mapped, so a tensor is read when it is asked for.
+    """An open checkpoint. Files are memory-mapped, so a tensor is read on access.
 
     Attributes:
-        values: everything that is no tensor.
+        values: everything except tensors.
         groups: the outlines of the tensors, by group and name.
 
     Raises:
-        IntegrityError: if the files do not hold what unisono writes, or parts are missing.
+        IntegrityError: if the files are not in the format that unisono writes, or parts are missing.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -91,13 +91,11 @@ class CheckpointReader:
                 self._open(group, [directory / name for name in group_files(group, shards)])
         except IntegrityError:
             raise
-        except (
-            Exception
-        ) as error:  # whatever a reader says of files that are not ours, it is damage; the cause is chained
+        except Exception as error:  # any error of a reader on these files is damage; the cause is chained
             raise _unreadable(directory, str(error)) from error
 
     def tensor(self, group: str, name: str) -> torch.Tensor:
-        """A whole tensor on the CPU, put together from its parts where there are several."""
+        """A full tensor on the CPU, assembled from its parts if there are several."""
         places, outline = self._places[group][name], self.groups[group][name]
         if len(places) == 1 and places[0].shape == outline.shape:
             found: torch.Tensor = places[0].file.get_tensor(places[0].name)
@@ -109,7 +107,7 @@ class CheckpointReader:
         return whole
 
     def group(self, group: str) -> Tensors:
-        """All tensors of a group. Those that were one in memory when they were saved are one again."""
+        """All tensors of a group. Tensors that shared memory when they were saved share it again."""
         found: Tensors = {}
         for name, places in self._places[group].items():
             first = next((other for other in found if self._places[group][other] is places), None)
@@ -122,7 +120,7 @@ class CheckpointReader:
             file: Any = safe_open(str(path), framework="pt")
             metadata = file.metadata() or {}
             parts = parse_json(metadata.get(PARTS, "{}"))
-            for name in file.keys():  # noqa: SIM118 - it is no dict
+            for name in file.keys():  # noqa: SIM118 - not a dict
                 self._note(group, name, file, parts.get(name))
             for name, original in parse_json(metadata.get(ALIASES, "{}")).items():
                 self.groups[group][name] = self.groups[group][original]
@@ -135,11 +133,11 @@ class CheckpointReader:
         whole, offsets = (tuple(part[0]), tuple(part[1])) if part else (shape, (0,) * len(shape))
         outline = Outline(whole, DTYPES[piece.get_dtype()])
         if self.groups[group].setdefault(name, outline) != outline:
-            raise _unreadable(self._directory, f"the parts of {name} are of different tensors")
+            raise _unreadable(self._directory, f"the parts of {name} belong to different tensors")
         self._places[group].setdefault(name, []).append(_Place(file, name, shape, offsets))
 
     def _check_cover(self, group: str) -> None:
-        """The parts of a tensor are the whole of it: inside, none on top of another, and as many values as it has."""
+        """Checks that the parts of a tensor cover it: within bounds, without overlap, and with the right number of values."""
         for name, outline in self.groups[group].items():
             places = self._places[group][name]
             held = sum(torch.Size(place.shape).numel() for place in places)
@@ -150,14 +148,14 @@ class CheckpointReader:
             )
             begins = {place.offsets for place in places}
             if not inside or held != torch.Size(outline.shape).numel() or len(begins) != len(places):
-                raise _unreadable(self._directory, f"the parts of {name} do not make the whole")
+                raise _unreadable(self._directory, f"the parts of {name} do not cover the tensor")
 
 
 def _unreadable(directory: Path, why: str) -> IntegrityError:
     return IntegrityError.of(
         f"checkpoint {directory.name} cannot be read: {why}",
         where=str(directory),
-        why="its files do not hold what unisono writes",
+        why="its files are not in the format that unisono writes",
         fix="`unisono checkpoint verify RUN` says what is damaged",
     )
 
@@ -168,18 +166,18 @@ def _unreadable(directory: Path, why: str) -> IntegrityError:
 def save_state(
     directory: Path, *, tensors: dict[str, Tensors], state: dict[str, Any]
 ) -> dict[str, FileEntry]:
-    """Writes groups of tensors, and a state of plain values, into an empty directory; gives the files.
+    """Writes groups of tensors and a state of plain values into an empty directory; returns the files.
 
-    Tensors that are one in memory (tied weights) are written once, and are one again after reading.
+    Tensors that share memory (tied weights) are written once, and share memory again after reading.
 
     Args:
-        directory: where; usually what CheckpointStore.writing gives.
-        tensors: by group and name; of any device, shape (also 0-dim) and dtype. A group may be empty.
-        state: see `values.state_text`.
+        directory: usually from CheckpointStore.writing.
+        tensors: by group and name; any device, shape (also 0-dim) and dtype. A group may be empty.
+        state: see `state_text`.
 
     Raises:
-        StorageFull: if there is not enough room.
-        TypeError: if the state holds something else.
+        StorageFull: if there is not enough space.
+        TypeError: if the state holds an unsupported type.
     """
     text = state_text(sorted(tensors), state)
     files = []
@@ -191,7 +189,7 @@ def save_state(
 
 
 def part_of(name: str, tensor: torch.Tensor) -> TensorPart:
-    """A contiguous tensor in host memory, as it goes into a file."""
+    """A contiguous tensor in host memory as a part for a file."""
     return TensorPart(name, dtype_name(tensor.dtype), tuple(tensor.shape), lambda: bytes_of(tensor))
 
 
@@ -206,7 +204,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def load_state(directory: Path) -> tuple[dict[str, Tensors], dict[str, Any]]:
-    """All that a checkpoint holds; the tensors are whole, and on the CPU.
+    """The complete content of a checkpoint; the tensors are full, and on the CPU.
 
     It does not look for damage: have CheckpointStore read the directory through first.
 
@@ -218,14 +216,14 @@ def load_state(directory: Path) -> tuple[dict[str, Tensors], dict[str, Any]]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> tuple[Tensors, dict[str, Any]]:
-    """An optimizer's state by parameter name: its tensors, and everything else.
+    """An optimizer's state by parameter name: tensors, and everything else.
 
     Args:
-        optimizer: any of torch.optim; its state may still be empty.
+        optimizer: any torch.optim optimizer; its state may still be empty.
         names: of its parameters, in the order of its groups.
 
     Returns:
-        Tensors under `PARAMETER::KEY`, and values for the JSON state: hyperparameters by group, and what is no tensor.
+        Tensors under `PARAMETER::KEY`, and values for the JSON state: hyperparameters by group, and non-tensor state.
     """
     tensors: Tensors = {}
     values: dict[str, Any] = {}
@@ -247,10 +245,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> tup
 def load_optimizer(
     optimizer: torch.optim.Optimizer, names: list[str], tensors: Tensors, state: dict[str, Any]
 ) -> None:
-    """Puts back what optimizer_tensors gave, to the same bits (load_state_dict would cast to the parameter's dtype).
+    """Restores what optimizer_tensors returned, bit-exactly (load_state_dict would cast to the parameter's dtype).
 
     Raises:
-        IntegrityError: if the state is of other parameters, or they are in other groups.
+        IntegrityError: if the parameters or their groups differ.
     """
     parameters = _named(optimizer, names)
     _check_groups(optimizer, names, state)
@@ -279,7 +277,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, names: list[str], state: dic
     saved = [name for group in state["groups"] for name in group["names"]]
     if saved != names:
         odd = next(iter(sorted(set(saved) ^ set(names))), "their order")
-        raise _misfit(f"it is of other parameters; the first that differs: {odd}")
+        raise _misfit(f"it has different parameters; the first difference: {odd}")
     ours = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["names"]) for group in state["groups"]]
     if ours != theirs:
@@ -288,21 +286,21 @@ def _check_groups(optimizer: torch.optim.Optimizer, names: list[str], state: dic
 
 def _misfit(why: str) -> IntegrityError:
     return IntegrityError.of(
-        "the optimizer state of the checkpoint does not fit this run",
+        "the optimizer state of the checkpoint does not match this run",
         why=why,
-        fix="resume with the config and the model that it was written with, or start anew with --fresh",
+        fix="resume with the config and the model that it was written with, or start again with --fresh",
     )
 
 
 def _device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> torch.device:
-    """Where a tensor of the state belongs: a step count is on the CPU unless the kernel reads it on the device."""
+    """The device of a tensor of the state: a step count is on the CPU unless the kernel reads it on the device."""
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return parameter.device if on_device else torch.device("cpu")
 
 
 def _once(members: Tensors) -> tuple[Tensors, dict[str, str]]:
-    """The tensors without second names of one and the same, and those names. Views of part of another are copied."""
+    """The distinct tensors, and further names of each. A view of a part of a different tensor is copied."""
     first: dict[tuple[Any, ...], str] = {}
     storages: set[int] = set()
     kept: Tensors = {}

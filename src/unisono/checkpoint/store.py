@@ -1,8 +1,8 @@
-"""A run's checkpoints on disk: written whole or not at all, verified before they are read, pruned with care.
+"""A run's checkpoints on disk: published atomically, verified before they are read, pruned by the retention policy.
 
 step-00000100/               published: complete when it was renamed to this name
-step-00000200.tmp-NONCE/     being written; locked by its writer, so that a dead writer's can be told and swept
-step-00000100.aside-NONCE/   found damaged, or a stranger's, when the same step was saved again
+step-00000200.tmp-NONCE/     being written; locked by its writer, so that leftovers of a dead writer can be recognized and removed
+step-00000100.aside-NONCE/   damaged, or foreign, when the same step was saved again
 .trash-00000100-NONCE/       being deleted
 """
 
@@ -31,7 +31,7 @@ _LEFTOVER = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+|\.trash-\d{8,}-[0-9a-f]+")
 _ASIDE = re.compile(r"step-(\d{8,})\.aside-[0-9a-f]+")
 
 OnDamage = Callable[[Path, Damage], None]
-Paths = list[Path]  # inside the class, `list` is a method
+Paths = list[Path]  # `list` is a method of the class below
 Findings = list[Damage]
 
 
@@ -40,7 +40,7 @@ class IntactCheckpoint:
     """A published checkpoint that was read through and found intact.
 
     Attributes:
-        is_foreign: it has no valid mac of this user, and was trusted all the same.
+        is_foreign: it has no valid mac of this user, but is trusted.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class IntactCheckpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. There is one writer at a time (the run's lock sees to it); readers may be many."""
+    """The checkpoints of one run. There is one writer at a time (the run's lock ensures it) and any number of readers."""
 
     def __init__(self, root: Path, *, key: bytes) -> None:
         self.root = root
@@ -62,7 +62,7 @@ class CheckpointStore:
         self._known = KnownStates()
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """The path of a step's checkpoint, whether it exists or not."""
         return self.root / f"step-{step:08d}"
 
     def list(self) -> Paths:
@@ -85,18 +85,18 @@ class CheckpointStore:
         holder: str,
         temporary: str | None = None,
     ) -> Path:
-        """Has `write` fill a directory and publishes it; gives its path.
+        """Publishes a directory that `write` fills; returns its path.
 
-        An intact checkpoint of this step and run stays as it is: it is never overwritten. What `write` gives is taken for the digests of
-        those files, which then are not read again.
+        An intact checkpoint of this step and run is never overwritten. The digests that `write` returns are used as they are; those files
+        are not read again.
 
         Raises:
-            StorageFull: if there is not enough room; what was there before is untouched.
-            StorageFailed: if the storage fails otherwise.
+            StorageFull: if there is not enough space; existing checkpoints are untouched.
+            StorageFailed: if the storage fails in a different way.
         """
         try:
             is_saved = self.is_saved(step, run_id)
-        except OSError as error:  # a server that has forgotten the directory, or is gone
+        except OSError as error:  # a stale file handle, or an unreachable server
             raise _not_accessible(error, self.path(step)) from error
         if not is_saved:
             known: dict[str, FileEntry] = {}
@@ -126,7 +126,7 @@ class CheckpointStore:
         temporary: str | None = None,
         known: Mapping[str, FileEntry] | None = None,
     ) -> Iterator[Path]:
-        """Gives an empty directory; at the end it is digested, synced, signed and published, on an error removed.
+        """Yields an empty directory; it is then digested, synced, signed and published, or removed on an error.
 
         Args:
             step: optimizer steps done.
@@ -134,23 +134,23 @@ class CheckpointStore:
             config_digest: of its config.
             world_size: ranks.
             threads: of each rank.
-            holder: the host in whose output_dir it is whole.
-            temporary: the directory's name until then, where others write into it, too; see `temporary_name`.
-            known: files that are synced already, and their digests; looked at at the end.
+            holder: the host whose output_dir has all files.
+            temporary: the directory's name until then, if other processes write into it, too; see `temporary_name`.
+            known: files that are already synced, and their digests; read at the end.
 
         Raises:
-            StorageFull: if there is not enough room; what was there before is untouched.
-            StorageFailed: if the storage fails otherwise.
+            StorageFull: if there is not enough space; existing checkpoints are untouched.
+            StorageFailed: if the storage fails in a different way.
         """
         target = self.path(step)
         directory = self.root / (temporary or temporary_name(step, secrets.token_hex(4)))
         lock: int | None = None
         try:
-            # Not its parents: a run's directory that was removed in mid-run is its front's to make again, with the plan in it.
+            # Not its parents: if the run's directory was removed, the front restores it together with the plan.
             self.root.mkdir(mode=0o700, exist_ok=True)
             directory.mkdir(mode=0o700, exist_ok=temporary is not None)
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            with contextlib.suppress(OSError):  # a file system without locks: the run's lock stands alone
+            with contextlib.suppress(OSError):  # a file system without locks: the run's lock has to suffice
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield directory
             manifest = Manifest(
@@ -164,7 +164,7 @@ class CheckpointStore:
                 files=_digest_and_sync(directory, known or {}),
             )
             self._publish(directory, target, manifest.signed(self._key))
-        except BaseException as error:  # also Ctrl-C leaves no half directory; raised again
+        except BaseException as error:  # Ctrl-C leaves no partial directory either; raised again
             trouble = write_failure(error, target, directory)
             shutil.rmtree(directory, ignore_errors=True)
             if trouble is not None:
@@ -175,21 +175,21 @@ class CheckpointStore:
                 os.close(lock)
 
     def adopt(self, directory: Path, manifest: Manifest) -> Path:
-        """Publishes files that were brought here from elsewhere, under the manifest that came with them and its signature.
+        """Publishes files that were copied here, under their own manifest and its signature.
 
         Args:
-            directory: beside the checkpoints; its files are synced, and compared with the manifest already.
-            manifest: it is written there.
+            directory: beside the checkpoints; its files are already synced and compared with the manifest.
+            manifest: is written to it.
         """
         self._publish(directory, self.path(manifest.step), manifest)
         return self.path(manifest.step)
 
     def verify(self, path: Path, *, run_id: str | None = None) -> Findings:
-        """Reads a published checkpoint through; gives all that is wrong with it, and [] where nothing is.
+        """Reads a published checkpoint through; returns all findings, [] for none.
 
         Args:
             path: the checkpoint.
-            run_id: the run that it must belong to, if that matters.
+            run_id: the run that it must belong to; None: any.
         """
         manifest, findings = inspect(path, key=self._key, run_id=run_id)
         if manifest is not None and not any(finding.is_fatal for finding in findings):
@@ -201,27 +201,27 @@ class CheckpointStore:
     def newest_intact(
         self, on_damage: OnDamage | None = None, *, run_id: str | None = None, trust: bool = False
     ) -> IntactCheckpoint | None:
-        """The newest checkpoint that is intact, after reading it through; None where there is none.
+        """The newest intact checkpoint, after reading it through; None if there is none.
 
         Args:
-            on_damage: is told of every finding in a newer one, with its path.
-            run_id: the run that it must belong to, if that matters.
-            trust: take one that is not signed by this user, too.
+            on_damage: receives every finding in a newer one, with its path.
+            run_id: the run that it must belong to; None: any.
+            trust: accept one that is not signed by this user.
         """
         for path in reversed(self.list()):
-            found = self._found(path, on_damage, run_id=run_id, trust=trust)
+            found = self._check(path, on_damage, run_id=run_id, trust=trust)
             if found is not None:
                 return found
         return None
 
     def require(self, path: Path, *, run_id: str | None = None, trust: bool = False) -> IntactCheckpoint:
-        """The checkpoint at `path`, read through.
+        """The checkpoint at `path`, after reading it through.
 
         Raises:
-            IntegrityError: with all that is wrong with it.
+            IntegrityError: with all findings.
         """
         findings: Findings = []
-        found = self._found(path, lambda _, damage: findings.append(damage), run_id=run_id, trust=trust)
+        found = self._check(path, lambda _, damage: findings.append(damage), run_id=run_id, trust=trust)
         if found is not None:
             return found
         if not path.exists():
@@ -235,12 +235,12 @@ class CheckpointStore:
         )
 
     def prune(self, keep: int, protect: Collection[int] = (), *, every: int | None = None) -> Paths:
-        """Deletes old checkpoints; gives those that it deleted, oldest first. What is not ours stays, and so does the last one that was read back.
+        """Deletes old checkpoints; returns the deleted ones, oldest first. Foreign ones and the last one that was read back stay.
 
         Args:
             keep: how many of the newest intact ones stay.
-            protect: steps that stay, as that of the best.
-            every: those at its multiples stay for ever, in steps.
+            protect: steps that stay, e.g. the best one.
+            every: checkpoints at its multiples stay forever, in steps.
         """
         candidates = {step: Candidate(step) for step in map(step_of, (path.name for path in self.list()))}
         rules = Rules(keep, every, protect)
@@ -257,7 +257,7 @@ class CheckpointStore:
         return deleted
 
     def sweep(self) -> Paths:
-        """Removes what dead writers have left: half-written and half-deleted directories. Gives what it removed."""
+        """Removes leftovers of dead writers: partially written and partially deleted directories. Returns what it removed."""
         try:
             leftovers = [
                 self.root / entry.name for entry in os.scandir(self.root) if _LEFTOVER.fullmatch(entry.name)
@@ -270,19 +270,19 @@ class CheckpointStore:
         return dead
 
     def is_saved(self, step: int, run_id: str) -> bool:
-        """Whether the step is there already, intact, of this run and signed by this user."""
+        """Whether the step is already saved: intact, of this run and signed by this user."""
         path = self.path(step)
         return path.exists() and not any(
             finding.kind != "extra" for finding in inspect(path, key=self._key, run_id=run_id)[1]
         )
 
-    def _found(
+    def _check(
         self, path: Path, on_damage: OnDamage | None, *, run_id: str | None, trust: bool
     ) -> IntactCheckpoint | None:
         manifest, findings = inspect(path, key=self._key, run_id=run_id)
         foreign = any(finding.kind == "foreign" for finding in findings)
         fatal = any(finding.is_fatal for finding in findings)
-        if not path.exists():  # pruned by its run while we looked
+        if not path.exists():  # pruned by its run in the meantime
             return None
         for finding in findings:
             if on_damage is not None:
@@ -308,11 +308,11 @@ class CheckpointStore:
         self._known.note_written(target, manifest)
 
     def _recall(self, path: Path) -> Candidate:
-        """What keeping can know of a checkpoint without reading it."""
+        """What is known of a checkpoint without reading it."""
         return self._known.of(path, step=step_of(path.name), key=self._key)
 
     def _look_at(self, path: Path) -> Candidate:
-        """What keeping must know. It is read through unless it looks as it did when this process, or one that kept a record, read it."""
+        """The state of a checkpoint. It is read through unless it is unchanged since this process, or one that recorded it, read it."""
         found = self._recall(path)
         if found.intact is not None or found.foreign:
             return found
@@ -327,11 +327,11 @@ class CheckpointStore:
         return not manifest.is_signed_by(self._key)
 
     def _delete(self, path: Path) -> None:
-        """Renames before deleting, so that a death half-way leaves no published directory with files missing."""
+        """Renames before deleting, so that a crash in between leaves no published directory with missing files."""
         trash = self.root / f".trash-{step_of(path.name):08d}-{secrets.token_hex(4)}"
         path.rename(trash)
         fsync_dir(self.root)
-        shutil.rmtree(trash, ignore_errors=True)  # what is left of it is swept at the next start
+        shutil.rmtree(trash, ignore_errors=True)  # the next start sweeps the rest
         self._known.forget(path)
 
     def _delete_aside(self, *, before: int) -> None:
@@ -356,8 +356,8 @@ def _not_accessible(error: OSError, path: Path) -> StorageFailed:
     problem = Problem(
         f"checkpoint {path.name} cannot be written: {error.strerror or error}",
         str(error.filename or path),
-        "the storage could not even be asked whether it is there",
-        "mend it; the older checkpoints are as they were",
+        "the storage does not answer whether it exists",
+        "fix it; older checkpoints are unchanged",
     )
     return StorageFailed(problem, path=path)
 
@@ -367,7 +367,7 @@ def temporary_name(step: int, nonce: str) -> str:
 
     Args:
         step: optimizer steps done.
-        nonce: hexadecimal digits that nobody else has.
+        nonce: unique hexadecimal digits.
     """
     return f"step-{step:08d}.tmp-{nonce}"
 
@@ -396,7 +396,7 @@ def _digest_and_sync(directory: Path, known: Mapping[str, FileEntry]) -> dict[st
 
 
 def _writer_is_dead(path: Path) -> bool:
-    """Whether nobody holds the lock on the directory. Where locks do not work, the run's lock has said so already."""
+    """Whether the lock on the directory is free. Without working locks the answer is yes: the run's lock already excludes other writers."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:

@@ -23,10 +23,10 @@ VERIFIED = "verified.json"
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A checkpoint was read through: when (UTC, ISO 8601), and whether it was intact.
+    """The last verification of a checkpoint: when (UTC, ISO 8601), and whether it was intact.
 
     Attributes:
-        read_again: whether anybody has read it since it was written; otherwise the time is that of its writing.
+        read_again: whether it was read since it was written; otherwise the time is that of its writing.
     """
 
     at: str
@@ -35,11 +35,11 @@ class Verified:
 
 
 def record_verified(root: Path, readings: Iterable[Reading]) -> None:
-    """Writes down that checkpoints were read through now. What cannot be written down was not asked for by anybody.
+    """Records that checkpoints were read through now; best effort.
 
     Args:
         root: the directory of checkpoints.
-        readings: what came of it.
+        readings: the results.
     """
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     new = {
@@ -54,14 +54,14 @@ def record_verified(root: Path, readings: Iterable[Reading]) -> None:
     with (
         contextlib.suppress(OSError),
         _locked(root),
-    ):  # somebody else's run, or a full disk: the finding itself was told
+    ):  # a different user's run, or a full disk: the finding itself is reported anyway
         entries = _entries(root) | new
         there = {name: entry for name, entry in entries.items() if (root / name).is_dir()}
         write_json(root / VERIFIED, {"schema": 1, "verified": there}, mode=0o600)
 
 
 def last_verified(root: Path, name: str, manifest: Manifest | None) -> Verified | None:
-    """When the checkpoint was last read through, after it was written if never since; None if nobody knows."""
+    """When the checkpoint was last read through; if never, when it was written; None if unknown."""
     entry = _entry_of(root, name, manifest)
     if entry is not None:
         return Verified(str(entry.get("at")), entry.get("intact") is True)
@@ -69,7 +69,7 @@ def last_verified(root: Path, name: str, manifest: Manifest | None) -> Verified 
 
 
 def recorded_state(path: Path, manifest: Manifest) -> bool | None:
-    """Whether the checkpoint was intact when it was last read; None if nobody has read it as it looks now."""
+    """Whether the checkpoint was intact when it was last read; None if it was never read in its present state."""
     entry = _entry_of(path.parent, path.name, manifest)
     if entry is None or not isinstance(entry.get("intact"), bool):
         return None
@@ -80,7 +80,7 @@ def recorded_state(path: Path, manifest: Manifest) -> bool | None:
 
 
 def _entry_of(root: Path, name: str, manifest: Manifest | None) -> dict[str, Any] | None:
-    """What is written down about a checkpoint with this manifest."""
+    """The record about a checkpoint with this manifest."""
     entry = _entries(root).get(name)
     of_this = isinstance(entry, dict) and entry.get("checksum") == (manifest.checksum if manifest else None)
     return entry if of_this else None
@@ -97,7 +97,7 @@ def _entries(root: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """Keeps others from writing the file between our reading and our writing it: a verifier beside a command."""
+    """Prevents a lost update when a verifier and a command write the file at the same time."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks: at worst one of two records is lost
@@ -112,36 +112,36 @@ def _locked(root: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A checkpoint as this process has left it: how it looked, and whether it was read through or only written."""
+    """A checkpoint as this process last saw it: its stamp, and whether it was read through or only written."""
 
     stamp: Stamp | None
     was_read: bool
 
 
 class KnownStates:
-    """What one process knows. What looks otherwise than it did then is not known any more."""
+    """The states of checkpoints that this process knows. A checkpoint that has changed since is unknown again."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
 
     def note_written(self, path: Path, manifest: Manifest) -> None:
-        """It was written just now, whole."""
+        """Notes that it was written completely just now."""
         self._seen[path.name] = _Seen(stamp_of(path, manifest), was_read=False)
 
     def note_read(self, path: Path, manifest: Manifest) -> None:
-        """It was read through just now, and is intact."""
+        """Notes that it was read through just now, and is intact."""
         self._seen[path.name] = _Seen(stamp_of(path, manifest), was_read=True)
 
     def forget(self, path: Path) -> None:
-        """It is gone, or damaged."""
+        """Notes that it is deleted or damaged."""
         self._seen.pop(path.name, None)
 
     def of(self, path: Path, *, step: int, key: bytes) -> Candidate:
-        """What is known of a checkpoint; `intact` is None where nobody can say without reading it.
+        """What is known of a checkpoint; `intact` is None if it must be read first.
 
         Args:
             path: the checkpoint.
-            step: its own.
+            step: the checkpoint's.
             key: the user's key.
         """
         manifest = read_manifest(path)
@@ -149,7 +149,7 @@ class KnownStates:
             return Candidate(step, intact=False, read_back=False)
         if not manifest.is_signed_by(key):
             return Candidate(step, foreign=True, read_back=False)
-        recorded = recorded_state(path, manifest)  # first: a disk that rots changes neither time nor size
+        recorded = recorded_state(path, manifest)  # first: bit rot changes neither time nor size
         if recorded is not None:
             return Candidate(step, intact=recorded, read_back=recorded)
         seen = self._seen.get(path.name)

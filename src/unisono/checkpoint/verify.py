@@ -24,7 +24,7 @@ _CHUNK_BYTES = 4 << 20
 _TENSORS_SHOWN = 3
 
 Pace = Callable[[int], None]
-"""Is told the bytes that were read just now. It may take its time, and may raise to end the reading."""
+"""Called with the number of bytes just read. It may sleep, and may raise to stop the reading."""
 
 Kind = Literal["manifest", "missing", "size", "content", "step", "run", "foreign", "extra", "edited"]
 
@@ -35,9 +35,9 @@ class Damage:
 
     Attributes:
         file: its name in the checkpoint's directory.
-        what: what is off, in plain words.
-        kind: what sort of finding it is.
-        tensors: those of the file that are hit, where that can be said.
+        what: the problem, in plain words.
+        kind: the class of the finding.
+        tensors: the damaged ones of the file, if known.
     """
 
     file: str
@@ -47,7 +47,7 @@ class Damage:
 
     @property
     def is_fatal(self) -> bool:
-        """Whether the checkpoint must not be read. A stranger's may be, if it is trusted; an extra file never is."""
+        """Whether the checkpoint must not be read. A foreign one may be if it is trusted; an extra file is never read."""
         return self.kind not in ("foreign", "extra", "edited")
 
     def __str__(self) -> str:
@@ -56,26 +56,26 @@ class Damage:
 
 @dataclass(frozen=True)
 class Stamp:
-    """How a checkpoint looked when it was read through: its manifest, and size, time and inode of every file."""
+    """The state of a checkpoint when it was read through: its manifest, and size, time and inode of every file."""
 
     manifest: Manifest
     files: tuple[tuple[int, int, int], ...]
 
     @property
     def digest(self) -> str:
-        """The same in a few characters, to be written down."""
+        """A short digest of it, for the record."""
         return xxhash.xxh3_128_hexdigest(repr(self.files).encode())
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What came of reading a checkpoint through.
+    """The result of reading a checkpoint through.
 
     Attributes:
         path: the checkpoint.
         manifest: None if it cannot be read.
-        findings: all that is wrong with it, and more.
-        stamp: how it looked just before; None if a file is not there.
+        findings: all damage, and notes.
+        stamp: its state just before; None if a file is missing.
     """
 
     path: Path
@@ -85,7 +85,7 @@ class Reading:
 
     @property
     def intact(self) -> bool:
-        """Whether nothing is damaged; a foreign one may be intact."""
+        """Whether nothing is damaged; a foreign checkpoint may be intact."""
         return not any(finding.is_fatal for finding in self.findings)
 
     @property
@@ -95,7 +95,7 @@ class Reading:
 
 
 def stamp_of(path: Path, manifest: Manifest) -> Stamp | None:
-    """The stamp as it is now; None if a file is not there."""
+    """The present stamp; None if a file is missing."""
     try:
         stats = [(path / name).lstat() for name in (MANIFEST, *sorted(manifest.files))]
     except OSError:
@@ -104,7 +104,7 @@ def stamp_of(path: Path, manifest: Manifest) -> Stamp | None:
 
 
 def digest_file(fd: int, pace: Pace | None = None) -> tuple[int, str]:
-    """The size of an open file in bytes, and the XXH3-128 digest of what it holds."""
+    """The size of an open file in bytes, and the XXH3-128 digest of its content."""
     digest, size = xxhash.xxh3_128(), 0
     while chunk := os.read(fd, _CHUNK_BYTES):
         digest.update(chunk)
@@ -120,11 +120,11 @@ def read_through(path: Path, *, key: bytes, run_id: str | None = None, pace: Pac
     Args:
         path: the checkpoint.
         key: the user's key.
-        run_id: the run that it must belong to, if that matters.
-        pace: slows the reading down; without it, it is as fast as it goes, and from memory where that has the files.
+        run_id: the run that it must belong to; None: any.
+        pace: slows the reading down; None: full speed, and from the page cache where possible.
     """
     manifest = read_manifest(path)
-    # Before reading: what changes meanwhile looks different afterwards.
+    # Before reading, so that a change in the meantime is noticed afterwards.
     stamp = stamp_of(path, manifest) if manifest is not None else None
     return Reading(path, *inspect(path, key=key, run_id=run_id, pace=pace), stamp)
 
@@ -145,8 +145,8 @@ def inspect(
     Args:
         path: a published checkpoint.
         key: the user's key.
-        run_id: the run that it must belong to, if that matters.
-        contents: read the files through; otherwise only their presence and sizes are looked at.
+        run_id: the run that it must belong to; None: any.
+        contents: read the files through; False: check presence and sizes only.
         pace: slows the reading down.
     """
     try:
@@ -163,7 +163,7 @@ def inspect(
         if finding is not None:
             findings.append(finding)
     findings += [
-        Damage(name, "it is not in the manifest, and is not read", "extra")
+        Damage(name, "it is not in the manifest, and is ignored", "extra")
         for name in _names(path)
         if name != MANIFEST and name not in manifest.files
     ]
@@ -175,7 +175,7 @@ def inspect(
 
 
 def _names(path: Path) -> list[str]:
-    """What is in the directory; nothing where its run has pruned it while we looked, and its files are missing already."""
+    """The names in the directory; none if the run pruned it in the meantime, and its files are reported missing anyway."""
     try:
         return sorted(entry.name for entry in os.scandir(path))
     except FileNotFoundError:
@@ -188,7 +188,7 @@ def _misplaced(path: Path, manifest: Manifest, run_id: str | None) -> list[Damag
         findings.append(Damage(MANIFEST, f"it is the manifest of step {manifest.step}", "step"))
     if run_id is not None and manifest.run_id != run_id:
         findings.append(
-            Damage(MANIFEST, f"it belongs to another run: {manifest.run_id}, not {run_id}", "run")
+            Damage(MANIFEST, f"it belongs to a different run: {manifest.run_id}, not {run_id}", "run")
         )
     return findings
 
@@ -206,7 +206,7 @@ def _inspect_file(
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            return Damage(name, "it is no plain file", "content")
+            return Damage(name, "it is not a regular file", "content")
         if not contents and found.st_size == entry.bytes:
             return None
         size, digest = digest_file(fd) if pace is None else _digest_from_disk(fd, pace)
@@ -220,9 +220,9 @@ def _inspect_file(
 
 
 def _digest_from_disk(fd: int, pace: Pace) -> tuple[int, str]:
-    """As digest_file; but what memory still has of the file says nothing about the disk, and keeps no room there."""
+    """Like digest_file, but from the disk: pages of the file are dropped from the page cache before and after."""
     for_all = (0, 0, os.POSIX_FADV_DONTNEED)
-    with contextlib.suppress(OSError):  # a file system that knows no such advice
+    with contextlib.suppress(OSError):  # a file system without fadvise
         os.posix_fadvise(fd, *for_all)
     found = digest_file(fd, pace)
     with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ def _digest_from_disk(fd: int, pace: Pace) -> tuple[int, str]:
 
 
 def _explain(path: Path, name: str, wanted: FileEntry, found: FileEntry) -> Damage:
-    """What a wrong file is: the one of another step, or a damaged one."""
+    """Explains a wrong file: it belongs to a different step, or it is damaged."""
     for other in _other_manifests(path):
         if (entry_there := other.files.get(name)) is not None and entry_there.describes(found):
             return Damage(name, f"it is the file of step {other.step}", "step")
@@ -239,17 +239,17 @@ def _explain(path: Path, name: str, wanted: FileEntry, found: FileEntry) -> Dama
 
 
 def explain_damage(path: Path, name: str, wanted: FileEntry, found: FileEntry) -> Damage:
-    """How a file in the directory `path` differs from what was written, and in which of its tensors."""
-    hit = tuple(_tensors_of_damaged_file(path / name, wanted))
-    where = f" in {show_tensors(hit)}" if hit else ""
+    """How a file in the directory `path` differs from what was written, and in which tensors."""
+    damaged = tuple(_tensors_of_damaged_file(path / name, wanted))
+    where = f" in {show_tensors(damaged)}" if damaged else ""
     if found.bytes < wanted.bytes:
-        return Damage(name, f"it is cut short{where}: {found.bytes} bytes of {wanted.bytes}", "size", hit)
+        return Damage(name, f"it is truncated{where}: {found.bytes} bytes of {wanted.bytes}", "size", damaged)
     if found.bytes > wanted.bytes:
-        return Damage(name, f"it is too long: {found.bytes} bytes instead of {wanted.bytes}", "size", hit)
-    if len(hit) == len(wanted.tensors) > 1:
-        where = " in every tensor, as if it were of another step or run"
+        return Damage(name, f"it is too long: {found.bytes} bytes instead of {wanted.bytes}", "size", damaged)
+    if len(damaged) == len(wanted.tensors) > 1:
+        where = " in every tensor, as if it belonged to a different step or run"
     what = f"its content has changed{where}: digest {found.xxh3_128}, not {wanted.xxh3_128}"
-    return Damage(name, what, "content", hit)
+    return Damage(name, what, "content", damaged)
 
 
 def _tensors_of_damaged_file(path: Path, entry: FileEntry) -> list[str]:
@@ -260,13 +260,13 @@ def _tensors_of_damaged_file(path: Path, entry: FileEntry) -> list[str]:
     try:
         return damaged_tensors(fd, entry)
     except OSError:
-        return []  # it was read a moment ago; that it is damaged is known all the same
+        return []  # it was readable a moment ago; it is reported as damaged in any case
     finally:
         os.close(fd)
 
 
 def _other_manifests(path: Path) -> Iterator[Manifest]:
-    """Those of the checkpoints beside this one that can be read."""
+    """The readable manifests of the other checkpoints in the same directory."""
     for file in sorted(path.parent.glob("step-*/" + MANIFEST)):
         if file.parent != path:
             with contextlib.suppress(OSError, ManifestError):
@@ -278,7 +278,7 @@ def _other_manifests(path: Path) -> Iterator[Manifest]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor's bytes are in the file."""
+    """The position of a tensor's bytes in the file."""
 
     name: str
     begin: int
@@ -286,11 +286,11 @@ class _Place:
 
 
 def damaged_tensors(fd: int, entry: FileEntry) -> list[str]:
-    """The tensors whose bytes are not those that were written, in the order of the file; [HEADER] where that is hit.
+    """The tensors whose bytes differ from what was written, in file order; [HEADER] if the header is damaged.
 
     Args:
-        fd: of the damaged file, open for reading.
-        entry: what the manifest says of it. Without digests of its tensors nothing can be said, and nothing is.
+        fd: the damaged file, open for reading.
+        entry: its entry in the manifest. Without digests of its tensors the result is empty.
 
     Raises:
         OSError: if it cannot be read.
@@ -300,25 +300,25 @@ def damaged_tensors(fd: int, entry: FileEntry) -> list[str]:
     places = _places(fd, entry)
     if places is None:
         return [HEADER]
-    hit = [place.name for place in places if _digest(fd, place) != entry.tensors[place.name]]
-    return hit or [HEADER]
+    damaged = [place.name for place in places if _digest(fd, place) != entry.tensors[place.name]]
+    return damaged or [HEADER]
 
 
 def show_tensors(tensors: Sequence[str]) -> str:
-    """Some of them by name, for people; nothing for none."""
-    more = f" and {len(tensors) - _TENSORS_SHOWN} tensors more" if len(tensors) > _TENSORS_SHOWN else ""
+    """The first few names, for people; empty for none."""
+    more = f" and {len(tensors) - _TENSORS_SHOWN} more tensors" if len(tensors) > _TENSORS_SHOWN else ""
     return ", ".join(tensors[:_TENSORS_SHOWN]) + more
 
 
 def _places(fd: int, entry: FileEntry) -> list[_Place] | None:
-    """Where each tensor is, as the header says; None if the header cannot be the one that was written."""
+    """The position of each tensor according to the header; None if the header cannot be the one that was written."""
     length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
     if length > min(_HEADER_LIMIT_BYTES, entry.bytes):
         return None
     try:
         header = json.loads(os.pread(fd, length, _LENGTH_BYTES))
         return _checked(header, _LENGTH_BYTES + length, entry)
-    except (ValueError, TypeError, KeyError, AttributeError):  # whatever a turned bit makes of a text
+    except (ValueError, TypeError, KeyError, AttributeError):  # whatever a flipped bit makes of the text
         return None
 
 

@@ -32,9 +32,9 @@ from unisono.errors import (
 from unisono.units import show_bytes
 
 PARTS = "unisono.parts"
-"""In the header's metadata: for each part its tensor's whole shape and the part's offsets, as JSON."""
+"""Key in the header's metadata: for each part, the full shape of its tensor and the part's offsets, as JSON."""
 ALIASES = "unisono.aliases"
-"""In the header's metadata: second names of tensors that were one in memory, as JSON."""
+"""Key in the header's metadata: further names of tensors that share memory, as JSON."""
 STATE = "state.json"
 ITEM_BYTES = {
     "F64": 8,
@@ -66,12 +66,12 @@ class TensorPart:
     """A tensor, or one rank's part of it, as it goes into a file.
 
     Attributes:
-        name: of the tensor.
-        dtype: safetensors' name for it, as F32 or BF16.
-        shape: of this part.
-        read: gives its bytes, contiguous, when they are written; they may be made only then.
-        whole: the shape of the whole tensor; None where this is the whole.
-        offsets: where in the whole the part begins, for each dimension.
+        name: the tensor's name.
+        dtype: safetensors' name for it, e.g. F32 or BF16.
+        shape: the shape of this part.
+        read: returns its bytes, contiguous; called when they are written, so they may be made only then.
+        whole: the shape of the full tensor; None if this part is all of it.
+        offsets: where the part begins in the full tensor, per dimension.
     """
 
     name: str
@@ -88,7 +88,7 @@ class TensorPart:
 
 
 def file_order(parts: Iterable[TensorPart]) -> list[TensorPart]:
-    """The order in which they stand in a file: wide types first, so that each begins where its type may; then as given."""
+    """The order of parts in a file: wide types first, so that each part is aligned to its type; then as given."""
     return sorted(parts, key=lambda part: -ITEM_BYTES[part.dtype])
 
 
@@ -99,17 +99,17 @@ def write_tensor_file(
     metadata: dict[str, str] | None = None,
     on_bytes: OnBytes | None = None,
 ) -> FileEntry:
-    """Writes a new file and syncs it; gives its size, its digest and those of its tensors.
+    """Writes a new file and syncs it; returns its size, its digest and those of its tensors.
 
     Args:
         path: a file that does not exist yet.
-        parts: read in `file_order`, one after the other, so only one need be in memory.
+        parts: read in `file_order`, one at a time, so that only one need be in memory.
         metadata: for the header.
-        on_bytes: is told how many bytes were written, from time to time.
+        on_bytes: receives the number of bytes written so far, from time to time.
 
     Raises:
-        OSError: what the file system says, as a full disk.
-        ValueError: if a part has other bytes than it said, or a name comes twice.
+        OSError: from the file system, e.g. a full disk.
+        ValueError: if a part has a different size than declared, or a name occurs twice.
     """
     ordered = file_order(parts)
     digests: dict[str, str] = {}
@@ -119,14 +119,14 @@ def write_tensor_file(
         for part in ordered:
             content = part.read()
             if content.nbytes != part.bytes:
-                raise ValueError(f"{part.name} has {content.nbytes} bytes, and should have {part.bytes}")
+                raise ValueError(f"{part.name} has {content.nbytes} bytes instead of {part.bytes}")
             digests[part.name] = out.write(content.cast("B") if content.nbytes else content)
         os.fsync(file.fileno())
     return FileEntry(bytes=out.size, xxh3_128=out.digest.hexdigest(), tensors=digests)
 
 
 def file_bytes(parts: Sequence[TensorPart], *, metadata: dict[str, str] | None = None) -> int:
-    """The size of the file that the parts would make."""
+    """The size of the file with these parts."""
     return len(_header(file_order(parts), metadata or {})) + sum(part.bytes for part in parts)
 
 
@@ -138,7 +138,7 @@ def _header(parts: Sequence[TensorPart], metadata: dict[str, str]) -> bytes:
     end = 0
     for part in parts:
         if part.name in header:
-            raise ValueError(f"{part.name} comes twice")
+            raise ValueError(f"{part.name} occurs twice")
         begin, end = end, end + part.bytes
         header[part.name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -147,7 +147,7 @@ def _header(parts: Sequence[TensorPart], metadata: dict[str, str]) -> bytes:
 
 
 class _Out:
-    """A file that is written from its start, and digested."""
+    """A file that is written sequentially, and digested."""
 
     def __init__(self, fd: int, on_bytes: OnBytes | None) -> None:
         self._fd = fd
@@ -156,7 +156,7 @@ class _Out:
         self.size = 0
 
     def write(self, content: memoryview) -> str:
-        """Writes all of it; gives the XXH3-64 digest of this piece in hex."""
+        """Writes all of it; returns the XXH3-64 digest of this piece in hex."""
         own = xxhash.xxh3_64()
         for start in range(0, content.nbytes, _CHUNK_BYTES):
             piece = content[start : start + _CHUNK_BYTES]
@@ -171,7 +171,7 @@ class _Out:
 
 
 def group_file(group: str, shard: int, shards: int) -> str:
-    """The name of a group's file, or of one shard's where there are several."""
+    """The name of a group's file, or of one shard's file if there are several."""
     return f"{group}.safetensors" if shards == 1 else f"{group}.shard-{shard:05d}-of-{shards:05d}.safetensors"
 
 
@@ -187,12 +187,12 @@ def state_text(groups: list[str], state: dict[str, Any], *, shards: int = 1) -> 
     """The content of state.json.
 
     Args:
-        groups: of tensors, each in files of its own.
-        state: dicts with string keys, lists, tuples, str, int, float, bool, None. Tuples stay tuples, floats keep their bits.
-        shards: files in which each group is.
+        groups: names of tensor groups, each in its own files.
+        state: dicts with string keys, lists, tuples, str, int, float, bool, None. Tuples stay tuples, floats stay bit-exact.
+        shards: number of files per group.
 
     Raises:
-        TypeError: if the state holds something else.
+        TypeError: if the state holds a different type.
     """
     document: dict[str, Any] = {"schema": 1, "groups": groups, "state": encode_values(state, "state")}
     if shards > 1:
@@ -203,7 +203,7 @@ def state_text(groups: list[str], state: dict[str, Any], *, shards: int = 1) -> 
 
 
 def encode_values(value: Any, place: str) -> Any:
-    """`value` as JSON that reads back to the same: tuples and floats that are no number get a tag."""
+    """`value` as JSON that reads back to an equal value: tuples, NaN and infinities get a tag."""
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
@@ -221,7 +221,7 @@ def encode_values(value: Any, place: str) -> Any:
 
 
 def decode_values(value: Any) -> Any:
-    """What encode_values was given."""
+    """The inverse of encode_values."""
     if isinstance(value, list):
         return [decode_values(item) for item in value]
     if isinstance(value, dict):
@@ -238,7 +238,7 @@ def decode_values(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A file of tensors that is to be written."""
+    """A file of tensors to be written."""
 
     name: str
     parts: Sequence[TensorPart]
@@ -252,17 +252,17 @@ def write_files(
     *,
     on_bytes: Callable[[int], None] | None = None,
 ) -> dict[str, FileEntry]:
-    """Writes and syncs them all; gives what goes into the manifest.
+    """Writes and syncs all files; returns their entries for the manifest.
 
     Args:
-        directory: of the checkpoint that is being made.
+        directory: the temporary directory of the checkpoint.
         files: of tensors.
         texts: other files, by name.
-        on_bytes: is told, from time to time, how many bytes of the file at hand were written.
+        on_bytes: receives, from time to time, the number of bytes written of the current file.
 
     Raises:
-        StorageFull: if there is not enough room.
-        OSError: if the storage fails otherwise.
+        StorageFull: if there is not enough space.
+        OSError: if the storage fails in a different way.
     """
     needed = _SLACK_BYTES + sum(map(len, texts.values()))
     needed += sum(file_bytes(file.parts, metadata=file.metadata) for file in files)
@@ -282,7 +282,7 @@ def write_files(
             raise
         written = sum(
             file.stat().st_size for file in directory.iterdir()
-        )  # somebody else took the room meanwhile
+        )  # a different process took the space meanwhile
         available = written + free_bytes(directory)
         raise StorageFull(directory, needed_bytes=max(needed, available + 1), free_bytes=available) from error
 
@@ -299,10 +299,10 @@ def _write_text(path: Path, text: bytes) -> FileEntry:
 
 
 class StorageFailed(UnfitError):  # noqa: N818 - named for what happened, as RankDied is
-    """A checkpoint could not be written; what was there before is untouched.
+    """A checkpoint could not be written; existing ones are untouched.
 
     Attributes:
-        path: where it should have been.
+        path: its intended path.
     """
 
     def __init__(self, *problems: Problem, path: Path, verdict: Verdict | None = None) -> None:
@@ -311,11 +311,11 @@ class StorageFailed(UnfitError):  # noqa: N818 - named for what happened, as Ran
 
 
 class StorageFull(StorageFailed):
-    """There is not enough room for a checkpoint.
+    """There is not enough space for a checkpoint.
 
     Attributes:
         needed_bytes: the size of the checkpoint.
-        free_bytes: what was free for it.
+        free_bytes: the free space.
     """
 
     def __init__(self, path: Path, *, needed_bytes: int, free_bytes: int) -> None:
@@ -323,21 +323,21 @@ class StorageFull(StorageFailed):
         self.free_bytes = free_bytes
         missing = show_bytes(self.missing_bytes)
         problem = Problem(
-            f"no room for checkpoint {path.name}: {missing} ({self.missing_bytes} bytes) are missing",
+            f"not enough space for checkpoint {path.name}: {missing} ({self.missing_bytes} bytes) missing",
             str(path),
             f"it needs {show_bytes(needed_bytes)} in {path.parent}, and {show_bytes(free_bytes)} are free",
-            f"free {missing} there, or lower checkpoint.keep; the older checkpoints are as they were",
+            f"free {missing} there, or lower checkpoint.keep; older checkpoints are unchanged",
         )
         super().__init__(problem, path=path, verdict=disk_full(problem, phase="save"))
 
     @property
     def missing_bytes(self) -> int:
-        """How much more room it takes, in bytes."""
+        """The missing space, in bytes."""
         return max(1, self.needed_bytes - self.free_bytes)
 
 
 def disk_full(problem: Problem, *, phase: str) -> Verdict:
-    """The verdict on a disk that has no room for what a problem tells of; which node's disk it is who knows the rank adds."""
+    """The verdict on a full disk, from the problem that reports it; the caller adds the node, if known."""
     known = find_cause("disk_full")
     return Verdict(
         cause="disk_full",
@@ -350,19 +350,19 @@ def disk_full(problem: Problem, *, phase: str) -> Verdict:
 
 
 def free_bytes(directory: Path) -> int:
-    """Free bytes where `directory` is."""
+    """Free bytes on the file system of `directory`."""
     return shutil.disk_usage(directory).free
 
 
 def write_failure(error: BaseException, target: Path, temporary: Path) -> StorageFailed | None:
-    """What an exception of a write means for the user; None if it is not the storage's doing. Removes what was written."""
+    """The error for the user after an exception during a write; None if the storage is not the cause. Removes what was written."""
     if isinstance(error, StorageFailed):
         error.path = target
         return None
     if error_number(error) is None and not isinstance(error, OSError):
         return None
     if is_full(error):
-        with contextlib.suppress(OSError):  # a directory that is gone as well cannot be measured
+        with contextlib.suppress(OSError):  # a directory that was removed, too, cannot be measured
             written = sum(file.stat().st_size for file in temporary.glob("*")) if temporary.exists() else 0
             shutil.rmtree(temporary, ignore_errors=True)
             free = free_bytes(_existing(target.parent))
@@ -373,7 +373,7 @@ def write_failure(error: BaseException, target: Path, temporary: Path) -> Storag
         storage_reason(error),
         storage_remedy(
             error,
-            else_="fix it, or set output_dir to a different one; the older checkpoints are as they were",
+            else_="fix it, or set output_dir to a different one; older checkpoints are unchanged",
         ),
     )
     return StorageFailed(problem, path=target, verdict=storage_verdict(error, problem, phase="save"))

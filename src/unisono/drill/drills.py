@@ -122,7 +122,7 @@ DRILLS: tuple[Drill, ...] = (
         faults={"drift": {"rank": 1, "step": _FAULT_STEP}}, config={"duration": "160 steps"},
     ),
     Drill(
-        "disk_full", "the disk of output_dir is full", ("disk_full",), ground=SmallDisk, words=("checkpoint_failed", "no room", "No space left"),
+        "disk_full", "the disk of output_dir is full", ("disk_full",), ground=SmallDisk, words=("checkpoint_failed", "not enough space", "no room", "No space left"),
         config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
     ),
     Drill(

@@ -316,7 +316,7 @@ def _not_read_back(saved: SavedCheckpoint, error: UnisonoError) -> UnisonoError:
             problem.why
             or f"step {saved.step} was read again in a fresh process, from the disk: a later one would be damaged as well",
             problem.fix
-            or "test this disk and the memory of this machine, or set output_dir to another one; then start anew with --fresh",
+            or "test this disk and the memory of this machine, or set output_dir to another one; then start again with --fresh",
         )
         for problem in error.problems
     ]

@@ -140,7 +140,7 @@ class FirstCopy:
     def _not_copied(self, copied: CopyResult, error: UnisonoError) -> UnisonoError:
         problem = error.problems[0]
         why = "it is made after the first step so that a run which relies on copies does not train for hours without"
-        fix = problem.fix or "test this disk and the memory of this machine, then start anew with --fresh"
+        fix = problem.fix or "test this disk and the memory of this machine, then start again with --fresh"
         return self._refusal(
             copied,
             error,

@@ -192,7 +192,7 @@ def _is_free(run: Run) -> bool:
             "checkpoint_skipped",
             f"step {run.state.step} is not saved: the save of step {save.step} has made no progress for"
             f" {save.idle_s:.0f} s ({save.doing}); training goes on ({time.perf_counter() - began:.0f} s were waited)",
-            fix="look at the storage of output_dir; the older checkpoints are as they were",
+            fix="look at the storage of output_dir; older checkpoints are unchanged",
         )
     return False
 
@@ -338,7 +338,7 @@ def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
             f"step {save.step} cannot be saved: metrics.jsonl cannot be written: {storage_words(error)}",
             str(path),
             storage_reason(error),
-            storage_remedy(error, else_="fix the storage; the older checkpoints are as they were"),
+            storage_remedy(error, else_="fix the storage; older checkpoints are unchanged"),
         )
         verdict = storage_verdict(error, problem, phase="save")
         raise StorageFailed(problem, path=path, verdict=verdict) from error

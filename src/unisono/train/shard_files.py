@@ -155,7 +155,7 @@ def refuse_abandoned(save: Save, directory: Path) -> None:
 
 def given_up(what: str, path: Path) -> StorageFailed:
     """The error of a checkpoint that is not made, for this reason."""
-    return StorageFailed(Problem(what, str(path), "", "the older checkpoints are as they were"), path=path)
+    return StorageFailed(Problem(what, str(path), "", "older checkpoints are unchanged"), path=path)
 
 
 def shards_of_others(run: Run, job: Job, save: Save) -> dict[str, FileEntry]:
