@@ -1,4 +1,4 @@
-"""unisono: fine-tune language models; runs agree before they start, and say why when they stop."""
+"""unisono: fine-tune language models; nodes agree before a run starts, and a failed run reports its cause."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ __all__ = ["__version__", "guarded"]
 
 def __getattr__(
     name: str,
-) -> Any:  # loaded when it is asked for: the front and its children pay nothing for it
+) -> Any:  # imported on first access, so that the front and its children do not pay for it
     if name == "guarded":
         from unisono.integrations.guarded import guarded
 

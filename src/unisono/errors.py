@@ -1,4 +1,4 @@
-"""The exception tree. The class says when, the instance holds the data, the exit code is part of the class (DESIGN A2)."""
+"""The exceptions for users, and errors of the storage. The class defines the exit code, the instance holds the problems."""
 
 import contextlib
 import errno
@@ -28,17 +28,17 @@ _BROKEN = (
     errno.ESTALE,
     errno.EROFS,
 )
-"""Together with those above: numbers that are about files also where the error has no path, as of write(2), fsync(2) and mmap(2)."""
+"""Together with those above: numbers that concern files even if the error has no path, e.g. from write(2), fsync(2) and mmap(2)."""
 _OF_A_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
-"""No path of ours is too long or a circle; what a person gave is."""
+"""Only a path from the user is too long or a link loop."""
 _OF_ACCESS = (errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENXIO)
-# safetensors works in Rust, and gives the error's number only in its text.
+# safetensors is written in Rust, and has the errno only in its message.
 _IN_TEXT = re.compile(r"\bos error (\d+)\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: what it is, where it is, why it is refused, and how to mend it. One line each."""
+    """One problem: what it is, where it is, why it is an error, and how to fix it. One line each."""
 
     what: str
     where: str = ""
@@ -55,7 +55,7 @@ class Problem:
 
 
 class UnisonoError(Exception):
-    """What a person must be told: one or more problems, without a traceback.
+    """An error for the user: one or more problems, without a traceback.
 
     Attributes:
         exit_code: the exit code of a program that ends with it.
@@ -127,19 +127,19 @@ class UnfitError(UnisonoError):
 
 
 class IntegrityError(UnisonoError):
-    """Damage was found, or no intact checkpoint where one was needed."""
+    """Damage was found, or there is no intact checkpoint where one is needed."""
 
     exit_code = 7
 
 
 class EndedByVerdict(UnisonoError):  # noqa: N818 - named for what happened
-    """The run was ended by a verdict while its ranks lived."""
+    """A verdict stopped the run while its ranks were alive."""
 
     exit_code = 4
 
 
 class RankDied(UnisonoError):  # noqa: N818 - named for what happened
-    """A rank ended by itself: an exception, a signal, out of memory."""
+    """A rank failed: an exception, a signal, out of memory."""
 
     exit_code = 5
 
@@ -148,7 +148,7 @@ class RankDied(UnisonoError):  # noqa: N818 - named for what happened
 
 
 def error_number(error: BaseException) -> int | None:
-    """The errno of a failed call on files; None where an exception is none, or does not say."""
+    """The errno of a failed file operation; None if the exception is a different one or has none."""
     if isinstance(error, OSError):
         return error.errno if isinstance(error.errno, int) else None
     found = _IN_TEXT.search(str(error)) if type(error).__name__ == "SafetensorError" else None
@@ -156,10 +156,10 @@ def error_number(error: BaseException) -> int | None:
 
 
 def storage_words(error: BaseException) -> str:
-    """What the system calls it: "File too large"."""
+    """The system's message, e.g. "File too large"."""
     number = error_number(error)
     own = error.strerror if isinstance(error, OSError) else None
-    if own and number is not None and "Detail: [errno" in own:  # pyarrow's, around the system's
+    if own and number is not None and "Detail: [errno" in own:  # pyarrow wraps the system's message
         return os.strerror(number)
     return own or (os.strerror(number) if number is not None else str(error))
 
@@ -176,21 +176,21 @@ def file_size_limit() -> int | None:
 
 
 def storage_reason(error: BaseException) -> str:
-    """Why a file could not be read or written, in one sentence with the value of the limit, if it was a limit."""
+    """Why a file could not be read or written, in one sentence; with the value if a limit was reached."""
     number = error_number(error)
     if _is_too_large(error):
         limit = file_size_limit()
         if limit is None:
-            return "the file system allows no file of this size"
-        return f"the limit of the file size is {limit} bytes ({show_bytes(limit)}, `ulimit -f`)"
+            return "the file system does not allow files of this size"
+        return f"the file size limit is {limit} bytes ({show_bytes(limit)}, `ulimit -f`)"
     if number in _OPEN_FILES:
-        return f"the limit of open files is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (`ulimit -n`), or that of the system is reached"
+        return f"the open file limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (`ulimit -n`), or the limit of the system is reached"
     if number in FULL:
         return "the disk or the quota is full"
     if number == errno.EROFS:
-        return "the file system is read-only, as after an error of its device"
+        return "the file system is read-only, e.g. after a device error"
     if number in _NOT_OURS:
-        return "this user may not write there"
+        return "this user has no write permission there"
     if number in _GONE:
         return "it was removed, renamed or replaced while the run was using it"
     return "the storage failed"
@@ -202,30 +202,30 @@ def storage_remedy(
     full: str = "free space there, and run the same command again",
     else_: str = "check that file system, and run the same command again",
 ) -> str:
-    """What to do about it.
+    """How to fix it.
 
     Args:
-        error: of a call on files.
-        full: what is said where a disk is full.
-        else_: what is said where no limit and no full disk is the cause.
+        error: of a file operation.
+        full: the answer for a full disk.
+        else_: the answer if neither a limit nor a full disk is the cause.
     """
     number = error_number(error)
     if _is_too_large(error) and file_size_limit() is not None:
-        return "raise the limit where the run is started: `ulimit -f unlimited` (in a service: LimitFSIZE=infinity; for all logins: fsize in limits.conf)"
+        return "raise the limit in the shell that starts the run: `ulimit -f unlimited` (in a service: LimitFSIZE=infinity; for all logins: fsize in limits.conf)"
     if number in _OPEN_FILES:
-        return "raise the limit where the run is started: `ulimit -n 65536`"
+        return "raise the limit in the shell that starts the run: `ulimit -n 65536`"
     if number in FULL:
         return full
     return else_
 
 
 def _is_too_large(error: BaseException) -> bool:
-    """Whether the system refused to make a file larger; a reader of ours that refuses a large file has words of its own."""
+    """Whether the system refused to grow a file; our own readers refuse large files with a different message."""
     return error_number(error) == errno.EFBIG and storage_words(error) == os.strerror(errno.EFBIG)
 
 
 def storage_verdict(error: BaseException, problem: Problem, *, phase: str | None) -> Verdict | None:
-    """The verdict on a limit, a full disk, or in a phase that writes one that cannot be written any more, with the words of a problem; None where the catalogue has no cause for the error."""
+    """The verdict on a limit, a full disk, or storage that became unwritable in a writing phase; None if the catalogue has no cause for it."""
     number = error_number(error)
     is_limit = number in _OPEN_FILES or (_is_too_large(error) and file_size_limit() is not None)
     name = "disk_full" if number in FULL else "ulimit" if is_limit else None
@@ -245,9 +245,9 @@ def storage_verdict(error: BaseException, problem: Problem, *, phase: str | None
 
 
 def storage_failure(error: BaseException) -> UnfitError | None:
-    """The same as an error that a person is shown (exit code 6); None where an exception is not the storage's.
+    """The error for the user (exit code 6) if the storage caused an exception; None otherwise.
 
-    An error with an absolute path is about a file. Without one the number decides: sockets, pipes and processes fail with others.
+    An error with an absolute path concerns a file. Without one the errno decides: sockets, pipes and processes fail with different ones.
     """
     number = error_number(error)
     if number is None:
@@ -264,7 +264,7 @@ def storage_failure(error: BaseException) -> UnfitError | None:
 
 @contextlib.contextmanager
 def as_usage_error() -> Iterator[None]:
-    """Within it nothing of the work exists yet, so a path that cannot be used is one that a person gave.
+    """Turns an unusable path into a usage error, for code that runs before anything of the run exists.
 
     Raises:
         UsageError: in place of the system's error.
@@ -279,12 +279,12 @@ def as_usage_error() -> Iterator[None]:
 
 
 def unusable_path(error: BaseException, *, has_begun: bool) -> UsageError | None:
-    """The same where not the storage is at fault, but a path that a person gave (exit code 2); None for other errors.
+    """The error for the user (exit code 2) if a given path cannot be used; None for other errors.
 
     Args:
-        error: that came to the edge of a process.
-        has_begun: whether the work has files of its own, which were usable when it began: only a name that can never be used is
-            then a person's.
+        error: uncaught in a process.
+        has_begun: whether the work already has its own files, which were usable when it began: then only a name that can never be
+            used is the user's mistake.
     """
     path = getattr(error, "filename", None) if isinstance(error, OSError) else None
     if path is None or error_number(error) not in (_OF_A_NAME if has_begun else (*_OF_A_NAME, *_OF_ACCESS)):

@@ -1,28 +1,28 @@
-"""The messages that a rank or a task sends its front: one JSON object a line, on a pipe.
+"""The messages of a rank or a task to its front: one JSON object per line, on a pipe.
 
-Kinds, and the fields that each carries beside `kind` and `time` (UTC, seconds):
+Kinds, and their fields besides `kind` and `time` (UTC, seconds):
 
     phase       phase, text; done, total (optional; units of work inside the phase)
-    ready       facts: what only the worker knows before step 1 (parameters, attention, memory, resume)
-    step        one line of metrics.jsonl; of other ranks than 0 the step alone
+    ready       facts: known only to the worker before step 1 (parameters, attention, memory, resume)
+    step        one line of metrics.jsonl; ranks other than 0 send the step alone
     eval        step, eval_loss, and more figures
     sample      step, prompt, text
-    checkpoint  step, path, bytes, seconds, blocking_s (of which training stood still)
+    checkpoint  step, path, bytes, seconds, blocking_s (the part during which training waited)
     shard_written  step, temporary, files, error: this rank's part of a checkpoint is on its disk, or why not
-    shard_moves step, temporary: this rank's part is on its way, and makes progress; from time to time, while it is not there
-    shards_over step, temporary: rank 0 waits for no part of this checkpoint (any more)
-    digest      step, digest, arithmetic: of the weights that a rank trains, and what decides how it rounds
-    asked       signal: its name; somebody sent it to the rank itself, or its front did
+    shard_moves step, temporary: this rank's part is being transferred and makes progress; repeated until it arrives
+    shards_over step, temporary: rank 0 does not (or no longer) wait for parts of this checkpoint
+    digest      step, digest, arithmetic: of the weights that a rank trains, and what determines its rounding
+    asked       signal: its name; received by the rank from its front or from outside
     warning     code, text, fix
-    token       text: a piece of an answer, as it comes          (generate, chat)
-    answer      text, tokens, ended: an answer, whole             (chat)
+    token       text: a piece of an answer, streamed              (generate, chat)
+    answer      text, tokens, ended: a complete answer            (chat)
     refused_turn  text, fix: why a turn has no answer             (chat)
-    refused     exit_code, problems, verdict          what UnisonoError.to_json gives
-    crashed     exit_code, error, traceback, peer_lost    an exception nobody foresaw; peer_lost: another rank's death made it
-    kept        cost_s, step_time_s, bytes, every     what keeping an adapter's step in memory costs: medians of the first steps, and the memory;
-                                                      every n-th step is kept from here on, null: none
-    rank_report report: RankReport.to_json()          what a rank of several holds; then it waits for `go` on stdin
-    result      whatever the task or the run has to hand over; the last message
+    refused     exit_code, problems, verdict          from UnisonoError.to_json
+    crashed     exit_code, error, traceback, peer_lost    an unexpected exception; peer_lost: a consequence of the failure of a different rank
+    kept        cost_s, step_time_s, bytes, every     cost of the memory snapshots of an adapter: medians of the first steps, and the memory;
+                                                      from here on every n-th step is kept, null: none
+    rank_report report: RankReport.to_json()          facts of one of several ranks, which then waits for `go` on stdin
+    result      the result of the task or the run; the last message
 """
 
 import json
@@ -40,7 +40,7 @@ from unisono.text import one_line
 
 Message = dict[str, Any]
 Show = Callable[[Message], None]
-"""What a front does with a message: a line on the screen, of JSON, or of a test."""
+"""How a front presents a message: on the screen, as JSON, or in a test."""
 
 _PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _PEER_TEXTS = (
@@ -53,14 +53,14 @@ _PEER_TEXTS = (
     "remote process exited",
 )
 _OWN_TEXTS = ("failed to listen", "EADDRINUSE")
-"""What torch raises in the same classes, of this rank alone."""
+"""Messages of the same torch exceptions that concern this rank alone."""
 _CLOSE_S = 2.0
 
 
 class Reporter:
-    """Sends messages to the front, and keeps them in a file of events where one is given. Reporting never raises.
+    """Sends messages to the front, and appends them to an events file if one is given. Reporting never raises.
 
-    The front hears first, and does not wait for the file: a disk that hangs silences nobody.
+    The front comes first and does not wait for the file, so that a hung disk does not delay messages.
     Without a front (`python -m unisono.worker plan.json` under pdb) messages become plain lines on `fallback`.
     """
 
@@ -68,14 +68,14 @@ class Reporter:
         self, fd: int | None, *, fallback: TextIO | None = None, log_path: str | None = None
     ) -> None:
         self._fd = fd
-        self._lock = threading.Lock()  # a save reports from a thread of its own
+        self._lock = threading.Lock()  # a save reports from its own thread
         self._fallback = fallback
         self._log = _EventsLog(log_path, self._log_failed) if log_path else None
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends one message. A front that is gone, or a full disk, is not the sender's death."""
+        """Sends one message. A missing front or a full disk does not raise."""
         message = {"kind": kind, "time": time.time(), **fields}
-        # Half of a surrogate pair, which a row may hold, is no UTF-8.
+        # A lone surrogate, which a row may contain, has no UTF-8 encoding.
         data = (json.dumps(message, ensure_ascii=False) + "\n").encode(errors="replace")
         with self._lock:
             if self._fd is not None:
@@ -87,16 +87,16 @@ class Reporter:
             self._log.keep(data)
 
     def close(self) -> None:
-        """Waits a little for the file of events. The process's end is near."""
+        """Waits briefly for the events file, before the process exits."""
         if self._log is not None:
             self._log.finish()
 
     def phase(self, name: str, text: str, *, done: int | None = None, total: int | None = None) -> None:
-        """Says which phase has begun, or how far it is."""
+        """Reports the beginning or the progress of a phase."""
         self.send("phase", phase=name, text=text, done=done, total=total)
 
     def warning(self, code: str, text: str, *, fix: str = "") -> None:
-        """Says what a person should know, without stopping."""
+        """Reports a warning."""
         self.send("warning", code=code, text=text, fix=fix)
 
     def _write(self, data: bytes) -> None:
@@ -104,7 +104,7 @@ class Reporter:
         try:
             _write_all(self._fd, data)
         except OSError:
-            self._fd = None  # the front is gone; PDEATHSIG or its lock will end us
+            self._fd = None  # the front is gone; PDEATHSIG or its lock will end this process
 
     def _log_failed(self, why: str) -> None:
         assert self._log is not None
@@ -112,26 +112,26 @@ class Reporter:
             "warning",
             code="events_log",
             where=self._log.path,
-            fix="look at that file system",
-            text=f"this rank's messages are not kept in {self._log.path} from here on: {why}; they are shown all the same",
+            fix="check that file system",
+            text=f"this rank's messages are no longer written to {self._log.path}: {why}; they are still shown",
         )
 
 
 class _EventsLog:
-    """The file of events; it is opened and written aside."""
+    """The events file; a background thread opens and writes it."""
 
-    def __init__(self, path: str, on_trouble: Callable[[str], None]) -> None:
+    def __init__(self, path: str, on_failure: Callable[[str], None]) -> None:
         self.path = path
         self._fd: int | None = None
-        self._aside = BackgroundThread("events-log", on_trouble)
+        self._writer = BackgroundThread("events-log", on_failure)
 
     def keep(self, data: bytes) -> None:
-        """Has a line written."""
-        self._aside.do(partial(self._write, data))
+        """Queues a line."""
+        self._writer.do(partial(self._write, data))
 
     def finish(self) -> None:
-        """Waits until all lines are written, if that takes no time."""
-        self._aside.finish(_CLOSE_S)
+        """Waits briefly until all lines are written."""
+        self._writer.finish(_CLOSE_S)
 
     def _write(self, data: bytes) -> None:
         if self._fd is None:
@@ -174,7 +174,7 @@ def say(show: Show, text: str) -> None:
 
 
 def describe_crash(error: BaseException) -> dict[str, Any]:
-    """What the message `crashed` says: `error`, `where`, `traceback`, `peer_lost`."""
+    """The fields of the message `crashed`: `error`, `where`, `traceback`, `peer_lost`."""
     return {
         "error": one_line(f"{type(error).__name__}: {error}"),
         "where": _place_of(error),
@@ -184,9 +184,9 @@ def describe_crash(error: BaseException) -> dict[str, Any]:
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether an exception is the consequence of another rank's death, as torch, gloo and NCCL tell it.
+    """Whether an exception results from the failure of a different rank, according to the messages of torch, gloo and NCCL.
 
-    Errors of the same words that no collective has raised (a download, a pipe of one's own) are not.
+    Errors with the same words that no collective raised (a download, an own pipe) do not count.
     """
     seen: BaseException | None = error
     while seen is not None:

@@ -1,7 +1,7 @@
-"""Writes files whole or not at all, and reads them within limits: plain files only, of a known size and depth.
+"""Writes files atomically, and reads them within limits: regular files only, of bounded size and depth.
 
-Whoever can write into a run's directory can put a named pipe, a gigabyte or a thousand brackets where a small file was.
-So what unisono reads there is opened here: nothing waits for a writer, and what is refused is an OSError or a ValueError.
+Anyone with write access to a run's directory can replace a small file by a named pipe, a gigabyte or a thousand brackets.
+So unisono opens all files there with this module: no call waits for a writer, and a rejected file raises OSError or ValueError.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 256 << 20
-"""Of a file that is read whole."""
+"""Limit for a file that is read completely."""
 MOST_LINE_BYTES = 1 << 20
-"""Of a line; a longer one is read in pieces."""
+"""Limit for a line; a longer one is read in pieces."""
 MOST_DEPTH = 100
-"""Lists and objects inside each other in JSON. Nothing that unisono writes has a tenth of it."""
+"""Nesting limit of JSON. Nothing that unisono writes has a tenth of it."""
 
 WRITER_S = 5.0
-"""So long a named pipe may be without anybody who writes into it."""
+"""How long to wait for the writer of a named pipe."""
 _WRITER_POLL_S = 0.05
-_TOO_DEEP = f"it has more than {MOST_DEPTH} lists and objects inside each other"
+_TOO_DEEP = f"it has more than {MOST_DEPTH} levels of nested lists and objects"
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISCHR, "a device"),
@@ -37,7 +37,7 @@ _KINDS = (
 
 
 def fsync_dir(path: Path) -> None:
-    """Makes renames and new names inside the directory survive a power cut."""
+    """Makes renames and new files in the directory survive a power failure."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -47,10 +47,10 @@ def fsync_dir(path: Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path, *, mode: int = 0o644) -> Iterator[Path]:
-    """Gives a temporary path beside `path`; at the end it is synced and renamed over `path`, on an error removed.
+    """Yields a temporary path beside `path`; it is then synced and renamed to `path`, or removed on an error.
 
     Raises:
-        OSError: what the file system says.
+        OSError: from the file system.
     """
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -63,47 +63,47 @@ def whole_file(path: Path, *, mode: int = 0o644) -> Iterator[Path]:
             os.close(fd)
         temporary.replace(path)
         fsync_dir(path.parent)
-    except BaseException as error:  # also Ctrl-C leaves no temporary file; raised again
-        with contextlib.suppress(OSError):  # what happened first is what is reported
+    except BaseException as error:  # Ctrl-C leaves no temporary file either; raised again
+        with contextlib.suppress(OSError):  # the first error is the one to report
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # as of a write or an fsync
+        if isinstance(error, OSError) and error.filename is None:  # e.g. from write or fsync
             error.filename = str(path)
         raise
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Writes `text` to `path`, whole or not at all."""
+    """Writes `text` to `path` atomically."""
     with whole_file(path, mode=mode) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
-    """Writes `value` as indented JSON, whole or not at all. Floats read back to the same bits."""
+    """Writes `value` as indented JSON atomically. Floats round-trip exactly."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", mode=mode)
 
 
 def open_plain(path: Path) -> io.BufferedReader:
-    """The file, opened for reading, if it is a plain one. It never waits, not even for the writer of a named pipe.
+    """A regular file, opened for reading. It never blocks, not even on a named pipe.
 
     Raises:
-        OSError: what the file system says, or what the path is instead of a plain file.
+        OSError: from the file system, or because the path is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _refuse_other_kinds(path, os.fstat(fd).st_mode)
         return os.fdopen(fd, "rb")
-    except BaseException:  # raised again; a file that is not given back is closed
+    except BaseException:  # raised again, after closing the file
         os.close(fd)
         raise
 
 
 def open_given(path: Path) -> io.BufferedReader:
-    """A file that a person named, opened for reading: a plain file, or a pipe that somebody writes into, as of `<(…)`.
+    """A file given by the user, opened for reading: a regular file, or a pipe with a writer, e.g. `<(…)`.
 
-    How much is read of a pipe is for the caller to bound.
+    The caller must limit how much it reads from a pipe.
 
     Raises:
-        OSError: what the file system says, or what the path is instead; while reading, if nobody opens a named pipe for writing
+        OSError: from the file system, or because it is a different kind of file; while reading, if no writer opens a named pipe
             within WRITER_S.
     """
     if not stat.S_ISFIFO(path.stat().st_mode):
@@ -113,7 +113,7 @@ def open_given(path: Path) -> io.BufferedReader:
 
 
 class _Pipe(io.RawIOBase):
-    """The reading end of a named pipe. It waits for a writer only so long; for what that writes, as long as it is there."""
+    """The reading end of a named pipe. It waits WRITER_S for a writer, and then for data as long as the writer exists."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self._file = os.fdopen(fd, "rb", buffering=0)
@@ -130,14 +130,14 @@ class _Pipe(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while True:
             count = self._file.readinto(buffer)
-            if count is None:  # a writer that has written nothing yet
+            if count is None:  # a writer without data yet
                 self._has_writer = True
                 select.select([self._file], [], [])
             elif count or self._has_writer:
                 self._has_writer = True
                 return count
             elif time.monotonic() > self._limit:
-                raise OSError(errno.EINVAL, "it is a named pipe, and nobody writes into it", str(self._path))
+                raise OSError(errno.EINVAL, "it is a named pipe without a writer", str(self._path))
             else:
                 time.sleep(_WRITER_POLL_S)
 
@@ -150,21 +150,21 @@ def _refuse_other_kinds(path: Path, mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a plain file", str(path))
+        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a regular file", str(path))
 
 
 def kind_of(mode: int) -> str:
-    """What something that is no plain file is, by its `st_mode`: a directory, a named pipe."""
+    """The kind of a file that is not regular, by its `st_mode`: a directory, a named pipe."""
     if stat.S_ISDIR(mode):
         return "a directory"
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
 
 
 def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """The content of a plain file of at most `most_bytes` bytes.
+    """The content of a regular file of at most `most_bytes` bytes.
 
     Raises:
-        OSError: if it is larger, or no plain file, or the file system refuses.
+        OSError: if it is larger, not a regular file, or unreadable.
     """
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -175,20 +175,20 @@ def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, *, most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
-    """The same as text, in UTF-8.
+    """The content of a UTF-8 text file.
 
     Raises:
-        OSError: as `read_bytes`.
+        OSError: like `read_bytes`.
         ValueError: if it is not UTF-8.
     """
     return read_bytes(path, most_bytes=most_bytes).decode("utf-8", errors)
 
 
 def iterate_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a plain file with their ends; one of more than MOST_LINE_BYTES comes in pieces.
+    """The lines of a regular file with their line ends; a line above MOST_LINE_BYTES comes in pieces.
 
     Raises:
-        OSError: as `open_plain`, at the first line.
+        OSError: like `open_plain`, at the first line.
     """
     with open_plain(path) as file:
         while line := file.readline(MOST_LINE_BYTES):
@@ -199,7 +199,7 @@ def parse_json(text: str | bytes) -> Any:
     """The JSON value of a text.
 
     Raises:
-        ValueError: if it is not JSON, or has more than MOST_DEPTH lists and objects inside each other.
+        ValueError: if it is not JSON, or nested deeper than MOST_DEPTH.
     """
     try:
         value = json.loads(text)
@@ -218,14 +218,14 @@ def read_json(path: Path) -> Any:
     """The JSON value in the file.
 
     Raises:
-        OSError: what the file system says, also if it is not a regular file, or larger than MOST_BYTES.
+        OSError: from the file system, or if it is not a regular file, or larger than MOST_BYTES.
         ValueError: if it is not JSON, or nested too deeply.
     """
     return parse_json(read_text(path))
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file; an empty one where the file is missing, torn, or holds something else."""
+    """The JSON object in the file; empty if the file is missing, truncated, or holds a different value."""
     try:
         value = read_json(path)
     except (OSError, ValueError):
@@ -234,10 +234,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def objects_of(value: Any) -> list[dict[str, Any]]:
-    """The objects in a JSON list, in order; none where the value is something else."""
+    """The objects in a JSON list, in order; empty for any other value."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def make_private_dir(path: Path) -> None:
-    """Makes the directory and its parents; the directory itself gets mode 0700."""
+    """Creates the directory and its parents; the directory itself gets mode 0700."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,8 +1,8 @@
-"""What a file is that a user named: whether it is one at all, and in which encoding its text is written.
+"""Checks of files given by the user: whether a path is a readable file, and the encoding of its text.
 
-Text is read as UTF-8 only (a byte order mark is fine). UTF-16 and the encodings of single languages are recognized and refused with
-the command that converts the file, rather than read: a guess that is wrong would train on wrong characters without a word, and one
-encoding keeps lines, digests and error positions the same for every tool that reads the file.
+Text is read as UTF-8 only (a byte order mark is accepted). UTF-16 and regional encodings are detected and rejected with the command that
+converts the file: a wrong guess would silently train on wrong characters, and one encoding keeps lines, digests and error positions the
+same for every tool that reads the file.
 """
 
 import errno
@@ -41,7 +41,7 @@ _KINDS = (
     (stat.S_ISCHR, "a character device"),
     (stat.S_ISBLK, "a block device"),
 )
-# The most frequent letters of what each encoding is used for. Text that is decoded in a wrong way has few of them.
+# The most frequent letters of the languages of each encoding. Wrongly decoded text has few of them.
 _FREQUENT = {
     "GB18030": "的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之年过",
     "BIG5": "的一是不了在人有我他這個們中來上大為和國地到以說時要就出會可也你對生能而子那得於著下自之年過",
@@ -54,13 +54,13 @@ _FREQUENT = {
 _HIGH = re.compile(rb"[\x80-\xff]+")
 _LEAST_CHARACTERS = 4
 _LEAST_SHARE = {"WINDOWS-1251": 0.95, "WINDOWS-1252": 0.9, "SHIFT_JIS": 0.3, "EUC-JP": 0.3}
-_LONG_RUN = 3.0  # bytes above ASCII side by side: words of Cyrillic, not single letters among Latin ones
-_SHARE = 0.12  # of Chinese or Korean text: measured 0.2 to 0.4 where it is right, under 0.03 where it is not
+_LONG_RUN = 3.0  # adjacent bytes above ASCII: Cyrillic words, not single letters among Latin ones
+_SHARE = 0.12  # of Chinese or Korean text: measured 0.2 to 0.4 if right, under 0.03 if wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with a file as a whole: what, why, and what helps."""
+    """A problem with a file as a whole: what, why, and the fix."""
 
     what: str
     why: str
@@ -70,26 +70,26 @@ class Fault:
 
 
 def expand(text: str) -> Path:
-    """The path that a user wrote, `~` replaced where there is such a user."""
+    """The path given by the user, with `~` expanded if possible."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        return Path(text)  # and the file will be missing, under the name that was written
+        return Path(text)  # the file is then reported missing under the given name
 
 
 def fault_of(path: Path, name: str) -> Fault | None:
-    """Why a path cannot be read as a file, seen without opening it: a pipe without a writer would wait for ever.
+    """Why a path cannot be read as a file, checked without opening it, since a pipe without a writer would block.
 
     Args:
         path: on this machine.
-        name: as the user spelled it.
+        name: as given by the user.
     """
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         if path.is_symlink():
             why = f"it is a symbolic link to {path.readlink()}, which does not exist"
-            return Fault(f"there is no file {name}", why, "correct the link, or name the file itself")
+            return Fault(f"there is no file {name}", why, "fix the link, or give the file itself")
         why = "relative paths start at the working directory"
         return Fault(f"there is no file {name}", why, "check the path", is_missing=True)
     except (OSError, ValueError) as error:
@@ -98,37 +98,33 @@ def fault_of(path: Path, name: str) -> Fault | None:
         return None
     kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "not a regular file")
     if stat.S_ISDIR(mode):
-        return Fault(f"{name} is a directory", "a file is wanted", "name a file in it", is_directory=True)
-    why = "only regular files are read, and more than once: for their digest, then for their contents"
-    return Fault(f"{name} is {kind}", why, "write its contents to a file, and name that file")
+        return Fault(f"{name} is a directory", "a file is required", "give a file in it", is_directory=True)
+    why = "only regular files can be read, since they are read twice: for the digest and for the content"
+    return Fault(f"{name} is {kind}", why, "write its content to a file, and give that file")
 
 
 def _unseen(name: str, error: OSError | ValueError) -> Fault:
     code = error.errno if isinstance(error, OSError) else None
     if code == errno.ELOOP:
-        return Fault(f"{name} is a symbolic link that leads back to itself", "", "name the file itself")
+        return Fault(f"{name} is a symbolic link loop", "", "give the file itself")
     said = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    fix = "check the permissions of the folders on its path" if code == errno.EACCES else "check the path"
+    fix = "check the permissions of the directories on its path" if code == errno.EACCES else "check the path"
     return Fault(f"{name} cannot be read", said, fix)
 
 
 def foreign_contents(head: bytes, name: str) -> Fault | None:
-    """Why a file is not UTF-8 text, as far as its first bytes tell for certain; None if they do not.
+    """Why a file is not UTF-8 text, if its first bytes show it for certain; None otherwise.
 
     Args:
         head: up to HEAD_BYTES from its beginning.
-        name: as the user spelled it.
+        name: as given by the user.
     """
     for magic, kind, command in _CONTENTS:
         if head.startswith(magic):
             suffix = PurePath(name).suffix
-            fix = (
-                "give it the suffix of what it is"
-                if kind in ("Parquet", "Arrow")
-                else "save its rows as text"
-            )
+            fix = "use the matching suffix" if kind in ("Parquet", "Arrow") else "save its rows as text"
             if command:
-                fix = "unpack it: " + command.format(
+                fix = "decompress it: " + command.format(
                     shlex.quote(name), shlex.quote(_beside(name, "unpacked"))
                 )
             return Fault(
@@ -140,12 +136,12 @@ def foreign_contents(head: bytes, name: str) -> Fault | None:
     nuls = head.count(0)
     if nuls > len(head) // 2:
         why = f"{nuls} of its first {len(head)} bytes are zero"
-        return Fault(f"{name} is not text", why, "write the file again: a copy or a download may have failed")
+        return Fault(f"{name} is not text", why, "write the file again: a copy or download may have failed")
     return None
 
 
 def encoding_of(head: bytes) -> str | None:
-    """`UTF-16` or `UTF-32`, by byte order mark or by where the zeros are among the first bytes; else None."""
+    """`UTF-16` or `UTF-32`, by the byte order mark or the positions of zeros in the first bytes; else None."""
     for mark, name in _MARKS:
         if head.startswith(mark):
             return name
@@ -153,7 +149,7 @@ def encoding_of(head: bytes) -> str | None:
     if len(whole) < 4 or 0 not in whole:
         return None
     zeros = [whole[i::4].count(0) * 4 / len(whole) for i in range(4)]
-    # Letters of European languages, and JSON's and CSV's own signs, are below U+0100; a few may be above.
+    # European letters and the syntax of JSON and CSV are below U+0100; a few characters may be above.
     for name, empty in (
         ("UTF-32LE", (1, 2, 3)),
         ("UTF-32BE", (0, 1, 2)),
@@ -167,9 +163,9 @@ def encoding_of(head: bytes) -> str | None:
 
 
 def guess_encoding(sample: bytes) -> str | None:
-    """The encoding that text seems to have which is not UTF-8; None where it is not sure.
+    """The likely encoding of text that is not UTF-8; None if uncertain.
 
-    A file of UTF-8 with a few broken bytes has no other encoding.
+    UTF-8 with a few broken bytes counts as uncertain.
 
     Args:
         sample: some of its bytes, at best whole lines.
@@ -198,7 +194,7 @@ def _fits(sample: bytes, encoding: str, letters: str) -> bool:
 
 
 def conversion(name: str, encoding: str) -> str:
-    """The command that writes a copy of a file in UTF-8, and what to do with it."""
+    """The command that converts a file to UTF-8, and how to use the copy."""
     if "://" in name:
         return f"convert it from {encoding} to UTF-8 where it is stored"
     copy = _beside(name, "utf8")
@@ -214,19 +210,19 @@ def _beside(name: str, word: str) -> str:
 
 
 def place_of(data: bytes, position: int) -> tuple[int, int]:
-    """Line and byte in it, both from 1, of a position in a file."""
+    """The line, and the byte within it, both from 1, of a position in a file."""
     return data.count(b"\n", 0, position) + 1, position - data.rfind(b"\n", 0, position)
 
 
 def decode_text(data: bytes, name: str) -> str | tuple[Fault, str]:
-    """The text of a file in UTF-8; or what is wrong with it, and where: `FILE` or `FILE:LINE:BYTE`."""
+    """The text of a UTF-8 file; or the fault and its place: `FILE` or `FILE:LINE:BYTE`."""
     fault = foreign_contents(data[:HEAD_BYTES], name)
     if fault is not None:
         return fault, name
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        # The mark is not part of what the error counts.
+        # The error's position does not count the mark.
         shift = 3 if data.startswith(b"\xef\xbb\xbf") else 0
         line, byte = place_of(data, error.start + shift)
         where = f"{name}:{line}:{byte}"
@@ -234,7 +230,7 @@ def decode_text(data: bytes, name: str) -> str | tuple[Fault, str]:
 
 
 def not_utf8(name: str, byte: int, sample: bytes) -> Fault:
-    """What is said of text with a byte that UTF-8 does not have, and of its likely encoding."""
+    """The fault of text with an invalid UTF-8 byte, with its likely encoding."""
     guess = guess_encoding(sample)
     fix = "save the file as UTF-8" if guess is None else conversion(name, guess)
     likely = f"; the text looks like {guess}" if guess else ""

@@ -1,12 +1,12 @@
-"""Makes foreign text safe to show: rows, model answers, host names and logs lose what would steer a terminal."""
+"""Makes foreign text safe to show: removes terminal control sequences from rows, model answers, host names and logs."""
 
 import json
 import re
 from typing import Any
 
-# C0 and C1 controls, DEL, and the bidirectional and zero-width marks that can hide or reorder what is shown.
+# C0 and C1 controls, DEL, and the bidirectional and zero-width marks that can hide or reorder text.
 _CONTROL = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # a whole CSI sequence goes, not only its first byte
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # a complete CSI sequence, not only its first byte
     r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC: titles, links, clipboard
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ufeff]"
 )
@@ -25,15 +25,15 @@ def one_line(text: str, *, limit: int = 0) -> str:
 
 
 def library_words(error: BaseException, *, library: str = "transformers") -> str:
-    """The innermost reason of an error of a library, on one line and marked as its words and not ours."""
+    """The innermost error of a library on one line, marked as the library's words."""
     while error.__cause__ is not None:
         error = error.__cause__
-    said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-    return f"{library} says: {one_line(said, limit=250) or type(error).__name__}"
+    text = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    return f"{library} says: {one_line(text, limit=250) or type(error).__name__}"
 
 
 def nearest(word: str, known: list[str]) -> str | None:
-    """The one of `known` that is most like `word`, or None if none is near."""
+    """The closest match for `word` in `known`, or None if none is close."""
     import difflib
 
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
@@ -56,14 +56,14 @@ _KINDS = {
 
 
 def validation_words(error: Any) -> str:
-    """The first thing that a pydantic ValidationError says, in our words: which key, the value seen, what it should be."""
+    """The first error of a pydantic ValidationError in plain words: the key, the value, and what it should be."""
     first = error.errors(include_url=False)[0]
     key = ".".join(map(str, first["loc"])) or "it"
     kind, context = str(first["type"]), first.get("ctx", {})
     if kind == "missing":
         return f"{key} is missing"
     if kind == "extra_forbidden":
-        return f"{key} is not a key that this version of unisono knows"
+        return f"{key} is unknown to this version of unisono"
     if kind == "value_error":
         return f"{key}: {one_line(str(context.get('error')), limit=200)}"
     value = one_line(repr(first["input"]), limit=60)
@@ -78,8 +78,8 @@ def validation_words(error: Any) -> str:
 
 
 def why_unreadable(error: OSError | ValueError) -> str:
-    """Why a JSON file of ours cannot be read, from what reading it and validating its values raised."""
-    if hasattr(error, "errors"):  # of pydantic
+    """Why a JSON file cannot be read, from the error of reading or validating it."""
+    if hasattr(error, "errors"):  # pydantic's
         return validation_words(error)
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__

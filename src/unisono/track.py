@@ -57,5 +57,5 @@ class TensorboardWriter:
         self._report.warning(
             "tensorboard",
             f"TensorBoard's curves end here ({self._directory}): {why}; metrics.jsonl has them, and training goes on",
-            fix="look at that file system",
+            fix="check that file system",
         )

@@ -1,4 +1,4 @@
-"""Quantities that carry their unit: durations of training, periods, shares, bytes, seconds."""
+"""Quantities with units: durations of training, periods, shares, bytes, seconds."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from typing import Literal, Self
 Unit = Literal["steps", "epochs", "tokens"]
 
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKMGBT]?)\s*([A-Za-z%]*)\s*$")
-_LONGEST = 60  # characters; on more blanks than that the pattern would search for minutes
+_LONGEST = 60  # characters; with more blanks the pattern would take minutes
 _SCALE = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _UNITS: dict[str, Unit] = {
     "step": "steps",
@@ -21,7 +21,7 @@ _UNITS: dict[str, Unit] = {
 
 
 def _split(text: str) -> tuple[float, str]:
-    """The number of `text`, with its k, M, G multiplied in, and the unit's word."""
+    """The number in `text`, scaled by its k, M or G, and the unit."""
     found = _NUMBER.match(text) if len(text) <= _LONGEST else None
     if found is None:
         raise ValueError(f"{text!r} is not a number with a unit")
@@ -54,7 +54,7 @@ class Duration:
         if amount <= 0:
             raise ValueError(f"{text!r} must be more than zero")
         if unit != "epochs" and amount != int(amount):
-            raise ValueError(f"{text!r}: {unit} come in whole numbers")
+            raise ValueError(f"{text!r}: {unit} must be a whole number")
         return cls(amount, unit)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """A warm-up: a number of steps, or a share of all of them."""
+    """A warmup: a number of steps, or a share of all steps."""
 
     amount: float
     unit: Literal["steps", "%"]
@@ -79,11 +79,11 @@ class Warmup:
         amount, word = _split(text)
         if word == "%":
             if not 0 <= amount <= 100:
-                raise ValueError(f"{text!r} must lie between 0% and 100%")
+                raise ValueError(f"{text!r} must be between 0% and 100%")
             return cls(amount, "%")
         if _UNITS.get(word.lower()) == "steps" and amount == int(amount):
             return cls(amount, "steps")
-        raise ValueError(f"{text!r} is no warm-up; write for example `3%` or `100 steps`")
+        raise ValueError(f"{text!r} is not a valid warmup; write for example `3%` or `100 steps`")
 
     def steps(self, total: int) -> int:
         """The number of steps of a run of `total` steps."""
@@ -127,7 +127,7 @@ def parse_bytes(text: str) -> int:
     """
     amount, word = _split(text)
     if word != "B" or amount < 1:
-        raise ValueError(f"{text!r} is no size; write for example `1 GB` or `50 MB`")
+        raise ValueError(f"{text!r} is not a valid size; write for example `1 GB` or `50 MB`")
     return int(amount)
 
 

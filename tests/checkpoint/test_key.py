@@ -30,7 +30,7 @@ def test_processes_that_ask_at_once_get_one_key(tmp_path: Path) -> None:
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     user_key(tmp_path)
     (tmp_path / KEY_FILE).chmod(0o644)
-    with pytest.raises(UnfitError, match="read by others"):
+    with pytest.raises(UnfitError, match="readable by others"):
         user_key(tmp_path)
 
 

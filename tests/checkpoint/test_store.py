@@ -211,7 +211,7 @@ def test_the_reason_of_a_start_says_where_it_goes_on(store: CheckpointStore, sav
     point, reason = resume_point(store, resume)
     assert point is None
     assert reason == "unfinished; it ended before its first checkpoint, so it starts at step 1"
-    with pytest.raises(IntegrityError, match="no checkpoint that it could be extended from"):
+    with pytest.raises(IntegrityError, match="no checkpoint to extend it from"):
         resume_point(store, StartDecision("extend", "run-a", "extends", 100))
     save(3)
     point, reason = resume_point(store, resume)

@@ -74,8 +74,8 @@ def test_a_part_is_read_when_its_turn_comes_and_not_before(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ([TensorPart("a", "F32", (2,), lambda: memoryview(bytes(4)))], "a has 4 bytes, and should have 8"),
-        ([TensorPart("a", "U8", (1,), lambda: memoryview(b"1"))] * 2, "a comes twice"),
+        ([TensorPart("a", "F32", (2,), lambda: memoryview(bytes(4)))], "a has 4 bytes instead of 8"),
+        ([TensorPart("a", "U8", (1,), lambda: memoryview(b"1"))] * 2, "a occurs twice"),
     ],
 )
 def test_a_part_that_is_not_what_it_said_is_refused(

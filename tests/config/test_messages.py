@@ -74,10 +74,10 @@ def test_all_problems_come_at_once_each_with_its_line(tmp_path: Path) -> None:
         ("deterministic: 1", "deterministic: must be true or false, got 1"),
         ("batch: {micro: 0}", "batch.micro: must be a whole number of at least 1 or `auto`, got 0"),
         ("track: tensorboard", "track: must be a list (each: `tensorboard`), got 'tensorboard'"),
-        ("eval: {every: 5}", "eval.every: must be an amount with its unit, as `3 epochs`, `500 steps` or `2M tokens` or null, got 5"),
+        ("eval: {every: 5}", "eval.every: must be an amount with its unit, e.g. `3 epochs`, `500 steps` or `2M tokens` or null, got 5"),
         ("output_dir: ''", "output_dir: must be text that is not empty, got ''"),
         ("memory: [1]", "memory: must be a section (keys: gradient_checkpointing), got a list"),
-        ("adapter: {targets: ['(']}", "adapter.targets.0: '(' is no regular expression: missing ), unterminated subpattern at position 0"),
+        ("adapter: {targets: ['(']}", "adapter.targets.0: '(' is not a valid regular expression: missing ), unterminated subpattern at position 0"),
         ("duration: 3 moons", "duration: '3 moons' has no unit; write for example `3 epochs`, `500 steps` or `2M tokens`"),
     ],
 )  # fmt: skip

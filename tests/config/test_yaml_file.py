@@ -29,8 +29,8 @@ def test_a_key_that_stands_twice_is_refused_with_both_lines() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_yaml("a: 1\nb: {c: 1, c: 2}\na: 3\n", name="t.yaml")
     assert [(problem.what, problem.where, problem.why) for problem in caught.value.problems] == [
-        ("the key 'c' stands twice", "t.yaml:2", "it also stands on line 2"),
-        ("the key 'a' stands twice", "t.yaml:3", "it also stands on line 1"),
+        ("duplicate key 'c'", "t.yaml:2", "it is also on line 2"),
+        ("duplicate key 'a'", "t.yaml:3", "it is also on line 1"),
     ]
 
 

@@ -59,7 +59,7 @@ def test_a_limit_of_the_file_size_is_named_with_its_value(tmp_path: Path) -> Non
     command = [sys.executable, "-c", _LIMITED, str(tmp_path)]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "File too large" in said
-    assert "the limit of the file size is 500000 bytes, `ulimit -f unlimited` raises it" in said
+    assert "the file size limit is 500000 bytes, `ulimit -f unlimited` raises it" in said
     assert list(tmp_path.iterdir()) == []
 
 

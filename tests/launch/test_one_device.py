@@ -112,7 +112,7 @@ def test_a_limit_of_the_file_size_is_named_with_its_value_and_no_row_is_blamed(
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )  # fmt: skip
     assert done.returncode == 6, done.stderr
-    assert f"the limit of the file size is {limit} bytes" in done.stderr
+    assert f"the file size limit is {limit} bytes" in done.stderr
     assert "ulimit -f unlimited" in done.stderr
     assert "Traceback" not in done.stderr
     assert "user_code_error" not in done.stderr

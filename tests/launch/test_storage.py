@@ -394,7 +394,7 @@ def test_an_upload_that_is_killed_leaves_nothing_that_counts(front: Any, copies:
 @pytest.mark.parametrize(
     ("storage", "words"),
     [
-        ("/mnt/copies", "is no URL; write s3://bucket/runs or file:///mnt/copies"),
+        ("/mnt/copies", "is not a URL; write s3://bucket/runs or file:///mnt/copies"),
         ("s3:bucket", "is no URL"),
         ("s3://", "is no URL"),
         ("file://copies", "has no absolute path; write file:///copies"),

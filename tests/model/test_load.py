@@ -156,7 +156,7 @@ def _index_with_a_missing_file(path: Path) -> None:
         (_write("config.json", b""), "it is empty"),
         (_write("config.json", b"{,"), "it is not JSON: line 1, column 2"),
         (_write("config.json", b"\xff\xfe\x00"), "it is not UTF-8 text"),
-        (_write("config.json", b"[" * 100_000), "more than 100 lists and objects inside each other"),
+        (_write("config.json", b"[" * 100_000), "more than 100 levels of nested lists and objects"),
         (_write("config.json", b"[]"), "config.json is no JSON object"),
         (_edit("config.json", model_type=["llama"]), "model_type in config.json is ['llama']"),
         (_edit("config.json", model_type=None), "does not say its model_type"),

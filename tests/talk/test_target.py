@@ -211,7 +211,7 @@ def test_the_model_beneath_is_verified_where_it_has_a_list(train_here: Train, li
         ({"config": {}}, "config.model is missing"),
         ({"ranks": 5}, "ranks is 5 and should be a list"),
         ({"strategy": "magic"}, "strategy is 'magic' and should be 'single'"),
-        ({"odd_key": 1}, "odd_key is not a key that this version of unisono knows"),
+        ({"odd_key": 1}, "odd_key is unknown to this version of unisono"),
     ],
 )
 def test_a_plan_with_wrong_values_is_refused_in_our_words(

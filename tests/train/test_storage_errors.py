@@ -180,11 +180,11 @@ sys.exit(run_child(body, parse_child_arguments(["x.json", "--report-fd", "1"], n
         (
             "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)); open('here', 'wb', buffering=0).write(b'x' * 20) and"
             " open('here', 'ab', buffering=0).write(b'x')",
-            6, "ulimit", "the limit of the file size is 10 bytes",
+            6, "ulimit", "the file size limit is 10 bytes",
         ),
         (
             "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)); kept = [open('/dev/null') for _ in range(40)]",
-            6, "ulimit", "the limit of open files is 20",
+            6, "ulimit", "the open file limit is 20",
         ),
         ("import socket; socket.create_connection(('127.0.0.1', 1))", 5, None, "ConnectionRefusedError"),
         ("open('relative.txt')", 5, None, "FileNotFoundError"),

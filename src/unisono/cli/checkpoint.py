@@ -33,7 +33,7 @@ def list_(run: Run) -> None:
     best = _best_step(store, files) if section.get("best") else None
     rules = Rules(keep=1, every=every)
     rows = [
-        row_of(path, key=key) | {"best": _step(path) == best, "for_ever": rules.are_for_ever(_step(path))}
+        row_of(path, key=key) | {"best": _step(path) == best, "for_ever": rules.are_permanent(_step(path))}
         for path in store.list()
     ]
     speak = output()

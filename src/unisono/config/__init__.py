@@ -1,4 +1,4 @@
-"""What was asked: the sections of a config, and the reader that refuses what it does not know."""
+"""The configuration of a run: its schema, and the loader that rejects unknown keys."""
 
 from unisono.config.load import LoadedConfig, load_config
 from unisono.config.schema import RunConfig, config_digest

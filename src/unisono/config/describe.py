@@ -1,4 +1,4 @@
-"""Says in plain words what a key takes. Error messages and the reference page are made from it."""
+"""Describes in plain words what a key takes, for error messages and the reference page."""
 
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -13,25 +13,25 @@ _PLAIN = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """In the annotation of a field: what it takes, where its type alone does not tell."""
+    """In the annotation of a field: what it takes, if its type alone does not say it."""
 
     text: str
 
 
 def describe_field(field: FieldInfo) -> str:
-    """What a field takes, as `a whole number of at least 1 or null`."""
+    """What a field takes, e.g. `a whole number of at least 1 or null`."""
     return describe(field.annotation, field.metadata)
 
 
 def describe(annotation: Any, metadata: list[Any] | None = None) -> str:
-    """What a type takes; `metadata` holds bounds and Says, as pydantic keeps them beside it."""
+    """What a type takes; `metadata` has the bounds and `Takes`, that pydantic stores beside it."""
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
         return describe(inner, [*(metadata or []), *more])
     extra = _flat(metadata or [])
-    said = [item.text for item in extra if isinstance(item, Takes)]
-    if said:
-        return said[0]
+    texts = [item.text for item in extra if isinstance(item, Takes)]
+    if texts:
+        return texts[0]
     if get_origin(annotation) in (Union, UnionType):
         return " or ".join(describe(member) for member in get_args(annotation))
     return _describe_one(annotation) + _bounds(extra)
@@ -54,7 +54,7 @@ def _describe_one(annotation: Any) -> str:
 
 
 def _flat(metadata: list[Any]) -> list[Any]:
-    """A Field(…) inside Annotated carries bounds of its own."""
+    """The metadata with the bounds of each Field(…) inside Annotated."""
     return [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
 
 
@@ -79,12 +79,12 @@ def _number(bound: Any) -> str:
 
 
 def keys_of(section: type[BaseModel]) -> list[str]:
-    """The keys of a section as they are written in a config."""
+    """The keys of a section as they appear in a config."""
     return [field.alias or name for name, field in section.model_fields.items()]
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, also as one member of a union or as items of a list."""
+    """The section that a field holds, also as a member of a union or as items of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     found = (section_in(inner) for inner in get_args(annotation))

@@ -18,9 +18,9 @@ from unisono.errors import ConfigError, Problem
 from unisono.facts.redaction import is_secret
 
 _SECRET_KEY = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|access_?key)s?$", re.IGNORECASE)
-_WHY_NO_SECRETS = "a config is kept with the results and shown to others"
+_WHY_NO_SECRETS = "configs are stored with the results and shared"
 
-# Keys of LLaMA-Factory's own (not those that transformers' TrainingArguments shares with other tools), and ours for them.
+# Keys that only LLaMA-Factory has (not those of transformers' TrainingArguments), and the equivalent keys of unisono.
 # fmt: off
 _OWN_KEYS = {
     "model_name_or_path": "model", "stage": "objective", "finetuning_type": "adapter.kind", "dataset": "data.train",
@@ -41,19 +41,19 @@ _ENOUGH_KEYS = 2
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config, and where each of its values was written."""
+    """A config, and where each of its values was set."""
 
     config: RunConfig
     path: Path | None
     origins: dict[str, str]
-    """Key, as `batch.micro`: `train.yaml:7` or `command line`. Keys at their default are not in it."""
+    """Key, e.g. `batch.micro`: `train.yaml:7` or `command line`. Keys at their default are omitted."""
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> LoadedConfig:
-    """The config in a file with `key.sub=value` laid over it: what every command reads its config with.
+    """Reads a config file and applies overrides of the form `key.sub=value`, the value in YAML.
 
     Raises:
-        ConfigError: with every problem that was found, or with the one that it is another tool's.
+        ConfigError: with all problems found, or because it is a file of a different tool.
     """
     raw, lines = read_yaml(path)
     refuse_if_llamafactory(raw, str(path))
@@ -68,10 +68,10 @@ def build_config(
     path: Path | None = None,
     overrides: tuple[str, ...] = (),
 ) -> LoadedConfig:
-    """Checks a mapping that was read from `name`, with overrides laid over it.
+    """Validates a mapping that was read from `name`, with overrides applied.
 
     Raises:
-        ConfigError: with every problem that was found.
+        ConfigError: with all problems found.
     """
     places = KeyPlaces(lines, name)
     raw, problems = apply_overrides(raw, overrides, places)
@@ -82,7 +82,7 @@ def build_config(
     except ValidationError as error:
         others = problems_of(error, raw, places)
         problems += [problem for key, found in others.items() if key not in secrets for problem in found]
-        # Without the cause: pydantic's own text would repeat the values, secrets among them.
+        # Without the cause: pydantic's message would repeat the values, including secrets.
         raise ConfigError(*sorted(problems, key=_line)) from None
     if problems:
         raise ConfigError(*sorted(problems, key=_line))
@@ -90,7 +90,7 @@ def build_config(
 
 
 def _line(problem: Problem) -> float:
-    """The line of a problem, so that they can be mended from top to bottom; what has no line comes last."""
+    """The line of a problem, for sorting; problems without a line come last."""
     found = re.search(r":(\d+)$", problem.where)
     return int(found[1]) if found else math.inf
 
@@ -101,7 +101,7 @@ def _line(problem: Problem) -> float:
 def apply_overrides(
     raw: dict[str, Any], overrides: tuple[str, ...], places: KeyPlaces
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """The mapping with all overrides in it, later ones over earlier ones, and what is wrong with them."""
+    """The mapping with all overrides applied in order, and the problems with them."""
     problems: list[Problem] = []
     raw = _with_model_section(raw)
     for text in overrides:
@@ -115,7 +115,7 @@ def apply_overrides(
 
 
 def _with_model_section(raw: dict[str, Any]) -> dict[str, Any]:
-    """`model: NAME` written out, so that `model.dtype=…` can be laid over it."""
+    """`model: NAME` as a section, so that `model.dtype=…` can be applied."""
     return {**raw, "model": {"path": raw["model"]}} if isinstance(raw.get("model"), str) else raw
 
 
@@ -124,7 +124,9 @@ def _parse_override(text: str) -> tuple[KeyPath, Any]:
     parts = dotted.strip().split(".")
     if not equals or not all(parts):
         raise ConfigError.of(
-            f"{text!r} is no override", where=COMMAND_LINE, fix="write key.sub=value, as in optim.lr=1e-4"
+            f"{text!r} is not a valid override",
+            where=COMMAND_LINE,
+            fix="write key.sub=value, e.g. optim.lr=1e-4",
         )
     return tuple(int(part) if re.fullmatch("[0-9]{1,6}", part) else part for part in parts), parse_value(
         value_text, name=COMMAND_LINE
@@ -132,16 +134,16 @@ def _parse_override(text: str) -> tuple[KeyPath, Any]:
 
 
 def _replaced(base: Any, key: KeyPath, value: Any, text: str) -> Any:
-    """`base` with the value at `key`; sections on the way are made where there are none."""
+    """A copy of `base` with the value at `key`; missing sections are created."""
     if not key:
         return value
     head, *rest = key
     if isinstance(base, list):
         if not isinstance(head, int) or head >= len(base):
             raise ConfigError.of(
-                f"{text!r} does not fit: there is a list of {len(base)} items",
+                f"{text!r} does not match: it is a list of {len(base)} items",
                 where=COMMAND_LINE,
-                fix=f"name an item by its number, 0 to {len(base) - 1}",
+                fix=f"give the index of an item, 0 to {len(base) - 1}",
             )
         return [
             _replaced(item, tuple(rest), value, text) if i == head else item for i, item in enumerate(base)
@@ -155,7 +157,7 @@ def _replaced(base: Any, key: KeyPath, value: Any, text: str) -> Any:
 
 
 def find_secrets(value: Any, places: KeyPlaces, key: KeyPath = ()) -> dict[KeyPath, Problem]:
-    """A problem for every secret in a tree of values; none of them is repeated in the message."""
+    """A problem for every secret in a tree of values, without the secret itself."""
     if not isinstance(value, dict | list):
         problem = _judge_value(value, places, key)
         return {key: problem} if problem else {}
@@ -169,7 +171,7 @@ def _judge_value(value: Any, places: KeyPlaces, key: KeyPath) -> Problem | None:
     name = ".".join(map(str, key))
     if is_secret(value):
         what = "a URL with credentials" if "://" in value else "what looks like an access token"
-        fix = "leave it out, and set it in the environment that the storage's package reads (for s3: AWS_ACCESS_KEY_ID …)"
+        fix = "remove it, and set the environment variables of the storage backend (for s3: AWS_ACCESS_KEY_ID …)"
         return Problem(f"{name} holds {what}", places.of(key), _WHY_NO_SECRETS, fix)
     if isinstance(value, str) and value and key and _SECRET_KEY.search(str(key[-1])):
         fix = "remove it, and set it in the environment (for the hub: HF_TOKEN)"
@@ -182,7 +184,7 @@ def _judge_value(value: Any, places: KeyPlaces, key: KeyPath) -> Problem | None:
 
 def llamafactory_version(raw: dict[str, Any]) -> str | None:
     """`v0` or `v1` if the mapping is a LLaMA-Factory file, else None."""
-    if "data" in raw:  # ours has it always, theirs never
+    if "data" in raw:  # required here, unknown there
         return None
     if "model" in raw:
         return "v1" if "train_dataset" in raw else None
@@ -190,10 +192,10 @@ def llamafactory_version(raw: dict[str, Any]) -> str | None:
 
 
 def refuse_if_llamafactory(raw: dict[str, Any], name: str) -> None:
-    """Refuses a LLaMA-Factory file in one sentence; anything else passes.
+    """Rejects a LLaMA-Factory file with one error.
 
     Args:
-        raw: the mapping that was read.
+        raw: the mapping from the file.
         name: the file's name, for the message.
 
     Raises:
@@ -205,9 +207,9 @@ def refuse_if_llamafactory(raw: dict[str, Any], name: str) -> None:
     ours = [
         f"{key} → {target}" for key, target in (_OWN_KEYS | _SHARED_KEYS).items() if target and key in raw
     ]
-    carry = f", and carry over {', '.join(ours)}" if ours else ""
+    carry = f", and transfer {', '.join(ours)}" if ours else ""
     raise ConfigError.of(
-        f"{name} is a LLaMA-Factory file ({version}), which this release of unisono does not read",
+        f"{name} is a LLaMA-Factory file ({version}), which unisono does not read",
         where=name,
-        fix=f"make a config with `unisono init --out train.yaml`{carry}",
+        fix=f"create a config with `unisono init --out train.yaml`{carry}",
     )

@@ -1,4 +1,4 @@
-"""From what pydantic finds to what a person needs to know: the key, the place, the value seen, what it takes."""
+"""Turns pydantic's errors into problems for people: the key, its line, the value, and what it takes."""
 
 from typing import Any, get_args, get_origin
 
@@ -19,13 +19,13 @@ _EXAMPLES = {
     "output_dir": "output_dir: runs/first",
 }
 _SPECIAL = ("extra_forbidden", "missing", "value_error", "invalid_key")
-_LONGEST_VALUE = 60  # characters of a value that a message repeats
+_LONGEST_VALUE = 60  # characters of a value in a message
 
 
 def problems_of(
     error: ValidationError, raw: dict[str, Any], places: KeyPlaces
 ) -> dict[KeyPath, list[Problem]]:
-    """What is wrong, key by key."""
+    """The problems, by key."""
     found: dict[KeyPath, list[Any]] = {}
     for item in error.errors(include_url=False):
         found.setdefault(_key_of(item, raw), []).append(item)
@@ -33,15 +33,15 @@ def problems_of(
     for key, items in found.items():
         has_inner = any(len(other) > len(key) and other[: len(key)] == key for other in found)
         if has_inner and not any(item["type"] in _SPECIAL for item in items):
-            continue  # a union says for each of its members that this is none of them; the real trouble lies deeper
+            continue  # a union reports an error for each member; the actual problem is deeper
         problems[key] = _problems_of_key(key, items, places)
     return problems
 
 
 def _key_of(item: Any, raw: Any) -> KeyPath:
-    """Where an error is, without what pydantic puts between to say which member of a union it tried.
+    """The key of an error, without the parts that pydantic inserts for members of a union.
 
-    A part is a key if the value has it; the last part may be the key that is missing.
+    A part is a key if the value has it; the last part may be a missing key.
     """
     key: list[str | int] = []
     value = raw
@@ -53,7 +53,7 @@ def _key_of(item: Any, raw: Any) -> KeyPath:
 
 
 def _is_missing_key(item: Any) -> bool:
-    """Whether a section lacks a key; of a list that is too short pydantic says `missing`, too."""
+    """Whether a section lacks a key; for a list that is too short pydantic reports `missing`, too."""
     return item["type"] == "missing" and isinstance(item["loc"][-1], str)
 
 
@@ -64,7 +64,7 @@ def _has(value: Any, part: str | int) -> bool:
 
 
 def _problems_of_key(key: KeyPath, items: list[Any], places: KeyPlaces) -> list[Problem]:
-    """The problems of one key: an unknown or missing one, a value that breaks a rule, or one of another type."""
+    """The problems of one key: unknown, missing, an invalid value, or a wrong type."""
     name, where = ".".join(map(str, key)), places.of(key)
     item = next((item for item in items if item["type"] in _SPECIAL), items[0])
     kind = item["type"]
@@ -74,7 +74,7 @@ def _problems_of_key(key: KeyPath, items: list[Any], places: KeyPlaces) -> list[
         example = _EXAMPLES.get(name, name)
         return [Problem(f"the key `{name}` is missing", where, "it has no default", f"add `{example}`")]
     if kind == "invalid_key":
-        return [Problem(f"the key `{name}` is no text", where, "", "keys are words")]
+        return [Problem(f"the key `{name}` is not text", where, "", "keys must be text")]
     if kind == "value_error":
         text = str(item["ctx"]["error"])
         if not key:
@@ -86,7 +86,7 @@ def _problems_of_key(key: KeyPath, items: list[Any], places: KeyPlaces) -> list[
 
 
 def _contradiction(text: str, places: KeyPlaces) -> Problem:
-    """What the root's validator says: `key: what; remedy`."""
+    """The problem from a line of the root validator: `key: what; remedy`."""
     name = text.partition(":")[0]
     what, _, fix = text.partition("; ")
     return Problem(one_line(what), places.of(tuple(name.split("."))), "", one_line(fix))
@@ -115,7 +115,7 @@ def _type_fix(item: Any, annotation: Any, metadata: list[Any]) -> str:
 
 
 def _words_in(annotation: Any) -> list[Any]:
-    """The words that a Literal somewhere in a type allows."""
+    """The words allowed by any Literal in a type."""
     found = []
     for argument in get_args(annotation):
         found += _words_in(argument) if get_args(argument) else [argument]
@@ -123,7 +123,7 @@ def _words_in(annotation: Any) -> list[Any]:
 
 
 def _near_key(key: KeyPath) -> str:
-    """The key that was probably meant: in this section, or of the same name in another."""
+    """A suggestion for a misspelled key: in this section, or the same name in a different section."""
     annotation, _ = _type_at(key[:-1])
     section = section_in(annotation)
     known = keys_of(section) if section else []
@@ -138,7 +138,7 @@ def _near_key(key: KeyPath) -> str:
 
 
 def _type_at(key: KeyPath) -> tuple[Any, list[Any]]:
-    """The type of a key, and the bounds beside it."""
+    """The type of a key, and its bounds."""
     annotation: Any = RunConfig
     metadata: list[Any] = []
     for part in key:

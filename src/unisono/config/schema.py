@@ -1,6 +1,6 @@
-"""The schema of a config (DESIGN A5). A validator says yes or no; it repairs nothing and looks at nothing.
+"""The schema of a config. Validators accept or reject; they change no value and read nothing from the machine.
 
-Quantities stay as they were written (`3 epochs`, `3%`); the properties beside them give them parsed.
+Quantities keep their text (`3 epochs`, `3%`); `Duration`, `Warmup` and the like parse it where it is used.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ def _check_bytes(text: str) -> str:
 def _check_storage(text: str) -> str:
     scheme, found, place = text.partition("://")
     if not found or not scheme or not place.strip("/"):
-        raise ValueError(f"{text!r} is no URL; write s3://bucket/runs or file:///mnt/copies")
+        raise ValueError(f"{text!r} is not a URL; write s3://bucket/runs or file:///mnt/copies")
     if scheme in ("file", "local") and not place.startswith("/"):
         raise ValueError(f"{text!r} has no absolute path; write {scheme}:///{place}")
     return text
@@ -53,12 +53,12 @@ def _check_pattern(text: str) -> str:
     try:
         re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:  # the last two: `a{99999999999}`, and (((…
-        raise ValueError(f"{text!r} is no regular expression: {error}") from error
+        raise ValueError(f"{text!r} is not a valid regular expression: {error}") from error
     return text
 
 
 def _float_of_yaml(value: Any) -> Any:
-    """YAML 1.1 reads `1e-4` as a string; a number is what was meant."""
+    """The number where YAML 1.1 reads a string, e.g. `1e-4`."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -70,20 +70,22 @@ def _float_of_yaml(value: Any) -> Any:
 DurationText = Annotated[
     str,
     AfterValidator(_check_duration),
-    Takes("an amount with its unit, as `3 epochs`, `500 steps` or `2M tokens`"),
+    Takes("an amount with its unit, e.g. `3 epochs`, `500 steps` or `2M tokens`"),
 ]
 WarmupText = Annotated[
-    str, AfterValidator(_check_warmup), Takes("a share or a number of steps, as `3%` or `100 steps`")
+    str, AfterValidator(_check_warmup), Takes("a share or a number of steps, e.g. `3%` or `100 steps`")
 ]
-SecondsText = Annotated[str, AfterValidator(_check_seconds), Takes("a time, as `25 seconds` or `2 minutes`")]
+SecondsText = Annotated[
+    str, AfterValidator(_check_seconds), Takes("a time, e.g. `25 seconds` or `2 minutes`")
+]
 PatienceText = Annotated[
     str,
     AfterValidator(lambda text: text if text == "auto" else _check_seconds(text)),
-    Takes("`auto`, or a time, as `5 minutes`"),
+    Takes("`auto`, or a time, e.g. `5 minutes`"),
 ]
-BytesText = Annotated[str, AfterValidator(_check_bytes), Takes("a size, as `1 GB` or `50 MB`")]
+BytesText = Annotated[str, AfterValidator(_check_bytes), Takes("a size, e.g. `1 GB` or `50 MB`")]
 StorageText = Annotated[
-    str, AfterValidator(_check_storage), Takes("a URL, as `s3://bucket/runs` or `file:///mnt/copies`")
+    str, AfterValidator(_check_storage), Takes("a URL, e.g. `s3://bucket/runs` or `file:///mnt/copies`")
 ]
 Pattern = Annotated[str, AfterValidator(_check_pattern), Takes("a regular expression")]
 Share = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0, lt=1.0)]
@@ -94,13 +96,13 @@ Format = Literal["auto", "alpaca", "sharegpt", "messages", "text", "prompt-compl
 
 
 class ModelSection(Section):
-    """Which model is trained, and how it is read."""
+    """The model to train, and how it is loaded."""
 
     path: str = Field(min_length=1, description="a directory, a hub id, or `builtin:tiny`")
     revision: str | None = Field(default=None, description="a hub revision: branch, tag or commit")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="dtype of frozen weights and of the computation; auto: bfloat16 where the device has it",
+        description="dtype of frozen weights and of the computation; auto: bfloat16 if the device supports it",
     )
     tokenizer: str | None = Field(default=None, description="a directory or hub id; null: the model's own")
     weights: Literal["pretrained", "random"] = Field(
@@ -110,7 +112,7 @@ class ModelSection(Section):
     resize_vocabulary: bool = Field(
         default=False, description="grow the embedding to the tokenizer's size (with `adapter: null`)"
     )
-    trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model")
+    trust_remote_code: bool = Field(default=False, description="run Python code from the model repository")
 
 
 class AdapterSection(Section):
@@ -118,7 +120,7 @@ class AdapterSection(Section):
 
     kind: Literal["lora", "dora", "rslora"] = Field(
         default="lora",
-        description="dora learns length and direction apart and is slower; rslora suits high ranks",
+        description="dora trains magnitude and direction separately and is slower; rslora suits high ranks",
     )
     rank: int = Field(default=16, ge=1, description="the rank r of the update B·A")
     alpha: Positive = Field(
@@ -129,7 +131,7 @@ class AdapterSection(Section):
         default="all-linear", description="all-linear, or regular expressions searched in module names"
     )
     modules_to_save: list[str] = Field(
-        default=[], description="modules that are trained whole and saved with the adapter"
+        default=[], description="modules that are fully trained and saved with the adapter"
     )
 
 
@@ -137,16 +139,19 @@ class SourceSection(Section):
     """One source of rows."""
 
     path: str = Field(min_length=1, description="a path, glob, URL or hub id")
-    format: Format = Field(default="auto", description="as data.format, for this source")
+    format: Format = Field(default="auto", description="like data.format, for this source")
     weight: Positive = Field(
-        default=1.0, description="how often its rows occur in an epoch: 2 twice, 0.5 a seeded half of them"
+        default=1.0,
+        description="how often its rows occur in an epoch: 2 is twice, 0.5 is a seeded half of them",
     )
     split: str | None = Field(default=None, description="the split of a hub dataset; null: `train`")
-    columns: dict[str, str] = Field(default={}, description="our name of a column: the file's name of it")
+    columns: dict[str, str] = Field(
+        default={}, description="mapping from our column names to those of the file"
+    )
 
 
 class DataSection(Section):
-    """The rows: from where, in which form, and which of their tokens count."""
+    """The rows: sources, format, and which tokens count in the loss."""
 
     train: Annotated[
         str | list[str | SourceSection],
@@ -155,26 +160,26 @@ class DataSection(Section):
     eval: Annotated[
         Annotated[float, Field(gt=0.0, lt=1.0)] | str | None,
         BeforeValidator(_float_of_yaml),
-        Takes("a share between 0 and 1 (as 0.05), a path, or null"),
+        Takes("a share between 0 and 1 (e.g. 0.05), a path, or null"),
     ] = Field(default=None, description="a share split off with the run's seed, or a path, or null")
-    format: Format = Field(default="auto", description="how a row is written; auto: found out and said")
+    format: Format = Field(default="auto", description="the format of a row; auto: detected and reported")
     template: str | None = Field(
         default=None, description="a file with a chat template (Jinja); null: the tokenizer's own"
     )
     max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")
     too_long: Literal["error", "cut", "drop", "split"] = Field(
-        default="error", description="what happens to longer rows; the ledger says what was done to which"
+        default="error", description="what happens to longer rows; recorded row by row in the ledger"
     )
     on_bad_row: Literal["error", "skip"] = Field(
         default="error", description="what happens to a row that cannot be read or has no answer"
     )
     packing: bool = Field(default=True, description="rows share a sequence, never attention")
     loss_on: Literal["answers", "last-answer", "all"] = Field(
-        default="answers", description="which tokens are learnt; with `objective: pretrain` always all"
+        default="answers", description="tokens that count in the loss; with `objective: pretrain` always all"
     )
     check_template: bool = Field(
         default=True,
-        description="refuse a template that leaves the stop token of a trained answer out of the loss",
+        description="reject a template that leaves the stop token of a trained answer out of the loss",
     )
 
 
@@ -186,21 +191,23 @@ class OptimSection(Section):
         description="muon: Muon for matrices, AdamW for the rest (with full fine-tuning or pretraining)",
     )
     lr: Positive = Field(
-        default=2.0e-4, description="the highest learning rate; full fine-tuning takes about a tenth"
+        default=2.0e-4, description="peak learning rate; use about a tenth of it for full fine-tuning"
     )
-    muon_lr: Positive = Field(default=0.02, description="learning rate of the matrices with `kind: muon`")
+    muon_lr: Positive = Field(default=0.02, description="learning rate of matrices with `kind: muon`")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         default="cosine",
-        description="after the warm-up; wsd: constant, then a linear fall over the last fifth",
+        description="learning rate schedule after the warmup; wsd: constant, then linear decay over the last fifth",
     )
-    warmup: WarmupText = Field(default="3%", description="the learning rate rises over so much of the run")
-    min_lr: Share = Field(default=0.0, description="where the schedule ends, as a share of lr")
-    weight_decay: NotNegative = Field(default=0.0, description="of matrices; norms and biases have none")
+    warmup: WarmupText = Field(default="3%", description="linear warmup of the learning rate")
+    min_lr: Share = Field(default=0.0, description="final learning rate, as a share of lr")
+    weight_decay: NotNegative = Field(
+        default=0.0, description="weight decay of matrices; norms and biases have none"
+    )
     betas: Annotated[tuple[Share, Share], Takes("a list of two numbers from 0 to below 1")] = Field(
-        default=(0.9, 0.999), description="how slowly the two moments of AdamW forget"
+        default=(0.9, 0.999), description="decay rates of the two moments of AdamW"
     )
     max_grad_norm: Positive | None = Field(
-        default=1.0, description="gradients are scaled down to this norm; null: never"
+        default=1.0, description="clip gradients to this norm; null: no clipping"
     )
 
     @model_validator(mode="before")
@@ -227,42 +234,45 @@ class BatchSection(Section):
 
 
 class EvalSection(Section):
-    """When the model is evaluated, and what is done with the outcome."""
+    """When the model is evaluated, and what follows from it."""
 
     every: DurationText | None = Field(default="200 steps", description="a period; null: only at the end")
     stop_after: int | None = Field(
         default=None,
         ge=1,
-        description="early stop: end after so many evaluations in a row without a better eval_loss",
+        description="early stopping: stop after this many evaluations in a row without a better eval_loss",
     )
     exact_match: bool = Field(
         default=False,
-        description="generate answers to all evaluation rows before step 1 and at the end, and compare",
+        description="generate answers for all evaluation rows before step 1 and at the end, and compare them with the references",
     )
     samples: int = Field(
-        default=0, ge=0, le=100, description="answers generated for so many evaluation rows each time"
+        default=0, ge=0, le=100, description="number of evaluation rows to generate sample answers for"
     )
-    sample_tokens: int = Field(default=64, ge=1, description="length limit of such an answer")
+    sample_tokens: int = Field(default=64, ge=1, description="maximum number of tokens of a sample answer")
 
 
 class CheckpointSection(Section):
-    """When the state is saved, and what is kept."""
+    """When checkpoints are saved, and which are kept."""
 
-    every: DurationText = Field(default="200 steps", description="a period; at the end there is always one")
-    keep: int = Field(default=3, ge=1, description="how many of the newest stay")
+    every: DurationText = Field(
+        default="200 steps", description="a period; the end of the run is always saved"
+    )
+    keep: int = Field(default=3, ge=1, description="number of recent checkpoints to keep")
     best: Literal["eval_loss"] | None = Field(
-        default=None, description="eval_loss: the best one stays too, and is the result"
+        default=None, description="eval_loss: the best checkpoint is kept, too, and becomes the result"
     )
     storage: StorageText | None = Field(
         default=None,
-        description="a URL below which a copy of every checkpoint goes, as `s3://bucket/runs` or `file:///mnt/copies`; credentials come"
+        description="a URL for copies of all checkpoints, e.g. `s3://bucket/runs` or `file:///mnt/copies`; credentials come"
         " from the environment",
     )
     keep_every: DurationText | None = Field(
-        default=None, description="a period, as `1000 steps`: those at its multiples stay for ever"
+        default=None, description="a period, e.g. `1000 steps`: checkpoints at its multiples are kept forever"
     )
     max_shard_size: BytesText = Field(
-        default="1 GB", description="of a file of the final weights; a larger model becomes several files"
+        default="1 GB",
+        description="maximum size of a file of the final weights; larger models are split into several files",
     )
 
 
@@ -271,8 +281,8 @@ class ParallelSection(Section):
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = Field(
         default="auto",
-        description="single: one rank; ddp: each rank has the whole model; fsdp: each has a part of every tensor;"
-        " auto: ddp where the model fits on one device, else fsdp",
+        description="single: one rank; ddp: each rank has the full model; fsdp: each rank has a shard of every tensor;"
+        " auto: ddp if the model fits on one device, else fsdp",
     )
 
 
@@ -281,27 +291,27 @@ class MemorySection(Section):
 
     gradient_checkpointing: bool | Literal["auto"] = Field(
         default="auto",
-        description="activations are computed again instead of kept; auto: where they do not fit",
+        description="recompute activations instead of storing them; auto: if they do not fit",
     )
 
 
 class WatchSection(Section):
-    """What is looked at while the run goes."""
+    """What is monitored while the run trains."""
 
     stall_after: PatienceText = Field(
         default="auto",
-        description="a rank that makes no progress for so long ends the run, as `5 minutes`; auto: at least 30 s, and five times the longest"
-        " that its phase has taken",
+        description="a rank without progress for this long ends the run, e.g. `5 minutes`; auto: at least 30 s, and five times the longest"
+        " duration of the phase so far",
     )
     digest_every: DurationText | None = Field(
         default="100 steps",
-        description="a period: ranks that each hold the whole model (ddp) compare a digest of what they train, and end where one has drifted;"
+        description="a period: ranks that each hold the full model (ddp) compare a digest of their trained weights, and stop if one differs;"
         " null: never",
     )
 
 
 class RunConfig(Section):
-    """A whole config: what was asked."""
+    """A complete config."""
 
     model: ModelSection
     adapter: AdapterSection | None = Field(
@@ -309,14 +319,14 @@ class RunConfig(Section):
     )
     freeze: list[Pattern] = Field(
         default=[],
-        description="with `adapter: null`: parameters whose name matches one of these stay as they are",
+        description="with `adapter: null`: parameters with a matching name are not trained",
     )
     data: DataSection
     objective: Literal["sft", "pretrain"] = Field(
-        default="sft", description="sft: answers to requests; pretrain: plain text, all of it"
+        default="sft", description="sft: answers to prompts; pretrain: all tokens of plain text"
     )
     optim: OptimSection = OptimSection()
-    duration: DurationText = Field(default="3 epochs", description="how long the run is")
+    duration: DurationText = Field(default="3 epochs", description="length of the run")
     batch: BatchSection = BatchSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -326,22 +336,27 @@ class RunConfig(Section):
     )
     memory: MemorySection = MemorySection()
     watch: WatchSection = WatchSection()
-    restarts: int = Field(default=2, ge=0, le=100, description="how often a run that died goes on by itself")
-    grace: SecondsText = Field(default="25 seconds", description="from SIGTERM to the end, with a checkpoint")
+    restarts: int = Field(
+        default=2, ge=0, le=100, description="how many times a failed run restarts automatically"
+    )
+    grace: SecondsText = Field(
+        default="25 seconds", description="time from SIGTERM to the exit, including a checkpoint"
+    )
     reasons: dict[str, str] = Field(
         default={},
-        description="why a variable of the environment was set by hand, by its name; stands in plan.json beside its value",
+        description="why an environment variable was set by hand, by name; recorded in plan.json with its value",
     )
     track: list[Literal["tensorboard"]] = Field(
-        default=[], description="where metrics go besides metrics.jsonl; needs `pip install 'unisono[track]'`"
+        default=[],
+        description="trackers for metrics besides metrics.jsonl; needs `pip install 'unisono[track]'`",
     )
     deterministic: bool = Field(
-        default=False, description="bit-equal runs on GPU too; on CPU runs are so anyway"
+        default=False, description="bit-exact runs on GPU, too; runs on CPU always are"
     )
     seed: int = Field(
-        default=0, ge=0, lt=2**32, description="of the split, the order, dropout and new weights"
+        default=0, ge=0, lt=2**32, description="seed of the split, the order, dropout and new weights"
     )
-    output_dir: str = Field(min_length=1, description="the run's directory; everything it makes is below it")
+    output_dir: str = Field(min_length=1, description="the run's directory for everything that it writes")
 
     @model_validator(mode="before")
     @classmethod
@@ -359,7 +374,7 @@ class RunConfig(Section):
 
 
 def contradictions(config: RunConfig) -> list[str]:
-    """What cannot be meant together, each as `key: what is wrong; remedy` on one line."""
+    """Keys that contradict each other, each as `key: problem; remedy` on one line."""
     has_adapter, has_eval = config.adapter is not None, config.data.eval is not None
     micro, global_batch = config.batch.micro, config.batch.global_
     rules = [
@@ -374,15 +389,15 @@ def contradictions(config: RunConfig) -> list[str]:
         ),
         (
             has_adapter and config.model.weights == "random",
-            "adapter: an adapter on random weights learns nothing; set `adapter: null`",
+            "adapter: an adapter cannot be trained on random weights; set `adapter: null`",
         ),
         (
             has_adapter and config.optim.kind == "muon",
-            "optim.kind: muon is for whole matrices; set `optim.kind: adamw`, or `adapter: null`",
+            "optim.kind: muon trains full matrices; set `optim.kind: adamw`, or `adapter: null`",
         ),
         (
             config.parallel.strategy == "fsdp" and config.optim.kind == "muon",
-            "parallel.strategy: muon needs whole matrices, and fsdp cuts them; set `parallel.strategy: ddp`, or `optim.kind: adamw`",
+            "parallel.strategy: muon needs full matrices, but fsdp shards them; set `parallel.strategy: ddp`, or `optim.kind: adamw`",
         ),
         (
             has_adapter and config.model.resize_vocabulary,
@@ -390,11 +405,11 @@ def contradictions(config: RunConfig) -> list[str]:
         ),
         (
             config.checkpoint.best is not None and not has_eval,
-            "checkpoint.best: there is nothing to measure the best by; set `data.eval`",
+            "checkpoint.best: there is no evaluation data to measure the best checkpoint; set `data.eval`",
         ),
         (
             config.eval.stop_after is not None and not has_eval,
-            "eval.stop_after: there is nothing to measure by; set `data.eval`",
+            "eval.stop_after: there is no evaluation data; set `data.eval`",
         ),
         (
             config.objective == "pretrain" and config.data.loss_on == "last-answer",
@@ -405,22 +420,22 @@ def contradictions(config: RunConfig) -> list[str]:
 
 
 def _divisors(number: int) -> str:
-    """The numbers that divide `number`, as `1, 2, 4 or 8`; the first twelve."""
+    """The divisors of `number`, e.g. `1, 2, 4 or 8`; the first twelve."""
     *others, last = [str(n) for n in range(1, number + 1) if number % n == 0][:12]
     return f"{', '.join(others)} or {last}" if others else last
 
 
 # ---- the digest by which two configs are the same run
 
-# A run may be moved, prolonged, watched or restarted differently and is still the same run.
+# Moving, extending, monitoring or restarting a run differently does not make it a different run.
 _NOT_THE_RUN = {"output_dir", "duration", "restarts", "grace", "reasons", "track", "parallel", "watch"}
 
 
 def deciding_keys(config: RunConfig) -> dict[str, Any]:
-    """The part of a config that decides what is learnt: all but output_dir, duration, restarts, grace, reasons, track, parallel and watch."""
+    """The part of a config that identifies the run: all but output_dir, duration, restarts, grace, reasons, track, parallel and watch."""
     return config.model_dump(mode="json", by_alias=True, exclude=_NOT_THE_RUN)
 
 
 def config_digest(config: RunConfig) -> str:
-    """A hex digest of what decides."""
+    """A hex digest of the deciding keys."""
     return hashlib.sha256(json.dumps(deciding_keys(config), sort_keys=True).encode()).hexdigest()[:32]

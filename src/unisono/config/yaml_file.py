@@ -1,4 +1,4 @@
-"""Reads YAML and remembers on which line each key stands. What a config cannot need is refused early."""
+"""Reads YAML and records the line of each key. Input beyond any sensible config is rejected early."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +11,9 @@ from unisono.files import open_given
 from unisono.inputs import decode_text, fault_of
 
 KeyPath = tuple[str | int, ...]
-_LIMIT_BYTES = 256_000  # pure-Python YAML reads about 50 kB a second; a config has a few kB
+_LIMIT_BYTES = 256_000  # pure-Python YAML parses about 50 kB per second; a config has a few kB
 _LIMIT_DEPTH = 20
-_LIMIT_NODES = 20_000  # a "billion laughs" file is small and unfolds into more than any memory
+_LIMIT_NODES = 20_000  # a "billion laughs" file is small and expands beyond any memory
 _LIMIT_INTEGER = 2**63
 
 
@@ -31,9 +31,9 @@ def _construct_integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     try:
         value = loader.construct_yaml_int(node)
     except ValueError as error:  # `0x`, or more digits than Python reads
-        raise yaml.constructor.ConstructorError(None, None, "this is no number", node.start_mark) from error
+        raise yaml.constructor.ConstructorError(None, None, "not a number", node.start_mark) from error
     if abs(value) >= _LIMIT_INTEGER:
-        raise yaml.constructor.ConstructorError(None, None, "this number is too large", node.start_mark)
+        raise yaml.constructor.ConstructorError(None, None, "number too large", node.start_mark)
     return value
 
 
@@ -42,7 +42,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_integer)
 
 @dataclass
 class _Walk:
-    """What a walk through the nodes has found so far."""
+    """The results of a walk through the nodes."""
 
     name: str
     lines: dict[KeyPath, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """The mapping in the file, and the line (from 1) of each key path.
 
     Raises:
-        ConfigError: if the file is missing, not YAML, not a mapping, or says a key twice.
+        ConfigError: if the file is missing, not YAML, not a mapping, or has a duplicate key.
     """
     try:
         with open_given(path) as file:
@@ -63,9 +63,9 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         raise _unreadable(path, error) from error
     if len(data) > _LIMIT_BYTES:
         raise ConfigError.of(
-            f"{path} is no config: it has more than {_LIMIT_BYTES:,} bytes",
+            f"{path} is not a config: it has more than {_LIMIT_BYTES:,} bytes",
             where=str(path),
-            fix="give the YAML file of the run; data belong into files of their own, named by data.train",
+            fix="give the YAML file of the run; data belongs in separate files, listed in data.train",
         )
     text = decode_text(data, str(path))
     if not isinstance(text, str):
@@ -81,16 +81,16 @@ def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
         return ConfigError.of(
             f"{path} cannot be read", where=str(path), why=why, fix="give a UTF-8 text file"
         )
-    fix = "check the path, or make a config with `unisono init`" if fault.is_missing else fault.fix
+    fix = "check the path, or create a config with `unisono init`" if fault.is_missing else fault.fix
     return ConfigError.of(fault.what, where=str(path), why=fault.why, fix=fix)
 
 
 def parse_yaml(text: str, *, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """As read_yaml, from text; `name` stands for the file in messages."""
+    """Like read_yaml, but from text; `name` is the file name in messages."""
     value, lines = _parse(text, name=name, what="the config")
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         kind = "empty" if value is None else f"a {type(value).__name__}"
-        why = "one of its keys is no text" if isinstance(value, dict) else f"it is {kind}"
+        why = "one of its keys is not text" if isinstance(value, dict) else f"it is {kind}"
         raise ConfigError.of(
             "the config is not a mapping of keys to values",
             where=name,
@@ -101,7 +101,7 @@ def parse_yaml(text: str, *, name: str) -> tuple[dict[str, Any], dict[KeyPath, i
 
 
 def parse_value(text: str, *, name: str) -> Any:
-    """The value of an override, as `1e-4`, `[q_proj, v_proj]` or `null`; nothing is the empty text.
+    """The value of an override, e.g. `1e-4`, `[q_proj, v_proj]` or `null`; nothing is the empty string.
 
     Raises:
         ConfigError: if it is not YAML.
@@ -113,7 +113,7 @@ def _parse(text: str, *, name: str, what: str) -> tuple[Any, dict[KeyPath, int]]
     fix = (
         "put the value in quotes"
         if what != "the config"
-        else "mend the line; text with `: ` or ` #` needs quotes"
+        else "fix the line; text with `: ` or ` #` needs quotes"
     )
     try:
         loader = _Loader(text)
@@ -139,18 +139,18 @@ def _parse(text: str, *, name: str, what: str) -> tuple[Any, dict[KeyPath, int]]
         where, why = name, f"it is nested deeper than {_LIMIT_DEPTH} levels"
     except (yaml.YAMLError, ValueError) as error:
         where, why = name, str(error)
-    place = where if what == "the config" else name  # a line of an override tells nobody anything
+    place = where if what == "the config" else name  # the line within an override is of no use
     raise ConfigError.of(f"{what} is not valid YAML", where=place, why=why, fix=fix)
 
 
 def _collect(node: yaml.Node, path: KeyPath, walk: _Walk) -> None:
-    """Notes the lines of all keys below a node; follows aliases as often as they occur, as building the value will."""
+    """Records the lines of all keys below a node; follows aliases as often as they occur, like the construction of the value."""
     walk.nodes += 1
     if len(path) > _LIMIT_DEPTH or walk.nodes > _LIMIT_NODES:
         raise ConfigError.of(
             f"the config is nested deeper than {_LIMIT_DEPTH} levels, or has more than {_LIMIT_NODES:,} values",
             where=f"{walk.name}:{node.start_mark.line + 1}",
-            fix="no key of ours is so deep; write values out instead of repeating them with * and &",
+            fix="no config key is this deep; write values out instead of repeating them with * and &",
         )
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
@@ -167,9 +167,9 @@ def _collect_mapping(node: yaml.MappingNode, path: KeyPath, walk: _Walk) -> None
         word = key.value if isinstance(key, yaml.ScalarNode) else "?"
         if word in seen:
             problem = Problem(
-                f"the key {word!r} stands twice",
+                f"duplicate key {word!r}",
                 f"{walk.name}:{line}",
-                f"it also stands on line {seen[word]}",
+                f"it is also on line {seen[word]}",
                 "remove one",
             )
             walk.twice.append(problem)
@@ -182,14 +182,14 @@ COMMAND_LINE = "command line"
 
 
 class KeyPlaces:
-    """Key path: `train.yaml:7` or `command line`."""
+    """Where each key was set: `train.yaml:7` or `command line`."""
 
     def __init__(self, lines: dict[KeyPath, int], name: str) -> None:
         self._name = name
         self._places = {key: f"{name}:{line}" for key, line in lines.items()}
 
     def of(self, key: KeyPath) -> str:
-        """The place of a key, or of the nearest section around it, or the file."""
+        """The place of a key, or of the nearest enclosing section, or the file."""
         for end in range(len(key), 0, -1):
             place = self._places.get(key[:end])
             if place is not None:
@@ -197,12 +197,12 @@ class KeyPlaces:
         return self._name
 
     def override(self, key: KeyPath) -> None:
-        """Remembers that the command line gave this key, in place of all that the file had at it."""
+        """Records that the command line set this key and replaced everything below it."""
         self._places = {known: place for known, place in self._places.items() if known[: len(key)] != key}
         for end in range(1, len(key) + 1):
             self._places.setdefault(key[:end], COMMAND_LINE)
 
     def dotted(self) -> dict[str, str]:
-        """The places of values, not of the sections around them; keys as `batch.micro`."""
+        """The places of values (not of sections), with keys like `batch.micro`."""
         sections = {key[:-1] for key in self._places if isinstance(key[-1], str)}
         return {".".join(map(str, key)): place for key, place in self._places.items() if key not in sections}

@@ -64,7 +64,7 @@ def limit_that_was_met(error: OSError) -> str:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if error.errno != errno.EFBIG or limit == resource.RLIM_INFINITY:
         return ""
-    return f": the limit of the file size is {limit} bytes, `ulimit -f unlimited` raises it"
+    return f": the file size limit is {limit} bytes, `ulimit -f unlimited` raises it"
 
 
 def report(**finding: object) -> None:

@@ -198,7 +198,7 @@ class RunLock:
             if stat.S_ISREG(mode):
                 return fd
             os.close(fd)
-            why = f"it is {kind_of(mode)}, not a plain file"
+            why = f"it is {kind_of(mode)}, not a regular file"
         raise UsageError.of(
             f"the lock {self.path} cannot be used: {why}",
             where="output_dir",

@@ -182,7 +182,7 @@ def _refuse_special_files(run: RunDir) -> None:
         mode = path.stat().st_mode if path.exists() else stat.S_IFREG
         if not stat.S_ISREG(mode):
             raise UsageError.of(
-                f"{path} is {kind_of(mode)}, not a plain file",
+                f"{path} is {kind_of(mode)}, not a regular file",
                 where="output_dir",
                 why="a run writes its own file there",
                 fix=f"restore the file or remove what is in its place (rm -r {shlex.quote(str(path))}), or set another output_dir, or pass --fresh",

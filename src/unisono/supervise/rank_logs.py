@@ -317,5 +317,5 @@ class LogTimes:
     def _failed(self, why: str) -> None:
         text = f"{self._path} is not kept from here on: {why}; `unisono logs` merges this rank's log less finely, and the run goes on"
         self._warnings.append(
-            {"kind": "warning", "time": time.time(), "code": "log_times", "text": text, "fix": "look at that file system"}
+            {"kind": "warning", "time": time.time(), "code": "log_times", "text": text, "fix": "check that file system"}
         )  # fmt: skip

@@ -22,7 +22,7 @@ _LOOK_S = 0.2
 _NAMED_AFTER_S = 5.0
 _GIVEN_UP_AFTER_S = 60.0
 _FIX = (
-    "look at that file system (frozen, a network mount whose server is away?), and run the same command again"
+    "check that file system (frozen, a network mount whose server is away?), and run the same command again"
 )
 
 Result = TypeVar("Result")

@@ -18,7 +18,7 @@ from unisono.watch import Beats
 _EVERY_S = 0.5
 _NAMED_AFTER_S = 5.0
 _GIVEN_UP_AFTER_S = 20.0
-_FIX = "look at that file system (frozen, full, a network mount whose server is away?); older checkpoints are as they were"
+_FIX = "check that file system (frozen, full, a network mount whose server is away?); older checkpoints are as they were"
 
 
 class StorageWatch:
