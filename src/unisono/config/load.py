@@ -171,7 +171,7 @@ def _judge_value(value: Any, places: KeyPlaces, key: KeyPath) -> Problem | None:
     name = ".".join(map(str, key))
     if is_secret(value):
         what = "a URL with credentials" if "://" in value else "what looks like an access token"
-        fix = "remove it, and set the environment variables of the storage backend (for s3: AWS_ACCESS_KEY_ID …)"
+        fix = "remove it, and set it in the environment of the storage backend (for s3: AWS_ACCESS_KEY_ID …)"
         return Problem(f"{name} holds {what}", places.of(key), _WHY_NO_SECRETS, fix)
     if isinstance(value, str) and value and key and _SECRET_KEY.search(str(key[-1])):
         fix = "remove it, and set it in the environment (for the hub: HF_TOKEN)"
