@@ -108,7 +108,7 @@ def test_what_was_skipped_is_told_and_is_nobodys_fault() -> None:
 
 def test_names_are_read_from_verdicts_from_warnings_that_hold_one_and_from_agreed_words() -> None:
     verdict = {"cause": "gil_held", "ranks": [1], "hosts": ["here"], "summary": "rank 1 …"}
-    read = {"at": 1.0, "node": 0, "words": ("checkpoint_failed", "no room", "No space")}
+    read = {"at": 1.0, "node": 0, "words": ("checkpoint_failed", "not enough space", "No space")}
     ended = named_cause_in({"kind": "verdict", **verdict}, **read)  # type: ignore[arg-type]
     assert ended == NamedCause(1.0, 0, "gil_held", (1,), ("here",))
     warned = named_cause_in({"kind": "warning", "code": "gil_held", "verdict": verdict}, **read)  # type: ignore[arg-type]
