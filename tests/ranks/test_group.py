@@ -84,13 +84,13 @@ def test_gradients_in_buffers_are_those_of_one_device(group: Ranks) -> None:
         loaded.model.to(group.device)
     replicas = ReplicaSync(group, group.device, list(summed.trainable.values()), scalars=4)
     replicas.begin()
-    replicas.last_comes()
+    replicas.before_last_backward()
     rows = _rows(group.device)
     for loaded in (plain, summed):
         forward = choose_forward(loaded, dtype="bfloat16", quick_adapter=False, gradient_checkpointing=False)
         forward.loss(rows, count=len(rows.labels)).backward()
     assert replicas.finish(torch.ones(4, device=group.device)).tolist() == [1.0] * 4
-    assert replicas.settle() >= 0
+    assert replicas.settle_and_time() >= 0
     for name, parameter in plain.trainable.items():
         torch.testing.assert_close(summed.trainable[name].grad, parameter.grad, rtol=1e-2, atol=1e-4)
 

@@ -80,10 +80,10 @@ def test_gradients_and_scalars_are_the_sums_over_ranks_and_micro_batches(
         replicas.begin()
         for number, x in enumerate(inputs):
             if number == len(inputs) - 1:
-                replicas.last_comes()
+                replicas.before_last_backward()
             layers(x).backward()
         summed = replicas.finish(torch.tensor([1.5, 0.0]))
-        replicas.settle()
+        replicas.settle_and_time()
         assert summed.tolist() == [3.0, 0.0]
         for parameter, wanted in zip(layers.parameters(), _gradients(layers, inputs), strict=True):
             assert parameter.grad is not None
@@ -95,7 +95,7 @@ def test_buffers_go_in_the_same_order_and_early_whether_a_rank_has_rows_or_not(
 ) -> None:
     layers, group, replicas = made
     replicas.begin()
-    replicas.last_comes()
+    replicas.before_last_backward()
     layers(torch.randn(4, 8)).backward()
     assert len(group.begun) == 2, "all but the buffer that carries the scalars went during backward"
     replicas.finish(torch.zeros(2))
@@ -111,10 +111,10 @@ def test_what_no_rank_has_reached_has_no_gradient(made: tuple[Layers, Twins, Rep
     """So the optimizer leaves it alone, decay and moments included, as it does on one rank."""
     layers, _, replicas = made
     replicas.begin()
-    replicas.last_comes()
+    replicas.before_last_backward()
     layers(torch.randn(4, 8), skip=True).backward()
     replicas.finish(torch.zeros(2))
-    replicas.settle()
+    replicas.settle_and_time()
     assert [p.grad is None for p in layers.parameters()] == [False, True, False]
 
 
@@ -122,7 +122,7 @@ def test_one_adapter_has_one_buffer() -> None:
     layers, group = Layers(), Twins()
     replicas = ReplicaSync(group, torch.device("cpu"), list(layers.parameters()), scalars=2)
     replicas.begin()
-    replicas.last_comes()
+    replicas.before_last_backward()
     layers(torch.randn(4, 8)).backward()
     assert group.begun == [], "the scalars of the step travel with the gradients"
     replicas.finish(torch.zeros(2))

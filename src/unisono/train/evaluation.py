@@ -56,10 +56,10 @@ def evaluation_part(run: Run, group: list[int], *, count: int) -> float:
     With sharded weights every rank must call it as often as the others, with rows or without.
     """
     assert run.eval_table is not None
-    if not group and not run.gradient_sync.keeps_pace:
+    if not group and not run.gradient_sync.needs_equal_rounds:
         return 0.0
     rows, _ = load_rows(run.eval_table, group or [0], run.device)
-    if not len(rows.labels) and not run.gradient_sync.keeps_pace:
+    if not len(rows.labels) and not run.gradient_sync.needs_equal_rounds:
         return 0.0
     loss = float(run.forward.loss(rows, count=count))
     return loss if group else 0.0

@@ -1,4 +1,8 @@
-"""What reaches a rank from its front: signals to stop, and messages on stdin."""
+"""Input of a rank from its front: signals to stop, and messages on stdin.
+
+A rank only notes a stop request, however often it comes: schedulers signal whole process groups, and the front forwards the signals that it
+gets, so a rank sees the same request twice. The front counts signals, and ends the ranks after a second one.
+"""
 
 import functools
 import json
@@ -25,36 +29,36 @@ _FLAGS: tuple[Outcome, Outcome] = ("preempted", "interrupted")
 
 
 def flags_of(outcome: Outcome | None) -> list[float]:
-    """A wish to stop as two numbers, which are summed over the ranks."""
+    """A stop request as two numbers, which are summed over the ranks."""
     return [float(outcome == flag) for flag in _FLAGS]
 
 
 def outcome_of(flags: Sequence[float]) -> Outcome | None:
-    """What all ranks stop for, from the sums; a person at a keyboard is heard before a scheduler."""
+    """Why all ranks stop, from the sums; an interrupt by the user comes before a preemption."""
     preempted, interrupted = flags
     return "interrupted" if interrupted else "preempted" if preempted else None
 
 
 class StopRequest:
-    """What a signal asked for. Installed once, in the main thread of a worker.
+    """The stop request of a signal. Installed once, in the main thread of a worker.
 
     Attributes:
-        outcome: preempted (SIGTERM, SIGUSR1, SIGHUP) or interrupted (SIGINT), once one has come.
+        outcome: preempted (SIGTERM, SIGUSR1, SIGHUP) or interrupted (SIGINT), once a signal has arrived.
     """
 
     def __init__(self) -> None:
         self.outcome: Outcome | None = None
         self._training = False
-        self._tell: Callable[[str], None] | None = None
+        self._on_signal: Callable[[str], None] | None = None
         self._first_at: float | None = None
 
-    def install(self, tell: Callable[[str], None] | None) -> None:
-        """Takes over the signals. They are heard in a thread, also while the main one waits in a collective or for a disk.
+    def install(self, on_signal: Callable[[str], None] | None) -> None:
+        """Installs the signal handlers. A thread handles signals, also while the main thread waits in a collective or for a disk.
 
         Args:
-            tell: is told the name of each signal; None where there is no front to count them.
+            on_signal: called with the name of each signal; None if there is no front to count them.
         """
-        self._tell = tell
+        self._on_signal = on_signal
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         for number in _OUTCOMES:
@@ -64,23 +68,25 @@ class StopRequest:
         threading.Thread(target=self._listen, args=(read_end,), daemon=True, name="signals").start()
 
     def training_begins(self) -> None:
-        """From now on there is something to save, and a signal waits for the end of the step."""
+        """From now on there is state to save: a signal takes effect at the end of the step."""
         self._training = True
 
     def _listen(self, fd: int) -> None:
         while numbers := os.read(fd, 64):
             for number in numbers:
                 if number in _OUTCOMES:
-                    self._heard(signal.Signals(number))
+                    self._handle(signal.Signals(number))
 
-    def _heard(self, number: signal.Signals) -> None:
+    def _handle(self, number: signal.Signals) -> None:
         outcome = _OUTCOMES[number]
-        if self._training and self.outcome != "interrupted":  # a person is heard before a scheduler
+        if (
+            self._training and self.outcome != "interrupted"
+        ):  # an interrupt by the user comes before a preemption
             self.outcome = outcome
-        if self._tell is not None:
-            self._tell(number.name)
-        if not self._training or (self._tell is None and self._is_second()):
-            os._exit(EXIT_CODES[outcome])  # nothing of this start is worth keeping
+        if self._on_signal is not None:
+            self._on_signal(number.name)
+        if not self._training or (self._on_signal is None and self._is_second()):
+            os._exit(EXIT_CODES[outcome])  # there is no progress to save
 
     def _is_second(self) -> bool:
         now = time.monotonic()
@@ -90,7 +96,7 @@ class StopRequest:
 
 
 def _handled_by_the_thread(*_: object) -> None:
-    """Python writes the number into the pipe before it comes to this."""
+    """Does nothing: Python has already written the signal's number to the pipe."""
 
 
 Message = dict[str, Any]
@@ -99,7 +105,7 @@ _STDIN = 0
 
 
 class FrontMessages:
-    """Messages of the front, each kept by its kind until somebody asks for it."""
+    """Messages of the front, queued by kind."""
 
     def __init__(self) -> None:
         shards: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -112,14 +118,14 @@ class FrontMessages:
         threading.Thread(target=self._read, name="front-line", daemon=True).start()
 
     def next(self, kind: str, *, timeout_s: float) -> Message | None:
-        """The next message of a kind; None if there is none in time."""
+        """The next message of a kind; None after the timeout."""
         try:
             return self._of_kind[kind].get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def wait_for(self, kind: str) -> Message | None:
-        """The next message of a kind; None if the front ends the line before it."""
+        """The next message of a kind; None if the front closes stdin first."""
         while not self._over.is_set():
             message = self.next(kind, timeout_s=0.1)
             if message is not None:
@@ -127,7 +133,7 @@ class FrontMessages:
         return self.next(kind, timeout_s=0.0)
 
     def _read(self) -> None:
-        # Not through sys.stdin: a thread that waits in its buffer's lock aborts the process when Python ends.
+        # Not through sys.stdin: a thread that holds its buffer's lock aborts the process when Python exits.
         rest = b""
         while chunk := os.read(_STDIN, 1 << 16):
             *lines, rest = (rest + chunk).split(b"\n")
@@ -139,7 +145,7 @@ class FrontMessages:
         try:
             message = json.loads(line)
         except ValueError:
-            return  # torn by the front's death
+            return  # cut off: the front was killed
         known = self._of_kind.get(str(message.get("kind"))) if isinstance(message, dict) else None
         if known is not None:
             known.put(message)
@@ -147,5 +153,5 @@ class FrontMessages:
 
 @functools.cache
 def front_messages() -> FrontMessages:
-    """The one reader of this process's stdin."""
+    """The only reader of this process's stdin."""
     return FrontMessages()

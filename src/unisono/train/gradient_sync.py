@@ -1,6 +1,6 @@
-"""How the gradients of a step become those of the global batch, on one rank, on replicas, on shards.
+"""Sums the gradients of a step over the ranks: for one rank, for replicas, for shards.
 
-Each micro batch's loss is divided by the loss tokens of the *global* batch, so gradients of ranks add up, as those of micro batches do; a
+Each micro batch's loss is divided by the loss tokens of the *global* batch, so gradients add up over ranks as they do over micro batches; a
 rank without a micro batch adds zeros. Why not torch's DDP: docs/decisions/0009.
 """
 
@@ -15,10 +15,10 @@ from unisono.model.sharding import ShardedRoot
 from unisono.train.process_group import Group
 
 _BUCKET_ELEMENTS = 8 << 20  # 32 MiB of float32
-_ALIGNED = 64  # elements at which each gradient begins, so that kernels may read several at once
+_ALIGNED = 64  # elements: each gradient begins at a multiple of it, for vectorized kernels
 
 
-FIXED_SCALARS = 3  # the loss, and two stop requests
+FIXED_SCALARS = 3  # the loss, and the two numbers of a stop request
 
 
 def scalars_of_a_step(world_size: int) -> int:
@@ -27,53 +27,53 @@ def scalars_of_a_step(world_size: int) -> int:
 
 
 class GradientSync(Protocol):
-    """What a step does beside its forwards and backwards."""
+    """The part of a step that sums gradients over the ranks."""
 
     @property
-    def keeps_pace(self) -> bool:
-        """Whether every rank must make as many forwards and backwards as the others."""
+    def needs_equal_rounds(self) -> bool:
+        """Whether every rank must run the same number of forwards and backwards."""
 
     def begin(self) -> None:
-        """Before the first micro batch."""
+        """Called before the first micro batch."""
 
-    def last_comes(self) -> None:
-        """Before the last backward of this rank's."""
+    def before_last_backward(self) -> None:
+        """Called before this rank's last backward."""
 
     def finish(self, scalars: torch.Tensor) -> torch.Tensor:
-        """After it: gradients and `scalars` (float32) become the sums over all ranks. All ranks must call it."""
+        """Called after it: gradients and `scalars` (float32) become the sums over all ranks. All ranks must call it."""
 
-    def wait_for_own(self) -> None:
-        """Waits until this rank's own part is computed, where that can be told; the device is waited for next in any case."""
+    def wait_for_own_part(self) -> None:
+        """Waits until this rank's own part is computed, if that can be determined. The caller waits for the device next."""
 
-    def settle(self) -> float:
-        """After the device was waited for: seconds that were spent on nothing but waiting for the others' gradients."""
+    def settle_and_time(self) -> float:
+        """Called after the wait for the device: seconds spent only waiting for the other ranks' gradients."""
 
 
 class NoSync:
-    """One rank: its gradients are the global batch's."""
+    """One rank: its gradients are those of the global batch."""
 
-    keeps_pace = False
+    needs_equal_rounds = False
 
     def begin(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
-    def last_comes(self) -> None:
-        """Nothing."""
+    def before_last_backward(self) -> None:
+        """Does nothing."""
 
     def finish(self, scalars: torch.Tensor) -> torch.Tensor:
-        """What came."""
+        """The scalars unchanged."""
         return scalars
 
-    def wait_for_own(self) -> None:
-        """All is its own."""
+    def wait_for_own_part(self) -> None:
+        """Does nothing."""
 
-    def settle(self) -> float:
-        """None."""
+    def settle_and_time(self) -> float:
+        """Zero seconds."""
         return 0.0
 
 
 class Stopwatch:
-    """Seconds between two places of the program, or of the device's stream where there is one."""
+    """Seconds between two points of the program, or of the device's stream if there is one."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = (
@@ -82,19 +82,19 @@ class Stopwatch:
         self._times = [0.0, 0.0]
 
     def mark(self, end: int) -> None:
-        """Notes the begin (0) or the end (1)."""
+        """Records the begin (0) or the end (1)."""
         if self._events is None:
             self._times[end] = time.perf_counter()
         else:
             self._events[end].record()
 
     def wait_for_begin(self) -> None:
-        """Waits until the stream has come to the begin."""
+        """Waits until the stream has reached the begin."""
         if self._events is not None:
             self._events[0].synchronize()
 
     def seconds(self) -> float:
-        """Between the two; the device must have been waited for."""
+        """Seconds between the two; the device must have finished."""
         if self._events is None:
             return self._times[1] - self._times[0]
         return float(self._events[0].elapsed_time(self._events[1])) / 1000
@@ -102,31 +102,31 @@ class Stopwatch:
 
 @dataclass
 class _Bucket:
-    """Some gradients in one flat buffer, which is summed as a whole."""
+    """Some gradients in one flat buffer, summed by one collective."""
 
     flat: torch.Tensor
     members: list[int]
     """Indices of its parameters."""
     missing: int = 0
-    """Of these, how many the last backward has not reached yet."""
+    """How many of these the last backward has not reached yet."""
     wait: Callable[[], object] | None = None
 
 
 @dataclass
 class ReplicaSync:
-    """Every rank holds all weights ("ddp"): gradients lie in float32 buffers of fixed layout, summed once a step.
+    """Every rank holds all weights ("ddp"): gradients are in float32 buffers of fixed layout, summed once per step.
 
-    Buffers go in the same order on all ranks, the last layers' first, as backward reaches them; all but the last buffer may go while
-    backward is still at work. The last one carries the step's scalars, and for each parameter whether anybody has a gradient for it: one
-    that nobody reached is left alone by the optimizer, as on one rank. So an adapter has one collective a step.
+    Buffers are summed in the same order on all ranks, those of the last layers first, as backward reaches them; all but the last buffer may
+    be summed during backward. The last one carries the step's scalars, and for each parameter whether any rank has a gradient for it: the
+    optimizer skips a parameter that no rank reached, as it does on one rank. So an adapter needs one collective per step.
     """
 
     group: Group
     device: torch.device
     parameters: list[torch.nn.Parameter]
     scalars: int
-    """Numbers of the step that are summed beside the gradients."""
-    keeps_pace: bool = field(default=False, init=False)
+    """Numbers of the step that are summed with the gradients."""
+    needs_equal_rounds: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._buckets: list[_Bucket] = []
@@ -142,7 +142,7 @@ class ReplicaSync:
             parameter.register_post_accumulate_grad_hook(self._noting(index))
 
     def begin(self) -> None:
-        """Gradients begin at zero, in the buffers."""
+        """Sets the gradients to zero, in the buffers."""
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.missing, bucket.wait = len(bucket.members), None
@@ -151,12 +151,12 @@ class ReplicaSync:
         self._reached = [0.0] * len(self.parameters)
         self._launched, self._last = 0, False
 
-    def last_comes(self) -> None:
-        """From now on a buffer is whole when backward has reached all in it."""
+    def before_last_backward(self) -> None:
+        """From now on a buffer is complete when backward has reached all its parameters."""
         self._last = True
 
     def finish(self, scalars: torch.Tensor) -> torch.Tensor:
-        """Sums what has not been summed yet, and waits."""
+        """Sums the remaining buffers, and waits for all."""
         self._tail[: self.scalars] = scalars
         self._tail[self.scalars :] = torch.tensor(self._reached)
         self._watch.mark(0)
@@ -167,12 +167,12 @@ class ReplicaSync:
         self._watch.mark(1)
         return self._tail[: self.scalars]
 
-    def wait_for_own(self) -> None:
-        """So that time which this rank's device computes is not taken for waiting for the others."""
+    def wait_for_own_part(self) -> None:
+        """Keeps this rank's own compute time out of the time spent waiting for the others."""
         self._watch.wait_for_begin()
 
-    def settle(self) -> float:
-        """Takes gradients away that no rank has made; gives the seconds of waiting."""
+    def settle_and_time(self) -> float:
+        """Removes gradients that no rank has computed; gives the seconds spent waiting."""
         for parameter, count in zip(self.parameters, self._tail[self.scalars :].tolist(), strict=True):
             if count == 0:
                 parameter.grad = None
@@ -212,7 +212,7 @@ class ReplicaSync:
         return reached
 
     def _launch(self, limit: int) -> None:
-        """Begins the sums of buffers before `limit`, in order; those of the last step's backward only if they are whole."""
+        """Starts the sums of the buffers before `limit`, in order; before the end of backward only if they are complete."""
         everything = limit == len(self._buckets)
         while self._launched < limit and (everything or self._buckets[self._launched].missing == 0):
             bucket = self._buckets[self._launched]
@@ -222,39 +222,39 @@ class ReplicaSync:
 
 @dataclass
 class ShardSync:
-    """Every rank holds a part of each weight ("fsdp"): backward itself sums gradients into the parts.
+    """Every rank holds a shard of each weight ("fsdp"): backward itself sums gradients into the shards.
 
-    `settle` counts the scalars' sum alone: the rest is hidden in forward and backward.
+    `settle_and_time` measures the sum of the scalars alone: the rest overlaps with forward and backward.
     """
 
     group: Group
     device: torch.device
     root: ShardedRoot
     gathers_late: bool
-    """Gradients are so small (an adapter's) that each rank keeps its own, whole, until the last micro batch."""
-    keeps_pace: bool = field(default=True, init=False)
+    """Whether gradients are so small (an adapter's) that each rank keeps them unsharded until the last micro batch."""
+    needs_equal_rounds: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         self._watch = Stopwatch(self.device)
 
     def begin(self) -> None:
-        """Nothing is summed before it must be."""
+        """Turns off sums in the backward passes before the last, if gradients are gathered late."""
         self.root.reduce_gradients(now=not self.gathers_late)
 
-    def last_comes(self) -> None:
-        """Now everything is summed."""
+    def before_last_backward(self) -> None:
+        """Turns on sums in the backward pass."""
         self.root.reduce_gradients(now=True)
 
     def finish(self, scalars: torch.Tensor) -> torch.Tensor:
-        """Only the scalars are left to be summed."""
+        """Sums the scalars; backward has summed the gradients."""
         self._watch.mark(0)
         self.group.sum(scalars)
         self._watch.mark(1)
         return scalars
 
-    def wait_for_own(self) -> None:
-        """Nothing: forward and backward wait for the others, too, and which of it is its own nobody can tell."""
+    def wait_for_own_part(self) -> None:
+        """Does nothing: forward and backward also wait for the other ranks, and the two cannot be told apart."""
 
-    def settle(self) -> float:
-        """Seconds of the scalars' sum."""
+    def settle_and_time(self) -> float:
+        """Seconds spent on the sum of the scalars."""
         return self._watch.seconds()

@@ -26,20 +26,20 @@ from unisono.watch import Beats
 
 
 def find_place(plan: RunPlan, environment: Environment) -> RankPlace:
-    """Which rank of the plan this process is, by what it was started with. One rank alone looks at no variable.
+    """The rank of the plan that this process is, by its environment variables. A plan of one rank reads none.
 
     Raises:
-        Disagreed: if the plan has no such rank, or means another by it.
+        Disagreed: if the plan has no such rank, or a variable contradicts the plan.
     """
     if plan.world_size == 1:
         return plan.ranks[0]
     rank = environment.rank
     if rank is None or rank >= plan.world_size:
-        told = "is not set" if rank is None else f"is {rank}"
+        found_rank = "is not set" if rank is None else f"is {rank}"
         raise _plan_mismatch(
             None,
-            f"RANK {told}, and the plan has ranks 0 to {plan.world_size - 1}",
-            "start ranks through unisono train",
+            f"RANK {found_rank}, but the plan has ranks 0 to {plan.world_size - 1}",
+            "start ranks with `unisono train`",
         )
     place = plan.ranks[rank]
     for name, found, planned in (
@@ -47,27 +47,27 @@ def find_place(plan: RunPlan, environment: Environment) -> RankPlace:
         ("LOCAL_RANK", environment.local_rank, place.local_rank),
     ):
         if found != planned:
-            told = "is not set" if found is None else f"is {found}"
+            value = "is not set" if found is None else f"is {found}"
             raise _plan_mismatch(
                 place,
-                f"{name} {told} for rank {rank}, and the plan says {planned}",
-                "start ranks through unisono train",
+                f"{name} {value} for rank {rank}, but the plan has {planned}",
+                "start ranks with `unisono train`",
             )
     return place
 
 
 def check_device(place: RankPlace, device: torch.device) -> None:
-    """Holds the bound device against the plan.
+    """Compares the bound device with the plan.
 
     Raises:
-        Disagreed: if it is another.
+        Disagreed: if they differ.
     """
     planned, bound = place.device.uuid, bound_uuid(device)
     if bound is not None and planned is not None and planned.startswith("GPU-") and planned != bound:
         raise _plan_mismatch(
             place,
-            f"rank {place.rank} has bound {bound}, and the plan gives it {planned}",
-            "unset CUDA_VISIBLE_DEVICES where the rank starts, or name devices by --devices",
+            f"rank {place.rank} has bound {bound}, but the plan assigns {planned} to it",
+            "unset CUDA_VISIBLE_DEVICES where the rank starts, or select devices with --devices",
         )
 
 
@@ -81,19 +81,19 @@ def join_ranks(
     loaded: LoadedModel,
     data: TrainingData,
 ) -> Group:
-    """Reports, waits for the front's word that all ranks mean the same run, and joins them. All ranks must call it.
+    """Reports what this rank holds, waits until the front confirms that all ranks agree, and joins the others. All ranks must call it.
 
-    The process ends here if the front goes, or ends the run because ranks differ.
+    The process exits here if the front is gone, or ends the run because ranks differ.
 
     Raises:
-        Disagreed: if those who have joined are not those of the plan.
+        Disagreed: if the number of ranks that have joined is not that of the plan.
     """
-    report.phase("agree.ranks", "comparing what the ranks hold")
+    report.phase("agree.ranks", "comparing the ranks")
     listener = Listener(plan.store_host) if place.rank == 0 else None
-    mine = make_rank_report(
+    own = make_rank_report(
         plan, place, device=device, loaded=loaded, data=data, store_port=listener.port if listener else None
     )
-    report.send("rank_report", report=mine.to_json())
+    report.send("rank_report", report=own.to_json())
     beats.enter("agree.ranks")
     host, port = _wait_for_go()
     report.phase("join", "joining the other ranks")
@@ -112,20 +112,20 @@ def join_ranks(
 
 
 def check_world(plan: RunPlan, place: RankPlace, group: Ranks) -> None:
-    """Holds those who have joined against the plan, by the group's own word and by counting them. All ranks must call it.
+    """Compares the number of ranks that have joined with the plan: the group's own size, and a count. All ranks must call it.
 
     Raises:
-        Disagreed: if there are more or fewer. A smaller world would train, and on other batches than were meant.
+        Disagreed: if they differ. A world of a different size would train, but on different batches.
     """
-    here = torch.ones((), dtype=torch.int64, device=group.device)
-    group.sum(here)
-    for what, found in (("the group has", group.joined), ("counted are", int(here))):
+    count = torch.ones((), dtype=torch.int64, device=group.device)
+    group.sum(count)
+    for what, found in (("the group has", group.joined), ("a count gives", int(count))):
         if found != plan.world_size:
-            raise _world_mismatch(place, f"{what} {found} ranks, and the plan has {plan.world_size}")
+            raise _world_mismatch(place, f"{what} {found} ranks, but the plan has {plan.world_size}")
 
 
 def _world_mismatch(place: RankPlace, what: str) -> Disagreed:
-    fix = "start all nodes again, with the same --nodes and --nproc as in the plan"
+    fix = "restart all nodes with the same --nodes and --nproc as in the plan"
     summary = f"{place.label}: {what}"
     verdict = Verdict(
         cause="world_mismatch",
@@ -136,25 +136,23 @@ def _world_mismatch(place: RankPlace, what: str) -> Disagreed:
         fix=(fix,),
     )
     return Disagreed(
-        Problem(
-            summary, place.label, "a smaller or larger world trains on other batches than were meant", fix
-        ),
+        Problem(summary, place.label, "a world of a different size trains on different batches", fix),
         verdict=verdict,
     )
 
 
 def _wait_for_go() -> tuple[str, int]:
-    """Where rank 0's store is, from the one line on stdin."""
+    """Host and port of rank 0's store, from the line on stdin with which the front lets the rank continue."""
     message = front_messages().wait_for("go")
     if message is None:
-        # The ranks differ, and the front has said how; or there is no front, and only the log is left.
-        sys.stderr.write("no word to go on from the front on stdin: this rank leaves\n")
+        # The ranks differ, and the front has reported how; or there is no front, and only the log is left.
+        sys.stderr.write("the front closed stdin without letting this rank continue: it exits\n")
         sys.exit(Disagreed.exit_code)
     try:
         host, port = message["store"]
         return str(host), int(port)
     except (ValueError, KeyError, TypeError) as error:
-        raise AssertionError(f"the front's word cannot be read: {message!r}") from error
+        raise AssertionError(f"invalid message of the front: {message!r}") from error
 
 
 def _plan_mismatch(place: RankPlace | None, what: str, fix: str) -> Disagreed:
@@ -169,12 +167,14 @@ def _plan_mismatch(place: RankPlace | None, what: str, fix: str) -> Disagreed:
         fix=(fix,),
     )
     return Disagreed(
-        Problem(what, place.label if place else "", "a rank does what the plan says, or nothing", fix),
+        Problem(
+            what, place.label if place else "", "a rank follows the plan exactly, or does not start", fix
+        ),
         verdict=verdict,
     )
 
 
-_STEPS = 100  # whose order is compared
+_STEPS = 100  # the order of rows is compared for so many steps
 _SHOWN = 8
 
 
@@ -187,7 +187,7 @@ def make_rank_report(
     data: TrainingData,
     store_port: int | None,
 ) -> RankReport:
-    """Looks at what this rank has in fact, not at what the plan says of it."""
+    """The report of what this rank actually holds, independent of the plan."""
     table = data.table
     steps = [data.step(step).sequences for step in range(1, min(plan.total_steps, _STEPS) + 1)]
     frozen = {n: p for n, p in loaded.model.named_parameters() if not p.requires_grad}
@@ -227,21 +227,21 @@ def make_rank_report(
 
 
 def bound_uuid(device: torch.device) -> str | None:
-    """The UUID of the accelerator that is bound, as the driver writes it; None on CPU."""
+    """The UUID of the bound accelerator, as the driver writes it; None on CPU."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
 
 
-_WIDTH = 1024  # words of a block; a word's weight is that of its place in the block times that of the block
-_BLOCKS = 4096  # 32 MiB at a time
+_WIDTH = 1024  # words in a block; a word's weight is that of its place in the block times that of the block
+_BLOCKS = 4096  # blocks at a time: 32 MiB
 _MOST_NAMES = 256
 _PROBE = "Hello, wörld! 123 καλημέρα\n\t你好 🙂 def f(x): return x  # end"
 _NUMBERED = re.compile(r"^(.*?\.\d+)\.")
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A number that one turned bit or two words that changed places alter; the same on every device.
+    """A checksum that changes with any flipped bit and any two swapped words; the same on every device.
 
-    Σ of the tensor's 8-byte words, each times an odd number that depends on its place, modulo 2⁶⁴. Made where the tensor is.
+    Σ of the tensor's 8-byte words, each times an odd number that depends on its place, modulo 2⁶⁴. Computed on the tensor's device.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     data = torch.nn.functional.pad(data, (0, -len(data) % 8))
@@ -263,17 +263,17 @@ def values_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def digest_of(parts: Iterable[Any]) -> str:
-    """Of plain values, in order."""
+    """The digest of plain values, in order."""
     return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()[:32]
 
 
 def shapes_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Of names, shapes and dtypes, in order."""
+    """The digest of names, shapes and dtypes, in order."""
     return digest_of([name, list(t.shape), str(t.dtype)] for name, t in tensors.items())
 
 
 def by_layer(values: dict[str, int]) -> dict[str, str]:
-    """A bounded number of digests: of each tensor, or of each layer where there are many tensors."""
+    """A bounded number of digests: one per tensor, or one per layer if there are many tensors."""
     if len(values) <= _MOST_NAMES:
         return {name: f"{value:016x}" for name, value in values.items()}
     layers: dict[str, list[Any]] = {}
@@ -284,7 +284,7 @@ def by_layer(values: dict[str, int]) -> dict[str, str]:
 
 
 def rows_digest(table: TokenTable) -> str:
-    """Of where each row comes from and how long it is, in the order of the table, and of which rows make which sequence."""
+    """The digest of each row's origin and length, in the order of the table, and of the rows of each sequence."""
     digest = hashlib.sha256(json.dumps(table.files).encode())
     for name in ("file", "number", "length", "loss"):
         digest.update(table.columns[name].tobytes())
@@ -294,6 +294,6 @@ def rows_digest(table: TokenTable) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Of what a fixed text becomes, and of the vocabulary."""
+    """The digest of the vocabulary, the chat template, and the tokens of a fixed text."""
     ids = tokenizer(_PROBE)["input_ids"]
     return digest_of([ids, sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])

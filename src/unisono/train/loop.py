@@ -1,4 +1,4 @@
-"""The page everybody reads: what happens in a run, in order."""
+"""The training loop: what happens in a run, in order."""
 
 import math
 from typing import Any
@@ -23,40 +23,40 @@ from unisono.train.training_checks import (
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Trains from the state's step to the plan's last, or until something asks it to stop. All ranks must call it.
+    """Trains from the state's step to the plan's last, or until a stop request. All ranks must call it.
 
-    What decides is the same on all ranks: the state, which sums over the ranks have made, and what they have agreed on.
+    All ranks take the same decisions: these depend on the state, which comes from sums over the ranks, and on the agreed stop request.
 
     Returns:
         outcome, exit_code and verdict for the `result` message.
     """
     if run.state.step == 0 and "loss_before" not in run.state.eval:
         _measure_before(run)
-    while _goes_on(run):
-        # An evaluation that is due already was cut short by a stop, and is made up for.
+    while _has_work(run):
+        # An evaluation that is already due was cut short by a stop before the resume.
         verdict = None if run.state.evaluation_due else _advance(run)
         if verdict is not None:
-            finish_saving(run)  # what was begun before is good
+            finish_saving(run)  # a save started before is still good
             return {"outcome": "stalled", "exit_code": 4, "verdict": verdict.to_json()}
         if run.state.evaluation_due:
             _evaluate(run)
-        if run.stopping is not None and _goes_on(run):  # after the last step the result comes first
+        if run.stopping is not None and _has_work(run):  # after the last step the result comes first
             save_checkpoint(run)
             finish_saving(run)
             require_checkpoint(run)
             return {"outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping], "verdict": None}
-        if _is_due(run.plan.checkpoint_every, run.state.step) or _is_rehearsed(run) or not _goes_on(run):
+        if _is_due(run.plan.checkpoint_every, run.state.step) or _is_rehearsed(run) or not _has_work(run):
             save_checkpoint(run)
     finish_saving(run)
     if made_no_update(run):  # stopped early, or resumed after its last step
         return {"outcome": "stalled", "exit_code": 4, "verdict": model_verdict(run).to_json()}
-    if _has_enough(run):
-        _tell_early_stop(run)
+    if _stops_early(run):
+        _report_early_stop(run)
     return {"outcome": "completed", "exit_code": 0, "verdict": None}
 
 
 def train_again(run: Run) -> dict[str, Any]:
-    """Does the steps up to the plan's `last_step` once more, and nothing beside, so that their losses can be compared. All ranks must call it.
+    """Repeats the steps up to the plan's `last_step`, without evaluations or saves, so that losses can be compared. All ranks must call it.
 
     Returns:
         outcome, exit_code and verdict for the `result` message.
@@ -69,19 +69,19 @@ def train_again(run: Run) -> dict[str, Any]:
     return {"outcome": "replayed", "exit_code": 0, "verdict": None}
 
 
-def _goes_on(run: Run) -> bool:
-    """Whether there is a step or an evaluation left. A function of the state, so that it is the same after resuming."""
-    return run.state.evaluation_due or (run.state.step < run.plan.total_steps and not _has_enough(run))
+def _has_work(run: Run) -> bool:
+    """Whether a step or an evaluation is left. It depends on the state alone, so it is the same after resuming."""
+    return run.state.evaluation_due or (run.state.step < run.plan.total_steps and not _stops_early(run))
 
 
-def _has_enough(run: Run) -> bool:
-    """Whether eval_loss has not improved for as many evaluations as `eval.stop_after` allows."""
+def _stops_early(run: Run) -> bool:
+    """Whether eval_loss has not improved for the `eval.stop_after` latest evaluations."""
     patience = run.plan.config.eval.stop_after
     return patience is not None and run.state.evals_since_best >= patience
 
 
 def _advance(run: Run) -> Verdict | None:
-    """Does the next optimizer step; gives a verdict if the run should not go on."""
+    """Does the next optimizer step; gives a verdict if the run must end."""
     run.beats.begin_step(run.state.step + 1)
     run.beats.enter("data")
     faults.in_data(run.plan, run.group.rank, run.state.step + 1)
@@ -105,7 +105,7 @@ def _advance(run: Run) -> Verdict | None:
         note_skipped_step(run, batches, outcome)
     _log_step(run, outcome, tokens=batches.tokens)
     report_weights_digest(run)
-    _tell_moved_generators(run)
+    _report_moved_generators(run)
     return None if outcome.is_sound else too_many_skipped(run, batches, outcome)
 
 
@@ -114,12 +114,12 @@ def _is_due(every: int | None, step: int) -> bool:
 
 
 def _is_rehearsed(run: Run) -> bool:
-    """Whether the front has the checkpoint after this step read back: what cannot be saved is not trained for hours."""
+    """Whether the front reads the checkpoint of this step back, so that a save that fails is known before hours of training."""
     return run.state.step == run.plan.rehearsed_step
 
 
 def _measure_before(run: Run) -> None:
-    """The figures before step 1, to compare with those at the end."""
+    """Measures the figures before step 1, to compare with those at the end."""
     loss = evaluation_loss(run)
     if loss is not None:
         run.state.eval["loss_before"] = loss
@@ -132,9 +132,9 @@ def _measure_before(run: Run) -> None:
 
 
 def _evaluate(run: Run) -> None:
-    """Measures the loss on the evaluation rows, and keeps the best."""
+    """Measures the loss on the evaluation rows, and saves the state if it is the best."""
     loss = evaluation_loss(run)
-    if loss is None:  # a stop came in the middle; evaluation_due stays, and is saved
+    if loss is None:  # a stop request cut it short; evaluation_due stays set, and is saved
         return
     state = run.state
     state.evaluation_due = False
@@ -155,7 +155,7 @@ def _evaluate(run: Run) -> None:
         save_checkpoint(run)
 
 
-def _tell_early_stop(run: Run) -> None:
+def _report_early_stop(run: Run) -> None:
     state = run.state
     run.report.warning(
         "early_stop",
@@ -163,7 +163,7 @@ def _tell_early_stop(run: Run) -> None:
         + (
             f"the best, {state.best_loss:.4f}, was at step {state.best_step}"
             if state.best_loss is not None
-            else "none was a number"
+            else "none was finite"
         ),
     )
 
@@ -187,7 +187,7 @@ def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
         "cpu_time_s": outcome.cpu_time_s,
         "memory_bytes": peak_bytes(run.device),
     }
-    if run.snapshots is not None:  # first: a step that is seen is never lost
+    if run.snapshots is not None:  # first: a step that was shown must not be lost
         run.snapshots.publish(run, line, step_time_s=outcome.step_time_s)
     _keep_line(run, line)
     run.report.send("step", **line)
@@ -197,17 +197,17 @@ def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
 
 
 def _keep_line(run: Run, line: dict[str, Any]) -> None:
-    """Writes a line of metrics.jsonl, by rank 0. What is seen is kept: where the storage does not answer, the run ends there."""
+    """Writes a line of metrics.jsonl on rank 0. If the storage does not respond, the run ends here: a step that was shown must be on disk."""
     if run.metrics is not None:
         assert run.storage is not None
         with run.storage.ends_if_stuck("writing metrics.jsonl", run.files.metrics, only_files=True):
             run.metrics.append(line)
 
 
-def _tell_moved_generators(run: Run) -> None:
+def _report_moved_generators(run: Run) -> None:
     for name in run.generator_watch.moved():
         run.report.warning(
             "global_random_state",
-            f"something moved {name} during step {run.state.step}: it is not ours, and is not resumed exactly",
-            fix="have that code draw from a generator of its own",
+            f"some code drew from {name} during step {run.state.step}: unisono does not use it, and cannot resume it exactly",
+            fix="let that code use a generator of its own",
         )

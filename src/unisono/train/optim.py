@@ -16,7 +16,7 @@ class Optimizers:
     Attributes:
         parts: the optimizers by name, with the names of their parameters in order.
         lrs: the full learning rate of each.
-        settings: what the config says of each group of parameters: weight decay, betas, whatever is no state.
+        settings: the config's hyperparameters for each parameter group: weight decay, betas.
     """
 
     parts: dict[str, torch.optim.Optimizer]
@@ -33,7 +33,7 @@ class Optimizers:
         }
 
     def take_settings(self) -> None:
-        """Puts the config's settings back: a checkpoint brings those that it was saved with, and another may be allowed since."""
+        """Restores the config's hyperparameters: a checkpoint brings its own, which may differ from the config in allowed ways."""
         for name, part in self.parts.items():
             for group, settings in zip(part.param_groups, self.settings[name], strict=True):
                 group.update(settings)
@@ -45,7 +45,7 @@ class Optimizers:
                 group["lr"] = self.lrs[name] * factor
 
     def step(self) -> None:
-        """One update."""
+        """Makes one update."""
         for part in self.parts.values():
             part.step()
 
@@ -60,12 +60,12 @@ def build_optimizers(
 ) -> Optimizers:
     """AdamW (arXiv:1711.05101), or Muon (Jordan et al., 2024) for the matrices and AdamW for the rest.
 
-    Weight decay is for matrices; norms and biases have none.
+    Weight decay applies to matrices, not to norms and biases.
 
     Args:
-        section: what was asked.
+        section: `optim` of the config.
         trainable: the parameters by name.
-        not_matrices: ids of two-dimensional parameters that are tables, not maps: embeddings and the head.
+        not_matrices: ids of two-dimensional parameters that Muon is not for: embeddings and the head.
     """
     muon = {
         n: p
@@ -95,17 +95,17 @@ def build_optimizers(
 
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
-_WSD_FALL = 0.2  # share of the run in which wsd falls (warm-up, stable, decay: arXiv:2404.06395)
+_WSD_DECAY = 0.2  # share of the run that is the decay of wsd (warmup, stable, decay: arXiv:2404.06395)
 
 
 def lr_factor(step: int, *, total: int, warmup: int, schedule: Schedule, floor: float) -> float:
-    """What the learning rate is multiplied by at optimizer step `step`, from 1 to `total`.
+    """The factor of the learning rate at an optimizer step: a pure function of the step, so resuming needs no state for it.
 
     Args:
-        step: counted from 1.
+        step: from 1 to `total`.
         total: steps of the run.
         warmup: steps in which the factor rises from 1/(warmup + 1) to 1.
-        schedule: the form after the warm-up.
+        schedule: the shape after the warmup.
         floor: the factor at the end.
     """
     if step <= warmup:
@@ -119,4 +119,4 @@ def lr_factor(step: int, *, total: int, warmup: int, schedule: Schedule, floor: 
         case "cosine":
             return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
         case "wsd":
-            return 1.0 if done <= 1 - _WSD_FALL else floor + (1 - floor) * (1 - done) / _WSD_FALL
+            return 1.0 if done <= 1 - _WSD_DECAY else floor + (1 - floor) * (1 - done) / _WSD_DECAY

@@ -1,6 +1,6 @@
-"""The one owner of the process group: it opens it, sums and broadcasts over it, leaves notes, and closes it once, in bounded time.
+"""The only owner of the process group: opens it, sums and broadcasts over it, leaves notes, and closes it once, in bounded time.
 
-One rank is `Alone`: no group, no store, no socket. Several are `Ranks`. Nothing else in unisono names torch.distributed's group.
+One rank is `Alone`: no group, no store, no socket. Several are `Ranks`. No other module of unisono uses torch.distributed's default group.
 """
 
 import socket
@@ -17,14 +17,14 @@ from unisono.gloo import let_gloo_finish
 from unisono.watch import Beats
 
 CLOSE_LIMIT_S = 15.0
-# The front judges who is stuck, and long before this; it is what ends ranks whose front is gone, too.
+# The front detects a stall long before this. This limit ends ranks whose front is gone.
 _PATIENCE = timedelta(minutes=30)
 _JOIN_LIMIT = timedelta(minutes=5)  # a slow resolver makes torch's store take seconds for each rank
 _BACKLOG = 4096
 
 
 class Group(Protocol):
-    """The ranks of a run. Every method is for all ranks, at the same place of the program, but those of notes: they are for any thread."""
+    """The ranks of a run. All ranks must call every method at the same point, except those of notes, which any thread may call."""
 
     rank: int
     world_size: int
@@ -34,70 +34,70 @@ class Group(Protocol):
         """Whether this is rank 0, the only writer."""
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Makes `tensor` the sum of all ranks', on all ranks to the same bits."""
+        """Replaces `tensor` by the sum over all ranks, bit-identical on all ranks."""
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
-        """Begins that; what it gives waits for the end."""
+        """Starts such a sum; gives a function that waits for its end."""
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Makes `tensor` rank 0's."""
+        """Replaces `tensor` by that of rank 0."""
 
     def any(self, statement: bool) -> bool:  # noqa: FBT001 - a predicate reads best so
         """Whether it is true on any rank."""
 
     def barrier(self) -> None:
-        """Waits until all ranks are here."""
+        """Waits for all ranks."""
 
     def figures(self, summed: torch.Tensor) -> list[float]:
-        """What a sum has given, (n,); on a GPU it is here that the others are waited for."""
+        """The values of a sum, (n,); on a GPU this waits for the other ranks."""
 
     def leave_note(self, note: str) -> None:
-        """Leaves a note that any rank may look for."""
+        """Leaves a note that any rank can look for."""
 
     def has_note(self, note: str) -> bool:
-        """Whether some rank has left it; False, too, where rank 0 is gone."""
+        """Whether some rank has left the note; also False if rank 0 is gone."""
 
 
 class Alone:
-    """One rank: nothing to wait for."""
+    """The group of a single rank: every collective is a no-op."""
 
     rank = 0
     world_size = 1
     is_main = True
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """It is the sum."""
+        """Does nothing."""
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
-        """It is the sum."""
+        """Does nothing."""
         del tensor
         return lambda: None
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """It is rank 0's."""
+        """Does nothing."""
 
     def any(self, statement: bool) -> bool:  # noqa: FBT001
-        """Itself."""
+        """The statement."""
         return statement
 
     def barrier(self) -> None:
-        """All are here."""
+        """Does nothing."""
 
     def figures(self, summed: torch.Tensor) -> list[float]:
-        """Its numbers."""
+        """The tensor's values."""
         return list(summed.tolist())
 
     def leave_note(self, note: str) -> None:
-        """There is nobody to read it."""
+        """Does nothing: there is no other rank."""
 
     def has_note(self, note: str) -> bool:
-        """There is nobody to leave one."""
+        """False: there is no other rank."""
         del note
         return False
 
 
 class Listener:
-    """The socket on which torch's store will wait; bound by rank 0 before anybody is told its port, so no port is guessed."""
+    """The listening socket of torch's store, bound by rank 0 before its port is reported, so no port is guessed."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -106,7 +106,7 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
 
     def store(self) -> dist.Store:
-        """torch's store on this socket."""
+        """Opens torch's store on this socket."""
         return dist.TCPStore(
             self.host,
             self.port,
@@ -119,7 +119,7 @@ class Listener:
 
 
 class Ranks:
-    """Several ranks, joined by torch's process group. The device is bound already."""
+    """Several ranks, joined by torch's process group. The device must be bound already."""
 
     def __init__(
         self,
@@ -132,16 +132,16 @@ class Ranks:
         listener: Listener | None,
         beats: Beats | None = None,
     ) -> None:
-        """Joins the others. All ranks must.
+        """Joins the other ranks. All ranks must call it.
 
         Args:
-            name: of the group. A restart has another, and nothing of the old one can join it.
+            name: of the group. A restart uses a different name, so that no process of the old group can join.
             rank: of this process.
-            world_size: all ranks.
-            device: that is bound.
+            world_size: number of ranks.
+            device: the bound device.
             store: host and port of rank 0's store.
-            listener: rank 0's.
-            beats: are told of every collective.
+            listener: on rank 0, the socket of the store.
+            beats: every collective is recorded here.
         """
         assert not dist.is_initialized(), "the process group has one owner"
         self.rank, self.world_size, self.device = rank, world_size, device
@@ -171,17 +171,17 @@ class Ranks:
 
     @property
     def joined(self) -> int:
-        """How many ranks torch has brought together."""
+        """The number of ranks in torch's group."""
         return dist.get_world_size()
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Makes `tensor` the sum of all ranks', on all ranks to the same bits."""
+        """Replaces `tensor` by the sum over all ranks, bit-identical on all ranks."""
         self._beats.begin_collective("all_reduce", tensor.numel())
         with self._beats.waiting():
             dist.all_reduce(tensor)
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
-        """Begins that; what it gives waits for the end."""
+        """Starts such a sum; gives a function that waits for its end."""
         self._beats.begin_collective("all_reduce", tensor.numel())
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
@@ -193,7 +193,7 @@ class Ranks:
         return wait
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Makes `tensor` rank 0's."""
+        """Replaces `tensor` by that of rank 0."""
         self._beats.begin_collective("broadcast", tensor.numel())
         with self._beats.waiting():
             dist.broadcast(tensor, 0)
@@ -205,48 +205,48 @@ class Ranks:
         return self.figures(count.view(1)) != [0]
 
     def barrier(self) -> None:
-        """Waits until all ranks are here."""
-        # Without its device NCCL takes the current one, and hangs where that is another's.
+        """Waits for all ranks."""
+        # Without the device NCCL uses the current one, and hangs if that belongs to a different rank.
         self._beats.begin_collective("barrier", 0)
         with self._beats.waiting():
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def figures(self, summed: torch.Tensor) -> list[float]:
-        """What a sum has given, (n,); on a GPU it is here that the others are waited for."""
+        """The values of a sum, (n,); on a GPU this waits for the other ranks."""
         if summed.device.type == "cpu":
             return list(summed.tolist())
         with self._beats.waiting():
             return list(summed.tolist())
 
     def leave_note(self, note: str) -> None:
-        """Leaves a note that any rank may look for."""
+        """Leaves a note that any rank can look for."""
         self._notes.set(note, "")
 
     def has_note(self, note: str) -> bool:
-        """Whether some rank has left it; False, too, where rank 0 is gone."""
+        """Whether some rank has left the note; also False if rank 0 is gone."""
         try:
             return bool(self._notes.check([note]))
-        except RuntimeError:  # the main thread learns it from its collective
+        except RuntimeError:  # rank 0 is gone; the main thread learns it from its next collective
             return False
 
 
 def world_mesh(device: torch.device, world_size: int) -> DeviceMesh:
-    """All ranks in a row, for weights that are sharded over them. All ranks must call it."""
+    """A one-dimensional device mesh of all ranks, for sharded weights. All ranks must call it."""
     return DeviceMesh(device.type, list(range(world_size)))
 
 
 def backend_of(device: torch.device) -> str:
-    """torch's name for what carries collectives between such devices."""
+    """The name of torch's backend for collectives on such a device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def close_group(*, in_peace: bool) -> bool:
-    """Closes the process group if there is one; False if it stays open, and then only leaving the process ends it.
+    """Closes the process group if there is one; False if it stays open until the process exits.
 
-    Closing twice is once. What counts has been written and told before.
+    A second call does nothing. All results have been written and reported before.
 
     Args:
-        in_peace: the run has ended as it should. After a failure nothing is tried: the others may be gone.
+        in_peace: whether the run ended normally. After a failure the group is not closed: other ranks may be gone.
     """
     if not dist.is_available() or not dist.is_initialized():
         return True

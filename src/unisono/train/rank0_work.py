@@ -19,35 +19,36 @@ from unisono.train.run import Run
 
 TURN_S = 10.0
 _LOOK_S = 0.2
-_NAMED_AFTER_S = 5.0
+_REPORTED_AFTER_S = 5.0
 _GIVEN_UP_AFTER_S = 60.0
-_FIX = (
-    "check that file system (frozen, a network mount whose server is away?), and run the same command again"
-)
+_FIX = "check that file system (frozen? network mount with an unreachable server?), and run the same command again"
 
 Result = TypeVar("Result")
 
 
 def on_rank0(run: Run, work: Callable[[], Result], *, what: str, path: Path) -> Result | None:
-    """Has rank 0 do some work on files, and gives it the result; the others get None. All ranks must call it.
+    """Runs some work on files on rank 0, and gives it the result; the other ranks get None. All ranks must call it.
+
+    The work may take hours, e.g. to read a large checkpoint from a slow disk. The other ranks wait in turns, because a collective that waits
+    longer than the process group's timeout would end the run. The total time is not limited; the time without progress is.
 
     Args:
         run: of the rank.
-        work: does nothing but read and compute. What it raises is raised on rank 0.
-        what: it is, for people: "reading checkpoint step-00000100".
-        path: what it reads.
+        work: only reads and computes. Its exception is raised on rank 0.
+        what: description for messages, e.g. "reading checkpoint step-00000100".
+        path: the path that is read.
 
     Raises:
-        StorageFailed: on rank 0, where the work stands still.
+        StorageFailed: on rank 0, if the work makes no progress.
     """
     own = _Rank0Work(run, work, what, path) if run.group.is_main else None
-    while run.group.any(own is not None and own.goes_on()):
+    while run.group.any(own is not None and own.is_running_after_turn()):
         pass
     return own.result() if own is not None else None
 
 
 class _Rank0Work(Generic[Result]):
-    """Work in a thread of its own."""
+    """Work in a background thread."""
 
     def __init__(self, run: Run, work: Callable[[], Result], what: str, path: Path) -> None:
         self._run = run
@@ -57,15 +58,15 @@ class _Rank0Work(Generic[Result]):
         self._done = threading.Event()
         self._moves: ThreadCounters | None = None
         self._moved = time.monotonic()
-        self._is_told = False
+        self._is_reported = False
         self._thread = threading.Thread(target=self._do, args=(work,), name="by-main", daemon=True)
         self._thread.start()
 
-    def goes_on(self) -> bool:
-        """Waits for its end, for a turn; whether it goes on then.
+    def is_running_after_turn(self) -> bool:
+        """Waits one turn for the end of the work; whether it is still running then.
 
         Raises:
-            StorageFailed: if it has stood still for too long.
+            StorageFailed: if it has made no progress for too long.
         """
         until = time.monotonic() + TURN_S
         while not self._done.wait(_LOOK_S) and time.monotonic() < until:
@@ -73,7 +74,7 @@ class _Rank0Work(Generic[Result]):
         return not self._done.is_set()
 
     def result(self) -> Result:
-        """What it has come to."""
+        """The result of the work, or its exception."""
         if self._error is not None:
             raise self._error
         return self._found[0]
@@ -94,18 +95,21 @@ class _Rank0Work(Generic[Result]):
             return
         idle_s = time.monotonic() - self._moved
         text = f"{self._what} has made no progress for {idle_s:.0f} s: {look}"
-        if idle_s > _NAMED_AFTER_S and not self._is_told:
-            self._is_told = True
+        if idle_s > _REPORTED_AFTER_S and not self._is_reported:
+            self._is_reported = True
             self._run.report.send(
                 "warning", code="storage_blocked", text=text, where=str(self._path), fix=_FIX
             )
         if idle_s > _GIVEN_UP_AFTER_S:
-            problem = Problem(text, str(self._path), "the storage does not answer", _FIX)
+            problem = Problem(text, str(self._path), "the storage does not respond", _FIX)
             raise StorageFailed(problem, path=self._path)
 
 
 def broadcast_json(group: Group, value: Any, *, device: torch.device) -> Any:
-    """Rank 0's `value`, on all ranks; all must call it. dicts, lists, tuples, str, int, float, bool, None."""
+    """Rank 0's `value` on all ranks: dicts, lists, tuples, str, int, float, bool, None. All ranks must call it.
+
+    It is JSON in a tensor of bytes: nothing is pickled.
+    """
     if group.world_size == 1:
         return value
     text = json.dumps(encode_values(value, "value")).encode() if group.is_main else b""
@@ -120,15 +124,15 @@ def broadcast_json(group: Group, value: Any, *, device: torch.device) -> Any:
 
 
 class CheckpointBroadcast:
-    """What rank 0 reads of a checkpoint, for all ranks: values at once, tensors one after the other.
+    """A checkpoint that rank 0 reads and broadcasts, so that only rank 0 needs the disk: values at once, tensors one by one.
 
     Attributes:
-        values: everything that is no tensor.
-        shapes: of the tensors, by group and name.
+        values: everything but tensors.
+        shapes: shapes of the tensors, by group and name.
     """
 
     def __init__(self, group: Group, reader: CheckpointReader | None, *, device: torch.device) -> None:
-        """All ranks must call it; rank 0 with what it reads from."""
+        """Broadcasts the values and the tensors' outlines. All ranks must call it; rank 0 with its reader."""
         self._group, self._device = group, device
         self._reader = reader
         message: dict[str, Any] | None = None
@@ -147,7 +151,7 @@ class CheckpointBroadcast:
         }
 
     def tensors(self, group: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of one group, in order. All ranks must take them all."""
+        """The tensors of one group, in order. All ranks must iterate over all of them."""
         for name, shape, dtype in self._outlines[group]:
             if self._reader is not None:
                 tensor = self._reader.tensor(group, name)

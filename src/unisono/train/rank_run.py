@@ -56,7 +56,7 @@ def run_plan(
 ) -> dict[str, Any]:
     """Sets up, tries the longest batch, trains, and writes the result; gives the fields of the `result` message.
 
-    Of several ranks each calls it. The process group stays open: `close_group` ends it when the result has been told.
+    Every rank calls it. The process group stays open: `close_group` closes it after the result has been reported.
     """
     place = find_place(plan, read_environment())
     if place.rank > 0:
@@ -67,9 +67,11 @@ def run_plan(
     with StorageWatch(run.saver, report, run.beats) as run.storage:
         try:
             return _train_and_finish(run)
-        except Exception:  # raised again, once the save in flight has come to its end
-            if run.group.world_size == 1:  # of several, the others would wait for a rank that is lost
-                # The failure that ends the run is the one to be told, not a save's own.
+        except Exception:  # raised again after the save in flight has ended
+            if (
+                run.group.world_size == 1
+            ):  # with several ranks the others would wait for a rank that has failed
+                # The failure that ended the run is reported, not one of the save.
                 with contextlib.suppress(Exception):
                     run.saver.wait()
             raise
@@ -109,7 +111,9 @@ def _train_and_finish(run: Run) -> dict[str, Any]:
         share = exact_match_share(run)
         if share is not None:
             run.state.eval["exact_match"] = share
-        elif wants_exact_match(run) and run.stopping is not None:  # what is left may take too long
+        elif (
+            wants_exact_match(run) and run.stopping is not None
+        ):  # the rest may take longer than the grace period
             ending = {**ending, "outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping]}
     if ending["outcome"] == "completed":
         report.phase("finish", "writing the result")
@@ -139,40 +143,45 @@ def _write_result(run: Run) -> Path | None:
 
 
 def _take_best(run: Run) -> None:
-    """With `checkpoint.best` the result is the best checkpoint that there is, which may be an earlier one. All ranks must call it."""
+    """With `checkpoint.best`: restores the best checkpoint, which may be an earlier one, as the result. All ranks must call it."""
     best = run.state.best_step
     if run.plan.config.checkpoint.best is None or best is None or best == run.state.step:
         return
     assert run.storage is not None
     step, loss = _find_best(run)
     if step != best and run.group.is_main:
-        text = f"the checkpoint of the best step, {best}, is not there; the result is that of step {step or run.state.step}"
+        text = f"the checkpoint of the best step, {best}, is missing; the result is that of step {step or run.state.step}"
         run.report.warning("best_is_gone", text)
     if step in (0, run.state.step):
         return
-    run.report.phase("finish", f"taking the best checkpoint, step {step}")
+    run.report.phase("finish", f"restoring the best checkpoint, step {step}")
     state, saved = run.state, run.saved_step
     path = run.files.checkpoint(step)
     with run.storage.ends_if_stuck("reading the best checkpoint", path):
-        restore(run, path, trust=True)  # also a stranger's weights may be the result; the rest goes unused
+        restore(
+            run, path, trust=True
+        )  # weights signed by another key may be the result, too; the rest is not used
     run.state, run.saved_step = state, saved
     run.state.eval["loss"] = loss
 
 
-def _newest_best(run: Run) -> tuple[int, float] | None:
+def _find_intact_best(run: Run) -> tuple[int, float] | None:
     assert run.store is not None
-    there = {step_of(path.name): path for path in run.store.list()}
-    while (best := best_evaluated(run.files.metrics, there)) is not None:
-        if not any(finding.is_fatal for finding in run.store.verify(there[best[0]])):
+    saved = {step_of(path.name): path for path in run.store.list()}
+    while (best := best_evaluated(run.files.metrics, saved)) is not None:
+        if not any(finding.is_fatal for finding in run.store.verify(saved[best[0]])):
             return best
-        del there[best[0]]
+        del saved[best[0]]
     return None
 
 
 def _find_best(run: Run) -> tuple[int, float]:
-    """The intact checkpoint of the lowest eval_loss, and that loss; step 0 where there is none. Rank 0 looks, all ranks must call it."""
+    """The step of the intact checkpoint with the lowest eval_loss, and that loss; step 0 if there is none. All ranks must call it; rank 0 reads."""
     best = on_rank0(
-        run, partial(_newest_best, run), what="looking for the best checkpoint", path=run.files.checkpoints
+        run,
+        partial(_find_intact_best, run),
+        what="looking for the best checkpoint",
+        path=run.files.checkpoints,
     )
     found = torch.tensor(best or (0, 0.0), dtype=torch.float64, device=run.device)
     run.group.broadcast(found)
@@ -184,14 +193,14 @@ _SHARED_WARNINGS = frozenset({"nan_step", "early_stop"})
 
 
 class OtherRankReporter(Reporter):
-    """A reporter that leaves out what rank 0 reports for all, and of a step says its number."""
+    """The reporter of all ranks but 0: it leaves out what rank 0 reports for all, and reports a step by its number only."""
 
     def __init__(self, inner: Reporter) -> None:
         super().__init__(None)
         self._inner = inner
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends one message, or nothing."""
+        """Sends one message, or nothing if rank 0 reports it."""
         if kind in _RANK_0_KINDS or (kind == "warning" and fields.get("code") in _SHARED_WARNINGS):
             return
         if kind == "step":
@@ -202,10 +211,10 @@ class OtherRankReporter(Reporter):
 def write_result(run: Run) -> Path | None:
     """Writes adapter/ or model/ of the run, with tokenizer, chat template and a list of the files; gives its path.
 
-    All ranks must call it; rank 0 writes, and the others get None.
+    The directory appears complete or not at all. All ranks must call it; rank 0 writes, and the others get None.
 
     Raises:
-        UnfitError: if the storage fails; what was there before is untouched.
+        UnfitError: if the storage fails; an earlier result stays as it was.
     """
     if not run.group.is_main:
         if run.sharded is not None:
@@ -223,7 +232,7 @@ def write_result(run: Run) -> Path | None:
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
-    if target.exists():  # of an earlier, shorter run that this one has prolonged
+    if target.exists():  # the result of an earlier, shorter run that this one has extended
         old = target.with_name(f".{target.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
@@ -236,19 +245,17 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _refuse_on_storage_error(run: Run, temporary: Path, target: Path) -> Iterator[None]:
-    """A full disk at the very end costs no training: the last checkpoint is there, and is said to be."""
+    """Refuses with the storage's fault and the checkpoint to resume from: a full disk at the very end costs no training."""
     try:
         yield
-    except (
-        Exception
-    ) as error:  # what is not the storage's is raised again; safetensors has an exception of its own
+    except Exception as error:  # errors of other kinds are raised again; safetensors has its own exception for a failed write
         if not isinstance(error, OSError) and error_number(error) is None:
             raise
         shutil.rmtree(temporary, ignore_errors=True)
         why = storage_reason(error)
         if is_full(error):
             with contextlib.suppress(OSError):
-                why = f"the disk is full: {show_bytes(free_bytes(target.parent))} are free without what was begun"
+                why = f"the disk is full: {show_bytes(free_bytes(target.parent))} are free without the partial result"
         again = f"the same command resumes from the checkpoint of step {run.saved_step}"
         if run.saved_step is None:
             again = "run the same command again"

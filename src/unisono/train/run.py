@@ -29,19 +29,19 @@ from unisono.watch import Beats
 
 @dataclass
 class TrainState:
-    """The only thing that changes during training, beside the trained weights and the optimizer.
+    """What changes during training, apart from the trained weights and the optimizer.
 
     Attributes:
         step: optimizer steps done.
         tokens: input tokens seen, padding excluded, over all ranks.
         loss_tokens: tokens that counted in the loss.
-        loss: of the last step.
-        skipped: steps whose loss or gradient was not a number and that changed nothing.
+        loss: the loss of the last step.
+        skipped: the latest steps that were skipped because loss or gradient was NaN or infinite.
         best_loss: the smallest eval_loss so far.
-        best_step: the step that it was measured at.
+        best_step: the step with that eval_loss.
         evals_since_best: evaluations since then.
-        evaluation_due: whether the step is to be evaluated and has not been yet.
-        eval: the figures for result.json: loss_before, exact_match_before, loss, exact_match.
+        evaluation_due: whether the step still has to be evaluated.
+        eval: figures for result.json: loss_before, exact_match_before, loss, exact_match.
     """
 
     step: int = 0
@@ -56,28 +56,28 @@ class TrainState:
     eval: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """For state.json of a checkpoint."""
+        """The state as it is written to state.json of a checkpoint."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "TrainState":
-        """Reads what to_json wrote."""
+        """The state that to_json wrote."""
         return cls(**value)
 
 
 class StepSnapshots(Protocol):
-    """Keeps steps in memory; see train.memory_snapshots."""
+    """Keeps finished steps in memory; see train.memory_snapshots."""
 
     def prepare(self, run: "Run", *, step_time_s: float) -> int | None:
-        """Decides before the first step which steps will be kept: each n-th one; None where none is. All ranks must call it."""
+        """Decides before the first step which steps are kept: every n-th; None if none. All ranks must call it."""
 
     def publish(self, run: "Run", line: dict[str, Any], *, step_time_s: float | None = None) -> None:
-        """Keeps the state as it is now, with a line that is about to be written to metrics.jsonl. All ranks must call it."""
+        """Keeps the present state, with the line that is about to be written to metrics.jsonl. All ranks must call it."""
 
 
 @dataclass
 class Run:
-    """Everything the loop works with. Made by train.setup; nothing here decides anything again."""
+    """Everything the training loop works with. Built by train.setup; all decisions are in the plan."""
 
     plan: RunPlan
     place: RankPlace
@@ -90,54 +90,54 @@ class Run:
     optimizers: Optimizers
     gradient_sync: GradientSync
     sharded: ShardedRoot | None
-    """Where every rank holds a part of each weight."""
+    """Set if every rank holds a shard of each weight."""
     data: TrainingData
     eval_table: TokenTable | None
     state: TrainState
     store: CheckpointStore | None
-    """Rank 0's, as are metrics and tracker: there is one writer."""
+    """Set on rank 0 only, like metrics and tracker: there is one writer."""
     metrics: MetricsWriter | None
     tracker: TensorboardWriter | None
     stop: StopRequest
     generator_watch: GeneratorWatch
     saver: Saver
-    """Where saves go on while training does."""
+    """Saves in the background while training continues."""
     root_id: tuple[int, int] | None = None
-    """Device and inode of the run's directory; None before it was looked at."""
+    """Device and inode of the run's directory; None until it has been read."""
     front_messages: FrontMessages | None = None
-    """Rank 0's, of sharded ranks: what the others have written."""
+    """Set on rank 0 of a sharded run: the front reports here what the other ranks have written."""
     saved_step: int | None = None
-    """The step of the newest checkpoint that this start has written or begun from. Known to rank 0."""
+    """The step of the newest checkpoint that this process has written or resumed from. Known to rank 0."""
     save_failure: StorageFailed | None = None
-    """Why the newest save was no checkpoint; None after one that was. Known to rank 0."""
+    """Why the newest save failed; None after one that succeeded. Known to rank 0."""
     begun_step: int | None = None
-    """The step of the newest save that was begun; the same on all ranks that write."""
+    """The step of the newest save that was started; the same on all ranks that write."""
     save_is_read: bool = True
-    """Whether all ranks know that the newest save has copied what it saves on each of them; the same on all."""
+    """Whether the newest save is known to have copied its tensors on every rank; the same on all ranks."""
     storage: StorageWatch | None = None
-    """Names storage that does not answer; while the run goes on."""
+    """Reports storage that does not respond; set while the run is active."""
     snapshots: "StepSnapshots | None" = None
-    """Of an adapter's run."""
+    """Set if the run trains an adapter."""
 
     places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    """Of sharded tensors, by name: the whole shape, and the offsets of this rank's part."""
+    """Sharded tensors by name: the global shape, and the offsets of this rank's part."""
 
     agreed_stop: Outcome | None = None
-    """Of several ranks: the wish that all of them have heard of, in the last sum of a step or an evaluation."""
+    """With several ranks: the stop request known to all of them, from the last sum of a step or an evaluation."""
 
     @property
     def stopping(self) -> Outcome | None:
-        """What the run stops for, on all ranks after the same step."""
+        """Why the run is stopping, if it is; all ranks stop after the same step."""
         return self.stop.outcome if self.group.world_size == 1 else self.agreed_stop
 
     @property
     def where(self) -> str:
-        """Who this is, for people."""
+        """This rank and its host, for messages."""
         return self.place.label if self.group.world_size > 1 else f"rank 0 ({self.plan.host})"
 
     @property
     def evaluation(self) -> EvaluationBatches | None:
-        """The evaluation rows, dealt over the ranks."""
+        """The evaluation rows, distributed over the ranks."""
         if self.eval_table is None:
             return None
         ranks = {"rank": self.group.rank, "world_size": self.group.world_size}
@@ -145,21 +145,21 @@ class Run:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer that came with the model."""
+        """The model's tokenizer."""
         return self.forward.loaded.tokenizer
 
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
-"""A tensor's whole shape, and the offsets of this rank's part in it."""
+"""A tensor's global shape, and the offsets of this rank's part in it."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """All that this rank would save.
+    """Everything that this rank would save.
 
     Attributes:
         groups: parts by group: `trainable`, and `optimizer-NAME` for each optimizer.
-        values: for state.json, as they are now: `train` (TrainState) and `optimizer` (what is no tensor, by optimizer).
+        values: present values for state.json: `train` (TrainState) and `optimizer` (everything but tensors, by optimizer).
     """
 
     groups: dict[str, list[Part]]
@@ -167,7 +167,7 @@ class Contents:
 
 
 def contents_of(run: Run) -> Contents:
-    """What this rank would save now. Of several ranks rank 0 has what is whole everywhere, and each its parts of what is sharded."""
+    """What this rank would save now: rank 0 the replicated tensors, and every rank its parts of sharded tensors."""
     groups = {"trainable": _parts(run, dict(run.forward.loaded.trainable))}
     numbers: dict[str, Any] = {}
     for name, part in run.optimizers.parts.items():
@@ -183,7 +183,7 @@ def _parts(run: Run, tensors: Tensors) -> list[Part]:
         if isinstance(value, DTensor):
             shape, offsets = _place(run, name, value)
             local = value.to_local()
-            if local.numel():  # a rank may have nothing of a small tensor
+            if local.numel():  # a rank may have no part of a small tensor
                 found.append(Part(name, local, shape, offsets))
         elif run.group.is_main or run.sharded is None:
             found.append(Part(name, value, tuple(value.shape), (0,) * value.ndim))
@@ -191,7 +191,7 @@ def _parts(run: Run, tensors: Tensors) -> list[Part]:
 
 
 def _place(run: Run, name: str, tensor: DTensor) -> Place:
-    """As torch.distributed.checkpoint's own planner places the part. It stays, so it is asked once."""
+    """The part's place according to torch.distributed.checkpoint's planner. It never changes, so it is computed once."""
     known = run.places.get(name)
     if known is None:
         from torch.distributed.checkpoint import DefaultSavePlanner

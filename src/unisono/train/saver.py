@@ -26,9 +26,9 @@ class Part:
 
     Attributes:
         name: of the tensor.
-        tensor: this rank's, on its device. It is the live one, and changes with the next update.
-        shape: of the whole.
-        offsets: where in the whole it begins; all zero where it is the whole.
+        tensor: this rank's part, on its device. It is the live tensor, and changes with the next update.
+        shape: of the full tensor.
+        offsets: where the part begins in the full tensor; all zero if it is the full tensor.
     """
 
     name: str
@@ -38,22 +38,22 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there are no other parts of it."""
+        """Whether this is the full tensor."""
         return tuple(self.tensor.shape) == self.shape
 
 
 Groups = dict[str, list[Part]]
 Files = dict[str, list[TensorPart]]
 
-_SHARE = 0.5  # of the free memory that the copies of a node's ranks may take together
+_SHARE = 0.5  # share of the free memory that the copies of all ranks on a node may take together
 
 
 class Staging:
-    """The buffers of one rank.
+    """The host buffers of one rank. They are kept from save to save: the first save pays for the pages, later ones copy at memory speed.
 
     Args:
-        device: on which the tensors are.
-        sharers: ranks on this machine that make copies, all at the same time.
+        device: of the tensors.
+        sharers: number of ranks on this machine that copy at the same time.
     """
 
     def __init__(self, device: torch.device, *, sharers: int = 1) -> None:
@@ -64,20 +64,20 @@ class Staging:
         self._copied: torch.cuda.Event | None = None
 
     def has_room(self, groups: Groups) -> bool:
-        """Whether there is memory for copies of all this, beside the buffers that there are."""
+        """Whether there is memory for copies of all parts, with the existing buffers."""
         more = sum(part.tensor.nbytes for _, part in self._new(groups))
         return more == 0 or more < self._share * available_memory()
 
     def follow(self) -> None:
-        """Has the copies wait for what the device has been told to compute up to now. Called by the thread that computes."""
+        """Makes the copies wait for all work submitted to the device so far. Called by the thread that computes."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, groups: Groups) -> Files:
-        """Copies, and gives the copies as parts of files. Called by the thread that writes.
+        """Copies the tensors, and gives the copies as parts of files. Called by the thread that writes.
 
         Args:
-            groups: live tensors, which must not change until this has returned; see `hold_back`.
+            groups: live tensors. They must not change before this returns; see `hold_back`.
         """
         for key, part in self._new(groups):
             self._buffers[key] = torch.empty(
@@ -95,7 +95,7 @@ class Staging:
         }
 
     def hold_back(self) -> None:
-        """Has the device wait for the copies before it computes on. Called by the thread that computes, after `copy`."""
+        """Makes the device wait for the copies before it computes further. Called by the thread that computes, after `copy`."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
@@ -117,7 +117,7 @@ class Staging:
 
 
 def in_place(groups: Groups) -> Files:
-    """Parts of files that read the live tensors, one at a time: for machines without the memory for copies."""
+    """Parts of files that read the live tensors, one at a time: for machines without memory for copies."""
     return {
         group: [
             _as_file_part(part, lambda tensor=part.tensor: bytes_of(tensor.detach().cpu().contiguous()))  # type: ignore[misc]
@@ -129,7 +129,7 @@ def in_place(groups: Groups) -> Files:
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     if source.device.type == "cpu" and source.is_contiguous():
-        # memcpy of one thread, without the interpreter's lock: torch's own copy would take the cores from the training.
+        # A memcpy in one thread, without the GIL: torch's own copy would take cores from training.
         np.copyto(_flat(target), _flat(source))
     else:
         target.copy_(source, non_blocking=True)
@@ -155,12 +155,12 @@ def _as_file_part(part: Part, read: Callable[[], memoryview]) -> TensorPart:
 Write = Callable[["Save", Files], Path | None]
 
 STUCK_S = 10.0
-"""A save that has made no progress for so long is not waited for by the next one."""
+"""After so many seconds without progress a save is no longer waited for by the next one."""
 OTHERS_S = 60.0
-"""The same while it waits for other ranks, and none of them shows progress: a rank whose own storage hangs says so itself."""
+"""The same while it waits for other ranks and none makes progress: a rank whose own storage hangs reports it itself."""
 _LOOK_S = 0.2
 MOVES_EVERY_S = 2.0
-"""How often a save that others wait for shows them its progress."""
+"""How often a save that other ranks wait for reports its progress to them."""
 
 
 @dataclass
@@ -170,17 +170,17 @@ class Save:
     Attributes:
         step: optimizer steps done.
         path: where it was published, if it was.
-        blocking_s: seconds for which training stood still.
+        blocking_s: seconds for which training was blocked.
         began: monotonic seconds.
         moved: when it last made progress, in monotonic seconds.
-        doing: what the thread does, for people; as "writing /out/checkpoints/…".
-        thread_id: the kernel's number of the thread that writes.
-        waits_for_others: whether it has written its own part, and others have not.
-        waits_for_main: whether it waits for the directory that rank 0 makes: what its own thread does then is no progress.
-        asked: since when it asks the storage for that directory; None: it has been answered.
-        is_abandoned: training has gone on while it was reading live tensors; what it read must not be published.
-        on_stuck: told once, with the reason, when it has made no progress for STUCK_S.
-        on_move: told every MOVES_EVERY_S while it makes progress, where other ranks wait for it.
+        doing: what the thread does, for messages, e.g. "writing /out/checkpoints/…".
+        thread_id: the kernel's id of the thread that writes.
+        waits_for_others: whether it has written its own part, and waits for those of other ranks.
+        waits_for_main: whether it waits for the directory that rank 0 creates; its own thread's activity is not progress then.
+        looking_since: since when the storage has not answered the look for that directory; None if no look is pending.
+        is_abandoned: whether training continued while it was reading live tensors; what it read must not be published.
+        on_stuck: called once, with the reason, after STUCK_S without progress.
+        on_move: called every MOVES_EVERY_S while it makes progress, if other ranks wait for it.
     """
 
     step: int
@@ -192,7 +192,7 @@ class Save:
     thread_id: int = 0
     waits_for_others: bool = False
     waits_for_main: bool = False
-    asked: float | None = None
+    looking_since: float | None = None
     is_abandoned: bool = False
     on_stuck: Callable[[str], None] | None = None
     on_move: Callable[[], None] | None = None
@@ -201,21 +201,21 @@ class Save:
     error: BaseException | None = None
 
     def advance(self, doing: str | None = None) -> None:
-        """Notes progress."""
+        """Records progress."""
         self.moved = time.monotonic()
         if doing is not None:
             self.doing = doing
 
     @property
     def waits(self) -> bool:
-        """Whether others must show progress, and not the thread that writes."""
+        """Whether progress must come from other ranks, not from the thread that writes."""
         return self.waits_for_others or self.waits_for_main
 
     @property
     def blocked_s(self) -> float:
-        """Seconds for which this rank's own storage has not answered."""
+        """Seconds for which this rank's own storage has not responded."""
         if self.waits:
-            return time.monotonic() - self.asked if self.asked is not None else 0.0
+            return time.monotonic() - self.looking_since if self.looking_since is not None else 0.0
         return self.idle_s
 
     @property
@@ -224,7 +224,7 @@ class Save:
         return time.monotonic() - self.moved
 
     def is_stuck(self, patience_s: float | None = None) -> bool:
-        """Whether it has not moved for so long that nobody should wait for it."""
+        """Whether it has made no progress for so long that nothing should wait for it."""
         limit_s = STUCK_S if patience_s is None else patience_s
         if self.waits_for_others:
             limit_s = max(OTHERS_S, limit_s)
@@ -232,7 +232,7 @@ class Save:
 
 
 class Saver:
-    """The saves of one rank. All methods are for the thread that trains.
+    """The saves of one rank. Only the thread that trains may call its methods.
 
     Attributes:
         last: the save in flight, or the last one.
@@ -244,12 +244,12 @@ class Saver:
         self.last: Save | None = None
 
     def begin(self, step: int, groups: Groups, write: Write) -> Save:
-        """Begins a save; the one before must have ended.
+        """Starts a save; the previous one must have ended.
 
         Args:
             step: optimizer steps done.
             groups: live tensors.
-            write: writes the parts, and gives the path if it published a checkpoint. Called in a thread of its own.
+            write: writes the parts, and gives the path if it published a checkpoint. Called in a background thread.
         """
         assert self.last is None or self.last.done.is_set(), "one save in flight"
         began = time.perf_counter()
@@ -261,7 +261,7 @@ class Saver:
         return save
 
     def still_reads(self, *, turn_s: float) -> bool:
-        """Waits until what is being saved has been copied, at most `turn_s` seconds; whether it has not, and is not given up."""
+        """Waits at most `turn_s` seconds until the tensors being saved are copied; whether they are still being read."""
         save = self.last
         if save is None or save.copied.is_set() or save.is_abandoned:
             return False
@@ -275,9 +275,9 @@ class Saver:
         return not save.copied.is_set() and not save.is_abandoned
 
     def before_update(self) -> None:
-        """Waits until what is being saved has been copied. To be called before anything trained is changed.
+        """Waits until the tensors being saved are copied. Must be called before the weights change.
 
-        A save without memory for copies reads the live tensors while it writes; one that hangs in that is abandoned.
+        A save without memory for copies reads the live tensors while it writes; if it hangs meanwhile, it is abandoned.
         """
         save = self.last
         if save is None:
@@ -287,13 +287,13 @@ class Saver:
         self._staging.hold_back()
 
     def wait(self, patience_s: float | None = None) -> bool:
-        """Waits for the end of the save in flight for as long as it makes progress; whether there is none now.
+        """Waits for the end of the save in flight as long as it makes progress; whether it has ended.
 
         Args:
-            patience_s: seconds without progress after which it is not waited for; STUCK_S where none is given.
+            patience_s: seconds without progress after which the wait ends; default STUCK_S.
 
         Raises:
-            Exception: what the writing has raised, if it was not the storage's fault.
+            Exception: the exception of the write, if it was not the storage's fault.
         """
         while self.moves(patience_s):
             pass
@@ -305,14 +305,14 @@ class Saver:
         return self.last is None or self.last.done.is_set()
 
     def moves(self, patience_s: float | None = None, *, turn_s: float = 1.0) -> bool:
-        """Waits for the end of the save in flight, at most `turn_s` seconds; whether it goes on then, and makes progress.
+        """Waits at most `turn_s` seconds for the end of the save in flight; whether it is still running then, and makes progress.
 
         Args:
-            patience_s: seconds without progress after which it counts as one that hangs; STUCK_S where none is given.
+            patience_s: seconds without progress after which it counts as stuck; default STUCK_S.
             turn_s: seconds.
 
         Raises:
-            Exception: what the writing has raised, if it was not the storage's fault.
+            Exception: the exception of the write, if it was not the storage's fault.
         """
         save = self.last
         if save is None:
@@ -327,7 +327,7 @@ class Saver:
         return not save.done.is_set() and not save.is_stuck(patience_s)
 
     def _beat(self, save: Save) -> None:
-        """While the main thread waits for a save, in bounded time, it is not the one that is stuck: the watch of the storage names that."""
+        """Records progress: while the main thread waits for a save, in bounded time, it is not stuck; the storage watch reports the save."""
         self._beats.progress(int((time.monotonic() - save.began) * 1000))
 
     def _run(self, save: Save, groups: Groups, write: Write) -> None:

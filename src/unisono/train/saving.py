@@ -1,8 +1,8 @@
-"""A run's state into a checkpoint, and back.
+"""Saves a run's state to a checkpoint, and restores it.
 
-One rank, or rank 0 of replicas, writes whole tensors. Sharded ranks write their parts, each its own file in the same directory, and report
-what they wrote; rank 0 makes the manifest of all of it and gives the directory its name. Reading knows both forms and gives whole tensors, so
-one rank, replicas and shards go on from each other's.
+One rank, or rank 0 of replicas, writes full tensors. Each rank of a sharded run writes its parts to its own file in the same directory, and
+reports the file; rank 0 writes the manifest of all files and renames the directory to its final name. Reading supports both forms and gives
+full tensors, so a run on one rank, on replicas or on shards can resume from a checkpoint of any other.
 """
 
 import os
@@ -46,15 +46,15 @@ from unisono.train.shard_files import (
 )
 from unisono.units import parse_seconds
 
-_MADE_AGAIN_S = 4.0
+_RECREATED_WITHIN_S = 4.0
 _LOOK_S = 0.1
 
 
 def save_checkpoint(run: Run) -> None:
-    """Begins to save the state after the current step; training may go on. All ranks must call it.
+    """Starts to save the state after the current step, in the background. All ranks must call it.
 
-    What comes of it is said when it is known. A full disk costs the new checkpoint, never an older one and never the training: it is tried
-    again next time.
+    The outcome is reported when the save has ended. A full disk costs the new checkpoint only: older ones stay, training continues, and the
+    next save tries again.
     """
     if run.begun_step == run.state.step:
         return
@@ -62,7 +62,7 @@ def save_checkpoint(run: Run) -> None:
     if not _is_free(run):
         return
     run.save_is_read = False
-    if not run.group.is_main and run.sharded is None:  # rank 0 has all of it, and writes it alone
+    if not run.group.is_main and run.sharded is None:  # rank 0 has the full state, and writes it alone
         run.begun_step = run.state.step
         return
     job = _job_of(run)
@@ -74,13 +74,13 @@ def save_checkpoint(run: Run) -> None:
 
 
 def finish_saving(run: Run) -> None:
-    """Waits for the save in flight; one that the storage has failed is tried once more. All ranks must call it."""
+    """Waits for the save in flight, and repeats it once if the storage failed. All ranks must call it."""
     run.beats.enter("save")
-    patience_s = max(STUCK_S, parse_seconds(run.plan.config.grace))  # nothing else is left to be done
+    patience_s = max(STUCK_S, parse_seconds(run.plan.config.grace))  # no other work is left
     for again in (True, False):
         is_free = _wait_for_save(run, patience_s)
         lost = run.begun_step is not None and run.group.is_main and not _is_saved(run, run.begun_step)
-        _tell_left_behind(run)
+        _warn_unfinished(run)
         if not run.group.any(lost) or not is_free or not again or run.begun_step != run.state.step:
             return
         run.begun_step = None
@@ -88,27 +88,27 @@ def finish_saving(run: Run) -> None:
 
 
 def _is_saved(run: Run, step: int) -> bool:
-    """Whether the step was saved, and nobody has removed it since."""
+    """Whether the step was saved, and its checkpoint still exists."""
     return run.saved_step == step and os.path.lexists(run.files.checkpoint(step))
 
 
-def _tell_left_behind(run: Run) -> None:
-    """A run that ends well and loses its last checkpoint says so."""
+def _warn_unfinished(run: Run) -> None:
+    """Warns that the run ends without its last checkpoint, because the save is stuck."""
     save = run.saver.last
     if save is not None and not save.done.is_set():
         run.report.warning(
             "checkpoint_skipped",
             f"step {save.step} is not saved: its save has made no progress for {save.idle_s:.0f} s ({save.doing}), and the"
-            " run does not wait for it any longer",
-            fix="look at the storage of output_dir, and at the way to it from the other nodes",
+            " run no longer waits for it",
+            fix="check the storage of output_dir, and the network to it from the other nodes",
         )
 
 
 def wait_for_copies(run: Run) -> None:
-    """Waits until what is being saved has been copied, on all ranks; to be called before the weights change. All ranks must call it.
+    """Waits until the tensors being saved are copied on all ranks. Must be called before the weights change, by all ranks.
 
-    Without memory for copies a save reads the live tensors, and may take hours on a slow disk. The others wait for it in turns, since no
-    collective may take longer than the process group's patience.
+    Without memory for copies a save reads the live tensors, and may take hours on a slow disk. The ranks wait in turns, because no
+    collective may take longer than the process group's timeout.
     """
     while not run.save_is_read:
         run.save_is_read = not run.group.any(run.saver.still_reads(turn_s=TURN_S))
@@ -116,7 +116,7 @@ def wait_for_copies(run: Run) -> None:
 
 
 def require_checkpoint(run: Run) -> None:
-    """Refuses to leave as if the state were safe, where it is not. Rank 0 knows; the others end with it.
+    """Refuses to end the run if it has no checkpoint. Rank 0 raises; the front then ends the others.
 
     Raises:
         StorageFailed: if the run has no checkpoint at all.
@@ -124,10 +124,10 @@ def require_checkpoint(run: Run) -> None:
     if run.group.is_main and run.saved_step is None:
         path = run.files.checkpoints
         problem = Problem(
-            f"the run was asked to stop after step {run.state.step}, and no checkpoint could be written",
+            f"the run was stopped after step {run.state.step}, and no checkpoint could be written",
             str(path),
-            "the warnings before tell why",
-            "mend the storage, and start it again: it begins anew",
+            "see the warnings above",
+            "fix the storage, and run the same command again: it starts from the beginning",
         )
         raise StorageFailed(
             problem, path=path, verdict=run.save_failure.verdict if run.save_failure else None
@@ -135,14 +135,14 @@ def require_checkpoint(run: Run) -> None:
 
 
 def restore(run: Run, path: Path, *, trust: bool = False) -> None:
-    """Puts weights, optimizer and state back to what a checkpoint holds, after reading it through.
+    """Restores weights, optimizer and state from a checkpoint, after verifying all of it.
 
-    All ranks must call it; rank 0 reads, and gives the others what it has read, tensor by tensor.
+    All ranks must call it; rank 0 reads, and broadcasts tensor by tensor.
 
     Args:
-        run: which goes on.
+        run: the run that resumes.
         path: of the checkpoint.
-        trust: whether one that is not signed by this user may be read.
+        trust: whether a checkpoint that is not signed by this user may be read.
 
     Raises:
         IntegrityError: if it is damaged, or does not hold the tensors of this run.
@@ -161,12 +161,12 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
     if shared.shapes["trainable"] != {name: parameter.shape for name, parameter in trainable.items()}:
         odd = sorted(set(shared.shapes["trainable"]) ^ set(trainable)) or ["shapes differ"]
         raise IntegrityError.of(
-            f"checkpoint {path.name} does not hold what this run trains",
+            f"checkpoint {path.name} does not match the trainable parameters of this run",
             where=str(path),
-            why=f"for example {odd[0]}",
-            fix="start with --fresh, or with the config that the checkpoint was made with",
+            why=f"first difference: {odd[0]}",
+            fix="start with --fresh, or with the config of the checkpoint",
         )
-    run.saver.before_update()  # a save that hangs may not have read what it saves yet
+    run.saver.before_update()  # a stuck save may still read the live tensors
     with torch.no_grad():
         for name, tensor in shared.tensors("trainable"):
             trainable[name].copy_(sharded_like(trainable[name], tensor))
@@ -182,7 +182,7 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
 
 
 def _is_free(run: Run) -> bool:
-    """Whether no save is in flight on any rank; one that moves is waited for, one that hangs is not."""
+    """Whether no save is in flight on any rank. A save that makes progress is waited for, a stuck one is not."""
     began = time.perf_counter()
     if _wait_for_save(run):
         return True
@@ -191,16 +191,16 @@ def _is_free(run: Run) -> bool:
         run.report.warning(
             "checkpoint_skipped",
             f"step {run.state.step} is not saved: the save of step {save.step} has made no progress for"
-            f" {save.idle_s:.0f} s ({save.doing}); training goes on ({time.perf_counter() - began:.0f} s were waited)",
-            fix="look at the storage of output_dir; older checkpoints are unchanged",
+            f" {save.idle_s:.0f} s ({save.doing}); training continues (after a wait of {time.perf_counter() - began:.0f} s)",
+            fix="check the storage of output_dir; older checkpoints are unchanged",
         )
     return False
 
 
 def _wait_for_save(run: Run, patience_s: float | None = None) -> bool:
-    """Waits for the save in flight while it moves; whether there is none now, on any rank. All ranks must call it.
+    """Waits for the save in flight while it makes progress; whether it has ended on all ranks. All ranks must call it.
 
-    The ranks wait in turns: a save may take hours, and no collective may take longer than the process group's patience.
+    The ranks wait in turns: a save may take hours, and no collective may take longer than the process group's timeout.
     """
     while run.group.any(run.saver.moves(patience_s, turn_s=TURN_S)):
         pass
@@ -208,7 +208,7 @@ def _wait_for_save(run: Run, patience_s: float | None = None) -> bool:
 
 
 def _job_of(run: Run) -> Job:
-    """Agrees on the directory's name where several ranks write into it. No file is touched: a path that hangs is the saver's trouble."""
+    """Agrees on the directory's name if several ranks write to it. No file is touched, so a hanging path cannot block training here."""
     step = run.state.step
     if run.sharded is None:
         return Job(step, temporary_name(step, secrets.token_hex(4)), 1)
@@ -220,14 +220,14 @@ def _job_of(run: Run) -> Job:
 
 
 def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> Path | None:
-    """Writes this rank's files; rank 0 also publishes. In the saver's thread. Gives the path if there is a checkpoint."""
+    """Writes this rank's files, in the saver's thread; rank 0 also publishes the checkpoint and gives its path."""
     if run.store is None:
         write_shard(run, job, save, files)
         return None
     assert run.metrics is not None
     assert text is not None
     plan = run.plan
-    parts_are_wanted = threading.Event()
+    parts_are_needed = threading.Event()
     if job.shards > 1:
         tell_others_of_moves(run, job, save)
     try:
@@ -236,7 +236,7 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
         save.advance(f"writing {run.files.checkpoints / job.temporary}")
 
         def write(directory: Path) -> Mapping[str, FileEntry]:
-            parts_are_wanted.set()
+            parts_are_needed.set()
             own = write_own_files(run, job, save, files, directory, {STATE: text})
             found = own | shards_of_others(run, job, save)
             refuse_abandoned(save, directory)
@@ -258,20 +258,18 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
         assert failure is not None
         run.save_failure = failure
         dismiss_parts(run, job)
-        _tell_failure(run, job, failure)
+        _report_failure(run, job, failure)
         return None
-    if not parts_are_wanted.is_set():  # the step is there already, of an earlier start
+    if not parts_are_needed.is_set():  # an earlier process has already saved this step
         dismiss_parts(run, job)
     save.advance("pruning")
-    if not _tell(run, job, path, save):
+    if not _report_saved(run, job, path, save):
         return None
     run.saved_step, run.save_failure = job.step, None
     try:
         run.store.prune(run.plan.config.checkpoint.keep, protect=_best_saved(run), every=run.plan.keep_every)
-    except OSError as error:  # the new one is safe; what could not go is tried again after the next save
-        what = (
-            f"older checkpoints cannot be deleted: {storage_words(error)} ({error.filename or path.parent})"
-        )
+    except OSError as error:  # the new checkpoint is safe; the next save tries again to delete the old ones
+        what = f"older checkpoints cannot be deleted: {storage_words(error)} ({error.filename or path.parent})"
         run.report.warning(
             "prune_failed", what, fix=storage_remedy(error, else_="delete them by hand, or fix the storage")
         )
@@ -279,18 +277,18 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
 
 
 def require_directory(run: Run) -> None:
-    """Sees that what is at output_dir is this run's directory. Where it was removed in mid-run its front makes it again within moments; that is waited for.
+    """Checks that output_dir is this run's directory. If it was removed during the run, waits for the front to recreate it.
 
     Raises:
-        StorageFailed: if there is none, or one that is not this run's.
+        StorageFailed: if it is missing, or is not this run's directory.
     """
-    root, limit = run.files.root, time.monotonic() + _MADE_AGAIN_S
+    root, limit = run.files.root, time.monotonic() + _RECREATED_WITHIN_S
     while True:
         try:
             found = root.stat()
         except FileNotFoundError:
-            why = "it is gone: it was removed or renamed in mid-run"
-        except OSError:  # a storage that fails says so of the files themselves
+            why = "it was removed or renamed during the run"
+        except OSError:  # a storage that fails is reported for the files themselves
             return
         else:
             identity = (found.st_dev, found.st_ino)
@@ -300,33 +298,33 @@ def require_directory(run: Run) -> None:
             ):
                 run.root_id = identity
                 return
-            why = "another directory was put in its place: it does not have this run's plan.json"
+            why = "it was replaced by a different directory: plan.json is not this run's"
         if time.monotonic() > limit:
             problem = Problem(
                 f"step {run.state.step} cannot be saved in {root}",
                 str(root),
                 why,
-                "leave a run's directory alone while it trains",
+                "do not move or remove a run's directory during training",
             )
             raise StorageFailed(problem, path=root)
         time.sleep(_LOOK_S)
 
 
 def _best_saved(run: Run) -> set[int]:
-    """The best step that has a checkpoint. It may not be the best of all: that one's save may have failed."""
+    """The best step that has a checkpoint. It may not be the best step of all, whose save may have failed."""
     if run.plan.config.checkpoint.best is None or run.store is None:
         return set()
-    there = {step_of(path.name) for path in run.store.list()}
-    found = best_evaluated(run.files.metrics, there)
+    saved = {step_of(path.name) for path in run.store.list()}
+    found = best_evaluated(run.files.metrics, saved)
     known = {run.state.best_step} if run.state.best_step is not None else set()  # its line may be damaged
-    return (known & there) | ({found[0]} if found else set())
+    return (known & saved) | ({found[0]} if found else set())
 
 
 def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
-    """The lines up to this step belong to the checkpoint.
+    """Syncs metrics.jsonl: its lines up to this step belong to the checkpoint.
 
     Raises:
-        StorageFailed: if they cannot be made to stay.
+        StorageFailed: if it cannot be synced.
     """
     path = run.files.metrics
     save.advance(f"writing {path}")
@@ -344,12 +342,12 @@ def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
         raise StorageFailed(problem, path=path, verdict=verdict) from error
 
 
-def _tell(run: Run, job: Job, path: Path, save: Save) -> bool:
-    """Reports a checkpoint that was just published; False where it is not there any more.
+def _report_saved(run: Run, job: Job, path: Path, save: Save) -> bool:
+    """Reports a checkpoint that was just published; False if it is already gone.
 
-    A network file system may fail to answer just then. What was synced and renamed counts as saved all the same.
+    A network file system may fail at this moment. What was synced and renamed counts as saved nevertheless.
     """
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "step": job.step,
         "path": str(path),
         "seconds": time.monotonic() - save.began,
@@ -357,25 +355,25 @@ def _tell(run: Run, job: Job, path: Path, save: Save) -> bool:
     }
     n_bytes, fix = (
         0,
-        "look at the storage of output_dir; `unisono checkpoint verify` tells whether it is intact",
+        "check the storage of output_dir; `unisono checkpoint verify` shows whether the checkpoint is intact",
     )
     try:
         n_bytes = sum(file.stat().st_size for file in os.scandir(path))
     except FileNotFoundError as error:
         run.report.warning(
             "checkpoint_gone",
-            f"checkpoint {path.name} was saved, and is no longer in {path.parent}: {storage_reason(error)}",
-            fix="put it back if it was moved; leave the run's directory alone while it trains. The next save makes a new one",
+            f"checkpoint {path.name} was saved, but is no longer in {path.parent}: {storage_reason(error)}",
+            fix="restore it if it was moved; do not change a run's directory during training. The next save writes a new checkpoint",
         )
         return False
     except OSError as error:
-        text = f"checkpoint {path.name} was saved, and the storage does not let it be looked at: {storage_words(error)} ({path})"
+        text = f"checkpoint {path.name} was saved, but cannot be listed: {storage_words(error)} ({path})"
         run.report.warning("checkpoint_unread", text, fix=fix)
-    run.report.send("checkpoint", bytes=n_bytes, **told)
+    run.report.send("checkpoint", bytes=n_bytes, **fields)
     return True
 
 
-def _tell_failure(run: Run, job: Job, error: StorageFailed) -> None:
+def _report_failure(run: Run, job: Job, error: StorageFailed) -> None:
     named = (
         error.verdict.model_copy(update={"severity": "warning", "step": job.step}) if error.verdict else None
     )

@@ -1,8 +1,8 @@
-"""The files of a checkpoint, by the ranks that write them.
+"""The files of a checkpoint, and how ranks that write shards of it wait for each other.
 
-One rank, or rank 0 of replicas, writes all of them. Of sharded ranks each writes its part into one directory, which rank 0 makes, and reports
-it; rank 0 waits for all. A slow disk, or a slow way to the head's, is waited for as long as it shows progress: a rank tells rank 0 of it
-through the front (`shard_moves`), and rank 0 tells the others in notes.
+One rank, or rank 0 of replicas, writes all files. Each rank of a sharded run writes its part to one directory, which rank 0 creates, and
+reports it; rank 0 waits for all. A slow disk, or a slow network to the head, is waited for as long as it makes progress: a rank reports
+progress to rank 0 through the front (`shard_moves`), and rank 0 to the other ranks in notes.
 """
 
 import itertools
@@ -23,17 +23,17 @@ _SHARDS_EVERY_S = 1.0
 _LOOK_S = 0.05
 _NOTES_EVERY = 5  # looks
 _DIRECTORY_S = 30.0
-"""Without any progress of rank 0 until the directory is there: a network file system shows new names late."""
+"""How long a rank waits for the directory without any progress of rank 0: a network file system shows new names late."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is known of a save when it begins.
+    """The facts of a save that are known at its start.
 
     Attributes:
         step: optimizer steps done.
-        temporary: the name of the directory that is written.
-        shards: ranks that write into it.
+        temporary: the name of the directory while it is written.
+        shards: number of ranks that write to it.
     """
 
     step: int
@@ -44,7 +44,7 @@ class Job:
 def write_own_files(
     run: Run, job: Job, save: Save, files: Files, directory: Path, texts: dict[str, bytes]
 ) -> dict[str, FileEntry]:
-    """Writes what this rank has of a checkpoint; gives what goes into the manifest.
+    """Writes this rank's part of a checkpoint; gives its manifest entries.
 
     Raises:
         OSError, StorageFailed: if the storage fails.
@@ -62,7 +62,7 @@ def write_own_files(
 
 
 def write_shard(run: Run, job: Job, save: Save, files: Files) -> None:
-    """Writes this rank's part beside the others', or on its own node's disk, and reports it."""
+    """Writes this rank's part next to the others, or to its own node's disk, and reports it."""
     directory = run.files.checkpoints / job.temporary
     entries: dict[str, FileEntry] = {}
     error, verdict = "", None
@@ -80,14 +80,14 @@ def write_shard(run: Run, job: Job, save: Save, files: Files) -> None:
         found = trouble or (failure if isinstance(failure, StorageFailed) else None)
         error = "; ".join(str(problem.what) for problem in found.problems) if found else str(failure)
         verdict = found.verdict.to_json() if found and found.verdict else None
-    told = {name: entry.model_dump() for name, entry in entries.items()}
+    written = {name: entry.model_dump() for name, entry in entries.items()}
     run.report.send(
-        "shard_written", step=job.step, temporary=job.temporary, files=told, error=error, verdict=verdict
+        "shard_written", step=job.step, temporary=job.temporary, files=written, error=error, verdict=verdict
     )
 
 
 def dismiss_parts(run: Run, job: Job) -> None:
-    """Has nobody wait for rank 0, or for its directory: neither the other ranks, nor parts that are on their way to the head."""
+    """Releases everything that waits for rank 0's directory: the other ranks, and parts on their way to the head."""
     if job.shards > 1:
         run.group.leave_note(_gave_up(job))
         run.report.send("shards_over", step=job.step, temporary=job.temporary)
@@ -98,68 +98,68 @@ def _gave_up(job: Job) -> str:
 
 
 def _moves(job: Job, number: int) -> str:
-    """The note of rank 0 by which the others wait on; each is left once."""
+    """The note of rank 0 that makes the others wait longer; each is left once."""
     return f"moves {job.temporary} {number}"
 
 
 def tell_others_of_moves(run: Run, job: Job, save: Save) -> None:
-    """Has rank 0 leave a note for the others, from time to time, while its save makes progress."""
+    """Makes rank 0 leave notes for the other ranks while its save makes progress."""
     numbers = itertools.count()
     save.on_move = lambda: run.group.leave_note(_moves(job, next(numbers)))
 
 
 def _enter(run: Run, job: Job, save: Save, directory: Path) -> None:
-    """Waits until rank 0 has made the directory, where this node sees it; a save that it has given up is not begun anew.
+    """Waits until this node sees the directory that rank 0 creates. A node with its own output disk creates it itself.
 
     Raises:
-        StorageFailed: if it does not come.
+        StorageFailed: if rank 0 has given up, or the directory does not appear.
     """
     if any(node.node_rank == run.place.node_rank and not node.shares_output for node in run.plan.nodes):
         make_private_dir(directory)
         return
-    heard, looks = 0, 0
+    notes_seen, looks = 0, 0
     save.waits_for_main = True
-    while not _is_there(directory, save):
+    while not _exists(directory, save):
         looks += 1
         if looks % _NOTES_EVERY == 0:
             if run.group.has_note(_gave_up(job)):
-                raise given_up(f"rank 0 has given {directory.name} up", directory)
-            if run.group.has_note(_moves(job, heard)):
-                heard += 1
+                raise given_up(f"rank 0 has given up {directory.name}", directory)
+            if run.group.has_note(_moves(job, notes_seen)):
+                notes_seen += 1
                 save.advance()
         if save.idle_s > _DIRECTORY_S:
-            raise given_up(f"rank 0 has not made {directory.name}", directory)
+            raise given_up(f"rank 0 has not created {directory.name}", directory)
         time.sleep(_LOOK_S)
     save.waits_for_main = False
     save.advance()
 
 
-def _is_there(directory: Path, save: Save) -> bool:
-    """Asks for rank 0's directory. Where there is no answer, it is this rank's own storage that hangs."""
-    save.asked = time.monotonic()
+def _exists(directory: Path, save: Save) -> bool:
+    """Whether rank 0's directory exists. If this look hangs, it is this rank's own storage that hangs."""
+    save.looking_since = time.monotonic()
     try:
         return directory.is_dir()
     finally:
-        save.asked = None
+        save.looking_since = None
 
 
 def refuse_abandoned(save: Save, directory: Path) -> None:
-    """What was read while training changed it must not be published.
+    """Refuses to publish tensors that changed while they were read.
 
     Raises:
-        StorageFailed: if training has gone on meanwhile.
+        StorageFailed: if training has continued meanwhile.
     """
     if save.is_abandoned:
-        raise given_up("the storage hung while the live tensors were read, and training went on", directory)
+        raise given_up("the storage hung while the live tensors were read, and training continued", directory)
 
 
 def given_up(what: str, path: Path) -> StorageFailed:
-    """The error of a checkpoint that is not made, for this reason."""
+    """The error of a checkpoint that was given up."""
     return StorageFailed(Problem(what, str(path), "", "older checkpoints are unchanged"), path=path)
 
 
 def shards_of_others(run: Run, job: Job, save: Save) -> dict[str, FileEntry]:
-    """What the other ranks have written, once all have reported and it is on this disk.
+    """The manifest entries of the other ranks, once all have reported and their files are on this disk.
 
     Raises:
         StorageFailed: if one could not write its part.

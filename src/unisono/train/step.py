@@ -2,8 +2,8 @@
 
     loss = Σ over the loss tokens of the global batch of the cross entropy / their number
 
-Each micro batch adds its own sum divided by the global number, so that gradients add up to those of the whole, however it is cut, and
-over however many ranks.
+Each micro batch contributes its sum divided by the global number of loss tokens, so gradients add up to those of the global batch for any
+number of micro batches and ranks.
 """
 
 import math
@@ -25,7 +25,7 @@ from unisono.train.step_inputs import StepBatches, load_rows, seed_torch
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step gave. `loss` and `grad_norm` may be not a number, and then nothing was changed."""
+    """The outcome of a step. `loss` or `grad_norm` may be NaN or infinite; then no update was made."""
 
     loss: float
     grad_norm: float
@@ -33,20 +33,20 @@ class StepOutcome:
     data_time_s: float
     step_time_s: float
     cpu_time_s: float
-    """CPU seconds of the whole process, which a busy machine does not stretch."""
+    """CPU seconds of the whole process; other load on the machine does not change them much."""
     comm_time_s: float
-    """Seconds of waiting for the other ranks' gradients."""
+    """Seconds spent waiting for the other ranks' gradients."""
     odd_ranks: list[int]
-    """Those whose own part of the loss is not a number."""
+    """Ranks whose own part of the loss is NaN or infinite."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether loss and gradient were numbers, so that the update was made."""
+        """Whether loss and gradient were finite, so that the update was made."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
-    """Does one step; updates nothing if the loss or the gradient is not a number. All ranks must call it."""
+    """Does one step; updates nothing if the loss or the gradient is NaN or infinite. All ranks must call it."""
     began, cpu_began = time.perf_counter(), time.process_time()
     section = run.plan.config.optim
     factor = lr_factor(
@@ -62,11 +62,11 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     faults.spoil_gradient(run.plan, batches.step, next(iter(run.forward.loaded.trainable.values())))
     summed = run.gradient_sync.finish(_scalars(run, total))
     norm = _clip(run, section.max_grad_norm)
-    # One wait for the device a step: these figures decide whether the update is made at all, and whether it is the last.
-    run.gradient_sync.wait_for_own()
-    (loss, *wishes), norm_value = run.group.figures(summed), float(norm)
-    comm_time = run.gradient_sync.settle()
-    flags, odd = wishes[:2], wishes[2:]
+    # The only wait for the device in a step: these figures decide whether the update is made, and whether it is the last.
+    run.gradient_sync.wait_for_own_part()
+    (loss, *rest), norm_value = run.group.figures(summed), float(norm)
+    comm_time = run.gradient_sync.settle_and_time()
+    flags, odd = rest[:2], rest[2:]
     run.agreed_stop = outcome_of(flags)
     run.beats.enter("update")
     if math.isfinite(loss) and math.isfinite(norm_value):
@@ -86,33 +86,32 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
 
 
 def _add_up(run: Run, batches: StepBatches) -> tuple[torch.Tensor, float]:
-    """Forward and backward of this rank's micro batches; gives the sum of their losses, and seconds spent on data."""
-    turns: list[tuple[list[int], int] | None] = list(zip(batches.groups, batches.positions, strict=True))
-    if (
-        run.gradient_sync.keeps_pace
-    ):  # each forward is the others' too, so a rank without rows runs one for nothing
-        turns += [None] * (batches.rounds - len(turns))
+    """Runs forward and backward on this rank's micro batches; gives the sum of their losses, and seconds spent on data."""
+    micros: list[tuple[list[int], int] | None] = list(zip(batches.groups, batches.positions, strict=True))
+    if run.gradient_sync.needs_equal_rounds:
+        # Every forward is collective, so a rank without rows runs one whose loss does not count.
+        micros += [None] * (batches.rounds - len(micros))
     total = torch.zeros((), device=run.device)
     data_time = 0.0
-    for number, turn in enumerate(turns, start=1):
-        sequences, position = turn or (run.data.shortest(), 0)
+    for number, micro in enumerate(micros, start=1):
+        sequences, position = micro or (run.data.shortest(), 0)
         run.beats.begin_micro(sequences)
         before = time.perf_counter()
         rows, batch = load_rows(run.data.table, sequences, run.device)
         data_time += time.perf_counter() - before
         run.beats.enter("compute")
-        if turn is not None:
+        if micro is not None:
             faults.write_rows(run.plan, run.group.rank, batches.step, batch)
         if number == 1:
             faults.in_compute(run, batches.step)
         seed_torch(run.plan.config.seed, "dropout", position)
         run.generator_watch.torch_was_seeded()
-        if number == len(turns):
-            run.gradient_sync.last_comes()
-        if len(rows.labels) or run.gradient_sync.keeps_pace:
+        if number == len(micros):
+            run.gradient_sync.before_last_backward()
+        if len(rows.labels) or run.gradient_sync.needs_equal_rounds:
             loss = run.forward.loss(rows, count=batches.loss_tokens)
             loss = faults.spoil_loss(run.plan, run.group.rank, batches.step, loss)
-            if turn is None:
+            if micro is None:
                 loss = loss * 0.0
             loss.backward()
             total += loss.detach()
@@ -120,7 +119,7 @@ def _add_up(run: Run, batches: StepBatches) -> tuple[torch.Tensor, float]:
 
 
 def _scalars(run: Run, total: torch.Tensor) -> torch.Tensor:
-    """(3 + ranks,) float32: the loss, the wishes to stop, and for each rank whether its own loss is not a number."""
+    """(3 + ranks,) float32: the loss, the stop request, and for each rank whether its own loss is NaN or infinite."""
     own = torch.zeros(scalars_of_a_step(run.group.world_size), device=run.device)
     own[0] = total
     if run.stop.outcome is not None:
@@ -130,7 +129,7 @@ def _scalars(run: Run, total: torch.Tensor) -> torch.Tensor:
 
 
 def _clip(run: Run, limit: float | None) -> torch.Tensor:
-    """The norm of the whole gradient before it is scaled down to `limit`. All ranks must call it."""
+    """Clips the gradient to the norm `limit`; gives its norm before. All ranks must call it."""
     parameters = [p for p in run.forward.loaded.trainable.values() if p.grad is not None]
     if parameters and isinstance(parameters[0], DTensor):
         norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))

@@ -1,6 +1,6 @@
-"""Names storage that does not answer, while others wait for it or train on.
+"""Reports storage that does not respond, while training waits for it or continues.
 
-A thread looks at the one that writes: the kernel tells whether it moves at all. A slow disk moves; one that hangs does not.
+A thread observes the one that writes: the kernel's counters show whether it makes progress. A slow disk does; one that hangs does not.
 """
 
 import os
@@ -16,21 +16,21 @@ from unisono.train.saver import MOVES_EVERY_S, STUCK_S, Save, Saver
 from unisono.watch import Beats
 
 _EVERY_S = 0.5
-_NAMED_AFTER_S = 5.0
+_REPORTED_AFTER_S = 5.0
 _GIVEN_UP_AFTER_S = 20.0
-_FIX = "check that file system (frozen, full, a network mount whose server is away?); older checkpoints are as they were"
+_FIX = "check that file system (frozen? full? network mount with an unreachable server?); older checkpoints are unchanged"
 
 
 class StorageWatch:
-    """Watches the saves of a rank, and what its main thread writes at the end. As a context it ends with the run.
+    """Watches the saves of a rank, and the main thread's own writes. Use it as a context manager around the run.
 
     Args:
-        saver: of the rank.
-        report: is told of storage that does not answer, and when it answers again.
-        beats: show that the main thread moves while it writes, however slowly.
+        saver: the rank's saver.
+        report: receives warnings about storage that does not respond.
+        beats: records that the main thread makes progress while it writes, however slowly.
 
     Attributes:
-        writing: what the main thread writes just now.
+        writing: the main thread's present write.
     """
 
     def __init__(self, saver: Saver, report: Reporter, beats: Beats | None = None) -> None:
@@ -39,7 +39,7 @@ class StorageWatch:
         self._main_moves: ThreadCounters | None = None
         self._report = report
         self._ended = threading.Event()
-        self._told: Save | None = None
+        self._reported: Save | None = None
         self._passed_on: tuple[Save, float] | None = None
         self._moves: ThreadCounters | None = None
         self.writing: _Writing | None = None
@@ -53,12 +53,12 @@ class StorageWatch:
         self._ended.set()
 
     def ends_if_stuck(self, what: str, path: Path, *, only_files: bool = False) -> "_Writing":
-        """While it is entered, the main thread's writing is watched; where it does not move, the rank ends with exit code 6.
+        """A context in which the main thread's write is watched; if it makes no progress, the rank exits with code 6.
 
         Args:
-            what: is written, for people.
-            path: where.
-            only_files: nothing but files can be waited for. Then it counts, too, where the kernel lets signals through, as with FUSE.
+            what: description of the write, for messages.
+            path: the path that is written.
+            only_files: whether the main thread can only be waiting for files. Then interruptible waits count, too, as with FUSE.
         """
         return _Writing(self, what, path, only_files=only_files)
 
@@ -71,20 +71,20 @@ class StorageWatch:
     def _look_at_save(self) -> None:
         save = self._saver.last
         if save is None or save.done.is_set():
-            self._told = None
+            self._reported = None
             return
         look = read_thread(os.getpid(), save.thread_id)
         if look is not None and look.moves != self._moves:
             self._moves = look.moves
             if not save.waits:
-                save.advance()  # the kernel writes what it was given, and gives no word of it
+                save.advance()  # the kernel is writing, without any return to the thread
         self._pass_on_moves(save)
         blocked_s = save.blocked_s
         if blocked_s > STUCK_S and save.on_stuck is not None:
             save.on_stuck(f"no progress for {blocked_s:.0f} s, {save.doing}; {look}")
             save.on_stuck = None
-        if blocked_s > _NAMED_AFTER_S and self._told is not save:
-            self._told = save
+        if blocked_s > _REPORTED_AFTER_S and self._reported is not save:
+            self._reported = save
             self._report.send(
                 "warning",
                 code="storage_blocked",
@@ -92,11 +92,11 @@ class StorageWatch:
                 fix=_FIX,
                 where=save.doing,
                 text=f"the save of step {save.step} has made no progress for {blocked_s:.0f} s: {save.doing}; {look}; "
-                "training goes on, and nothing is saved meanwhile",
+                "training continues; nothing is saved until the storage responds",
             )
 
     def _pass_on_moves(self, save: Save) -> None:
-        """Tells those who wait for this save that it has moved since they heard of it last."""
+        """Reports to the ranks that wait for this save that it has made progress."""
         last = self._passed_on[1] if self._passed_on and self._passed_on[0] is save else save.began
         if save.on_move is not None and not save.waits and save.moved - last >= MOVES_EVERY_S:
             self._passed_on = save, save.moved
@@ -108,30 +108,30 @@ class StorageWatch:
             self._main_moves = look.moves
             self._beats.progress(sum(look.moves))
         idle_s = writing.idle_s(look)
-        if look is None or idle_s < _NAMED_AFTER_S:
+        if look is None or idle_s < _REPORTED_AFTER_S:
             return
         text = f"{writing.what} has made no progress for {idle_s:.0f} s: {look}"
-        if not writing.is_told:
-            writing.is_told = True
+        if not writing.is_reported:
+            writing.is_reported = True
             self._report.send("warning", code="storage_blocked", text=text, where=str(writing.path), fix=_FIX)
         if idle_s > _GIVEN_UP_AFTER_S:
             error = StorageFailed(
-                Problem(text, str(writing.path), "the storage does not answer", _GIVE_UP_FIX),
+                Problem(text, str(writing.path), "the storage does not respond", _GIVE_UP_FIX),
                 path=writing.path,
             )
             self._report.send("refused", **error.to_json())
-            os._exit(error.exit_code)  # the main thread hears nothing where it is
+            os._exit(error.exit_code)  # the main thread is blocked in the kernel, and handles no exception
 
 
-_GIVE_UP_FIX = "mend it, and run the same command again: it goes on from the newest checkpoint"
+_GIVE_UP_FIX = "fix the storage, and run the same command again: it resumes from the newest checkpoint"
 
 
 class _Writing:
-    """What the main thread writes, as long as it is entered. It costs a step about a microsecond."""
+    """A write of the main thread, as a context manager. It costs about a microsecond per step."""
 
     def __init__(self, watch: StorageWatch, what: str, path: Path, *, only_files: bool) -> None:
         self.what, self.path = what, path
-        self.is_told = False
+        self.is_reported = False
         self._watch = watch
         self._states = "DS" if only_files else "D"
         self._moves: ThreadCounters | None = None
@@ -144,7 +144,7 @@ class _Writing:
         self._watch.writing = None
 
     def idle_s(self, look: ThreadState | None) -> float:
-        """Seconds for which the main thread has waited in the kernel without moving."""
+        """Seconds for which the main thread has waited in the kernel without progress."""
         moves = look.moves if look is not None and look.state in self._states else None
         if moves is None or moves != self._moves:
             self._moves, self._since = moves, time.monotonic()

@@ -183,11 +183,11 @@ def try_longest_batch(run: Run) -> MemoryTrial:
     rows, batch = load_rows(run.data.table, group, run.device)
     shape = f"{len(group)} sequences, {batch.tokens} tokens, longest row {max(batch.lengths)}"
     try:
-        if not run.gradient_sync.keeps_pace:
+        if not run.gradient_sync.needs_equal_rounds:
             run.gradient_sync.begin()  # where gradients have buffers, they are the ones that count
         held = _as_much_as_the_optimizer_will_hold(run)
         seconds = _time_of(run, rows)
-        if seconds < _QUICK_S and not run.gradient_sync.keeps_pace:
+        if seconds < _QUICK_S and not run.gradient_sync.needs_equal_rounds:
             # The first pass also warms up, and a step has the exchange and the update beside: the truth lies between.
             seconds = (seconds + _time_of(run, rows)) / 2
         run.optimizers.zero_grad()
@@ -208,7 +208,7 @@ def try_longest_batch(run: Run) -> MemoryTrial:
 def _time_of(run: Run, rows: Rows) -> float:
     """Seconds of a forward and a backward."""
     began = time.perf_counter()
-    if len(rows.labels) or run.gradient_sync.keeps_pace:
+    if len(rows.labels) or run.gradient_sync.needs_equal_rounds:
         run.forward.loss(rows, count=max(1, len(rows.labels))).backward()
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
