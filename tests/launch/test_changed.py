@@ -161,7 +161,7 @@ def test_a_model_of_another_shape_is_refused_though_it_was_allowed_and_the_run_i
     plan = (finished.out / "plan.json").read_bytes()
     done = finished.train(*LONGER, "--allow", "model")
     assert done.returncode == 7, done.stderr
-    assert "does not hold what this run trains" in done.stderr
+    assert "does not match the trainable parameters of this run" in done.stderr
     assert (finished.out / "plan.json").read_bytes() == plan
     shutil.rmtree(finished.model)
     (finished.folder / "kept").rename(finished.model)

@@ -90,10 +90,10 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
 @pytest.mark.parametrize(
     ("environment", "told"),
     [
-        (Environment(world_size=3, rank=0, local_rank=0), "WORLD_SIZE is 3 for rank 0, and the plan says 2"),
-        (Environment(world_size=2, rank=1, local_rank=0), "LOCAL_RANK is 0 for rank 1, and the plan says 1"),
-        (Environment(world_size=2, rank=7, local_rank=7), "RANK is 7, and the plan has ranks 0 to 1"),
-        (Environment(), "RANK is not set, and the plan has ranks 0 to 1"),
+        (Environment(world_size=3, rank=0, local_rank=0), "WORLD_SIZE is 3 for rank 0, but the plan has 2"),
+        (Environment(world_size=2, rank=1, local_rank=0), "LOCAL_RANK is 0 for rank 1, but the plan has 1"),
+        (Environment(world_size=2, rank=7, local_rank=7), "RANK is 7, but the plan has ranks 0 to 1"),
+        (Environment(), "RANK is not set, but the plan has ranks 0 to 1"),
     ],
 )
 def test_a_rank_that_is_not_the_planned_one_refuses(

@@ -127,7 +127,7 @@ def test_a_world_that_is_not_the_planned_one_is_refused(group: Ranks, workshop: 
     assert caught.value.exit_code == 3
     assert caught.value.verdict is not None
     assert caught.value.verdict.cause == "world_mismatch"
-    assert "has 1 ranks, and the plan has 2" in caught.value.problems[0].what
+    assert "has 1 ranks, but the plan has 2" in caught.value.problems[0].what
 
 
 @pytest.mark.gpu

@@ -14,14 +14,14 @@ from unisono.train.front_io import flags_of, outcome_of
 from unisono.train.run import Run
 from unisono.train.step_inputs import load_rows
 
-_ASK_EVERY_TOKENS = 8
-_TELL_EVERY_S = 2.0  # a short evaluation is told by its outcome alone
+_AGREE_EVERY_TOKENS = 8
+_REPORT_EVERY_S = 2.0  # a short evaluation reports its result only
 
 
 def evaluation_loss(run: Run) -> float | None:
-    """Σ of the cross entropy / loss tokens over all evaluation rows; None where there are none, or a stop came.
+    """Σ of the cross entropy / loss tokens over all evaluation rows; None if there are none, or after a stop request.
 
-    All ranks must call it; each takes its groups, and all get the same bits.
+    All ranks must call it; each takes its groups, and the result is bit-identical on all.
     """
     table, groups = run.eval_table, run.evaluation
     if table is None or groups is None:
@@ -30,9 +30,9 @@ def evaluation_loss(run: Run) -> float | None:
     count = int(table.sequence_loss_tokens().sum())
     total = 0.0
     with torch.no_grad(), evaluating(run):
-        done, told = 0, time.monotonic()
+        done, reported = 0, time.monotonic()
         for group in groups.rounds():
-            # All ranks take part in each sum, also those that have no group in the last round.
+            # All ranks take part in each sum, also those without a group in the last round.
             faults.pause(run.plan, run.group.rank, run.state.step, "evaluate")
             part = [evaluation_part(run, group, count=count), *flags_of(run.stop.outcome)]
             summed = torch.tensor(part, dtype=torch.float64, device=run.device)
@@ -40,20 +40,20 @@ def evaluation_loss(run: Run) -> float | None:
             loss, *flags = run.group.figures(summed)
             total += loss
             run.agreed_stop = outcome_of(flags)
-            if run.stopping:  # an evaluation is not worth the grace time; the caller drops it
+            if run.stopping:  # an evaluation is not worth the grace period; the caller drops it
                 return None
             done = min(done + groups.micro_batch * groups.world_size, table.sequences)
             run.beats.enter("evaluate", done=done, total=table.sequences)
-            if time.monotonic() - told > _TELL_EVERY_S:
-                told = time.monotonic()
+            if time.monotonic() - reported > _REPORT_EVERY_S:
+                reported = time.monotonic()
                 run.report.phase("evaluate", "evaluating", done=done, total=table.sequences)
     return total
 
 
 def evaluation_part(run: Run, group: list[int], *, count: int) -> float:
-    """The sum of the cross entropy of one group of evaluation sequences / count; 0 for an empty group.
+    """The summed cross entropy of one group of evaluation sequences, divided by `count`; 0 for an empty group.
 
-    With sharded weights every rank must call it as often as the others, with rows or without.
+    With sharded weights all ranks must call it equally often, with rows or without.
     """
     assert run.eval_table is not None
     if not group and not run.gradient_sync.needs_equal_rounds:
@@ -66,7 +66,7 @@ def evaluation_part(run: Run, group: list[int], *, count: int) -> float:
 
 
 class evaluating:  # noqa: N801 - read as `with evaluating(run)`
-    """Puts the model into evaluation mode, and back into training mode."""
+    """Switches the model to evaluation mode, and back to training mode."""
 
     def __init__(self, run: Run) -> None:
         self._model = run.forward.loaded.model
@@ -83,14 +83,14 @@ class evaluating:  # noqa: N801 - read as `with evaluating(run)`
 
 @dataclass(frozen=True)
 class Question:
-    """The last answer of a row, and what comes before it, as tokens."""
+    """The last answer of a row, and the prompt before it, as tokens."""
 
     prompt: list[int]
     answer: list[int]
 
 
 def question_of(table: TokenTable, row: int) -> Question | None:
-    """The last run of loss tokens of a row is its answer; None if nothing comes before it."""
+    """The question of a row, whose answer is its last run of loss tokens; None if nothing precedes it."""
     ids, targets = table.row(row)
     end = len(ids)
     while end > 0 and not targets[end - 1]:
@@ -104,14 +104,14 @@ def question_of(table: TokenTable, row: int) -> Question | None:
 
 
 def show_samples(run: Run, *, step: int) -> None:
-    """Sends the answers to the first evaluation rows to the front. Rank 0's work, with sharded weights in step with all."""
+    """Sends answers to the first evaluation rows to the front. Rank 0 does it; with sharded weights all ranks take part."""
     section = run.plan.config.eval
     if run.eval_table is None or not section.samples or not run.plan.answers:
         return
     if not run.group.is_main and run.sharded is None:
         return
-    asked = _questions(run, range(min(section.samples, run.eval_table.rows)))
-    for question, answer in _answers(run, asked, among=asked, limit=section.sample_tokens):
+    questions = _questions(run, range(min(section.samples, run.eval_table.rows)))
+    for question, answer in _answers(run, questions, among=questions, limit=section.sample_tokens):
         run.report.send(
             "sample",
             step=step,
@@ -122,30 +122,30 @@ def show_samples(run: Run, *, step: int) -> None:
 
 
 def wants_exact_match(run: Run) -> bool:
-    """Whether the share of exactly right answers is to be measured."""
+    """Whether the config asks for the share of exact matches."""
     return run.eval_table is not None and run.plan.config.eval.exact_match and run.plan.answers
 
 
 def exact_match_share(run: Run) -> float | None:
-    """The share of all evaluation rows whose generated answer is the written one; None if not asked for, or a stop came.
+    """The share of evaluation rows whose generated answer equals the reference; None if not configured, or after a stop request.
 
-    All ranks must call it. Replicas take questions in turn; with sharded weights all answer all, in step.
+    All ranks must call it. Replicas take questions in turn; with sharded weights all ranks answer all questions together.
     """
     if run.eval_table is None or not wants_exact_match(run):
         return None
-    asked = _questions(run, range(run.eval_table.rows))
-    if not asked:
+    questions = _questions(run, range(run.eval_table.rows))
+    if not questions:
         return None
-    mine = asked if run.sharded else asked[run.group.rank :: run.group.world_size]
-    answers = _answers(run, mine, among=asked, limit=None)
+    own = questions if run.sharded else questions[run.group.rank :: run.group.world_size]
+    answers = _answers(run, own, among=questions, limit=None)
     pairs = [(answer, _text(run, question.answer)) for question, answer in answers]
-    right = round(exact_match(pairs) * len(pairs)) if pairs else 0
-    counts = [right, len(pairs), *flags_of(run.stop.outcome)]
+    matches = round(exact_match(pairs) * len(pairs)) if pairs else 0
+    counts = [matches, len(pairs), *flags_of(run.stop.outcome)]
     summed = torch.tensor(counts, dtype=torch.float64, device=run.device)
     run.group.sum(summed)
-    right_of_all, of_all, *flags = run.group.figures(summed)
+    all_matches, total, *flags = run.group.figures(summed)
     run.agreed_stop = outcome_of(flags)
-    return right_of_all / of_all if run.stopping is None and of_all else None
+    return all_matches / total if run.stopping is None and total else None
 
 
 def _questions(run: Run, rows: range) -> list[Question]:
@@ -156,9 +156,9 @@ def _questions(run: Run, rows: range) -> list[Question]:
 def _answers(
     run: Run, questions: list[Question], *, among: list[Question], limit: int | None
 ) -> list[tuple[Question, str]]:
-    """Greedy answers to some questions among those of all ranks.
+    """Greedy answers to some of the questions of all ranks; none after a stop request.
 
-    Without a limit they may be as long as the longest written answer of all and a little more. None are given if a stop came.
+    Without a limit an answer may be as long as the longest reference of all, plus a few tokens.
     """
     if not questions:
         return []
@@ -184,9 +184,9 @@ def _answers(
 
 
 class _StopCheck:
-    """Asks after each token whether generation must end, because a stop came.
+    """Whether generation must end because of a stop request; called after each token.
 
-    With sharded weights each token needs all ranks, so they ask each other, at the same tokens.
+    With sharded weights each token needs all ranks, so they agree on it at the same tokens.
     """
 
     def __init__(self, run: Run) -> None:
@@ -200,13 +200,13 @@ class _StopCheck:
         self._run.beats.enter("sample", done=self._tokens)
         if self._run.sharded is None:
             self.came = own
-        elif self._tokens % _ASK_EVERY_TOKENS == 0:
+        elif self._tokens % _AGREE_EVERY_TOKENS == 0:
             self.came = self._run.group.any(own)
         return self.came
 
 
 def _stop_ids(run: Run, questions: list[Question]) -> set[int]:
-    """The end of text, and the token with which the written answers end."""
+    """The end-of-sequence token, and the special tokens with which the references end."""
     special = set(run.tokenizer.all_special_ids)
     ends = {q.answer[-1] for q in questions} & special
     return ends | ({run.tokenizer.eos_token_id} - {None})

@@ -1,42 +1,42 @@
-"""Faults that drills and tests put into a run, in `plan.faults`; a config cannot hold them.
+"""Faults that drills and tests inject into a run with `plan.faults`; a config cannot contain them.
 
-This is all there are. Steps are optimizer steps, from 1; a fault with a step strikes at that step.
+This list is complete. Steps are optimizer steps, from 1; a fault with a step occurs at that step.
 
-What a rank brings, found before step 1:
-one_row_more      [rank, …]        these ranks have a row more than the others
-unseeded_split    [rank, …]        these ranks have split their rows with a generator that nobody seeded
-flip_weight_bit   [rank, …]        these ranks hold a weight with one bit turned
-other_tokenizer   [rank, …]        these ranks have another tokenizer
+Input of a rank, detected before step 1:
+one_row_more      [rank, …]        these ranks have an additional row
+unseeded_split    [rank, …]        these ranks split their rows with an unseeded generator
+flip_weight_bit   [rank, …]        these ranks have a weight with one bit flipped
+other_tokenizer   [rank, …]        these ranks have a different tokenizer
 
-How a rank ends:
-die               {rank, step, how: exception | sigkill | exit | exit0 | refuse | oom}    at the start of that step; exit0 leaves as
-                                   if all were well; oom takes memory, `bytes` at most, until the kernel kills the rank
-one_step_less     [rank, …]        these ranks believe that the run has a step less, and leave before the others
-hang_in_teardown  {rank}           a thread of its own keeps the process after its result
-destroy_twice     {rank}           it destroys the process group, which is then destroyed again
+Ends of a rank:
+die               {rank, step, how: exception | sigkill | exit | exit0 | refuse | oom}    at the start of that step; exit0 exits as
+                                   after success; oom allocates memory, at most `bytes`, until the kernel kills the rank
+one_step_less     [rank, …]        these ranks take the run for one step shorter, and exit before the others
+hang_in_teardown  {rank}           an extra thread keeps the process alive after its result
+destroy_twice     {rank}           destroys the process group, which is then destroyed again
 
-How a rank hangs, or is late:
+Hangs and delays:
 stop              {rank, step}     SIGSTOP to itself
-starve            {rank, step, fifo}        reads its batch from a FIFO that nobody writes
-hold_gil          {rank, step, seconds}     in native code that keeps Python's lock
+starve            {rank, step, fifo}        reads its batch from a FIFO without a writer
+hold_gil          {rank, step, seconds}     in native code that holds the GIL
 sleep             {rank, step, seconds}     in Python, between forward and backward
-spin              {rank, step, seconds}     the same, in a loop
+spin              {rank, step, seconds}     the same, in a busy loop
 slow              {rank, step, seconds}     in each step from that one on
 
-What a rank does otherwise than the rest:
+Different behaviour of one rank:
 other_collective  {rank, step}     gathers where the others sum
-other_shape       {rank, step}     sums a tensor with an element more
-drift             {rank, step}     changes a weight that is trained
-nan_steps         [step, …]        the gradient of these steps is not a number, on all ranks
-nan_loss          {rank, steps}    its part of the loss of these steps is not a number
+other_shape       {rank, step}     sums a tensor with one element more
+drift             {rank, step}     changes a trained weight
+nan_steps         [step, …]        the gradient of these steps is NaN on all ranks
+nan_loss          {rank, steps}    its part of the loss of these steps is NaN
 
-What is no fault, though it looks like one:
+Not faults, although they look like one:
 pause             [{how: sleep | work | collect | evaluate | sync | save, seconds, steps: [step, …] or every, ranks: [rank, …] or none for all}, …]
-                                   a slow first step, a compiler's work, a garbage collection of many objects; a slow round of the
-                                   evaluation after that step; metrics that are slow to be synced before its save; a slow save of it
-clock_jump        {step, seconds}  the wall clock of every rank is off by so much from then on
-write_rows        directory        every rank writes down which rows went into each of its forwards
-marks             directory        a rank that a fault strikes leaves the moment there, in ns of the monotonic clock: rank-00001
+                                   a slow first step, a compilation, a garbage collection of many objects; a slow round of the
+                                   evaluation after that step; a slow sync of metrics before its save; a slow save
+clock_jump        {step, seconds}  the wall clock of every rank is off by that much from then on
+write_rows        directory        every rank records which rows went into each of its forwards
+marks             directory        a rank records the time of its fault there, in ns of the monotonic clock: rank-00001
 """
 
 import contextlib
@@ -68,18 +68,21 @@ from unisono.train.run import Run
 from unisono.watch import Beats
 
 __all__ = [
-    "among",
     "at_the_end",
-    "believed",
     "change_loaded",
     "change_table",
     "in_compute",
     "in_data",
     "pause",
+    "plan_of_rank",
     "spoil_gradient",
     "spoil_loss",
+    "wrap_group",
     "write_rows",
 ]
+
+
+# ---- Input of a rank
 
 
 def change_loaded(plan: RunPlan, rank: int, loaded: LoadedModel) -> None:
@@ -104,15 +107,15 @@ def change_table(plan: RunPlan, rank: int, table: TokenTable) -> TokenTable:
     return table
 
 
-def believed(plan: RunPlan, rank: int) -> RunPlan:
-    """one_step_less: the plan as this rank believes it to be once all have agreed on it."""
+def plan_of_rank(plan: RunPlan, rank: int) -> RunPlan:
+    """one_step_less: the plan that this rank follows after all have agreed."""
     if rank not in plan.faults.get("one_step_less", ()):
         return plan
     return plan.model_copy(update={"total_steps": plan.total_steps - 1})
 
 
 def _with_one_more(table: TokenTable) -> TokenTable:
-    """The last row once more, as a sequence of its own."""
+    """The table with its last row repeated, as a sequence of its own."""
     last = table.rows_of(table.sequences - 1)[-1]
     extra = {"tokens": table.columns["length"][last], "loss_tokens": table.columns["loss"][last]}
     return dataclasses.replace(
@@ -126,15 +129,15 @@ def _with_one_more(table: TokenTable) -> TokenTable:
     )
 
 
-def among(group: Group, plan: RunPlan, beats: Beats) -> Group:
-    """other_collective and other_shape: the group as this rank will use it. Beats record what is really called."""
+def wrap_group(group: Group, plan: RunPlan, beats: Beats) -> Group:
+    """other_collective and other_shape: the group that this rank uses. Beats record the actual calls."""
     if "other_collective" in plan.faults or "other_shape" in plan.faults:
-        return _Odd(group, plan, beats)
+        return _FaultyGroup(group, plan, beats)
     return group
 
 
-class _Odd:
-    """A group whose sum is another operation, once."""
+class _FaultyGroup:
+    """A group whose sum is replaced by a different operation, once."""
 
     def __init__(self, group: Group, plan: RunPlan, beats: Beats) -> None:
         self._group, self._plan, self._beats = group, plan, beats
@@ -165,14 +168,14 @@ class _Odd:
         return self._group.has_note(note)
 
     def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What is summed in place of `tensor`; before that another collective may come."""
+        """The tensor to sum in place of `tensor`; a different collective may be called before."""
         step = self._beats.step
-        if struck(self._plan, "other_collective", self.rank, step) is not None:
+        if due_fault(self._plan, "other_collective", self.rank, step) is not None:
             mark(self._plan, self.rank)
             self._beats.begin_collective("all_gather", tensor.numel())
             with self._beats.waiting():
                 dist.all_gather([torch.empty_like(tensor) for _ in range(self.world_size)], tensor)
-        if struck(self._plan, "other_shape", self.rank, step) is not None:
+        if due_fault(self._plan, "other_shape", self.rank, step) is not None:
             mark(self._plan, self.rank)
             return torch.cat([tensor, tensor.new_zeros(1)])
         return tensor
@@ -182,10 +185,10 @@ _FOR_EVER_S = 3600.0
 
 
 def at_the_end(plan: RunPlan, rank: int) -> None:
-    """hang_in_teardown and destroy_twice. No collective comes after this."""
+    """hang_in_teardown and destroy_twice. No collective follows."""
     if plan.faults.get("hang_in_teardown", {}).get("rank") == rank:
         mark(plan, rank)
-        # Python waits for such a thread before it leaves, as for a tracker's that cannot reach its server.
+        # Python waits for such a thread before it exits, as for that of a tracker that cannot reach its server.
         threading.Thread(target=time.sleep, args=(_FOR_EVER_S,), name="tracker").start()
     if plan.faults.get("destroy_twice", {}).get("rank") == rank:
         mark(plan, rank)
@@ -193,7 +196,7 @@ def at_the_end(plan: RunPlan, rank: int) -> None:
 
 
 def mark(plan: RunPlan, rank: int, *, again: bool = False) -> None:
-    """Leaves the moment for who times the drill. The first one counts, unless `again`."""
+    """Records the time of the fault, from which drills measure. The first one counts, unless `again`."""
     directory = plan.faults.get("marks")
     if directory is None:
         return
@@ -206,8 +209,8 @@ def mark(plan: RunPlan, rank: int, *, again: bool = False) -> None:
         file.write(now)
 
 
-def struck(plan: RunPlan, name: str, rank: int, step: int) -> dict[str, Any] | None:
-    """The fault of this name, if it strikes this rank at this step."""
+def due_fault(plan: RunPlan, name: str, rank: int, step: int) -> dict[str, Any] | None:
+    """The fault of this name, if it is due on this rank at this step."""
     fault: dict[str, Any] | None = plan.faults.get(name)
     if fault is None or (fault["rank"], fault["step"]) != (rank, step):
         return None
@@ -216,20 +219,20 @@ def struck(plan: RunPlan, name: str, rank: int, step: int) -> dict[str, Any] | N
 
 _SLICE_S = 0.5
 _LITTER = 2_000_000
-_litter: list[list[int]] = []  # kept over the run, as a large data set in Python objects is
+_litter: list[list[int]] = []  # kept for the whole run, like a large data set of Python objects
 
 
 def pause(
     plan: RunPlan, rank: int, step: int, *places: str, on_slice: Callable[[], object] | None = None
 ) -> None:
-    """Does each pause that is due at one of these places.
+    """Makes each pause that is due at one of these places.
 
     Args:
-        plan: holds the pauses.
-        rank: this one.
-        step: that is worked on, evaluated or saved.
-        places: the ways to pause that belong here.
-        on_slice: progress is told by it, twice a second.
+        plan: has the pauses.
+        rank: of this process.
+        step: the step in progress.
+        places: the kinds of pause that apply here.
+        on_slice: called twice a second to record progress.
     """
     for wanted in plan.faults.get("pause", ()):
         if wanted["how"] in places and rank in wanted.get("ranks", (rank,)) and _is_due(wanted, step):
@@ -249,7 +252,7 @@ def _sleep(seconds: float, on_slice: Callable[[], object]) -> None:
 
 
 def _work(seconds: float, on_slice: Callable[[], object]) -> None:
-    """Compiles, which is Python's own native work."""
+    """Compiles source code, as an example of native work in Python."""
     source = "\n".join(f"x{i} = [{i}, {i} + x{i - 1}]" for i in range(1, 2000))
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -258,7 +261,7 @@ def _work(seconds: float, on_slice: Callable[[], object]) -> None:
 
 
 def _collect(seconds: float, on_slice: Callable[[], object]) -> None:
-    """Full collections of many objects; each of them holds Python's lock."""
+    """Runs full garbage collections of many objects; each holds the GIL."""
     if not _litter:
         _litter.extend([number] for number in range(_LITTER))
     until = time.monotonic() + seconds
@@ -278,9 +281,9 @@ _PAUSES: dict[str, Callable[[float, Callable[[], object]], None]] = {
 
 
 def write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
-    """write_rows: a line for a forward whose loss counts, with each row's id and the digest of the tokens that went in.
+    """write_rows: writes a line for each forward whose loss counts, with each row's id and the digest of its tokens.
 
-    A line is on its way to the disk before the forward begins, so that a kill hides nothing that was trained on.
+    The line is written before the forward starts, so that a kill hides no row that was trained on.
     """
     directory = plan.faults.get("write_rows")
     if directory is None:
@@ -301,7 +304,7 @@ def write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
 
 
 def spoil_loss(plan: RunPlan, rank: int, step: int, loss: torch.Tensor) -> torch.Tensor:
-    """nan_loss: the loss of a micro batch, or what is no number."""
+    """nan_loss: the loss of a micro batch, or NaN."""
     fault = plan.faults.get("nan_loss")
     if fault is None or rank != fault["rank"] or step not in fault["steps"]:
         return loss
@@ -310,7 +313,7 @@ def spoil_loss(plan: RunPlan, rank: int, step: int, loss: torch.Tensor) -> torch
 
 
 def spoil_gradient(plan: RunPlan, step: int, parameter: torch.Tensor) -> None:
-    """nan_steps."""
+    """nan_steps: replaces the gradient by NaN."""
     if step in plan.faults.get("nan_steps", ()):
         if parameter.grad is None:
             parameter.grad = torch.full_like(parameter, math.nan)
@@ -318,39 +321,39 @@ def spoil_gradient(plan: RunPlan, step: int, parameter: torch.Tensor) -> None:
             parameter.grad.fill_(math.nan)
 
 
-_MUTEX_BYTES = 64  # more than any platform's pthread_mutex_t; zeros are an open one
+_MUTEX_BYTES = 64  # larger than any platform's pthread_mutex_t; zeros are an unlocked mutex
 _BLOCK_BYTES = 8 << 20
 _BLOCK_EVERY_S = 0.02
 
 
 def in_data(plan: RunPlan, rank: int, step: int) -> None:
-    """die and starve, where the batch of a step is made."""
-    if (fault := struck(plan, "die", rank, step)) is not None:
+    """die, starve and one_step_less, where the batch of a step is built."""
+    if (fault := due_fault(plan, "die", rank, step)) is not None:
         mark(plan, rank)
         _die(plan, rank, step, how=fault["how"], limit_bytes=fault.get("bytes", 0))
-    if (fault := struck(plan, "starve", rank, step)) is not None:
+    if (fault := due_fault(plan, "starve", rank, step)) is not None:
         mark(plan, rank)
-        with open(fault["fifo"], "rb") as source:  # noqa: PTH123 - waits here for somebody who writes
+        with open(fault["fifo"], "rb") as source:  # noqa: PTH123 - blocks until a writer opens it
             source.read()
     if rank in plan.faults.get("one_step_less", ()) and step == plan.total_steps:
-        mark(plan, rank)  # what it does after this step the others do not do with it
+        mark(plan, rank)  # after this step it does what the others do not
 
 
 def in_compute(run: Run, step: int) -> None:
-    """What happens between the batch and its forward: stop, hold_gil, sleep, spin, slow, drift, clock_jump, pause."""
+    """stop, hold_gil, sleep, spin, slow, drift, clock_jump and pause, between the batch and its forward."""
     plan, rank = run.plan, run.group.rank
-    if struck(plan, "stop", rank, step) is not None:
+    if due_fault(plan, "stop", rank, step) is not None:
         mark(plan, rank)
         os.kill(os.getpid(), signal.SIGSTOP)
     for name, wait in (("hold_gil", _hold_gil), ("sleep", time.sleep), ("spin", _spin)):
-        if (fault := struck(plan, name, rank, step)) is not None:
+        if (fault := due_fault(plan, name, rank, step)) is not None:
             mark(plan, rank)
             wait(fault["seconds"])
     slow = plan.faults.get("slow")
     if slow is not None and slow["rank"] == rank and step >= slow["step"]:
         mark(plan, rank)
         time.sleep(slow["seconds"])
-    if struck(plan, "drift", rank, step) is not None:
+    if due_fault(plan, "drift", rank, step) is not None:
         mark(plan, rank)
         with torch.no_grad():
             next(iter(run.forward.loaded.trainable.values())).view(-1)[0] += 1.0
@@ -378,17 +381,17 @@ def _die(plan: RunPlan, rank: int, step: int, *, how: str, limit_bytes: int) -> 
 
 
 def _take_memory(plan: RunPlan, rank: int, limit_bytes: int) -> None:
-    """Until the kernel has no more. Slowly, so that the moment of the last block is nearly that of the kill."""
+    """Allocates until the kernel kills the process; slowly, so that the time of the last block is close to that of the kill."""
     taken: list[bytes] = []
     while len(taken) * _BLOCK_BYTES < limit_bytes:
         taken.append(b"\1" * _BLOCK_BYTES)
         mark(plan, rank, again=True)
         time.sleep(_BLOCK_EVERY_S)
-    raise MemoryError(f"{limit_bytes} bytes were taken, and nobody has killed this rank")
+    raise MemoryError(f"{limit_bytes} bytes were allocated, and this rank was not killed")
 
 
 def _hold_gil(seconds: float) -> None:
-    """Waits in C without giving Python's lock away. Not by sleep(3), which a signal ends, as the one that asks for stacks."""
+    """Waits in C while holding the GIL. Not with sleep(3), which a signal interrupts, e.g. the one that requests stacks."""
     library = ctypes.PyDLL(None)
     mutex = ctypes.create_string_buffer(_MUTEX_BYTES)
     until = time.clock_gettime(time.CLOCK_REALTIME) + seconds
@@ -404,6 +407,6 @@ def _spin(seconds: float) -> None:
 
 
 def _put_clock_forward(seconds: float) -> None:
-    """The wall clock of this process, as Python code sees it."""
+    """Shifts this process's wall clock, as Python code sees it."""
     real = time.time
     time.time = lambda: real() + seconds

@@ -99,6 +99,8 @@ def _handled_by_the_thread(*_: object) -> None:
     """Does nothing: Python has already written the signal's number to the pipe."""
 
 
+# ---- Messages
+
 Message = dict[str, Any]
 
 _STDIN = 0

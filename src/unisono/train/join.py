@@ -108,7 +108,7 @@ def join_ranks(
         beats=beats,
     )
     check_world(plan, place, group)
-    return faults.among(group, plan, beats)
+    return faults.wrap_group(group, plan, beats)
 
 
 def check_world(plan: RunPlan, place: RankPlace, group: Ranks) -> None:
@@ -174,6 +174,8 @@ def _plan_mismatch(place: RankPlace | None, what: str, fix: str) -> Disagreed:
     )
 
 
+# ---- The report of a rank
+
 _STEPS = 100  # the order of rows is compared for so many steps
 _SHOWN = 8
 
@@ -230,6 +232,8 @@ def bound_uuid(device: torch.device) -> str | None:
     """The UUID of the bound accelerator, as the driver writes it; None on CPU."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
 
+
+# ---- Digests of what it holds
 
 _WIDTH = 1024  # words in a block; a word's weight is that of its place in the block times that of the block
 _BLOCKS = 4096  # blocks at a time: 32 MiB

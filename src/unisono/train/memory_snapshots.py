@@ -1,7 +1,7 @@
-"""Keeps finished steps of an adapter in memory that the front owns, so that this process's death costs no step, or few.
+"""Keeps finished steps of an adapter in memory that the front owns, so that the death of this process loses no step, or few.
 
-It is for adapters alone: what is trained is small, and one pass over it costs little beside a step. How much is measured, before step 1 and
-again in the first steps; where it is too much, only every second, fourth, … step is kept. All ranks decide alike: by the step's number.
+It is for adapters only: the trained state is small, and a copy costs little compared with a step. The cost is measured before step 1 and
+again in the first steps; if it is too high, only every second, fourth, … step is kept. All ranks decide alike: by the step's number.
 """
 
 import errno
@@ -24,26 +24,26 @@ from unisono.train.saver import Part
 from unisono.units import show_bytes
 
 LIMIT = 0.01
-"""The most that keeping steps may cost, of the time of all steps."""
+"""The maximum cost of keeping steps, as a share of the time of all steps."""
 MOST_EVERY = 64
-"""Where not even one step in so many may be kept, none is."""
+"""If even one step in so many is too expensive to keep, none is kept."""
 _TRIALS = 5
 MEASURED = 10
-_LEFT_OUT = 1  # the first step warms up, and its keeping makes the slots
+_LEFT_OUT = 1  # the first step is warmup, and keeping it allocates the slots
 _BLOCK_BYTES = 1 << 19  # copied, and digested while it is still in the cache
 _MOST_OF_FREE = 0.1
-_OFF = "; after a death the run goes on from its last checkpoint"
+_OFF = "; if a rank dies, the run resumes from its last checkpoint"
 
 
 class MemorySnapshots:
-    """This rank's newest steps in memory. Every rank of an adapter's run has one; not every rank has memory for it."""
+    """This rank's newest steps in memory. Every rank of an adapter run has one; not every rank has memory for it."""
 
     def __init__(self, fd: int | None, *, limit: float = LIMIT) -> None:
-        """Nothing is kept yet.
+        """Keeps nothing yet.
 
         Args:
-            fd: memory that this process has inherited from its front; None: this rank keeps nothing, and only agrees with the others.
-            limit: the most that keeping a step may cost, of a step's time.
+            fd: memory that this process inherited from its front; None: this rank keeps nothing, and only takes part in the decisions.
+            limit: the maximum cost of keeping a step, as a share of a step's time.
         """
         self._fd = fd
         self._limit = limit
@@ -56,14 +56,14 @@ class MemorySnapshots:
         self._steps: list[float] = []
 
     def prepare(self, run: Run, *, step_time_s: float) -> int | None:
-        """Decides before the first step, by an estimate, which steps will be kept: each n-th one; None where none is. All ranks must call it.
+        """Decides before the first step, by an estimate, which steps are kept: every n-th; None if none. All ranks must call it.
 
         Args:
             run: before its first step.
-            step_time_s: of a step, as far as it is known.
+            step_time_s: estimated time of a step.
 
         Raises:
-            UnfitError: if the system does not give the memory.
+            UnfitError: if the system does not provide the memory.
         """
         trial = _contents_after_a_step(run)
         if self._turned_off_at_once(run, trial):
@@ -72,18 +72,18 @@ class MemorySnapshots:
         return self._decide(run, cost / max(step_time_s, 1e-9))
 
     def publish(self, run: Run, line: dict[str, Any], *, step_time_s: float | None = None) -> None:
-        """Keeps the state as it is now, if it is its turn, with a line that is about to be written to metrics.jsonl. All ranks must call it.
+        """Keeps the present state, if this step is to be kept, with the line that is about to be written to metrics.jsonl. All ranks must call it.
 
         Args:
             run: after a step, or after its evaluation.
-            line: of metrics.jsonl, of this step.
-            step_time_s: of the step; None after an evaluation, which is not measured.
+            line: this step's line of metrics.jsonl.
+            step_time_s: time of the step; None after an evaluation, which is not measured.
         """
         if self._is_off:
             return
         measures = len(self._costs) < _LEFT_OUT + MEASURED
         is_turn = run.state.step % self._every == 0 or run.state.step == run.plan.total_steps
-        if step_time_s is not None and not measures and not is_turn:  # an evaluation is too dear to be lost
+        if step_time_s is not None and not measures and not is_turn:  # an evaluation is too expensive to lose
             self._lines = [without_nan(line)]
             return
         began = time.perf_counter()
@@ -91,7 +91,7 @@ class MemorySnapshots:
             self._keep(run, self._fd, without_nan(line))
         self._sequence += 1
         if run.sharded is not None:
-            run.group.barrier()  # no rank has the whole of it, so the step counts once all have kept it
+            run.group.barrier()  # each rank has only a part, so the step counts once all have kept theirs
         if step_time_s is not None and measures:
             self._costs.append(time.perf_counter() - began)
             self._steps.append(step_time_s)
@@ -99,19 +99,19 @@ class MemorySnapshots:
                 self._judge(run)
 
     def _turned_off_at_once(self, run: Run, trial: Contents) -> bool:
-        """Whether a rank has nowhere to keep its part, or too little memory. All ranks must call it."""
+        """Whether a rank has no place for its part, or too little memory. All ranks must call it."""
         needed = SLOTS * sum(part.tensor.nbytes for parts in trial.groups.values() for part in parts)
         free = available_memory() if self._fd is not None else 0
         too_much = self._fd is not None and needed > _MOST_OF_FREE * free
         if run.group.any(too_much):
             size = f"{show_bytes(needed)} of the {show_bytes(free)} that are free"
-            self._turn_off(run, f"keeping each step in memory would take {size}: it is off{_OFF}")
+            self._turn_off(run, f"keeping each step in memory would take {size}: turned off{_OFF}")
         elif run.group.any(self._fd is None and (run.sharded is not None or run.group.is_main)):
-            self._is_off = True  # the ranks were started by hand, or by another program: nobody would look
+            self._is_off = True  # the ranks were not started by the front: nothing would read the memory
         return self._is_off
 
     def _try(self, run: Run, fd: int, trial: Contents) -> float:
-        """Seconds that keeping a step takes: the median of a few, of which nothing is left."""
+        """Seconds that keeping a step takes: the median of a few trials, which leave nothing behind."""
         slots = _TensorSlots(fd, trial, [], text_bytes=len(self._text(run, contents_of(run))))
         times = []
         for number in range(SLOTS + _TRIALS):
@@ -122,7 +122,7 @@ class MemorySnapshots:
         return statistics.median(times[SLOTS:])  # the first write to a slot has the kernel map its pages
 
     def _decide(self, run: Run, share: float) -> int | None:
-        """Which steps are kept, by what it costs the rank whom it costs most. All ranks must call it, and get the same."""
+        """Which steps are kept, by the cost on the slowest rank. All ranks must call it, and get the same."""
         self._every = 1
         while run.group.any(share > self._limit * self._every):
             self._every *= 2
@@ -142,7 +142,7 @@ class MemorySnapshots:
         slots.write(self._sequence, step=run.state.step, text=text)
 
     def _new_slots(self, run: Run, fd: int) -> "_TensorSlots":
-        self._slots = None  # the old memory goes before the new comes
+        self._slots = None  # frees the old memory before new memory is allocated
         contents = contents_of(run)
         self._slots = _TensorSlots(
             fd, contents, _state_tensors(run), text_bytes=len(self._text(run, contents))
@@ -154,7 +154,7 @@ class MemorySnapshots:
         return slot_text(values, self._lines)
 
     def _judge(self, run: Run) -> None:
-        """Once, after the same step on all ranks: decides again, by what was measured on the slowest rank. All ranks must call it."""
+        """Decides again, once and after the same step on all ranks, by the cost measured on the slowest rank. All ranks must call it."""
         cost, step = (statistics.median(times[_LEFT_OUT:]) for times in (self._costs, self._steps))
         size = os.fstat(self._fd).st_size if self._fd is not None else 0
         expected = self._every
@@ -162,25 +162,25 @@ class MemorySnapshots:
         run.report.send("kept", cost_s=cost, step_time_s=step, bytes=size, every=every)
         figures = f"{cost / step:.1%} of a step here ({1e3 * cost:.3g} of {1e3 * step:.3g} ms)"
         if every is None:
-            limit = f"more than {self._limit:.0%} even for one step in {MOST_EVERY} is too much"
-            self._turn_off(run, f"keeping a step in memory costs {figures}, and {limit}: it is off{_OFF}")
+            limit = f"even one step in {MOST_EVERY} would cost more than {self._limit:.0%}"
+            self._turn_off(run, f"keeping a step in memory costs {figures}, and {limit}: turned off{_OFF}")
         elif every > expected and run.group.is_main:
             price = f"{every - 1} finished step{'s' if every > 2 else ''}"
             text = f"keeping a step in memory costs {figures}: one step in {every} is kept, for at most {self._limit:.0%}"
-            run.report.send("note", text=f"{text}; a death may cost {price}")
+            run.report.send("note", text=f"{text}; if a rank dies, up to {price} may be lost")
 
     def _turn_off(self, run: Run, text: str) -> None:
         self._is_off = True
         self._slots = None
         if self._fd is not None:
-            os.ftruncate(self._fd, 0)  # what was kept would soon be old
+            os.ftruncate(self._fd, 0)  # the kept step would soon be out of date
         if run.group.is_main:
             run.report.send("note", text=text)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Tensors that stand side by side: where they are, and for each slot where they go."""
+    """Neighbouring tensors: where they are, and for each slot where they are copied to."""
 
     sources: list[torch.Tensor]
     targets: list[list[torch.Tensor]]
@@ -188,7 +188,7 @@ class _Block:
 
 
 class _TensorSlots:
-    """The slots, with the run's tensors tied to their places in them."""
+    """The slots, with views for the run's tensors in each of them."""
 
     def __init__(self, fd: int, contents: Contents, state: list[torch.Tensor], *, text_bytes: int) -> None:
         self.contents = contents
@@ -205,17 +205,17 @@ class _TensorSlots:
         self._blocks = self._make_blocks(sources)
 
     def is_of(self, state: list[torch.Tensor]) -> bool:
-        """Whether the optimizers' tensors are still those that were tied to the slots."""
+        """Whether the optimizers' tensors are still those that the slots were made for."""
         return len(state) == len(self._state) and all(
             ours is theirs for ours, theirs in zip(state, self._state, strict=True)
         )
 
     def has_room(self, text: bytes) -> bool:
-        """Whether a text fits."""
+        """Whether a text fits into a slot."""
         return self._slots.fits(text)
 
     def write(self, sequence: int, *, step: int, text: bytes) -> None:
-        """Writes the slot whose turn it is."""
+        """Writes the next slot."""
         if self._stage is not None:
             self._stage.fill()
         writing = self._slots.begin(sequence)
@@ -242,7 +242,7 @@ class _TensorSlots:
 
 
 class _Stage:
-    """Brings tensors from a GPU into pinned host memory, in one transfer."""
+    """Copies tensors from a GPU to pinned host memory, in one transfer."""
 
     def __init__(self, sources: list[torch.Tensor], layout: Layout) -> None:
         device = next(source.device for source in sources if source.is_cuda)
@@ -256,7 +256,7 @@ class _Stage:
         self._copied = [self.staged[i] for i in rest], [sources[i] for i in rest]
 
     def fill(self) -> None:
-        """Waits for the device: the step is not kept before it is here."""
+        """Copies all tensors, and waits for the device: the step is kept only once its tensors are on the host."""
         torch._foreach_copy_(*self._moved)
         self._pinned.copy_(self._flat, non_blocking=True)
         torch.cuda.current_stream(self._flat.device).synchronize()
@@ -265,7 +265,7 @@ class _Stage:
 
 
 def _contents_after_a_step(run: Run) -> Contents:
-    """What will be saved after a step: before the first one the optimizer has no tensors yet, and two moments stand for them."""
+    """The contents as they will be after a step: before the first step two moments stand for the optimizer's missing tensors."""
     contents = contents_of(run)
     if any(part.state for part in run.optimizers.parts.values()):
         return contents
@@ -278,10 +278,10 @@ def _contents_after_a_step(run: Run) -> Contents:
 
 
 def _take_memory(fd: int, size: int) -> memoryview:
-    """All pages now, not in the steps that are measured.
+    """Allocates all pages now, not in the measured steps.
 
     Raises:
-        UnfitError: if the system does not give it: a limit of the file size counts for memory that is a file, too.
+        UnfitError: if the system does not provide them. A limit of the file size applies to a memfd, too.
     """
     try:
         os.ftruncate(fd, 0)
@@ -307,7 +307,7 @@ def _entry(group: str, part: Part) -> Entry:
 
 
 def _views(memory: Any, layout: Layout) -> list[torch.Tensor]:
-    """The tensors of a layout in a piece of memory: a buffer, or a tensor of bytes."""
+    """The tensors of a layout as views of memory: a buffer, or a tensor of bytes."""
     flat = memory if isinstance(memory, torch.Tensor) else torch.frombuffer(memory, dtype=torch.uint8)
     return [
         flat[start : start + entry.bytes].view(DTYPES[entry.dtype]).view(entry.shape)
@@ -316,7 +316,7 @@ def _views(memory: Any, layout: Layout) -> list[torch.Tensor]:
 
 
 def _state_tensors(run: Run) -> list[torch.Tensor]:
-    """The optimizers' tensors as they hold them; another list where one was made anew, as after the first update."""
+    """The optimizers' present tensors; they change if one is created anew, as after the first update."""
     return [
         value
         for part in run.optimizers.parts.values()
@@ -327,7 +327,7 @@ def _state_tensors(run: Run) -> list[torch.Tensor]:
 
 
 def _optimizer_values(run: Run, contents: Contents) -> dict[str, Any]:
-    """What `contents_of` gives of the optimizers beside tensors, as it is now. Hyperparameters change; names do not."""
+    """The optimizers' present values other than tensors, as in `contents_of`. Hyperparameters change; names do not."""
     known = contents.values["optimizer"]
     if any(values["values"] for values in known.values()):
         return dict(contents_of(run).values["optimizer"])

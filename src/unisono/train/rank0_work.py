@@ -101,8 +101,11 @@ class _Rank0Work(Generic[Result]):
                 "warning", code="storage_blocked", text=text, where=str(self._path), fix=_FIX
             )
         if idle_s > _GIVEN_UP_AFTER_S:
-            problem = Problem(text, str(self._path), "the storage does not respond", _FIX)
+            problem = Problem(text, str(self._path), "the storage does not answer", _FIX)
             raise StorageFailed(problem, path=self._path)
+
+
+# ---- Broadcast of what was read
 
 
 def broadcast_json(group: Group, value: Any, *, device: torch.device) -> Any:

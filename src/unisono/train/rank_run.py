@@ -208,6 +208,9 @@ class OtherRankReporter(Reporter):
         self._inner.send(kind, **fields)
 
 
+# ---- The result
+
+
 def write_result(run: Run) -> Path | None:
     """Writes adapter/ or model/ of the run, with tokenizer, chat template and a list of the files; gives its path.
 

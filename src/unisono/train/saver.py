@@ -42,6 +42,8 @@ class Part:
         return tuple(self.tensor.shape) == self.shape
 
 
+# ---- Copies in host memory
+
 Groups = dict[str, list[Part]]
 Files = dict[str, list[TensorPart]]
 
@@ -151,6 +153,8 @@ def _as_file_part(part: Part, read: Callable[[], memoryview]) -> TensorPart:
         part.offsets if whole else (),
     )
 
+
+# ---- Saves
 
 Write = Callable[["Save", Files], Path | None]
 

@@ -1,4 +1,4 @@
-"""Puts a run together from its plan: model, data, optimizer, state; fresh or from a checkpoint."""
+"""Builds a run from its plan: model, data, optimizer, state; fresh or from a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,10 @@ from unisono.watch import Beats
 
 
 def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest, beats: Beats) -> Run:
-    """Loads everything, and joins the other ranks where there are any; afterwards only training is left.
+    """Loads everything, and joins the other ranks if there are any. The returned run is ready to train.
 
     Raises:
-        Disagreed: if this rank is not the one that the plan means.
+        Disagreed: if this rank does not match the plan.
         ModelError: if the model or its tokenizer is refused.
         IntegrityError: if the checkpoint to resume from does not belong to this run.
     """
@@ -46,7 +46,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
     torch.set_num_threads(plan.threads)
     report.phase("load_model", f"loading {plan.config.model.path}")
     beats.enter("load_model")
-    # Weights that will be sharded are whole in host memory first: they may not fit on one device.
+    # Weights that will be sharded are first loaded into host memory: they may not fit on one device.
     loaded = _load_model(plan, place, torch.device("cpu") if plan.strategy == "fsdp" else device)
     report.phase("load_data", "mapping the token table")
     beats.enter("load_data")
@@ -58,7 +58,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
     forward = _choose_forward(plan, loaded, sharded)
     loaded.model.train()
     run = Run(
-        plan=faults.believed(plan, place.rank),
+        plan=faults.plan_of_rank(plan, place.rank),
         place=place,
         group=group,
         files=files,
@@ -94,7 +94,7 @@ def _bind_device(plan: RunPlan) -> torch.device:
     """Binds the planned device before anything else touches CUDA."""
     if plan.device.kind == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", 0)  # the front has made the planned device the only visible one
+    device = torch.device("cuda", 0)  # the front makes only the planned device visible
     torch.cuda.set_device(device)
     if plan.config.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -134,7 +134,7 @@ def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | N
 def _gradient_sync(
     plan: RunPlan, group: Group, device: torch.device, loaded: LoadedModel, sharded: ShardedRoot | None
 ) -> GradientSync:
-    """How gradients are summed over the ranks."""
+    """The way gradients are summed over the ranks."""
     if sharded is not None:
         return ShardSync(group, device, sharded, gathers_late=plan.config.adapter is not None)
     if group.world_size == 1:
@@ -158,7 +158,7 @@ def _open_store(files: RunDir) -> CheckpointStore:
 
 
 def _open_metrics(files: RunDir, state: TrainState, report: Reporter) -> MetricsWriter:
-    """Lines after the state that the run goes on from are of a future that did not happen: later steps, an evaluation still due."""
+    """Opens metrics.jsonl, and removes the lines after the state that the run resumes from: later steps, an evaluation still due."""
     warning = truncate_after(files.metrics, state.step, evaluated=not state.evaluation_due).warning()
     if warning is not None:
         report.send("warning", **warning)
@@ -173,7 +173,7 @@ def _open_tracker(plan: RunPlan, files: RunDir, report: Reporter) -> Tensorboard
 
 
 def _tables(loaded: LoadedModel) -> set[int]:
-    """Ids of the embedding and of the head: tables of tokens, which Muon is not for."""
+    """Ids of the parameters of embedding and head, which Muon is not for."""
     modules = [loaded.base.get_input_embeddings(), loaded.base.get_output_embeddings()]
     return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
 
@@ -183,7 +183,7 @@ def _uses_dropout(loaded: LoadedModel) -> bool:
 
 
 def ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any]:
-    """What only the worker knows before step 1, for the first screen."""
+    """Facts that only the worker knows before step 1, for the first screen."""
     loaded, forward = run.forward.loaded, run.forward
     return {
         "parameters": loaded.parameters,

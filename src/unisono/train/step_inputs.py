@@ -130,6 +130,8 @@ def load_rows(table: TokenTable, sequences: Sequence[int], device: torch.device)
     return rows, batch
 
 
+# ---- Random streams
+
 _MASK = (1 << 63) - 1
 _TORCH = "torch's default generator"
 

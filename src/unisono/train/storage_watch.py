@@ -116,7 +116,7 @@ class StorageWatch:
             self._report.send("warning", code="storage_blocked", text=text, where=str(writing.path), fix=_FIX)
         if idle_s > _GIVEN_UP_AFTER_S:
             error = StorageFailed(
-                Problem(text, str(writing.path), "the storage does not respond", _GIVE_UP_FIX),
+                Problem(text, str(writing.path), "the storage does not answer", _GIVE_UP_FIX),
                 path=writing.path,
             )
             self._report.send("refused", **error.to_json())

@@ -25,7 +25,7 @@ SKIP_WINDOW = 20
 
 
 def note_skipped_step(run: Run, batches: StepBatches, outcome: StepOutcome) -> None:
-    """Says which rows were in the batch that gave no number; the weights are as they were."""
+    """Reports a step that was skipped because of a NaN or infinite loss or gradient, with the rows of its batch."""
     run.state.skipped = [step for step in run.state.skipped if step > batches.step - SKIP_WINDOW] + [
         batches.step
     ]
@@ -37,7 +37,7 @@ def note_skipped_step(run: Run, batches: StepBatches, outcome: StepOutcome) -> N
             step=batches.step,
             rows=[],
             fix=_model_fix(run),
-            text=f"step {batches.step} was skipped: its {what} is not a number, before any update: this is the model as it was loaded, not a row",
+            text=f"step {batches.step} was skipped: NaN or infinite {what} before any update; the loaded model is the cause, not a row",
         )
         return
     rows = run.data.row_ids(batches.sequences)
@@ -47,32 +47,32 @@ def note_skipped_step(run: Run, batches: StepBatches, outcome: StepOutcome) -> N
         code="nan_step",
         step=batches.step,
         rows=rows,
-        fix="look at these rows; a smaller optim.lr may help",
-        text=f"step {batches.step} was skipped: its {what} is not a number{_on_ranks(run, outcome)}; rows {shown}",
+        fix="check these rows; a smaller optim.lr may help",
+        text=f"step {batches.step} was skipped: NaN or infinite {what}{_on_ranks(run, outcome)}; rows {shown}",
     )
 
 
 def _on_ranks(run: Run, outcome: StepOutcome) -> str:
-    """Which of several ranks had the rows that gave no number, where the loss tells."""
+    """The ranks with a NaN or infinite loss, if there are several ranks and the loss shows it."""
     if run.group.world_size == 1 or not outcome.odd_ranks:
         return ""
     return " on " + ", ".join(run.plan.ranks[rank].label for rank in outcome.odd_ranks)
 
 
 def made_no_update(run: Run) -> bool:
-    """Whether steps were done, and all of them were skipped. There are at most LIMIT of them then, so none has left the window."""
+    """Whether all steps so far were skipped. There are at most MAX_SKIPPED of them then, so none has left the window."""
     return run.state.step > 0 and len(run.state.skipped) == run.state.step
 
 
 def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Verdict | None:
-    """The verdict that ends the run, or None while it may go on."""
+    """The verdict that ends the run after too many skipped steps, or None while it may continue."""
     is_last = run.state.step == run.plan.total_steps
     if len(run.state.skipped) < MAX_SKIPPED and not (is_last and made_no_update(run)):
         return None
     if _is_model(run, outcome.odd_ranks):
         return model_verdict(run)
     where = run.where
-    # A gradient can overflow where every loss is a number; nobody is blamed for it then.
+    # A gradient can overflow although every loss is finite; no rank is blamed then.
     culprits = outcome.odd_ranks if run.group.world_size > 1 else [0]
     steps = ", ".join(map(str, run.state.skipped))
     among = (
@@ -87,11 +87,11 @@ def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ve
         hosts=tuple(dict.fromkeys(run.plan.ranks[rank].host for rank in culprits)),
         phase="train",
         step=batches.step,
-        summary=f"loss or gradient was not a number in {among} ({steps}){_on_ranks(run, outcome)}",
+        summary=f"NaN or infinite loss or gradient in {among} ({steps}){_on_ranks(run, outcome)}",
         evidence=(
             Evidence(
                 where=where,
-                text=f"steps {steps} were skipped; the weights are those of before step {run.state.skipped[0]} and of the sound steps since",
+                text=f"steps {steps} were skipped; the weights come from before step {run.state.skipped[0]} and the finite steps since",
             ),
             Evidence(
                 where=where,
@@ -99,17 +99,18 @@ def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ve
             ),
         ),
         fix=(
-            f"start again with a smaller learning rate, for example optim.lr={run.plan.config.optim.lr / 4:g}",
-            "look at the rows that the warnings name (unisono data preview)",
+            f"restart with a smaller learning rate, e.g. optim.lr={run.plan.config.optim.lr / 4:g}",
+            "check the rows in the warnings (unisono data preview)",
             "if model.dtype is float16, use bfloat16 or float32",
         ),
     )
 
 
 def _is_model(run: Run, odd_ranks: list[int]) -> bool:
-    """Whether the model itself gives NaN: no update was made yet, and it is so on all ranks, which hold the same weights.
+    """Whether the loaded model itself gives NaN: no update was made yet, and all ranks, which hold the same weights, have NaN.
 
-    The learning rate has had no effect then, and other rows would give NaN, too. Where some ranks only have NaN, their rows or devices differ.
+    The learning rate has had no effect then, and different rows would give NaN, too. If only some ranks have NaN, their rows or devices are
+    the cause.
     """
     return made_no_update(run) and len(odd_ranks) in (0, run.group.world_size)
 
@@ -120,13 +121,11 @@ def model_verdict(run: Run) -> Verdict:
     model = run.plan.config.model.path
     odd = odd_parameters(run.forward.loaded.model)
     if odd:
-        found = f"{odd[0]} has NaN or infinity in it" + (
+        found = f"{odd[0]} has NaN or infinite values" + (
             f", and so have {len(odd) - 1} more tensors" if len(odd) > 1 else ""
         )
     else:
-        found = (
-            f"no weight is NaN or infinite, so the numbers overflow while {run.plan.dtype} is computed with"
-        )
+        found = f"all weights are finite, so values overflow in the computation with {run.plan.dtype}"
     return Verdict(
         cause="nan_loss",
         when="during",
@@ -134,12 +133,12 @@ def model_verdict(run: Run) -> Verdict:
         hosts=(),
         phase="train",
         step=run.state.step,
-        summary=f"the model {model} gives a loss or gradient that is not a number before any update (steps {steps}): nothing was trained",
+        summary=f"the model {model} gives a NaN or infinite loss or gradient before any update (steps {steps}): nothing was trained",
         evidence=(
             Evidence(where=run.where, text=found),
             Evidence(
                 where=run.where,
-                text="no update was made, so neither the learning rate nor a row is the cause; all ranks hold the same weights",
+                text="no update was made, so neither the learning rate nor a row is the cause; all ranks have the same weights",
             ),
         ),
         fix=(_model_fix(run),),
@@ -149,20 +148,22 @@ def model_verdict(run: Run) -> Verdict:
 def _model_fix(run: Run) -> str:
     model = run.plan.config.model
     if run.plan.dtype == "float32":
-        return f"take other weights than those of {model.path}, or download them again"
-    return f"set model.dtype to float32 (it is {run.plan.dtype} here); if that does not help, take other weights than those of {model.path}"
+        return f"use different weights than those of {model.path}, or download them again"
+    return f"set model.dtype to float32 (now {run.plan.dtype}); if that does not help, use different weights than those of {model.path}"
 
+
+# ---- Memory
 
 _QUICK_S = 1.0
 
 
 @dataclass(frozen=True)
 class MemoryTrial:
-    """What trying the longest batch has shown.
+    """The result of trying the longest batch.
 
     Attributes:
-        peak_bytes: of memory.
-        step_time_s: of a step on this rank, estimated from the tokens of the batch and those of a mean step.
+        peak_bytes: peak memory.
+        step_time_s: time of a step on this rank, estimated from the tokens of this batch and of an average step.
     """
 
     peak_bytes: int
@@ -170,12 +171,12 @@ class MemoryTrial:
 
 
 def try_longest_batch(run: Run) -> MemoryTrial:
-    """Runs the largest micro batch forward and backward, and one of evaluation.
+    """Runs forward and backward on the largest micro batch, and one evaluation batch, so that memory runs out now and not hours later.
 
-    All ranks must call it: each tries for itself, with sharded weights in step.
+    All ranks must call it: each tries its own batch; with sharded weights the forwards are collective.
 
     Raises:
-        RankDied: with a verdict that names the batch's shape and two settings, if memory does not suffice.
+        RankDied: if memory runs out, with a verdict that has the batch's shape and two settings to change.
     """
     run.report.phase("rehearse", "trying the longest batch")
     run.beats.enter("rehearse")
@@ -184,11 +185,11 @@ def try_longest_batch(run: Run) -> MemoryTrial:
     shape = f"{len(group)} sequences, {batch.tokens} tokens, longest row {max(batch.lengths)}"
     try:
         if not run.gradient_sync.needs_equal_rounds:
-            run.gradient_sync.begin()  # where gradients have buffers, they are the ones that count
+            run.gradient_sync.begin()  # gradients must be in their buffers, as in training
         held = _as_much_as_the_optimizer_will_hold(run)
         seconds = _time_of(run, rows)
         if seconds < _QUICK_S and not run.gradient_sync.needs_equal_rounds:
-            # The first pass also warms up, and a step has the exchange and the update beside: the truth lies between.
+            # The first pass includes warmup, the second lacks the gradient sum and the update of a step: take the mean.
             seconds = (seconds + _time_of(run, rows)) / 2
         run.optimizers.zero_grad()
         del held
@@ -206,7 +207,7 @@ def try_longest_batch(run: Run) -> MemoryTrial:
 
 
 def _time_of(run: Run, rows: Rows) -> float:
-    """Seconds of a forward and a backward."""
+    """Seconds for a forward and a backward."""
     began = time.perf_counter()
     if len(rows.labels) or run.gradient_sync.needs_equal_rounds:
         run.forward.loss(rows, count=max(1, len(rows.labels))).backward()
@@ -216,19 +217,19 @@ def _time_of(run: Run, rows: Rows) -> float:
 
 
 def _as_much_as_the_optimizer_will_hold(run: Run) -> list[torch.Tensor]:
-    """Two moments of every trained parameter, which the first step allocates and every later forward has beside it."""
+    """Two moments of every trained parameter: the first step allocates them, so later forwards have less memory."""
     if any(part.state for part in run.optimizers.parts.values()):
         return []
     return [torch.zeros_like(p).add_(1) for p in run.forward.loaded.trainable.values() for _ in range(2)]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch says that memory ran out, on GPU or CPU."""
+    """Whether torch reports that memory ran out, on GPU or CPU."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def out_of_memory(run: Run, error: BaseException, *, shape: str, phase: str) -> RankDied:
-    """What a user is told: the batch's shape, and two settings with what each saves."""
+    """The error for the user: the batch's shape, and two settings with the memory that each saves."""
     cause = "cuda_oom" if run.device.type == "cuda" else "host_oom_killed"
     summary = f"memory ran out on {run.plan.device.name} with a batch of {shape}"
     verdict = Verdict(
@@ -252,7 +253,7 @@ def out_of_memory(run: Run, error: BaseException, *, shape: str, phase: str) -> 
 
 
 def _savings(run: Run) -> list[str]:
-    """Two settings that save memory, each with how much by the estimate."""
+    """Two settings that save memory, each with the estimated amount."""
     plan, config = run.plan, run.plan.config
 
     def total(micro: int, *, checkpointing: bool) -> int:
@@ -275,31 +276,36 @@ def _savings(run: Run) -> list[str]:
     if not plan.gradient_checkpointing:
         saved = now - total(plan.micro_batch, checkpointing=True)
         found.append(
-            f"memory.gradient_checkpointing=true saves about {show_bytes(saved)}, for about a third more time"
+            f"memory.gradient_checkpointing=true saves about {show_bytes(saved)}, and takes about a third longer"
         )
     if len(found) < 2:
         found.append(
-            f"data.max_length={config.data.max_length // 2} halves the longest sequence; data.too_long says what becomes of the rest"
+            f"data.max_length={config.data.max_length // 2} halves the longest sequence; data.too_long decides what happens to longer rows"
         )
     if len(found) < 2 and config.adapter is None:
         found.append(
-            "adapter={kind: lora} trains a small part, and saves gradients and optimizer state of the rest"
+            "adapter={kind: lora} trains few parameters, without gradients and optimizer state for the rest"
         )
     return found[:2]
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory held so far: of the GPU where there is one, else of the process."""
+    """Peak memory so far: of the GPU if there is one, else of the process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-_CHUNK = 1 << 20  # words of a device at a time: its temporary memory is 16 MiB, whatever is trained
+# ---- Equality of replicas
+
+_CHUNK = 1 << 20  # words at a time on a device: 16 MiB of temporary memory for any model size
 
 
 def report_weights_digest(run: Run) -> None:
-    """Tells the front a digest of all trained weights, where it is due: after the update, every so many steps, and after the last step."""
+    """Reports a digest of all trained weights to the front every `digest_every` steps and after the last one, so that it can compare replicas.
+
+    Ranks of a ddp run start with the same bits, get the same sums, and make the same updates. A digest needs no collective, so it cannot hang.
+    """
     every, step = run.plan.digest_every, run.state.step
     if every is None or (step % every != 0 and step != run.plan.total_steps):
         return
@@ -308,19 +314,19 @@ def report_weights_digest(run: Run) -> None:
 
 
 def weights_digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Of the bytes of float32 tensors, in order. On a CPU xxh3; on a device two sums, so that only they are copied from it."""
+    """The digest of the bytes of float32 tensors, in order. On a CPU xxh3; on a device of two sums, so that only these are copied."""
     tensors = [tensor.detach() for tensor in tensors]
     if all(tensor.device.type == "cpu" for tensor in tensors):
         digest = xxhash.xxh3_128()
         for tensor in tensors:
             digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
-    sums = torch.stack([_checksums(tensor) for tensor in tensors]).cpu()  # the one wait for the device
+    sums = torch.stack([_checksums(tensor) for tensor in tensors]).cpu()  # the only wait for the device
     return xxhash.xxh3_128(sums.numpy()).hexdigest()
 
 
 def _checksums(tensor: torch.Tensor) -> torch.Tensor:
-    """(2,) int64: Σ w, and Σ w·place, modulo 2⁶⁴, over the 4-byte words w; made where the tensor is."""
+    """(2,) int64: Σ w, and Σ w·place, modulo 2⁶⁴, over the 4-byte words w; computed on the tensor's device."""
     words = tensor.contiguous().view(-1).view(torch.int32)
     place = torch.arange(1, _CHUNK + 1, device=words.device)  # int64
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
@@ -332,7 +338,7 @@ def _checksums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def arithmetic(device: torch.device) -> str:
-    """What decides how sums are rounded: the device's name, or which instructions torch uses on this CPU."""
+    """What determines how sums are rounded: the device's name, or the instruction set that torch uses on this CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"

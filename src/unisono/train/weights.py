@@ -1,7 +1,7 @@
-"""Final weights in the Hugging Face layout, gathered and written tensor by tensor.
+"""Writes final weights in the Hugging Face layout, gathered tensor by tensor.
 
-A tensor is whole only while it is written, and only on the ranks that have just gathered it; so rank 0 never holds more than its own part of
-the model and one tensor.
+A full tensor exists only while it is written, and only on the ranks that have just gathered it; so rank 0 never holds more than its own part
+of the model and one full tensor.
 """
 
 import copy
@@ -31,24 +31,24 @@ from unisono.plan import RunPlan
 from unisono.units import parse_bytes
 
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_METADATA = {"format": "pt"}  # without it transformers refuses the file
+_METADATA = {"format": "pt"}  # transformers refuses files without it
 
 Entries = dict[str, FileEntry]
 
 
 def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes: bool = True) -> Entries:
-    """The adapter in peft's layout, or the whole model in transformers', with all that chat and generation need.
+    """Writes the adapter in peft's layout, or the full model in that of transformers, with everything that generation needs.
 
-    All ranks whose weights are sharded must call it.
+    If weights are sharded, all ranks must call it.
 
     Args:
         loaded: the model.
         plan: of the run.
-        directory: which does not exist yet, in one that does.
-        writes: whether this rank writes; the others only give their parts.
+        directory: a new directory; its parent must exist.
+        writes: whether this rank writes; the others only contribute their parts.
 
     Returns:
-        the digests of the weight files, as they were meant.
+        the intended digests of the weight files.
 
     Raises:
         OSError: if the storage fails.
@@ -64,7 +64,7 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
         entries = write_model(loaded.base, target, dtype=stored_dtype(plan), max_file_bytes=limit)
         loaded.base.config.use_cache = False
     if target is not None:
-        _give_template(loaded.tokenizer, plan)
+        _set_template(loaded.tokenizer, plan)
         loaded.tokenizer.save_pretrained(str(target))
         if loaded.base.generation_config is not None and plan.config.adapter is not None:
             loaded.base.generation_config.save_pretrained(str(target))
@@ -72,30 +72,30 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
 
 
 def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes: int) -> Entries:
-    """Weights, config and generation_config of a model of transformers, as its `save_pretrained` would write them.
+    """Writes weights, config and generation_config of a transformers model, as its `save_pretrained` would.
 
-    All ranks whose weights are sharded must call it.
+    If weights are sharded, all ranks must call it.
 
     Args:
         base: the model.
-        directory: where; None on ranks that only give their parts.
+        directory: target; None on ranks that only contribute their parts.
         dtype: of the files.
-        max_file_bytes: a larger model becomes several files.
+        max_file_bytes: a larger model is split into several files.
 
     Returns:
-        the digests of the weight files, as they were meant where we wrote them.
+        the digests of the weight files: the intended ones where unisono wrote the file.
 
     Raises:
         OSError: if the storage fails.
     """
     tensors = untied(base)
     layout = model_layout(base, dtype=DTYPES[dtype], max_file_bytes=max_file_bytes)
-    # Where tensors are made of several of the model's (a fused one of three), transformers must see all of them: then, and only
-    # then, rank 0 holds the whole model.
-    state = {} if layout else _all_whole(tensors, DTYPES[dtype], keep=directory is not None)
+    # If a tensor of the file is made from several of the model's (three fused into one), transformers must see all of them. Only then
+    # does rank 0 hold the full model.
+    state = {} if layout else _all_full(tensors, DTYPES[dtype], keep=directory is not None)
     if directory is not None:
         base.save_pretrained(str(directory), state_dict=state, max_shard_size=max_file_bytes)
-        _say_dtype(directory / "config.json", dtype)
+        _write_dtype(directory / "config.json", dtype)
     if layout is None:
         return entries_of(directory) if directory is not None else {}
     entries = _write_files(layout, tensors, directory)
@@ -105,7 +105,7 @@ def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes
 
 
 def entries_of(directory: Path) -> Entries:
-    """The digests of the weight files in a directory, read now."""
+    """The digests of the weight files in a directory, read from disk."""
     found = {file.name: read_contents(file, tensors=True) for file in directory.glob("*.safetensors")}
     return {
         name: FileEntry(bytes=contents.bytes, xxh3_128=contents.digest, tensors=contents.tensors)
@@ -114,17 +114,17 @@ def entries_of(directory: Path) -> Entries:
 
 
 def write_adapter(model: Any, directory: Path | None, *, base_name: str) -> Entries:
-    """Weights, settings and card of a peft model's adapter, as its `save_pretrained` would write them.
+    """Writes weights, settings and model card of a peft model's adapter, as its `save_pretrained` would.
 
-    All ranks whose weights are sharded must call it.
+    If weights are sharded, all ranks must call it.
 
     Args:
         model: the model.
-        directory: which exists; None on ranks that only give their parts.
-        base_name: what peft will load the model beneath it from.
+        directory: an existing directory; None on ranks that only contribute their parts.
+        base_name: where peft will load the base model from.
 
     Returns:
-        the digest of the weights, as they were meant.
+        the intended digest of the weight file.
 
     Raises:
         OSError: if the storage fails.
@@ -141,7 +141,7 @@ def write_adapter(model: Any, directory: Path | None, *, base_name: str) -> Entr
 
 
 def stored_dtype(plan: RunPlan) -> str:
-    """The dtype in which trained weights are stored: that of the files they came from, else the computation's."""
+    """The dtype in which trained weights are stored: that of the original files, else that of the computation."""
     if plan.config.model.weights == "random":
         return plan.dtype
     headers = [
@@ -154,24 +154,24 @@ def stored_dtype(plan: RunPlan) -> str:
 
 
 def _write_files(layout: FileLayout, tensors: Tensors, directory: Path | None) -> Entries:
-    """Writes the files of a layout, or takes part in gathering what stands in them, in the same order; gives the digests of those written."""
+    """Writes the files of a layout, or only takes part in gathering their tensors, in the same order; gives the digests of written files."""
     entries: Entries = {}
-    made = _Made(layout, tensors, keep=directory is not None)
+    file_tensors = _FileTensors(layout, tensors, keep=directory is not None)
     for name, stored in layout.files.items():
-        parts = made.parts(stored)
+        parts = file_tensors.parts(stored)
         if directory is not None:
             entries[name] = write_tensor_file(directory / name, parts, metadata=_METADATA)
         else:
             for part in file_order(parts):
                 part.read()
-        made.forget()
+        file_tensors.forget()
     return entries
 
 
-class _Made:
-    """The tensors of the files, made when they are asked for; those of one source are asked for one after the other.
+class _FileTensors:
+    """The tensors of the files, computed on demand; those of one source are read one after the other.
 
-    On a rank that does not keep them, asking is taking part.
+    On a rank that does not keep them, reading a tensor only takes part in gathering it.
     """
 
     def __init__(self, layout: FileLayout, tensors: Tensors, *, keep: bool) -> None:
@@ -182,55 +182,55 @@ class _Made:
         self._now: Tensors = {}
 
     def parts(self, stored: list[StoredTensor]) -> list[TensorPart]:
-        """What goes into one file."""
+        """The tensors of one file."""
         return [
             TensorPart(tensor.name, dtype_name(tensor.dtype), tensor.shape, partial(self._bytes, tensor))
             for tensor in stored
         ]
 
     def forget(self) -> None:
-        """Lets go of what was made last."""
+        """Frees the tensors that were computed last."""
         self._source, self._now = "", {}
 
     def _bytes(self, stored: StoredTensor) -> memoryview:
         if self._source != stored.source:
-            self.forget()  # before the next is whole
-            found = _whole(self._tensors[stored.source], stored.dtype, keep=self._keep)
+            self.forget()  # before the next full tensor exists
+            found = _full(self._tensors[stored.source], stored.dtype, keep=self._keep)
             self._now = self._layout.convert(stored.source, found) if found is not None else {}
             self._source = stored.source
         return bytes_of(self._now[stored.name].contiguous()) if self._keep else memoryview(b"")
 
 
-def _whole(tensor: torch.Tensor, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
-    """Cast before it is gathered, so that what travels and what is whole is no larger than what is written. All ranks must call it."""
+def _full(tensor: torch.Tensor, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
+    """The full tensor, cast before it is gathered, so that it is never larger than in the file. All ranks must call it."""
     return full_on_one_rank(tensor.detach().to(dtype), keep=keep)
 
 
-def _all_whole(tensors: Tensors, dtype: torch.dtype, *, keep: bool) -> Tensors:
-    """All tensors at once, where `keep` says so. All ranks must call it."""
+def _all_full(tensors: Tensors, dtype: torch.dtype, *, keep: bool) -> Tensors:
+    """All full tensors at once, on the rank that keeps them. All ranks must call it."""
     found: Tensors = {}
     for name, tensor in tensors.items():
-        full = _whole(tensor, dtype if tensor.is_floating_point() else tensor.dtype, keep=keep)
+        full = _full(tensor, dtype if tensor.is_floating_point() else tensor.dtype, keep=keep)
         if full is not None:
             found[name] = full.contiguous()
     return found
 
 
-def _say_dtype(file: Path, dtype: str) -> None:
-    """transformers writes the dtype that the model has in memory; the files may have another."""
+def _write_dtype(file: Path, dtype: str) -> None:
+    """Writes the files' dtype to config.json: transformers writes the model's dtype in memory, which may differ."""
     config = read_json(file)
     config.pop("torch_dtype", None)
     write_json(file, config | {"dtype": dtype})
 
 
-def _give_template(tokenizer: Any, plan: RunPlan) -> None:
-    """The result talks in the template that it was trained with, also where that was a file or the stand-in."""
+def _set_template(tokenizer: Any, plan: RunPlan) -> None:
+    """Sets the chat template that the run was trained with, also if it came from a file or is the fallback."""
     used = Path(plan.data.cache_dir) / "template.jinja"
     if used.is_file() and (plan.config.data.template is not None or tokenizer.chat_template is None):
         tokenizer.chat_template = used.read_text(encoding="utf-8")
 
 
 def _base_name(plan: RunPlan) -> str:
-    """What peft will load the base from: the hub id as it was given, or the directory."""
-    asked = plan.config.model.path
-    return plan.model.directory if asked.startswith("builtin:") or Path(asked).exists() else asked
+    """Where peft will load the base model from: the hub id as configured, or the directory."""
+    path = plan.config.model.path
+    return plan.model.directory if path.startswith("builtin:") or Path(path).exists() else path
