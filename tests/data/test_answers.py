@@ -144,7 +144,7 @@ def test_where_earlier_answers_end_otherwise_only_the_last_can_be_trained(
     messages = turns("hello", "there", "and?", "fine")
     directory = tokenizer_dir("turns", eos="</s>")
     said = refusal(make_encoder(directory, template_file=str(file)), messages)
-    assert "not certain" in said
+    assert "cannot be located reliably" in said
     last_only = make_encoder(directory, template_file=str(file), loss_on="last-answer")
     assert trained(last_only, encode(last_only, messages)) == ["fine</s>"]
 

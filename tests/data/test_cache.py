@@ -57,7 +57,7 @@ def test_the_second_start_is_a_hit_with_the_same_summary(tokenizer_dir: Tokenize
     data = write(tmp_path / "rows.jsonl")
     first, second = (prepare(data, tokenizer_dir(), tmp_path) for _ in range(2))
     assert (first.cache_hit, second.cache_hit) == (False, True)
-    assert first.cache_reason == "these sources are new here"
+    assert first.cache_reason == "first use of these sources"
     assert second == first.model_copy(update={"cache_hit": True, "cache_reason": second.cache_reason})
 
 

@@ -107,7 +107,7 @@ def test_columns_have_other_names_if_one_says_so() -> None:
         ("messages", {"messages": []}, "empty"),
         ("messages", {"messages": [{"content": "x"}]}, "message 1 has no role"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
-        ("messages", {"messages": [USER], "tools": "{"}, "tools is no JSON"),
+        ("messages", {"messages": [USER], "tools": "{"}, "tools is not valid JSON"),
         ("sharegpt", {"conversations": [{"from": "alien", "value": "x"}]}, "'alien'"),
         (
             "sharegpt",

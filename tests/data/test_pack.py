@@ -48,5 +48,5 @@ def test_realistic_rows_fill_more_than_99_percent() -> None:
 
 
 def test_a_row_that_is_longer_than_a_bin_is_refused() -> None:
-    with pytest.raises(ValueError, match="9 tokens, more than the 8"):
+    with pytest.raises(ValueError, match="9 tokens, more than the limit of 8"):
         pack([3, 9], limit=8)

@@ -112,7 +112,7 @@ def test_the_ledger_adds_up_for_every_source_and_agrees_with_the_table(
         try:
             summary, ledger = prepare(make_config(data, seed=seed), tokenizer_dir(), folder)
         except DataError as error:
-            assert "no row is left" in str(error)  # noqa: PT017 - either outcome is right
+            assert "no rows are left" in str(error)  # noqa: PT017 - either outcome is right
             return
         for entry, (rows, _) in zip(ledger["sources"], sources, strict=True):
             assert entry["rows"] == len(rows) == entry["used"] + sum(entry["dropped"].values()) + entry["bad"]
@@ -313,10 +313,10 @@ def test_rows_that_are_too_long_are_refused_with_what_would_take_them(
     [
         ("", {}, "has no rows"),
         ("\n\n", {}, "has no rows"),
-        ('{"prompt": "q", "completion": ""}\n', {"on_bad_row": "skip"}, "no row is left to train on"),
-        ('{"prompt": "qqqqqqqqqqqqqqqqqqqqqqqqqqqqqq", "completion": "a"}\n', {"max_length": 8, "too_long": "drop"}, "no row is left to train on"),
-        ('{"prompt": "q", "completion": "a"}\n', {"eval": 0.5}, "no row is left to train on"),
-        ('{"frage": "q", "antwort": "a"}\n', {}, "no format"),
+        ('{"prompt": "q", "completion": ""}\n', {"on_bad_row": "skip"}, "no rows are left to train on"),
+        ('{"prompt": "qqqqqqqqqqqqqqqqqqqqqqqqqqqqqq", "completion": "a"}\n', {"max_length": 8, "too_long": "drop"}, "no rows are left to train on"),
+        ('{"prompt": "q", "completion": "a"}\n', {"eval": 0.5}, "no rows are left to train on"),
+        ('{"frage": "q", "antwort": "a"}\n', {}, "cannot infer the format"),
         ('{"messages": [{"role": "user", "content": "q"}]}\n', {}, "a row cannot be used"),
         ('{"prompt": "q", "completion": "a"}\n', {"template": "/nowhere.jinja"}, "there is no file"),
     ],
@@ -380,7 +380,7 @@ def test_long_rows_go_through_the_tokenizer_in_small_groups_with_the_same_outcom
     texts = [Text("word " * i) for i in range(30)]
     encoder = Encoder(load_tokenizer(tokenizer_dir(), trust_remote_code=False), directory=tokenizer_dir())
     together = encoder.encode(texts)
-    monkeypatch.setattr(encode, "_TOGETHER", 100)
+    monkeypatch.setattr(encode, "_BATCH_CHARACTERS", 100)
     for one, other in zip(together, encoder.encode(texts), strict=True):
         assert isinstance(one, RowError) is isinstance(other, RowError)
         if isinstance(one, Encoded) and isinstance(other, Encoded):
@@ -403,7 +403,7 @@ def test_a_tokenizer_that_makes_tokens_the_model_does_not_know_is_refused(
 ) -> None:
     config = make_config({"train": write_rows(tmp_path / "rows.jsonl", [pair("q", "a")])})
     for _ in range(2):  # also where the table is in the cache already
-        with pytest.raises(ModelError, match=r"does not fit the model: .* \(0 to 19\)"):
+        with pytest.raises(ModelError, match=r"does not match the model: .* \(0 to 19\)"):
             prepare(config, tokenizer_dir(), tmp_path, vocab_size=20)
 
 

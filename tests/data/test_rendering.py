@@ -59,7 +59,7 @@ def render(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 def test_a_template_without_an_end_is_ended_with_its_file_and_line(
     render: Callable[[str], str], tmp_path: Path, text: str, line: int
 ) -> None:
-    with pytest.raises(DataError, match="does not come to an end") as caught:
+    with pytest.raises(DataError, match="does not terminate") as caught:
         render(text)
     (problem,) = caught.value.problems
     assert problem.where == f"{tmp_path / 't.jinja'}:{line}"
@@ -78,13 +78,13 @@ def test_a_template_that_fills_the_memory_is_ended_and_the_limit_is_taken_away(
     render: Callable[[str], str], text: str
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(DataError, match=r"too much memory|does not come to an end"):
+    with pytest.raises(DataError, match=r"too much memory|does not terminate"):
         render(text)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_a_template_that_writes_more_than_it_was_given_is_refused(render: Callable[[str], str]) -> None:
-    with pytest.raises(DataError, match="20,000,000 characters of a conversation of"):
+    with pytest.raises(DataError, match=r"renders a conversation of .* characters to 20,000,000"):
         render("{{ 'a' * 20000000 }}")
 
 
@@ -97,7 +97,7 @@ def test_a_template_that_writes_more_than_it_was_given_is_refused(render: Callab
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ raise_exception('only in pairs') }}", "only in pairs"),
         ("{% include 'other' %}", "no loader"),
-        ("{{ '\\ud800' }}", "half of a surrogate pair"),
+        ("{{ '\\ud800' }}", "an unpaired surrogate"),
     ],
 )
 def test_any_failure_of_rendering_is_a_refusal_with_the_file_and_the_line(
@@ -182,6 +182,6 @@ def test_what_cannot_be_interrupted_ends_the_process_and_is_refused_in_the_same_
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert "the chat template does not come to an end" in done.stderr
+    assert "the chat template does not terminate" in done.stderr
     assert "Traceback" not in done.stderr
     shutil.rmtree(tmp_path / "cache")

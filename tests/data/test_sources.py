@@ -188,7 +188,7 @@ def test_a_scheme_without_its_package_is_refused_with_the_line_that_installs_it(
 
 
 def test_an_unknown_scheme_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is not known") as caught:
+    with pytest.raises(DataError, match="unknown scheme") as caught:
         find(tmp_path, "htps://example.org/rows.jsonl")
     assert "https" in caught.value.problems[0].fix
 
@@ -236,6 +236,6 @@ def test_a_hub_id_that_is_not_to_be_had_is_refused(tmp_path: Path) -> None:
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
     )
     assert done.stdout.splitlines() == [
-        "nobody/nothing is neither a file here nor a dataset that the hub gives",
+        "nobody/nothing is neither a file on this machine nor an accessible dataset of the hub",
         "data.train",
     ], done.stderr

@@ -119,7 +119,7 @@ def test_a_model_without_a_template_continues_and_says_so(model_dir: Path, liste
         ("p.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}\n', "ends with an answer"),
         ("p.jsonl", '{"messages": ["a"]}\n', "no list of"),
         ("p.txt", "\n\n", "no prompt"),
-        ("p.xyz", "a\n", "no kind of file"),
+        ("p.xyz", "a\n", "unsupported file type"),
     ],
 )
 def test_a_file_of_bad_prompts_is_refused_with_file_and_line(

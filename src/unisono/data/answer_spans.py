@@ -1,13 +1,13 @@
-"""Finds the characters of a rendered conversation that the model is to write itself.
+"""Finds the characters of a rendered conversation that the model is trained to write.
 
-Three ways, in this order; what the first that works gives is right, and where none works the row is refused:
+Three methods, in this order. The first that succeeds is used; if none does, the row is refused:
 
-1. The template marks them (`{% generation %}`): taken as they are.
-2. Prefixes: an answer begins where the rendering of all before it, with the prompt for an answer, ends; and ends where
-   the rendering up to it ends. Holds if both are beginnings of the whole.
-3. Marks: a template that renders earlier turns differently (drops their reasoning) breaks 2. Then a mark is put behind
-   the answer, and the whole is rendered again: where the two texts part, the answer ends. What follows must be what
-   follows it where it is the last message, at least up to the token that ends a turn.
+1. The template marks them (`{% generation %}`): its marks are used.
+2. Prefixes: an answer begins at the end of the rendering of all messages before it with the generation prompt, and ends at the end of
+   the rendering up to and including it. Valid if both renderings are prefixes of the full text.
+3. Marks: a template that renders earlier turns differently (drops their reasoning) breaks method 2. Then a mark is inserted after
+   the answer, and the conversation is rendered again: the answer ends where the two texts diverge. The text after it must equal the
+   text that follows it as the last message, at least up to the end-of-turn token.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from unisono.text import one_line
 
 Span = tuple[int, int]
 
-_MARK = "\ue000"  # of the private use area: no template writes it, and none takes it for a blank
+_MARK = "\ue000"  # private use area: no template writes it, and none treats it as whitespace
 _THOUGHT = "</think>"
 
 
@@ -30,8 +30,8 @@ class Rendered:
     """A conversation as text.
 
     Attributes:
-        text: what the tokenizer gets.
-        answers: first and end character of each trained answer, its stop token included.
+        text: input of the tokenizer.
+        answers: begin and end character of each trained answer, with its stop token.
     """
 
     text: str
@@ -39,23 +39,23 @@ class Rendered:
 
 
 def render_answers(template: ChatTemplate, conversation: Conversation, *, last_only: bool) -> Rendered:
-    """The text of a conversation and its trained answers, of which there is at least one.
+    """The text of a conversation and its trained answers, at least one.
 
-    A message with `weight: 0` (as in OpenAI's fine-tuning files) is no trained answer.
+    A message with `weight: 0` (as in OpenAI's fine-tuning files) is not a trained answer.
 
     Args:
-        template: the run's.
+        template: the run's template.
         conversation: the row.
-        last_only: only the last answer is trained.
+        last_only: whether only the last answer is trained.
 
     Raises:
-        RowError: if there is no answer, the template refuses the row, or the answers cannot be found for certain.
+        RowError: if there is no answer, the template refuses the row, or the answers cannot be located reliably.
     """
     messages, tools = conversation.messages, conversation.tools
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     wanted = [i for i in (spoken[-1:] if last_only else spoken) if messages[i].get("weight") != 0]
-    _refuse_silent(messages, wanted)
-    _refuse_unseen(template, conversation)
+    _refuse_unanswered(messages, wanted)
+    _refuse_unrendered(template, conversation)
     if template.marks_answers:
         text, spans = template.render_marked(messages, tools)
         return Rendered(text, _of_markers(spans, spoken, wanted))
@@ -65,18 +65,18 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
         spans_found = _by_marks(template, conversation, text, wanted)
     if spans_found is None and 0 in wanted:
         raise RowError(
-            "it begins with an answer, and what it answers is missing",
-            "put a message of the user first, or leave the row out",
+            "it begins with an answer, without a message before it",
+            "put a user message first, or remove the row",
         )
     if spans_found is None:
         raise RowError(
-            "the chat template renders earlier turns differently, so the answers' places are not certain",
-            "put {% generation %} blocks into the template (data.template), set data.loss_on: last-answer, or leave the row out",
+            "the chat template renders earlier turns differently, so the answers cannot be located reliably",
+            "add {% generation %} blocks to the template (data.template), set data.loss_on: last-answer, or remove the row",
         )
     return Rendered(text, spans_found)
 
 
-def _refuse_silent(messages: list[Message], wanted: list[int]) -> None:
+def _refuse_unanswered(messages: list[Message], wanted: list[int]) -> None:
     if not wanted:
         spoken = any(message["role"] == "assistant" for message in messages)
         roles = ", ".join(
@@ -85,7 +85,7 @@ def _refuse_silent(messages: list[Message], wanted: list[int]) -> None:
         raise RowError(
             "all its answers have weight 0"
             if spoken
-            else f"it has no answer: no assistant speaks, only {roles}",
+            else f"it has no answer: no message of the assistant, only of {roles}",
             "add an answer, or remove the row",
         )
     for i in wanted:
@@ -96,27 +96,27 @@ def _refuse_silent(messages: list[Message], wanted: list[int]) -> None:
             raise RowError(f"the answer in message {i + 1} is empty", "write an answer, or remove the row")
 
 
-def _refuse_unseen(template: ChatTemplate, conversation: Conversation) -> None:
-    """Refuses what the template would leave out without a word."""
+def _refuse_unrendered(template: ChatTemplate, conversation: Conversation) -> None:
+    """Refuses rows of which the template would silently drop tool calls or tools."""
     source = template.source(conversation.tools)
     if "tool_call" not in source and any("tool_calls" in message for message in conversation.messages):
         raise RowError("the chat template does not render tool calls", "set data.template to one that does")
     if conversation.tools and "tools" not in source:
         raise RowError(
             "the chat template does not render tools",
-            "set data.template to one that does, or leave tools out",
+            "set data.template to one that does, or remove tools",
         )
 
 
 def _of_markers(spans: list[Span], spoken: list[int], wanted: list[int]) -> list[Span]:
-    """The blocks of the trained answers. Where blocks and answers do not pair up, only all of them can be taken."""
+    """The blocks of the trained answers. If blocks and answers do not match one to one, only all of them can be used."""
     if len(spans) == len(spoken):
         return [span for span, message in zip(spans, spoken, strict=True) if message in wanted]
     if wanted == spoken:
         return spans
     raise RowError(
-        f"the chat template marks {len(spans)} blocks for {len(spoken)} answers, so the last one is not certain",
-        "set data.loss_on: answers, or give the template one {% generation %} block an answer",
+        f"the chat template marks {len(spans)} blocks for {len(spoken)} answers, so the last answer is ambiguous",
+        "set data.loss_on: answers, or write the template with one {% generation %} block per answer",
     )
 
 
@@ -135,7 +135,7 @@ def _by_prefixes(
 
 
 def _begin_by_prompt(template: ChatTemplate, conversation: Conversation, text: str, i: int) -> int | None:
-    """The end of all before message i with the prompt for an answer, if the text begins so."""
+    """The end of the rendering before message i with the generation prompt, if it is a prefix of the text."""
     if i == 0:
         return None
     part = _try_render(template, conversation.messages[:i], conversation.tools, prompt=True)
@@ -145,7 +145,7 @@ def _begin_by_prompt(template: ChatTemplate, conversation: Conversation, text: s
 def _try_render(
     template: ChatTemplate, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False
 ) -> str | None:
-    """The rendering, or None: a template may refuse a part of a conversation that it takes as a whole."""
+    """The rendering, or None: a template may refuse a part of a conversation although it accepts the full one."""
     try:
         return template.render(messages, tools, prompt=prompt)
     except RowError:
@@ -159,26 +159,26 @@ def _by_marks(
     messages, tools = conversation.messages, conversation.tools
     for i in wanted:
         last = _try_render(template, messages[: i + 1], tools)
-        told = _end_of_telling(template, messages, tools, text, i)
-        told_last = None if last is None else _end_of_telling(template, messages[: i + 1], tools, last, i)
-        if last is None or told is None or told_last is None:
+        end = _end_of_message(template, messages, tools, text, i)
+        end_as_last = None if last is None else _end_of_message(template, messages[: i + 1], tools, last, i)
+        if last is None or end is None or end_as_last is None:
             return None
-        tail = last[told_last : len(last) - template.surplus(last)]
+        tail = last[end_as_last : len(last) - template.surplus(last)]
         first = _begin_by_prompt(template, conversation, text, i)
         if first is None:
             first = _begin_by_mark(template, conversation, text, i)
         if first is None:
-            first = _begin_by_header(template, messages[i], text, told)
-        if first is None or first > told or not text.startswith(tail, told):
+            first = _begin_by_header(template, messages[i], text, end)
+        if first is None or first > end or not text.startswith(tail, end):
             return None
-        spans.append((first, told + len(tail)))
+        spans.append((first, end + len(tail)))
     return spans if _in_order(spans) else None
 
 
-def _end_of_telling(
+def _end_of_message(
     template: ChatTemplate, messages: list[Message], tools: list[Any] | None, text: str, i: int
 ) -> int | None:
-    """The last character up to which message i certainly reaches: the end of its content, or of its last call's name."""
+    """The character up to which message i extends at least: the end of its content, or of its last call's name."""
     ends: list[int] = []
     for marked in _marked(messages[i]):
         other = _try_render(template, [*messages[:i], marked, *messages[i + 1 :]], tools)
@@ -188,7 +188,7 @@ def _end_of_telling(
 
 
 def _marked(message: Message) -> list[Message]:
-    """The message with a mark behind its content, and with one behind the name of its last call."""
+    """The message with a mark after its content, and with one after the name of its last call."""
     found = [message | {"content": message["content"] + _MARK}] if message["content"] else []
     calls = message.get("tool_calls")
     if calls:
@@ -199,9 +199,9 @@ def _marked(message: Message) -> list[Message]:
 
 
 def _begin_by_mark(template: ChatTemplate, conversation: Conversation, text: str, i: int) -> int | None:
-    """The end of what the prompt for an answer and the text have in common before the content of message i.
+    """The end of the common part of generation prompt and text before the content of message i.
 
-    A prompt may ask for thoughts (`<think>`) that the text of an earlier turn does not have.
+    A prompt may request reasoning (`<think>`) that the text of an earlier turn does not have.
     """
     messages, tools = conversation.messages, conversation.tools
     content = messages[i]["content"]
@@ -215,20 +215,20 @@ def _begin_by_mark(template: ChatTemplate, conversation: Conversation, text: str
     prompt = _try_render(template, messages[:i], tools, prompt=True) if i else None
     if other is None or _MARK not in other or bare is None or prompt is None or not prompt.startswith(bare):
         return None
-    told, asked = common_beginning(text, other), prompt[len(bare) :]
-    if text.startswith(bare) and len(bare) <= told:
-        shared = common_beginning(text[len(bare) : told], asked)
-        return len(bare) + shared if asked[:shared].strip() else None
-    fits = (n for n in range(len(asked), 0, -1) if text.endswith(asked[:n], 0, told))
-    return told if asked[: next(fits, 0)].strip() else None
+    content_begin, suffix = common_beginning(text, other), prompt[len(bare) :]
+    if text.startswith(bare) and len(bare) <= content_begin:
+        shared = common_beginning(text[len(bare) : content_begin], suffix)
+        return len(bare) + shared if suffix[:shared].strip() else None
+    fits = (n for n in range(len(suffix), 0, -1) if text.endswith(suffix[:n], 0, content_begin))
+    return content_begin if suffix[: next(fits, 0)].strip() else None
 
 
-def _begin_by_header(template: ChatTemplate, message: Message, text: str, told: int) -> int | None:
-    """The end of the last header before an answer's end; none if the message itself holds the header."""
+def _begin_by_header(template: ChatTemplate, message: Message, text: str, end: int) -> int | None:
+    """The end of the last header before an answer's end; None if the message itself contains the header."""
     header = template.frame.header if template.frame else ""
     if not header.strip() or header.strip() in all_text(Conversation([message])):
         return None
-    place = text.rfind(header, 0, told)
+    place = text.rfind(header, 0, end)
     return None if place < 0 else place + len(header)
 
 

@@ -1,4 +1,4 @@
-"""Builds a token table: takes rows in, chooses those of training and of evaluation, packs them, writes it all."""
+"""Builds a token table: ingests rows, selects those for training and evaluation, packs them, and writes the table."""
 
 import math
 from bisect import bisect_left, insort
@@ -44,7 +44,7 @@ def build_table(
             for source in sources:
                 intake.read(source)
             intake.refuse()
-        report.phase("pack", "choosing and packing rows")
+            report.phase("pack", "selecting and packing rows")
         splits = _write_splits(config, sources, intake, ledger, writer, directory)
         ledger.write(directory / "ledger.json")
     notes.unlink()
@@ -66,19 +66,19 @@ def build_table(
 
 @dataclass(frozen=True, slots=True)
 class _Selection:
-    """Which usable rows are used for what.
+    """The use of each usable row.
 
     Attributes:
-        often: (rows,) int64, how often each is trained in an epoch.
-        is_eval: (rows,) bool, True where a row is for evaluation; it is not trained then.
+        repeats: (rows,) int64, how often each row is trained on in an epoch.
+        is_eval: (rows,) bool, True if a row is for evaluation; it is not trained on then.
     """
 
-    often: Ints
+    repeats: Ints
     is_eval: npt.NDArray[np.bool_]
 
     def count(self, split: Split) -> Ints:
         """How often each row occurs in one pass over a split."""
-        return self.is_eval.astype(np.int64) if split == "eval" else np.where(self.is_eval, 0, self.often)
+        return self.is_eval.astype(np.int64) if split == "eval" else np.where(self.is_eval, 0, self.repeats)
 
 
 def _write_splits(
@@ -89,7 +89,7 @@ def _write_splits(
     writer: TokenWriter,
     directory: Path,
 ) -> dict[str, dict[str, int]]:
-    """Writes both splits and counts their rows in the ledger; gives the figures of each."""
+    """Writes both splits, and counts their rows in the ledger; gives the figures of each split."""
     usable = {
         part.name: np.array(getattr(intake.usable, part.name), dtype=np.int64) for part in fields(UsableRows)
     }
@@ -128,28 +128,28 @@ def _write_splits(
 
 
 def _select_rows(config: RunConfig, sources: list[Source], source_of: Ints) -> _Selection:
-    often = np.zeros(len(source_of), np.int64)
+    repeats = np.zeros(len(source_of), np.int64)
     is_eval = np.zeros(len(source_of), np.bool_)
     for number, source in enumerate(sources):
         rows = np.flatnonzero(source_of == number)
         if source.role == "eval":
             is_eval[rows] = True
         else:
-            often[rows] = row_repeats(
+            repeats[rows] = row_repeats(
                 len(rows), weight=source.section.weight, seed=config.seed, source=number
             )
     if isinstance(config.data.eval, float):
-        trained = np.flatnonzero(often)
+        trained = np.flatnonzero(repeats)
         is_eval[trained[eval_rows(len(trained), share=config.data.eval, seed=config.seed)]] = True
-    return _Selection(often, is_eval)
+    return _Selection(repeats, is_eval)
 
 
 def _note_rows(
     config: RunConfig, sources: list[Source], intake: Ingest, choice: _Selection, ledger: Ledger
 ) -> None:
-    """Enters the rows that a weight below 1 leaves out, and what was done to those that are used."""
+    """Enters the rows that a weight below 1 drops, and the changes to rows that are used."""
     rows, names = intake.usable, list(intake.files.items())
-    unused = (choice.often == 0) & ~choice.is_eval
+    unused = (choice.repeats == 0) & ~choice.is_eval
     changed = np.array(rows.is_cut, dtype=np.bool_) | np.array(rows.is_split, dtype=np.bool_)
     for i in np.flatnonzero(unused | changed):
         counts = ledger.sources[rows.source[i]]
@@ -157,7 +157,7 @@ def _note_rows(
         if unused[i]:
             counts.dropped["weight"] += 1
             weight = sources[rows.source[i]].section.weight
-            ledger.note(place, "dropped", f"not in the share that weight {weight:g} takes")
+            ledger.note(place, "dropped", f"not in the share selected by weight {weight:g}")
             continue
         counts.cut += rows.is_cut[i]
         counts.split += rows.is_split[i]
@@ -174,7 +174,7 @@ def _note_rows(
 
 
 def _sequences(lengths: Ints, often: Ints, *, packing: bool, limit: int) -> list[list[int]]:
-    """The rows of each sequence; a row that occurs twice an epoch is in two of them."""
+    """The rows of each sequence; a row that occurs twice per epoch is in two sequences."""
     occurrences = np.repeat(np.arange(len(often)), often)
     if not packing:
         return [[row] for row in occurrences.tolist()]
@@ -196,7 +196,7 @@ def _figures(columns: dict[str, Ints], often: Ints, sequences: list[list[int]]) 
 def _count(
     ledger: Ledger, source_of: Ints, columns: dict[str, Ints], count: Ints, row: Ints, *, split: Split
 ) -> None:
-    """Adds the rows of a split to the ledger: rows once, tokens as often as an epoch has them."""
+    """Adds the rows of a split to the ledger: rows once, tokens as often as they occur in an epoch."""
     for number, counts in enumerate(ledger.sources):
         mine = source_of[row] == number
         used = int(np.count_nonzero(count[source_of == number]))
@@ -216,55 +216,55 @@ def _refuse_nothing(config: RunConfig, ledger: Ledger, figures: dict[str, dict[s
     dropped = ", ".join(f"{n} dropped ({why})" for why, n in total["dropped"].items()) or "0 dropped"
     first_bad = f" (the first is {ledger.first_bad})" if ledger.first_bad else ""
     raise DataError.of(
-        f"no row is left to {'train on' if missing[0] == 'train' else 'evaluate on'}",
+        f"no rows are left to {'train on' if missing[0] == 'train' else 'evaluate on'}",
         where=f"data.{missing[0]}",
         why=f"of {total['rows']} rows {total['bad']} are bad{first_bad}, {dropped}, {total['eval']} for evaluation",
-        fix="raise data.max_length, fix the rows (data.on_bad_row: error names them), or lower data.eval",
+        fix="raise data.max_length, fix the rows (data.on_bad_row: error lists them), or lower data.eval",
     )
 
 
-# `permutation` is keyed by (seed, epoch); no epoch is negative, so these streams never meet the order of training.
+# `permutation` is keyed by (seed, epoch); no epoch is negative, so these streams are independent of the order of training.
 _EVAL, _WEIGHT = -1, -2
 
 
 def eval_rows(n: int, *, share: float, seed: int) -> list[int]:
-    """The rows that are split off for evaluation, in order: a share of `n`, rounded, at least one."""
+    """The rows split off for evaluation, in order: a share of `n`, rounded, at least one. It depends on the seed alone."""
     return sorted(permutation(n, seed=seed, epoch=_EVAL)[: max(1, round(share * n))])
 
 
 def row_repeats(n: int, *, weight: float, seed: int, source: int) -> list[int]:
     """How often each of a source's `n` rows occurs in an epoch.
 
-    Every row occurs floor(weight) times, and the share of rows that is left over, chosen by the seed, once more:
-    weight 2 gives all rows twice, weight 0.5 gives half of them.
+    Every row occurs floor(weight) times, and a share of rows that is selected by the seed once more: weight 2 gives all rows twice,
+    weight 0.5 gives half of them.
     """
-    often = math.floor(weight)
-    counts = [often] * n
-    for row in permutation(n, seed=seed, epoch=_WEIGHT - source)[: round((weight - often) * n)]:
+    whole = math.floor(weight)
+    counts = [whole] * n
+    for row in permutation(n, seed=seed, epoch=_WEIGHT - source)[: round((weight - whole) * n)]:
         counts[row] += 1
     return counts
 
 
 def pack(lengths: Sequence[int], *, limit: int) -> list[list[int]]:
-    """Bins of row indices; each row is in one bin, and no bin holds more than `limit` tokens.
+    """Packs rows into bins of at most `limit` tokens, by best fit decreasing; each row is in one bin.
 
-    Longer rows are placed first, each in the fullest bin that still takes it. Rows of equal length keep their order,
-    a bin lists its rows in order, and bins are ordered by their first row.
+    Longer rows are placed first, each in the fullest bin with room for it. Rows of equal length keep their order, a bin lists its rows in
+    order, and bins are ordered by their first row.
 
     Args:
-        lengths: tokens of each row; every one in 1..limit.
-        limit: tokens that a bin holds at the most.
+        lengths: tokens of each row, each in 1..limit.
+        limit: maximum tokens of a bin.
 
     Raises:
         ValueError: if a row is longer than the limit.
     """
     bins: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}  # free tokens: the bins that have just so many
+    by_room: dict[int, list[int]] = {}  # free tokens: the bins with exactly that many
     rooms: list[int] = []  # the keys of by_room, sorted
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[row]
         if length > limit:
-            raise ValueError(f"row {row} has {length} tokens, more than the {limit} of a bin")
+            raise ValueError(f"row {row} has {length} tokens, more than the limit of {limit}")
         place = bisect_left(rooms, length)
         if place < len(rooms):
             room = rooms[place]

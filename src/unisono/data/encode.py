@@ -23,12 +23,12 @@ class Tokens(Protocol):
     ids: list[int]
 
     def range(self, first: int, end: int) -> tuple[int, int] | None:
-        """First and end token that hold any of the characters first..end; None if that is not certain."""
+        """Begin and end of the tokens that contain any of the characters first..end; None if that cannot be determined."""
         ...
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], *, special: bool) -> Sequence[Tokens]:
-    """The tokens of each text, as `tokenizer(text, add_special_tokens=special)` gives them, neither cut nor padded."""
+    """The tokens of each text, as `tokenizer(text, add_special_tokens=special)` gives them, without truncation or padding."""
     if not texts:
         return []
     if not tokenizer.is_fast:
@@ -42,7 +42,7 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], *, special: bool) -> Sequ
 
 
 class _FastTokens:
-    """Of the tokenizers library, which knows the characters of each token."""
+    """Tokens of the tokenizers library, which knows the characters of each token."""
 
     def __init__(self, encoding: Any) -> None:
         self._encoding = encoding
@@ -61,7 +61,7 @@ class _FastTokens:
         return begin, last + 1
 
     def _by_extents(self, first: int, end: int) -> tuple[int, int] | None:
-        """For tokenizers that leave blanks out of a token's characters: a token reaches back to the one before it."""
+        """For tokenizers that exclude spaces from a token's characters: a token extends back to the previous one."""
         offsets = np.array(self._encoding.offsets, dtype=np.int64).reshape(-1, 2)
         reached: npt.NDArray[np.int64] = np.maximum.accumulate(offsets[:, 1])
         begins = np.minimum(offsets[:, 0], np.concatenate([[0], reached[:-1]]))
@@ -70,7 +70,7 @@ class _FastTokens:
 
 
 class _SlowTokens:
-    """Of a tokenizer in Python: places are found by encoding beginnings of the text, where these line up."""
+    """Tokens of a tokenizer in Python: places are found by encoding prefixes of the text, if their tokens are prefixes, too."""
 
     def __init__(self, tokenizer: Any, text: str, *, special: bool) -> None:
         self._tokenizer = tokenizer
@@ -95,21 +95,21 @@ class _SlowTokens:
 
 
 ENCODER_VERSION = 1
-"""Part of the cache's key: goes up whenever the same rows could give other tokens or another loss mask."""
+"""Part of the cache's key: incremented whenever the same rows could give different tokens or a different loss mask."""
 
-_TOGETHER = 1 << 22  # characters that go through the tokenizer at once; it takes about 180 bytes for each
+_BATCH_CHARACTERS = 1 << 22  # characters encoded at once; the tokenizer takes about 180 bytes for each
 
 LossOn = Literal["answers", "last-answer", "all"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A text on its way through the tokenizer.
+    """A text to encode.
 
     Attributes:
-        text: what is encoded.
+        text: the text.
         answers: trained characters; None: all of them.
-        whole: a text of its own: the tokenizer adds its special tokens, and end of sequence is put behind it.
+        whole: whether it is a complete text: the tokenizer adds its special tokens, and end of sequence is appended.
     """
 
     text: str
@@ -122,9 +122,9 @@ class Encoder:
 
     Attributes:
         tokenizer: of transformers.
-        template: the chat template; None as long as there is none and no row needed the stand-in.
+        template: the chat template; None as long as there is none and no row needed the fallback.
         stop_ids: the tokens that end an answer.
-        warnings: what a person should know, each once.
+        warnings: warnings for the user, each once.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class Encoder:
         self._probed = False
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
-        """The tokens of each example, or what is wrong with it.
+        """The tokens of each example, or its error.
 
         Raises:
-            DataError: if the template leaves the end of an answer untrained, or there is nothing to end one with.
+            DataError: if the template leaves the end of an answer untrained, or there is no token that ends one.
         """
         if not self._probed and any(not isinstance(example, Text) for example in examples):
             self._probed = True
@@ -174,7 +174,7 @@ class Encoder:
             self.stop_ids.add(self.tokenizer.convert_tokens_to_ids(template.end_of_turn))
 
     def _probe(self, examples: Sequence[Example]) -> None:
-        """Takes the stand-in where a conversation needs it, and looks once at what the template does with an answer."""
+        """Sets the fallback template if a conversation needs it, and checks once how the template ends an answer."""
         if self.template is None:
             if not any(isinstance(example, Conversation) for example in examples):
                 self._probed = False
@@ -192,7 +192,7 @@ class Encoder:
         )
         job = self._job(question)
         if isinstance(job, RowError):
-            return  # it is said where a row meets it
+            return  # the first row with this error reports it
         tokens = encode_texts(self.tokenizer, [job.text], special=False)[0]
         trained = tokens.ids if job.answers is None else self._trained_ids(job, tokens)
         if not self.stop_ids.intersection(trained):
@@ -200,7 +200,7 @@ class Encoder:
                 "the chat template leaves the stop token of an answer out of the loss",
                 where=f"data.template: {template.origin}",
                 why=f"it trains {one_line(repr(self.tokenizer.decode(trained)), limit=80)}; "
-                f"an answer ends with {self._stop_names()}; a model trained so would not stop",
+                f"an answer ends with {self._stop_names()}; the trained model would not stop",
                 fix="end each answer with that token (inside the generation block, if it has one), or set data.check_template: false",
             )
 
@@ -229,7 +229,7 @@ class Encoder:
             return error
 
     def _completion_job(self, example: Completion) -> _Job:
-        """Without a template prompt and completion are put side by side as they are."""
+        """Without a template, prompt and completion are concatenated unchanged."""
         if not example.completion.strip():
             raise RowError("the completion is empty", "write an answer, or remove the row")
         if self.tokenizer.eos_token_id is None:
@@ -263,7 +263,7 @@ class Encoder:
             found = tokens.range(first, end)
             if found is None:
                 return RowError(
-                    "the tokenizer does not say which tokens an answer has",
+                    "the tokenizer does not map the answer's characters to tokens",
                     "use a fast tokenizer (tokenizer.json)",
                 )
             begin, stop = found
@@ -274,12 +274,12 @@ class Encoder:
                     "end each answer with it in the template, or set data.check_template: false",
                 )
             targets[begin:last] = True
-        targets[len(tokens.ids) :] = True  # the end of sequence that was put behind
+        targets[len(tokens.ids) :] = True  # the appended end of sequence
         targets[:1] = False
         return Encoded(np.array(ids, dtype=np.int32), targets)
 
     def _after_stop(self, ids: list[int], begin: int, end: int) -> int | None:
-        """The place after the last stop token of an answer; what a template writes behind it is not the model's to say."""
+        """The place after the last stop token of an answer; the model does not write what the template puts after it."""
         for place in range(end - 1, begin - 1, -1):
             if ids[place] in self.stop_ids:
                 return place + 1
@@ -290,16 +290,16 @@ def _bounded(job: _Job | RowError) -> _Job | RowError:
     if isinstance(job, RowError) or len(job.text) <= CHARACTERS:
         return job
     return RowError(
-        f"it has {len(job.text):,} characters, and a row may have {CHARACTERS:,}", "make several rows of it"
+        f"it has {len(job.text):,} characters; the maximum is {CHARACTERS:,}", "split it into several rows"
     )
 
 
 def _groups(jobs: list[tuple[int, _Job]]) -> Iterator[list[tuple[int, _Job]]]:
-    """The jobs in order, in groups of up to _TOGETHER characters, at least one each."""
+    """The jobs in order, in groups of up to _BATCH_CHARACTERS characters, at least one each."""
     group: list[tuple[int, _Job]] = []
     size = 0
     for number, job in jobs:
-        if group and size + len(job.text) > _TOGETHER:
+        if group and size + len(job.text) > _BATCH_CHARACTERS:
             yield group
             group, size = [], 0
         group.append((number, job))

@@ -1,4 +1,4 @@
-"""From columns to examples: alpaca, sharegpt, messages, prompt-completion, text; and which of them a source has."""
+"""Row formats: alpaca, sharegpt, messages, prompt-completion, text. Detects a source's format, and reads examples from its rows."""
 
 import json
 import re
@@ -23,7 +23,7 @@ _ROLES = {
     "function_response": "tool",
 }
 
-# What each format needs, in the order in which `auto` looks for them, and what else it reads.
+# Required and optional columns of each format, in the order in which `auto` tries them.
 COLUMNS: dict[FormatName, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "messages": (("messages",), ("tools",)),
     "sharegpt": (("conversations",), ("system", "tools")),
@@ -34,11 +34,11 @@ COLUMNS: dict[FormatName, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def detect(row: dict[str, Any], renamed: dict[str, str]) -> tuple[FormatName, str] | None:
-    """The format that the first row of a source has, and why; None if it has none that we know.
+    """The format of a source by its first row, and why; None if it matches no known format.
 
     Args:
         row: its columns and values.
-        renamed: our name of a column: the file's.
+        renamed: the file's column name for each standard name.
     """
     columns = list(row)
     for name, (needed, _) in COLUMNS.items():
@@ -53,12 +53,12 @@ def detect(row: dict[str, Any], renamed: dict[str, str]) -> tuple[FormatName, st
 
 
 def shown(column: Any) -> str:
-    """A column's name as people can read it."""
+    """A column's name for messages."""
     return one_line(str(column), limit=40)
 
 
 def _by_its_turns(name: FormatName, turns: Any) -> tuple[FormatName, str]:
-    """`messages` and `conversations` are both used for both forms of a turn; the turn itself decides."""
+    """Decides by the first turn: files use `messages` and `conversations` for either form of turns."""
     first = turns[0] if name in ("messages", "sharegpt") and isinstance(turns, list) and turns else None
     if not isinstance(first, dict):
         return name, ""
@@ -74,15 +74,15 @@ def _theirs(name: FormatName, renamed: dict[str, str]) -> list[str]:
 
 
 def to_example(name: FormatName, row: dict[str, Any], renamed: dict[str, str]) -> Example:
-    """The example that a row holds.
+    """The example of a row.
 
     Args:
         name: the source's format.
         row: columns and values.
-        renamed: our name of a column: the file's.
+        renamed: the file's column name for each standard name.
 
     Raises:
-        RowError: if a column is missing or does not hold what it should.
+        RowError: if a column is missing or has an invalid value.
     """
     try:
         example = _READ[name](_Columns(row, renamed))
@@ -93,7 +93,7 @@ def to_example(name: FormatName, row: dict[str, Any], renamed: dict[str, str]) -
 
 
 class _Columns:
-    """A row under our names."""
+    """A row by standard column names."""
 
     def __init__(self, row: dict[str, Any], renamed: dict[str, str]) -> None:
         self._row = row
@@ -108,9 +108,9 @@ class _Columns:
             near = nearest(theirs, [str(name) for name in self._row])
             known = ", ".join(shown(name) for name in list(self._row)[:8]) or "none"
             fix = (
-                f"set columns: {{{ours}: {near}}}, or another data.format"
+                f"set columns: {{{ours}: {near}}}, or a different data.format"
                 if near
-                else "all rows of a source have the same columns: set data.format or columns, or give other rows a source of their own"
+                else "all rows of a source must have the same columns: set data.format or columns, or move other rows to a separate source"
             )
             raise RowError(f"there is no column {theirs!r}; there are {known}", fix)
         return self._row[theirs]
@@ -157,7 +157,7 @@ def _read_alpaca(row: _Columns) -> Example:
     history = row.get("history") if row.has("history") else []
     for pair in _list_of(history, "history"):
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(side, str) for side in pair)):
-            raise RowError("history is no list of [question, answer]", "write [[question, answer], …]")
+            raise RowError("history is not a list of [question, answer]", "write [[question, answer], …]")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     asked = "\n".join(part for part in (row.text("instruction"), row.optional_text("input")) if part)
     return Conversation(
@@ -195,7 +195,7 @@ def _calls_of_text(text: str, number: int) -> list[dict[str, Any]]:
     calls = value if isinstance(value, list) else [value]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise RowError(
-            f"the function call of turn {number} is no JSON object with a name",
+            f"the function call of turn {number} is not a JSON object with a name",
             'write {"name": …, "arguments": {…}}',
         )
     return [{"type": "function", "function": _function(call)} for call in calls]
@@ -213,7 +213,7 @@ def _messages(value: Any, column: str) -> list[Message]:
 def _message(message: Message, number: int) -> Message:
     """The message with its content as one string, arguments of calls as objects, and without null keys.
 
-    Templates expect just that; `tokenizer.apply_chat_template` gets what this gives.
+    Templates expect this form; it is passed to `tokenizer.apply_chat_template`.
     """
     kept = {name: value for name, value in message.items() if value is not None}
     content = kept.get("content", "")
@@ -234,9 +234,7 @@ def _message(message: Message, number: int) -> Message:
 def _part(part: Any, number: int) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
-    raise RowError(
-        f"message {number} has a part that is not text", "only text is trained; take other parts out"
-    )
+    raise RowError(f"message {number} has a part that is not text", "remove it: only text can be trained on")
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
@@ -270,24 +268,24 @@ def _tools(row: _Columns) -> list[Any] | None:
         try:
             tools = json.loads(tools) if tools.strip() else []
         except (ValueError, RecursionError):
-            raise RowError("tools is no JSON", "write a list of function schemas") from None
+            raise RowError("tools is not valid JSON", "write a list of function schemas") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError("tools is no list of function schemas", "write a list of function schemas")
+        raise RowError("tools is not a list of function schemas", "write a list of function schemas")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
 
 
 def _checked(messages: list[Message], column: str) -> list[Message]:
     if not messages:
-        raise RowError(f"{column} is empty", "remove the row, or give it a question and an answer")
+        raise RowError(f"{column} is empty", "remove the row, or add a question and an answer")
     return messages
 
 
 def _list_of(value: Any, name: str) -> list[Any]:
-    if isinstance(value, str) and value.lstrip().startswith("["):  # a csv can hold a list as JSON only
+    if isinstance(value, str) and value.lstrip().startswith("["):  # in CSV a list must be JSON
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise RowError(f"{name} is a string that is no JSON list", "write a list") from None
+            raise RowError(f"{name} is a string, but not a JSON list", "write a list") from None
     if not isinstance(value, list):
         raise RowError(f"{name} is {_kind(value)}, not a list", "write a list")
     return value
@@ -301,18 +299,18 @@ def _kind(value: Any) -> str:
 
 
 def _refuse_surrogates(example: Example) -> None:
-    """Half of a surrogate pair, which JSON can hold, is no text and would end in the tokenizer's own error."""
+    """Refuses unpaired surrogates, which JSON allows: the tokenizer would fail on them with an error of its own."""
     if holds_surrogate(all_text(example)):
-        raise RowError("it holds half of a surrogate pair, which is no text", "write the whole character")
+        raise RowError("it has an unpaired surrogate, which is not valid text", "write the full character")
 
 
 def holds_surrogate(text: str) -> bool:
-    """Whether it holds half of a surrogate pair."""
+    """Whether a text has an unpaired surrogate."""
     return not text.isascii() and _SURROGATE.search(text) is not None
 
 
 def all_text(example: Example) -> str:
-    """Every string of an example, one after the other."""
+    """All strings of an example, joined."""
     if isinstance(example, Text):
         return example.text
     if isinstance(example, Completion):

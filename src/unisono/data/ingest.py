@@ -25,9 +25,9 @@ class Fitted:
     """A row in pieces of at most max_length tokens.
 
     Attributes:
-        pieces: one; several where it was split; none where it was dropped, or nothing of it counts in the loss.
+        pieces: one; several if it was split; none if it was dropped, or if no token of it counts in the loss.
         what: used, cut, split, drop, or error.
-        tokens_cut: tokens of the row that are in no piece.
+        tokens_cut: tokens of the row that are not in any piece.
     """
 
     pieces: list[Encoded]
@@ -38,8 +38,8 @@ class Fitted:
 def fit(row: Encoded, *, max_length: int, too_long: TooLong) -> Fitted:
     """The row within max_length tokens.
 
-    A split row's pieces overlap by one token: the first token of a piece is there to predict from and is itself
-    predicted in the piece before, so that no loss token is lost. Pieces without a loss token are left out.
+    The pieces of a split row overlap by one token: the first token of a piece is context only, and is predicted in the previous piece,
+    so that no loss token is lost. Pieces without a loss token are dropped.
     """
     length = len(row.ids)
     if length <= max_length:
@@ -66,16 +66,14 @@ def _split(row: Encoded, max_length: int) -> Fitted:
 
 
 def explain_fit(what: str, *, length: int, max_length: int, pieces: int, tokens_cut: int) -> str:
-    """Why something was done to a row of `length` tokens, for the ledger."""
+    """Why a row of `length` tokens was cut, split or dropped, for the ledger."""
     why = f"{length} tokens, max_length is {max_length}"
     if what == "cut":
         return f"{why}: {tokens_cut} cut off"
     if what == "split":
         all_pieces = -(-(length - 1) // (max_length - 1))
         lost = (
-            f", {all_pieces - pieces} without loss tokens left out ({tokens_cut} tokens)"
-            if tokens_cut
-            else ""
+            f", {all_pieces - pieces} without loss tokens dropped ({tokens_cut} tokens)" if tokens_cut else ""
         )
         return f"{why}: split into {all_pieces} pieces{lost}"
     return why
@@ -93,16 +91,16 @@ def _numbers() -> "array[int]":
 
 @dataclass(frozen=True)
 class UsableRows:
-    """One number of each kind for every row that can be used, in the order of the sources.
+    """Columns with one number for every usable row, in the order of the sources.
 
     Attributes:
-        source: which source.
-        file: which of all files.
-        number: line or row in it.
+        source: index of the source.
+        file: index of the file among all files.
+        number: line or row in the file.
         first: its first piece in tokens.arrow.
-        pieces: how many pieces it has.
-        length: its tokens before anything was done to it.
-        tokens_cut: of these, those that are in no piece.
+        pieces: number of pieces.
+        length: its original number of tokens.
+        tokens_cut: number of these that are not in any piece.
         is_cut: 1 if it was cut.
         is_split: 1 if it was split.
     """
@@ -119,20 +117,20 @@ class UsableRows:
 
 
 class Progress:
-    """Tells the front how far the rows are, a few times a second."""
+    """Reports to the front how many rows are done, a few times a second."""
 
     def __init__(self, report: Reporter, expected: int | None) -> None:
         self._report = report
         self._expected = expected
         self._done = 0
-        self._said = 0.0
+        self._reported = 0.0
 
     def add(self, rows: int, name: str) -> None:
         """Counts rows that were read."""
         self._done += rows
         now = time.monotonic()
-        if now - self._said >= _REPORT_EVERY_S:
-            self._said = now
+        if now - self._reported >= _REPORT_EVERY_S:
+            self._reported = now
             total = None if self._expected is None else max(self._expected, self._done)
             self._report.phase("tokenize", f"tokenizing {name}", done=self._done, total=total)
 
@@ -141,9 +139,9 @@ class Ingest:
     """Reads sources one after the other.
 
     Attributes:
-        files: name of each file, and whether its rows are lines; rows name a file by its place here.
-        usable: the rows that can be used.
-        formats: one line a source: which format was taken, and why.
+        files: name of each file, and whether its rows are lines; rows refer to a file by its index here.
+        usable: the usable rows.
+        formats: one line per source: its format, and why.
     """
 
     def __init__(
@@ -168,11 +166,11 @@ class Ingest:
         self._file_number: dict[str, int] = {}
         self._problems: list[Problem] = []
         self._refused = 0
-        self._reasons: set[str] = set()  # up to a few: whether there is more than one is what matters
+        self._reasons: set[str] = set()  # a few suffice: the question is whether there is more than one
         self._longest = 0
 
     def read(self, source: Source) -> None:
-        """Takes in all rows of a source.
+        """Ingests all rows of a source.
 
         Raises:
             DataError: if a file cannot be read, the format is unknown, or there are no rows.
@@ -185,7 +183,7 @@ class Ingest:
         rows = islice(chain.from_iterable(read_rows(file) for file in source.files), self._limit_rows)
         leading = list(_up_to_first(rows))
         if not leading:
-            raise DataError.of(f"{path} has no rows", where=path, fix="give a file with rows")
+            raise DataError.of(f"{path} has no rows", where=path, fix="use a file with rows")
         name = self._format(source, leading[-1])
         everything = chain(leading, rows)
         while batch := list(islice(everything, _BATCH)):
@@ -193,49 +191,51 @@ class Ingest:
             self._read_batch(source, name, batch)
 
     def refuse(self) -> None:
-        """Ends with all rows that were refused, if any was.
+        """Raises an error for the refused rows, if there are any.
 
         Raises:
-            DataError: with the first of them, and the number of the rest.
+            DataError: with the first refused rows, and the number of the others.
         """
         if not self._refused:
             return
         problems = list(self._problems)
         rest = self._refused - len(problems)
         if rest and len(self._reasons) == 1 and self._refused == sum(s.rows for s in self._ledger.sources):
-            first = problems[0]  # of a template or an encoding, not of the rows: once is enough
+            first = problems[
+                0
+            ]  # the template or the encoding is at fault, not the rows: one problem is enough
             problems = [
                 Problem(f"none of the {self._refused} rows can be used", first.where, first.why, first.fix)
             ]
         elif rest:
             problems.append(Problem(f"{rest} more rows are refused"))
         if self._longest:
-            fix = f"data.max_length={self._longest} takes all of them whole"
+            fix = f"data.max_length={self._longest} fits all of them"
             problems.append(
                 Problem(f"the longest row has {self._longest} tokens", "data.max_length", fix=fix)
             )
         raise DataError(*problems)
 
     def _format(self, source: Source, first: Row) -> FormatName:
-        """The format of a source, as it was set or as its first row shows it."""
-        path, asked = source.section.path, source.section.format
-        if asked != "auto":
-            self.formats.append(f"{path}: {asked} (set){_ALL_COUNTS if asked == 'text' else ''}")
-            return asked
+        """The format of a source, as configured or as its first row shows."""
+        path, configured = source.section.path, source.section.format
+        if configured != "auto":
+            self.formats.append(f"{path}: {configured} (set){_ALL_COUNTS if configured == 'text' else ''}")
+            return configured
         if isinstance(first, BadRow):
-            return "text"  # no row can be read, so none will ask for it
+            return "text"  # no row can be read, so the format does not matter
         found = detect(first.value, source.section.columns)
         if found is None:
             known = "; ".join(f"{name}: {', '.join(needed)}" for name, (needed, _) in COLUMNS.items())
             columns = ", ".join(shown(name) for name in list(first.value)[:12]) or "none"
             absent = [theirs for theirs in source.section.columns.values() if theirs not in first.value]
             if absent:
-                columns += f", without {', '.join(absent)}, which `columns` names"
+                columns += f", without {', '.join(absent)} (set in `columns`)"
             raise DataError.of(
-                f"{path} has no format that is known by its columns",
+                f"cannot infer the format of {path} from its columns",
                 where=str(first.place),
-                why=f"its columns are {columns}; known are {known}",
-                fix="set data.format, or name the columns, as in data.train: [{path: FILE, columns: {instruction: question, output: answer}}]",
+                why=f"its columns are {columns}; known formats are {known}",
+                fix="set data.format, or map the columns, e.g. data.train: [{path: FILE, columns: {instruction: question, output: answer}}]",
             )
         self.formats.append(
             f"{path}: {found[0]} (auto: {found[1]}){_ALL_COUNTS if found[0] == 'text' else ''}"
@@ -277,11 +277,11 @@ class Ingest:
             fix = "raise data.max_length, or set data.too_long to cut, drop or split"
             self._refuse_row(Problem("a row is too long", str(place), why, fix))
         else:
-            nothing = "no token of it counts in the loss" + (f" ({why})" if fitted.what != "used" else "")
+            nothing = "none of its tokens counts in the loss" + (f" ({why})" if fitted.what != "used" else "")
             self._take_bad(BadRow(place, nothing, "raise data.max_length, or remove the row"), counts)
 
     def _keep(self, place: Place, row: Encoded, fitted: Fitted) -> None:
-        """Takes a row in. What was done to it is entered when it is known whether it is used."""
+        """Keeps a usable row. Its changes are entered in the ledger once it is known whether the row is used."""
         entry = {
             "source": len(self._ledger.sources) - 1,
             "file": self._file_number[place.file],
@@ -302,7 +302,7 @@ class Ingest:
         counts.bad += 1
         self._ledger.note(row.place, "bad", row.why)
         if self._data.on_bad_row == "error":
-            fix = row.fix + ("; or " if row.fix else "") + "set data.on_bad_row: skip to leave such rows out"
+            fix = row.fix + ("; or " if row.fix else "") + "set data.on_bad_row: skip to skip such rows"
             self._refuse_row(Problem("a row cannot be used", row.where, row.why, fix))
 
     def _refuse_row(self, problem: Problem) -> None:
@@ -313,7 +313,7 @@ class Ingest:
 
 
 def _up_to_first(rows: Iterator[Row]) -> Iterator[Row]:
-    """The first row that could be read, and the bad ones before it."""
+    """The rows up to the first readable one, with the bad rows before it."""
     for row in rows:
         yield row
         if isinstance(row, RawRow):
@@ -328,7 +328,7 @@ def _example(name: FormatName, row: RawRow, source: Source) -> Example | BadRow:
 
 
 def expected_rows(files: list[RowFile]) -> int | None:
-    """About how many rows will come, by counting line ends; None where files are not lines."""
+    """The approximate number of rows, by counting line ends; None for files without lines."""
     total = 0
     for file in files:
         if not file.by_line:

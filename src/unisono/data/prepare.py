@@ -1,9 +1,9 @@
 """From a config to a DataSummary: finds the token table of its rows in the cache, or builds it.
 
-The cache has a directory for each set of ingredients, written whole or not at all:
+The cache has a directory for each set of ingredients, written completely or not at all:
 
-CACHE/tables/KEY/        a token table (see data.token_table); KEY is the digest of its ingredients
-CACHE/index/SOURCES.json the ingredients of the last table of these sources, so that a miss can say what changed
+    CACHE/tables/KEY/        a token table (see data.token_table); KEY is the digest of its ingredients
+    CACHE/index/SOURCES.json the ingredients of the last table of these sources, so that a cache miss can report what changed
 
 Ingredients are the bytes of the data files, the settings that shape rows, the template, the tokenizer's files, the
 encoder's version, and the versions of the packages that encode.
@@ -63,12 +63,12 @@ Ingredients = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CacheLookup:
-    """What the cache has for some ingredients.
+    """The cache entry for a set of ingredients.
 
     Attributes:
-        directory: of the table, whether it exists or not.
-        hit: whether it is there, whole.
-        reason: one line for people.
+        directory: of the table, whether or not it exists.
+        hit: whether the table exists and is complete.
+        reason: one line for the user.
     """
 
     directory: Path
@@ -79,7 +79,7 @@ class CacheLookup:
 def gather_ingredients(
     config: RunConfig, sources: list[Source], *, tokenizer: Path, limit_rows: int | None = None
 ) -> Ingredients:
-    """Everything that decides what is in the table of a config.
+    """Everything that determines the table of a config.
 
     Raises:
         DataError: if a file cannot be read.
@@ -112,7 +112,7 @@ def gather_ingredients(
 
 
 def _tokenizer_files(directory: Path) -> list[Path]:
-    """Those that decide what a text becomes; also code, which some tokenizers bring."""
+    """The tokenizer's files that determine the tokens of a text, with the code of tokenizers that have some."""
     more = [*directory.glob("*.py"), *directory.glob("additional_chat_templates/*.jinja")]
     return [
         file for file in (*(directory / name for name in _TOKENIZER_FILES), *sorted(more)) if file.is_file()
@@ -120,7 +120,7 @@ def _tokenizer_files(directory: Path) -> list[Path]:
 
 
 def digest_file(path: Path, name: str) -> str:
-    """xxh3-128 of a file's bytes.
+    """The xxh3-128 of a file's bytes.
 
     Raises:
         DataError: if it cannot be read.
@@ -141,7 +141,7 @@ def digest_file(path: Path, name: str) -> str:
 
 
 def look_up_table(cache_dir: Path, ingredients: Ingredients, sources: list[Source]) -> CacheLookup:
-    """Whether the table is there; and if not, what is new about its ingredients."""
+    """Looks the table up; on a miss the reason names the ingredients that changed."""
     key = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
     directory = cache_dir / "tables" / key
     damage = _damage(directory)
@@ -154,12 +154,12 @@ def look_up_table(cache_dir: Path, ingredients: Ingredients, sources: list[Sourc
     try:
         last = read_json(_index_file(cache_dir, sources))
     except (OSError, ValueError):
-        return CacheLookup(directory, hit=False, reason="these sources are new here")
+        return CacheLookup(directory, hit=False, reason="first use of these sources")
     return CacheLookup(directory, hit=False, reason=_difference(last, ingredients))
 
 
 def store_ingredients(cache_dir: Path, ingredients: Ingredients, sources: list[Source]) -> None:
-    """Keeps the ingredients, so that the next miss can say what changed."""
+    """Stores the ingredients, so that the next miss can report what changed."""
     path = _index_file(cache_dir, sources)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, ingredients)
@@ -167,9 +167,9 @@ def store_ingredients(cache_dir: Path, ingredients: Ingredients, sources: list[S
 
 @contextlib.contextmanager
 def writing_table(directory: Path) -> Iterator[Path]:
-    """Gives an empty directory to write a table in; at the end it is synced and appears as `directory`.
+    """Gives an empty directory to write a table to; at the end it is synced and renamed to `directory`.
 
-    Another process may have been first: then its table, which is the same, stays.
+    If another process was faster, its table, which is identical, stays.
 
     Raises:
         UnfitError: if the cache cannot be written.
@@ -212,7 +212,7 @@ def _publish(temporary: Path, directory: Path) -> None:
 
 
 def _seal(temporary: Path) -> None:
-    """Syncs all files, and notes their sizes in meta.json, by which a torn table is known."""
+    """Syncs all files, and writes their sizes to meta.json, so that an incomplete table can be detected."""
     meta = read_json(temporary / "meta.json")
     files = sorted(path for path in temporary.iterdir() if path.name != "meta.json")
     meta["sizes"] = {path.name: path.stat().st_size for path in files}
@@ -224,17 +224,17 @@ def _seal(temporary: Path) -> None:
 
 
 def _damage(directory: Path) -> str | None:
-    """What is wrong with a table, or None if it is whole."""
+    """What is wrong with a table, or None if it is complete."""
     try:
         sizes = read_json(directory / "meta.json")["sizes"]
         wrong = [name for name, size in sizes.items() if (directory / name).stat().st_size != size]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return str(error)
-    return f"{wrong[0]} has another size" if wrong else None
+    return f"{wrong[0]} has a different size" if wrong else None
 
 
 def _sweep(root: Path) -> None:
-    """Removes what writers left behind that died on this machine."""
+    """Removes temporary directories of processes on this machine that no longer exist."""
     prefix = f".tmp-{socket.gethostname()}-"
     for path in root.glob(prefix + "*"):
         pid = path.name.removeprefix(prefix).partition("-")[0]
@@ -248,7 +248,7 @@ def _index_file(cache_dir: Path, sources: list[Source]) -> Path:
 
 
 def _difference(old: Ingredients, new: Ingredients) -> str:
-    """The names of the ingredients that differ, with short values."""
+    """The names of the ingredients that differ, with their values if short."""
     changed = []
     for name in sorted(old.keys() | new.keys()):
         before, now = old.get(name), new.get(name)
@@ -277,23 +277,23 @@ def prepare_data(
     ledger: Path | None = None,
     limit_rows: int | None = None,
 ) -> DataSummary:
-    """The summary of a config's rows, whose token table is in the cache afterwards.
+    """The summary of a config's rows; afterwards their token table is in the cache.
 
     Args:
-        config: the run's.
+        config: of the run.
         tokenizer: the directory of its tokenizer.
-        vocab_size: rows of the model's embedding; None where it grows with the tokenizer.
-        cache_dir: where tables and downloads are kept.
-        report: told about progress.
-        ledger: where data.json is to be written, if anywhere.
-        limit_rows: only so many rows of each source are read; for a rehearsal.
+        vocab_size: rows of the model's embedding; None if it is resized to the tokenizer.
+        cache_dir: the directory of tables and downloads.
+        report: receives progress.
+        ledger: where to write data.json, if anywhere.
+        limit_rows: rows to read of each source; for a rehearsal.
 
     Raises:
         DataError: if sources, rows or the template are refused.
         ModelError: if the tokenizer cannot be read, or does not fit the model.
         UnfitError: if the cache cannot be written.
     """
-    report.phase("data", "looking for the rows in the cache")
+    report.phase("data", "looking up the rows in the cache")
     sources = find_sources(config.data, cache_dir=cache_dir)
     ingredients = gather_ingredients(config, sources, tokenizer=tokenizer, limit_rows=limit_rows)
     found = look_up_table(cache_dir, ingredients, sources)
@@ -327,9 +327,7 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (
-        Exception
-    ) as error:  # tokenizers raises Exception itself where tokenizer.json is not as it should be
+    except Exception as error:  # tokenizers raises a plain Exception for an invalid tokenizer.json
         usual = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError)
         if type(error) is not Exception and not isinstance(error, usual):
             raise
@@ -366,13 +364,13 @@ def _build(
 
 
 def _refuse_if_changed(before: Ingredients, after: Ingredients) -> None:
-    """Else rows of one file would be kept under the digest of another."""
+    """Refuses files that changed while they were read: their rows would be cached under the wrong digest."""
     changed = [name for name in before if before[name] != after.get(name)]
     if changed:
         raise DataError.of(
             f"{changed[0]} changed while it was read",
             where="data.train",
-            fix="start again when nothing writes to it any more",
+            fix="run again when no process writes to it",
         )
 
 
@@ -384,7 +382,7 @@ def _check_vocabulary(
         return
     grow = "" if config.adapter else ", or set model.resize_vocabulary: true"
     raise ModelError.of(
-        f"the tokenizer does not fit the model: it makes token {highest}, and the model knows {vocab_size} (0 to {vocab_size - 1})",
+        f"the tokenizer does not match the model: it gives token {highest}, but the model has {vocab_size} tokens (0 to {vocab_size - 1})",
         where=str(tokenizer),
         why="the embedding has no row for it",
         fix=f"set model.tokenizer to the model's own{grow}",

@@ -35,8 +35,8 @@ class RowFile:
 
     Attributes:
         path: on this machine.
-        name: as the config spells it; what messages and the ledger show.
-        kind: the suffix that decides how it is read, without the dot.
+        name: as spelled in the config, for messages and the ledger.
+        kind: the suffix that selects the reader, without the dot.
     """
 
     path: Path
@@ -45,17 +45,17 @@ class RowFile:
 
     @property
     def by_line(self) -> bool:
-        """Whether places in it are lines."""
+        """Whether its rows are located by lines."""
         return self.kind in ("jsonl", "ndjson", "csv", "tsv", "txt")
 
 
 def kind_of(name: str) -> str:
-    """The suffix of a path or URL, in small letters, without the dot."""
+    """The suffix of a path or URL, in lower case, without the dot."""
     return Path(name.partition("?")[0] if "://" in name else name).suffix.lower().removeprefix(".")
 
 
 def read_rows(file: RowFile) -> Iterator[Row]:
-    """The rows of a file, in order; blank lines are no rows.
+    """The rows of a file, in order; blank lines are skipped.
 
     Raises:
         DataError: if the file as a whole cannot be read.
@@ -77,7 +77,7 @@ def read_rows(file: RowFile) -> Iterator[Row]:
 
 
 def _unknown_kind(file: RowFile) -> DataError:
-    why = f"its name ends in {'.' + file.kind if file.kind else 'no suffix'}"
+    why = f"its suffix is .{file.kind}" if file.kind else "it has no suffix"
     fix = f"use one of {', '.join(sorted(READERS))}"
     try:
         fault = foreign_contents(_head(file), file.name)
@@ -85,7 +85,7 @@ def _unknown_kind(file: RowFile) -> DataError:
         fault = None
     if fault is not None:
         why, fix = f"{why}; {fault.why}", fault.fix
-    return DataError.of(f"{file.name} is no kind of file that is read", where=file.name, why=why, fix=fix)
+    return DataError.of(f"{file.name} has an unsupported file type", where=file.name, why=why, fix=fix)
 
 
 def _head(file: RowFile, size: int = HEAD_BYTES) -> bytes:
@@ -94,24 +94,24 @@ def _head(file: RowFile, size: int = HEAD_BYTES) -> bytes:
 
 
 def _refuse_foreign(file: RowFile) -> None:
-    """Refuses what is not UTF-8 text from its first bytes on, once: else every row would be refused on its own."""
+    """Refuses a file whose first bytes are not UTF-8 text, once instead of for every row."""
     fault = foreign_contents(_head(file), file.name)
     if fault is not None:
         raise DataError.of(fault.what, where=file.name, why=fault.why, fix=fault.fix)
 
 
 def _read_lines(file: RowFile) -> Iterator[tuple[Place, bytes]]:
-    """Non-blank lines, ended by newlines alone: JSON strings may hold other separators."""
+    """Non-blank lines, split at newlines only: JSON strings may contain other line separators."""
     with file.path.open("rb") as stream:
         for number, line in enumerate(iter(partial(stream.readline, _LINE_LIMIT + 1), b""), 1):
             if len(line) > _LINE_LIMIT:
                 raise DataError.of(
                     f"line {number} of {file.name} is longer than {_LINE_LIMIT >> 20} MiB",
                     where=f"{file.name}:{number}",
-                    why="a row is read whole",
-                    fix="write each row on a line of its own, ended by a newline",
+                    why="a row is read into memory at once",
+                    fix="write one row per line, each ended by a newline",
                 )
-            line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901 - no part of a row, also where files were joined
+            line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901 - not part of a row, also in the middle of concatenated files
             if not line.isspace() and line:
                 yield Place(file.name, number), line
 
@@ -132,7 +132,7 @@ def _read_jsonl(file: RowFile) -> Iterator[Row]:
 
 
 class _Utf8:
-    """What is said of bytes in a file that UTF-8 does not have."""
+    """The errors for bytes in a file that are not UTF-8."""
 
     def __init__(self, file: RowFile) -> None:
         self._file = file
@@ -142,10 +142,10 @@ class _Utf8:
         return guess_encoding(_head(self._file, SAMPLE_BYTES))
 
     def bad_row(self, place: Place, line: bytes, position: int) -> BadRow:
-        """The bad row of a line in which UTF-8 ends at a position.
+        """The bad row of a line with invalid UTF-8 at a position.
 
         Raises:
-            DataError: where all of the file is surely written in another encoding.
+            DataError: if the whole file certainly has a different encoding.
         """
         column = position + 1
         if self._guess is not None:
@@ -155,10 +155,10 @@ class _Utf8:
 
 
 def _refuse_spread(file: RowFile, place: Place, line: bytes, decoder: Decoder) -> None:
-    """Refuses one JSON document over many lines, once: its first line is no row, and neither are the others."""
+    """Refuses a JSON document that spans several lines, once instead of for every line."""
     if decoder.read_any or line.strip()[:1] not in (b"[", b"{") or file.path.stat().st_size > _LINE_LIMIT:
         return
-    decoder.read_any = True  # looked at once
+    decoder.read_any = True  # checked once
     try:
         json.loads(file.path.read_bytes())
     except (ValueError, RecursionError):
@@ -167,8 +167,8 @@ def _refuse_spread(file: RowFile, place: Place, line: bytes, decoder: Decoder) -
     raise DataError.of(
         f"{file.name} is one JSON document over several lines",
         where=str(place),
-        why=f"a .{file.kind} file has one row on each line",
-        fix=f"name it {name}, or write each row on one line (jq -c)",
+        why=f"a .{file.kind} file has one row per line",
+        fix=f"rename it to {name}, or write one row per line (jq -c)",
     )
 
 
@@ -191,7 +191,7 @@ def _mapping(place: Place, value: Any) -> Row:
         return RawRow(place, value)
     fix = 'write {"column": value, …}'
     if place.by_line and isinstance(value, list) and value and isinstance(value[0], dict):
-        fix = "a file that is one list of rows is named .json; here each row stands on a line of its own"
+        fix = "a file with one list of rows must be named .json; in this one each line is a row"
     return BadRow(place, f"the row is {_kind(value)}, not an object with named columns", fix)
 
 
@@ -208,7 +208,7 @@ def _kind(value: Any) -> str:
 
 
 def _read_json(file: RowFile) -> Iterator[Row]:
-    """A list of objects; or a file of JSON lines under another name."""
+    """A list of objects; or JSON lines in a file named .json."""
     raw = file.path.read_bytes()
     text = decode_text(raw, file.name)
     if not isinstance(text, str):
@@ -225,7 +225,7 @@ def _read_json(file: RowFile) -> Iterator[Row]:
             f"{file.name} is malformed JSON",
             where=f"{file.name}:{error.lineno}:{error.colno}",
             why=error.msg,
-            fix="fix the file; rows of one line each belong in a .jsonl file",
+            fix="fix the file; a file with one row per line must be named .jsonl",
         ) from error
     except (ValueError, RecursionError) as error:
         why = "it is nested too deep" if isinstance(error, RecursionError) else _BIG_INTEGER
@@ -236,7 +236,7 @@ def _read_json(file: RowFile) -> Iterator[Row]:
         raise DataError.of(
             f"{file.name} holds {_kind(value)}",
             where=f"{file.name}:1",
-            why="a list of rows is read",
+            why="a list of rows is expected",
             fix="write [{…}, {…}]",
         )
     _refuse_wrapped(file, value)
@@ -246,7 +246,7 @@ def _read_json(file: RowFile) -> Iterator[Row]:
 
 
 def _refuse_wrapped(file: RowFile, value: Any) -> None:
-    """Refuses `{"data": [{…}, …]}`, as some tools write it; a list of messages would be a row."""
+    """Refuses `{"data": [{…}, …]}`, which some tools write; a list of messages is a row."""
     if not isinstance(value, dict) or len(value) != 1:
         return
     key, rows = next(iter(value.items()))
@@ -260,15 +260,15 @@ def _refuse_wrapped(file: RowFile, value: Any) -> None:
         raise DataError.of(
             f"{file.name} is an object with its rows under {shown!r}",
             where=f"{file.name}:1",
-            why="a list of rows is read",
-            fix=f"write the list alone: jq '.[\"{shown}\"]' {shlex.quote(file.name)} > NEW.json",
+            why="a list of rows is expected",
+            fix=f"write only the list: jq '.[\"{shown}\"]' {shlex.quote(file.name)} > NEW.json",
         )
 
 
 def _read_csv(file: RowFile) -> Iterator[Row]:
     csv.field_size_limit(_FIELD_LIMIT)
     with file.path.open("rb") as raw:
-        # Bytes that are no UTF-8 become surrogates, so that the row that has them can be named.
+        # Bytes that are not UTF-8 become surrogates, so that their row can be reported.
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
         rows = csv.reader(stream, delimiter=_separator(file), strict=True)
         names = _next_csv(rows, file, 1)
@@ -303,7 +303,7 @@ def _next_csv(rows: Any, file: RowFile, number: int) -> list[str] | BadRow | Non
 
 
 def _check_header(file: RowFile, names: list[str], text: _Utf8) -> None:
-    """Refuses a header of which a row would lose a column, or that is no header of this kind of file."""
+    """Refuses a header with duplicate names, or with the separator of a different file type."""
     where = f"{file.name}:1"
     if any(_SURROGATE.search(name) for name in names):
         bad = _not_utf8(Place(file.name, 1), names, text)
@@ -311,9 +311,9 @@ def _check_header(file: RowFile, names: list[str], text: _Utf8) -> None:
     # Spreadsheets write empty columns at the end, without a name.
     twice = next((name for name, count in Counter(names).items() if count > 1 and name), None)
     if twice is not None:
-        why = f"the column {one_line(repr(twice), limit=60)} stands in it {names.count(twice)} times"
+        why = f"the column {one_line(repr(twice), limit=60)} occurs {names.count(twice)} times"
         raise DataError.of(
-            f"the header of {file.name} names a column twice",
+            f"the header of {file.name} has a duplicate column",
             where=where,
             why=why,
             fix="rename or remove one of them",
@@ -327,7 +327,7 @@ def _check_header(file: RowFile, names: list[str], text: _Utf8) -> None:
             f"{file.name} is separated by {shown}, not by {ours}",
             where=where,
             why=f"its header is {one_line(repr(names[0]), limit=80)}",
-            fix="name it .tsv" if other == "\t" else f"save it with {ours} between the fields",
+            fix="rename it to .tsv" if other == "\t" else f"save it with {ours} between the fields",
         )
 
 
@@ -336,7 +336,7 @@ def _separator(file: RowFile) -> str:
 
 
 def _not_utf8(place: Place, cells: list[str], text: _Utf8) -> BadRow:
-    """The bad row of cells that hold bytes which UTF-8 does not have."""
+    """The bad row of cells with bytes that are not UTF-8."""
     broken = next(found for cell in cells if (found := _SURROGATE.search(cell)))
     bad = text.bad_row(place, bytes([ord(broken[0]) - 0xDC00]), 0)
     return replace(bad, column=0)
@@ -376,11 +376,11 @@ def _read_parquet(file: RowFile) -> Iterator[Row]:
         opened = pq.ParquetFile(file.path)
         yield from _arrow_rows(file, opened.schema_arrow.names, opened.iter_batches(_ARROW_ROWS))
     except (pa.ArrowException, ValueError, MemoryError) as error:
-        raise _not_what_it_says(file, error) from error
+        raise _wrong_file_type(file, error) from error
     except OSError as error:
-        if error.errno is not None:  # of the disk
+        if error.errno is not None:  # an error of the disk
             raise
-        raise _not_what_it_says(file, error) from error
+        raise _wrong_file_type(file, error) from error
 
 
 def _read_arrow(file: RowFile) -> Iterator[Row]:
@@ -398,12 +398,12 @@ def _read_arrow(file: RowFile) -> Iterator[Row]:
             batches = iter(opened)
         yield from _arrow_rows(file, opened.schema.names, batches)
     except (pa.ArrowException, ValueError) as error:
-        raise _not_what_it_says(file, error) from error
+        raise _wrong_file_type(file, error) from error
 
 
-def _not_what_it_says(file: RowFile, error: Exception) -> DataError:
+def _wrong_file_type(file: RowFile, error: Exception) -> DataError:
     is_json = _head(file, 1) in (b"{", b"[")
-    fix = "it looks like JSON: name it .jsonl or .json" if is_json else "copy or write the file again"
+    fix = "it looks like JSON: rename it to .jsonl or .json" if is_json else "copy or write the file again"
     return DataError.of(
         f"{file.name} cannot be read as {file.kind}",
         where=file.name,
@@ -416,9 +416,9 @@ def _arrow_rows(file: RowFile, names: list[str], batches: Iterator[Any]) -> Iter
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise DataError.of(
-            f"{file.name} names a column twice",
+            f"{file.name} has a duplicate column",
             where=file.name,
-            why=f"it is {one_line(repr(twice[0]), limit=60)}",
+            why=f"the column is {one_line(repr(twice[0]), limit=60)}",
             fix="rename one of them",
         )
     values = chain.from_iterable(_values(file, batch) for batch in batches)
@@ -432,7 +432,7 @@ def _arrow_rows(file: RowFile, names: list[str], batches: Iterator[Any]) -> Iter
 def _values(file: RowFile, batch: Any) -> list[dict[str, Any]]:
     try:
         return batch.to_pylist()
-    except (OverflowError, ValueError, KeyError, TypeError) as error:  # of Python's dates, time zones, text
+    except (OverflowError, ValueError, KeyError, TypeError) as error:  # from Python's dates, time zones, text
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             try:
                 column.to_pylist()
@@ -441,13 +441,13 @@ def _values(file: RowFile, batch: Any) -> list[dict[str, Any]]:
                     f"the column {one_line(name, limit=60)} of {file.name} has values that cannot be read",
                     where=file.name,
                     why=f"{one_line(str(column.type), limit=60)}: {one_line(str(cause), limit=200)}",
-                    fix="leave the column out, or convert it",
+                    fix="remove the column, or convert it",
                 ) from error
         raise
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without keys that are null: Arrow gives every object of a column the keys of all of them."""
+    """The value without null keys: Arrow gives every object in a column the keys of all objects."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list):

@@ -1,11 +1,10 @@
-"""Rows on their way from files to the model, and the ledger: what became of every row of every source (DESIGN A3, data.json).
+"""Rows between file and model, and the ledger, which accounts for every row of every source (DESIGN A3, data.json).
 
 For each source, and in total, rows = used + dropped + bad. Cut, split and eval are parts of used.
 
-A row is a row of a file, and is counted once: with a weight of 2 it is used once, though it is trained twice an epoch;
-with a weight of 0.5 the half that is not chosen is dropped, with the reason `weight`. `tokens` and `loss_tokens` are
-what the model sees in one epoch of training and one evaluation, so there a weight does count. `tokens_cut` are tokens
-of used rows that the model never sees.
+A row of a file is counted once: with weight 2 it is used once, although it is trained on twice per epoch; with weight 0.5 the
+unselected half is dropped, with the reason `weight`. `tokens` and `loss_tokens` count what the model sees in one epoch of training
+and one evaluation, so they depend on the weight. `tokens_cut` are tokens of used rows that the model never sees.
 """
 
 import json
@@ -16,16 +15,16 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 Message = dict[str, Any]
-"""A message of a conversation in OpenAI's form: role, content, tool_calls."""
+"""A message of a conversation in OpenAI's format: role, content, tool_calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a row stands. Lines and rows are counted from 1.
+    """The location of a row. Lines and rows are counted from 1.
 
     Attributes:
-        file: as the config spells it.
-        number: the line, or for files without lines the row.
+        file: as spelled in the config.
+        number: the line, or the row in files without lines.
         by_line: whether `number` is a line.
     """
 
@@ -39,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row as its file has it: names of columns and their values."""
+    """A row as read from its file: column names and values."""
 
     place: Place
     value: dict[str, Any]
@@ -50,10 +49,10 @@ class BadRow:
     """A row that cannot be used.
 
     Attributes:
-        place: the row.
-        why: one line.
+        place: of the row.
+        why: the reason, in one line.
         fix: what the user can do about it.
-        column: of the character at which reading failed, from 1; 0 where there is none.
+        column: of the character at which reading failed, from 1; 0 if unknown.
     """
 
     place: Place
@@ -68,7 +67,7 @@ class BadRow:
 
 
 class RowError(Exception):
-    """What is wrong with one row, raised where its place is not known."""
+    """The error of one row, raised where its place is not known."""
 
     def __init__(self, why: str, fix: str = "", *, column: int = 0) -> None:
         super().__init__(why)
@@ -77,13 +76,13 @@ class RowError(Exception):
         self.column = column
 
     def at(self, place: Place) -> BadRow:
-        """The same as a bad row of a place."""
+        """The error as a bad row with a place."""
         return BadRow(place, self.why, self.fix, self.column)
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that a chat template renders."""
+    """Messages for a chat template."""
 
     messages: list[Message]
     tools: list[Any] | None = None
@@ -99,7 +98,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text without parts."""
+    """Plain text."""
 
     text: str
 
@@ -112,7 +111,7 @@ _COUNTS = ("rows", "used", "cut", "split", "bad", "eval", "tokens", "tokens_cut"
 
 @dataclass
 class SourceCounts:
-    """What became of the rows of one source."""
+    """The counts of one source's rows."""
 
     path: str
     weight: float = 1.0
@@ -138,10 +137,10 @@ class SourceCounts:
 
 
 class Ledger:
-    """Counts, and a list of the rows to which something was done; the list goes to a file, not into memory."""
+    """The counts, and a list of all rows that were dropped or changed; the list is in a file, not in memory."""
 
     def __init__(self, notes: Path) -> None:
-        """Begins a ledger whose list of rows is kept in the file `notes` until it is written out."""
+        """Starts a ledger whose list of rows is kept in the file `notes` until `write`."""
         self.sources: list[SourceCounts] = []
         self.first_bad = ""
         self._path = notes
@@ -154,7 +153,7 @@ class Ledger:
         self._notes.close()
 
     def note(self, place: Place, what: str, why: str) -> None:
-        """Writes down what was done to a row: bad, dropped, cut or split."""
+        """Records what happened to a row: bad, dropped, cut or split."""
         if what == "bad" and not self.first_bad:
             self.first_bad = f"{place}: {why}"
         entry = {"file": place.file, "line": place.number, "what": what, "why": why}
@@ -169,7 +168,7 @@ class Ledger:
         return sums | {"dropped": dict(sorted(dropped.items()))}
 
     def write(self, path: Path) -> None:
-        """Writes data.json to a new file: `sources` and `total` on a line each, then a line for each row."""
+        """Writes data.json to a new file: one line each for `sources` and `total`, then one for each row."""
         self._notes.flush()
         with path.open("w", encoding="utf-8") as out, self._path.open(encoding="utf-8") as notes:
             out.write(
@@ -182,21 +181,21 @@ class Ledger:
 
 
 def read_counts(path: Path) -> dict[str, Any]:
-    """`sources` and `total` of a ledger that Ledger.write wrote, without its rows, of which there may be millions."""
+    """`sources` and `total` of a ledger written by Ledger.write, without reading its rows, which may be millions."""
     with path.open(encoding="utf-8") as stream:
         head = "".join(islice(stream, 3))
     return json.loads(head.rstrip().removesuffix(",") + "}")
 
 
 def first_notes(path: Path, *, limit: int) -> list[dict[str, Any]]:
-    """The first rows of such a ledger to which something was done."""
+    """The first dropped or changed rows of such a ledger."""
     with path.open(encoding="utf-8") as stream:
         lines = (line.strip().removesuffix(",") for line in islice(stream, 4, 4 + limit))
         return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def flat_total(total: dict[str, Any]) -> dict[str, int]:
-    """The total with `dropped` as one number, for the plan."""
+    """The total with `dropped` as a single number, for the plan."""
     return {
         name: sum(value.values()) if isinstance(value, dict) else int(value) for name, value in total.items()
     }

@@ -22,12 +22,12 @@ _GLOB = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One source of rows, found on this machine.
+    """A source of rows, on this machine.
 
     Attributes:
-        section: what the config says about it.
-        files: in the order in which they are read.
-        role: train; or eval, where all its rows are for evaluation.
+        section: its section of the config.
+        files: in reading order.
+        role: train; or eval, if all its rows are for evaluation.
     """
 
     section: SourceSection
@@ -36,14 +36,14 @@ class Source:
 
 
 def find_sources(data: DataSection, *, cache_dir: Path) -> list[Source]:
-    """All sources of training, then those of evaluation where it has its own.
+    """All training sources, then the evaluation source if there is one.
 
     Args:
-        data: the config's section.
-        cache_dir: what is downloaded is kept below it.
+        data: `data` of the config.
+        cache_dir: the directory for downloads.
 
     Raises:
-        DataError: with every source that cannot be had.
+        DataError: with every source that is unavailable.
     """
     entries = data.train if isinstance(data.train, list) else [data.train]
     wanted = [(_section(entry, data), "train", _key(data, i)) for i, entry in enumerate(entries)]
@@ -52,7 +52,7 @@ def find_sources(data: DataSection, *, cache_dir: Path) -> list[Source]:
     found: list[Source] = []
     problems: list[Problem] = []
     if not entries:
-        problems.append(Problem("data.train names no source", "data.train", fix="name a file"))
+        problems.append(Problem("data.train has no source", "data.train", fix="set it to a file"))
     for section, role, key in wanted:
         try:
             found.append(Source(section, _find(section, key, cache_dir, role=role), role))
@@ -85,14 +85,14 @@ def _find(section: SourceSection, key: str, cache_dir: Path, *, role: str) -> li
 
 
 def find_local(named: str, key: str) -> list[RowFile] | None:
-    """The files on this machine that a path or glob names; None for what is elsewhere: a URL, a hub id.
+    """The files of a path or glob on this machine; None for a URL or a hub id.
 
     Args:
-        named: as the config has it.
-        key: of the config, for messages.
+        named: the value in the config.
+        key: its config key, for messages.
 
     Raises:
-        DataError: if there is nothing there.
+        DataError: if there is no such file.
     """
     scheme = _URL.match(named)
     if scheme and scheme[1].lower() != "file":
@@ -106,7 +106,7 @@ def find_local(named: str, key: str) -> list[RowFile] | None:
         return _find_glob(text, path, key)
     if fault.is_missing and _HUB_ID.match(named) and kind_of(named) not in READERS:
         return None
-    fix = f"name its files, for example {text.rstrip('/')}/*.jsonl" if fault.is_directory else fault.fix
+    fix = f"use a pattern for its files, e.g. {text.rstrip('/')}/*.jsonl" if fault.is_directory else fault.fix
     raise DataError.of(fault.what, where=key, why=fault.why, fix=fix)
 
 
@@ -119,9 +119,9 @@ def _find_glob(text: str, path: Path, key: str) -> list[RowFile]:
         ValueError,
         NotImplementedError,
         OSError,
-    ) as error:  # pathlib's for patterns that it does not know
+    ) as error:  # raised by pathlib for unsupported patterns
         raise DataError.of(
-            f"the pattern {text} cannot be used", where=key, why=str(error), fix="correct it"
+            f"the pattern {text} cannot be used", where=key, why=str(error), fix="fix the pattern"
         ) from error
     faults = {match: fault_of(match, str(match)) for match in matches}
     found = [match for match, fault in faults.items() if fault is None]
@@ -136,7 +136,7 @@ def _find_glob(text: str, path: Path, key: str) -> list[RowFile]:
     return [RowFile(match, str(match), kind_of(match.name)) for match in found]
 
 
-# fsspec's own file systems that need another package; all others are named by their class.
+# Packages that fsspec's own file systems need; the packages of all others follow from their class.
 _PACKAGES = {
     "http": "aiohttp",
     "https": "aiohttp",
@@ -150,7 +150,7 @@ _PACKAGES = {
     "jupyter": "requests",
     "git": "pygit2",
 }
-# What tells one version of a remote file from the next, under the names that storages use.
+# Metadata that identifies the version of a remote file, under the names that storages use.
 _IDENTITY = (
     "ETag",
     "etag",
@@ -167,15 +167,15 @@ _IDENTITY = (
 
 
 def fetch_url(url: str, key: str, cache_dir: Path) -> list[RowFile]:
-    """The files of a URL, which may have `*` in it, downloaded if they are new.
+    """The files of a URL, which may contain `*`, downloaded if they are new.
 
     Args:
-        url: with a scheme that fsspec knows.
-        key: of the config, for messages.
-        cache_dir: downloads are kept below it.
+        url: with a scheme that fsspec supports.
+        key: its config key, for messages.
+        cache_dir: the directory for downloads.
 
     Raises:
-        DataError: if the scheme is unknown or lacks its package, or the storage does not give the file.
+        DataError: if the scheme is unknown or its package is missing, or the file cannot be read.
     """
     fs, path = open_storage(url, key)
     try:
@@ -183,7 +183,7 @@ def fetch_url(url: str, key: str, cache_dir: Path) -> list[RowFile]:
         files = [_download(fs, name, _name(fs, url, name, several="*" in path), cache_dir) for name in paths]
     except FileNotFoundError:
         raise DataError.of(f"there is no {url}", where=key, fix="check the URL") from None
-    except Exception as error:  # each storage package has errors of its own; what it says is handed on
+    except Exception as error:  # each storage package has its own errors; the message is passed on
         raise DataError.of(
             f"{url} cannot be read",
             where=key,
@@ -199,11 +199,11 @@ def open_storage(url: str, key: str) -> tuple[Any, str]:
     """The file system of a URL, and the path in it.
 
     Args:
-        url: with a scheme that fsspec knows.
-        key: of the config, for messages.
+        url: with a scheme that fsspec supports.
+        key: its config key, for messages.
 
     Raises:
-        DataError: if the scheme is unknown or lacks its package, or the URL cannot be opened.
+        DataError: if the scheme is unknown or its package is missing, or the URL cannot be opened.
     """
     from fsspec.core import url_to_fs
     from fsspec.registry import known_implementations
@@ -213,9 +213,9 @@ def open_storage(url: str, key: str) -> tuple[Any, str]:
     if entry is None:
         near = nearest(scheme, list(known_implementations))
         raise DataError.of(
-            f"the scheme {scheme}:// is not known",
+            f"unknown scheme {scheme}://",
             where=key,
-            why=f"{url} would be read through fsspec",
+            why=f"fsspec, which reads {url}, does not support it",
             fix=f"did you mean {near}://?" if near else "use a path, s3://, gs://, https:// or hf://",
         )
     try:
@@ -247,7 +247,7 @@ def _download(fs: Any, path: str, name: str, cache_dir: Path) -> RowFile:
     note, kept = folder / "version.json", folder / f"rows.{kind_of(name)}"
     info = fs.info(path)
     version = {"url": name} | {word: str(info[word]) for word in _IDENTITY if info.get(word) is not None}
-    known = version.keys() - {"url", "size"}  # a size alone tells no version
+    known = version.keys() - {"url", "size"}  # a size alone does not identify a version
     if not (known and kept.is_file() and _same(note, version)):
         folder.mkdir(parents=True, exist_ok=True)
         with whole_file(kept) as temporary:
@@ -264,16 +264,16 @@ def _same(note: Path, version: dict[str, str]) -> bool:
 
 
 def fetch_hub(section: SourceSection, key: str, cache_dir: Path, *, splits: list[str]) -> list[RowFile]:
-    """The rows of a hub dataset as an Arrow file, downloaded once; afterwards neither network nor `datasets` is needed.
+    """The rows of a hub dataset as an Arrow file, downloaded once; later starts need neither network nor `datasets`.
 
     Args:
         section: its path is the hub id.
-        key: of the config, for messages.
-        cache_dir: the file is kept below it; deleting it there downloads it again.
-        splits: the first of them that the dataset has is taken.
+        key: its config key, for messages.
+        cache_dir: the directory for downloads; delete the file there to download it again.
+        splits: the first of these that the dataset has is used.
 
     Raises:
-        DataError: if the hub does not give it.
+        DataError: if it cannot be downloaded.
     """
     folder = cache_dir / "hub" / _short(f"{section.path} {splits}")
     kept, note = folder / "rows.arrow", folder / "source.json"
@@ -296,15 +296,15 @@ def _write_hub(path: str, key: str, kept: Path, splits: list[str]) -> str:
             try:
                 chosen, rows = split, load_dataset(path, split=split)
                 break
-            except ValueError as error:  # datasets' answer where there is no such split
+            except ValueError as error:  # raised by datasets for a missing split
                 if split == splits[-1] or not re.search("split", str(error), re.IGNORECASE):
                     raise
-    except Exception as error:  # datasets hands on errors of a dozen packages
+    except Exception as error:  # datasets passes on errors of a dozen packages
         raise DataError.of(
-            f"{path} is neither a file here nor a dataset that the hub gives",
+            f"{path} is neither a file on this machine nor an accessible dataset of the hub",
             where=key,
             why=f"{type(error).__name__}: {one_line(redact(str(error)), limit=300)}",
-            fix="check the spelling, the network and the source's `split`; for a file write its path with its suffix",
+            fix="check the spelling, the network and the source's `split`; for a file give its path with its suffix",
         ) from error
     assert rows is not None
     tables = rows.with_format("arrow")

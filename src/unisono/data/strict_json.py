@@ -1,4 +1,4 @@
-"""Reads JSON without losing a key: an object in which one stands twice with different values is noticed."""
+"""A JSON decoder that detects duplicate keys with different values."""
 
 import json
 from typing import Any
@@ -8,9 +8,9 @@ from unisono.text import one_line
 
 
 class Decoder:
-    """Reads JSON, and notices objects in which a key stands twice with different values.
+    """Decodes JSON, and detects objects with a duplicate key whose values differ.
 
-    Python keeps the last one without a word. Equal values are harmless.
+    Python silently keeps the last value. Equal values are harmless.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Decoder:
         """The value of a JSON text.
 
         Raises:
-            ValueError: if it is none.
+            ValueError: if it is not valid JSON.
             RecursionError: if it is nested too deep.
         """
         value = self._json.decode(text)
@@ -40,18 +40,18 @@ class Decoder:
         return value
 
     def take_doubled(self, place: Place, value: Any) -> BadRow | None:
-        """The bad row of a value that holds a key twice; None if it holds none."""
+        """The bad row of a value with a duplicate key; None if it has none."""
         key = _doubled_key(value) if self._doubled else None
         if key is None:
             return None
         shown = one_line(repr(key), limit=60)
         return BadRow(
-            place, f"the key {shown} stands twice in an object, with different values", "remove one of them"
+            place, f"duplicate key {shown} in an object, with different values", "remove one of them"
         )
 
 
 class _Doubled(dict[str, Any]):
-    """An object in which a key stood twice."""
+    """An object that had a duplicate key."""
 
     def __init__(self, value: dict[str, Any], key: str) -> None:
         super().__init__(value)

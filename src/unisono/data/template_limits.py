@@ -1,8 +1,8 @@
-"""Bounds what a chat template may cost: it is a program by somebody else, which runs once or more for every row.
+"""Limits on the cost of a chat template, a third-party program that runs at least once for every row.
 
-Jinja's sandbox keeps a template from files and from Python's insides, but not from loops without end or from strings that
-fill the memory. So rendering one conversation has a limit of CPU time, of memory and of characters. CPU time, because a busy
-or suspended machine is not the template's fault.
+Jinja's sandbox keeps a template from files and from Python's internals, but not from infinite loops or from strings that fill the
+memory. So rendering one conversation has a limit of CPU time, of memory and of characters. CPU time, because a busy or suspended
+machine is not the template's fault.
 """
 
 import contextlib
@@ -15,26 +15,28 @@ from dataclasses import dataclass
 from types import FrameType
 
 CPU_S = 5.0  # conversations of megabytes take tenths of a second
-_KILLED_AFTER_S = 6.0  # CPU seconds; some operations of C (comparing nested lists) never look for signals
-_TICK_S = 0.5  # of CPU time; each tick after the last raises again, should a library swallow one
-_MEASURED_EVERY = 32  # renderings; of each the text may stay in memory, CHARACTERS at the most as a rule
+_KILLED_AFTER_S = 6.0  # CPU seconds; some C code (comparing nested lists) never checks for signals
+_TICK_S = (
+    0.5  # CPU seconds; after the limit every tick raises again, in case a library swallows the exception
+)
+_MEASURED_EVERY = 32  # renderings; the text of each may stay in memory, in general at most CHARACTERS
 MEMORY_BYTES = 1 << 30
 CHARACTERS = 1 << 24  # or CHARACTERS_EACH for every character of the conversation, if that is more
 CHARACTERS_EACH = 4
 
 
 class RenderingTimeout(Exception):  # noqa: N818 - named for what happened
-    """The template has used up its CPU time."""
+    """The template has exceeded its CPU time."""
 
 
 @dataclass
 class _Meter:
-    """What is known of the renderings of this process; only its main thread looks at it."""
+    """State of the renderings in this process; only the main thread uses it."""
 
     is_armed: bool = False
     is_rendering: bool = False
     renderings: int = 0
-    ticks: int = 0  # of the timer, since the present rendering began
+    ticks: int = 0  # of the timer, since the start of the present rendering
 
 
 _meter = _Meter()
@@ -42,9 +44,9 @@ _meter = _Meter()
 
 @contextlib.contextmanager
 def timers_armed() -> Iterator[None]:
-    """Within it renderings are bounded; around many of them it saves what arming costs each.
+    """A context with armed timers, in which renderings are bounded; around many renderings it saves arming them for each.
 
-    Templates are rendered in the main thread of a task; elsewhere Python does not deliver signals, and nothing is bounded.
+    Templates are rendered in the main thread of a task; Python delivers no signals to other threads, so nothing is bounded there.
     """
     if _meter.is_armed or threading.current_thread() is not threading.main_thread():
         yield
@@ -66,7 +68,7 @@ def timers_armed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def bounded_rendering() -> Iterator[None]:
-    """Within it one conversation is rendered, in CPU_S seconds of CPU time and with MEMORY_BYTES more memory.
+    """A context to render one conversation in at most CPU_S seconds of CPU time and MEMORY_BYTES of additional memory.
 
     Raises:
         TookTooLong: when the time is over; if C code is busy and does not return, the kernel ends the process later.
@@ -92,7 +94,7 @@ def _tick(_number: int, _frame: FrameType | None) -> None:
 
 
 def _limit_memory() -> None:
-    """Lowers the limit of address space to what is in use and MEMORY_BYTES more, unless it is lower already."""
+    """Lowers the limit of the address space to its present size plus MEMORY_BYTES, unless it is lower already."""
     used = _address_space()
     if used is None:
         return
@@ -103,7 +105,7 @@ def _limit_memory() -> None:
 
 
 def _address_space() -> int | None:
-    """Bytes that this process has mapped; None on a system that does not say."""
+    """Bytes mapped by this process; None on systems without /proc."""
     try:
         fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -115,7 +117,7 @@ def _address_space() -> int | None:
 
 
 def line_in_template(error: BaseException) -> int | None:
-    """The line of the template at which an exception was raised, as Jinja writes it into the traceback."""
+    """The line of the template at which an exception was raised, from Jinja's entries in the traceback."""
     found = None
     trace = error.__traceback__
     while trace is not None:

@@ -1,13 +1,13 @@
-"""The token table: rows of token ids, memory-mapped. Needs numpy and pyarrow alone.
+"""The token table: rows of token ids, memory-mapped. Needs only numpy and pyarrow.
 
 A table is a directory:
 
     tokens.arrow            all rows in the order of their sources: `ids` lists of int32, `targets` lists of uint8.
                             Every record batch but the last has ROWS_PER_BATCH rows
-    train-rows.arrow        one entry a row of the split: `stored` (row in tokens.arrow), `length`, `loss`, `file`, `number`
-    train-sequences.arrow   one entry a sequence: `rows` lists of int64 (entries of train-rows), `tokens`, `loss_tokens`
-    eval-rows.arrow, eval-sequences.arrow   the same, where there is an evaluation
-    meta.json               names of the files, figures, the stop tokens
+    train-rows.arrow        one entry per row of the split: `stored` (row in tokens.arrow), `length`, `loss`, `file`, `number`
+    train-sequences.arrow   one entry per sequence: `rows` lists of int64 (entries of train-rows), `tokens`, `loss_tokens`
+    eval-rows.arrow, eval-sequences.arrow   the same for the evaluation, if there is one
+    meta.json               file names, figures, stop tokens
     ledger.json             data.json of a run
 """
 
@@ -41,7 +41,7 @@ class TokenBlock:
     Attributes:
         ends: (rows + 1,) int64, where each row begins.
         ids: tokens of all its rows, int32.
-        targets: bool, beside ids.
+        targets: bool, parallel to ids.
     """
 
     ends: Ints
@@ -51,7 +51,7 @@ class TokenBlock:
 
 @dataclass(frozen=True)
 class TokenTable:
-    """The rows and sequences of one split. Everything it gives is a view of mapped memory.
+    """The rows and sequences of one split, as views of mapped memory.
 
     Attributes:
         split: train or eval.
@@ -76,7 +76,7 @@ class TokenTable:
         """Maps a split of a table.
 
         Raises:
-            OSError: if a file is missing or damaged; with its path, for it is the storage's fault and no row's.
+            OSError: if a file is missing or damaged; with its path, as the storage is at fault.
         """
         with _damage_with_path(Path(directory)):
             return cls._read(Path(directory), split)
@@ -100,19 +100,19 @@ class TokenTable:
 
     @property
     def rows(self) -> int:
-        """Rows of the split. With a source's weight above 1 a row may be in several sequences."""
+        """The number of rows of the split. With a source's weight above 1 a row may be in several sequences."""
         return len(self.columns["stored"])
 
     @property
     def sequences(self) -> int:
-        """Sequences of one epoch."""
+        """The number of sequences of one epoch."""
         return len(self.sequence_ends) - 1
 
     def row(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """The tokens of a row, and which of them are predicted and count in the loss.
 
         Returns:
-            ids (L,) int32 and targets (L,) bool; targets[0] is False, as nothing stands before it.
+            ids (L,) int32 and targets (L,) bool; targets[0] is False, as it has no context.
         """
         number, place = divmod(int(self.columns["stored"][i]), ROWS_PER_BATCH)
         block = self.blocks[number]
@@ -136,7 +136,7 @@ class TokenTable:
         return self.columns["length"]
 
     def row_id(self, i: int) -> str:
-        """Where a row comes from: `train.jsonl:17`, or `train.parquet#17` where a file has no lines."""
+        """The origin of a row: `train.jsonl:17`, or `train.parquet#17` for a file without lines."""
         name, by_line = self.files[int(self.columns["file"][i])]
         return f"{name}{':' if by_line else '#'}{int(self.columns['number'][i])}"
 
@@ -148,7 +148,7 @@ def _open(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _damage_with_path(path: Path) -> Iterator[None]:
-    """pyarrow's errors of files have no path, and what it cannot decode is a ValueError to it."""
+    """Turns pyarrow's errors into OSErrors with a path: its file errors have none, and damaged contents give a ValueError."""
     try:
         yield
     except OSError as error:
@@ -178,7 +178,7 @@ def _ints(column: Any) -> Ints:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows laid one after the other; attention never crosses from one to the next.
+    """Rows concatenated without padding (T tokens, N loss tokens); attention never crosses rows.
 
     Attributes:
         input_ids: (T,) int64.
@@ -187,7 +187,7 @@ class Batch:
         label_index: (N,) int64, the positions whose hidden state predicts a loss token.
         labels: (N,) int64, the token to predict at each.
         sequences: the sequences, in order.
-        row_ids: where each row comes from.
+        row_ids: the origin of each row.
     """
 
     input_ids: Ints
@@ -234,7 +234,7 @@ _SCHEMA = pa.schema([("ids", pa.large_list(pa.int32())), ("targets", pa.large_li
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A row as the model sees it.
+    """An encoded row.
 
     Attributes:
         ids: (L,) int32.
@@ -246,7 +246,7 @@ class Encoded:
 
 
 class TokenWriter:
-    """Writes tokens.arrow, a record batch at a time, and keeps one number of each kind a row.
+    """Writes tokens.arrow, one record batch at a time, and keeps two numbers per row.
 
     Attributes:
         lengths: tokens of each row.
@@ -274,7 +274,7 @@ class TokenWriter:
         self._sink.close()
 
     def add(self, row: Encoded) -> None:
-        """Takes the next row."""
+        """Adds the next row."""
         self.lengths.append(len(row.ids))
         self.loss.append(int(np.count_nonzero(row.targets)))
         self._waiting.append(row)
@@ -303,7 +303,7 @@ def write_split(
     Args:
         directory: of the table.
         split: train or eval.
-        rows: `stored`, `length`, `loss`, `file`, `number`, one entry a row.
+        rows: `stored`, `length`, `loss`, `file`, `number`, one entry per row.
         sequences: rows of each sequence.
     """
     _write(directory / f"{split}-rows.arrow", {name: pa.array(values) for name, values in rows.items()})
