@@ -275,7 +275,7 @@ def test_a_key_that_stands_twice_with_different_values_makes_a_bad_row(tmp_path:
     assert isinstance(text, BadRow)
     assert isinstance(role, BadRow)
     assert "duplicate key 'text'" in text.why
-    assert "'role' stands twice" in role.why
+    assert "duplicate key 'role'" in role.why
 
 
 def test_a_column_that_stands_twice_is_refused_in_a_csv_and_in_parquet(tmp_path: Path) -> None:

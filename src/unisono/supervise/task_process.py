@@ -168,7 +168,7 @@ class TaskProcess:
     def _ended(self) -> UnisonoError:
         if self._child.returncode == -TEMPLATE_HAS_NO_END:
             return DataError.of(
-                "the chat template does not come to an end", where="data.template, or the tokenizer's chat template",
+                "the chat template does not terminate", where="data.template, or the tokenizer's chat template",
                 why="rendering one conversation used up its CPU time within a single operation, which cannot be interrupted",
                 fix="fix the template, or set data.template to a file with another one",
             )  # fmt: skip
