@@ -269,7 +269,9 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
     try:
         run.store.prune(run.plan.config.checkpoint.keep, protect=_best_saved(run), every=run.plan.keep_every)
     except OSError as error:  # the new checkpoint is safe; the next save tries again to delete the old ones
-        what = f"older checkpoints cannot be deleted: {storage_words(error)} ({error.filename or path.parent})"
+        what = (
+            f"older checkpoints cannot be deleted: {storage_words(error)} ({error.filename or path.parent})"
+        )
         run.report.warning(
             "prune_failed", what, fix=storage_remedy(error, else_="delete them by hand, or fix the storage")
         )
