@@ -7,16 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from unisono.config.describe import all_keys
 from unisono.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_reference_is_up_to_date() -> None:
-    """If this fails: python scripts/make_reference.py."""
+@pytest.mark.parametrize("script", ["make_reference.py", "draw_rooms.py"])
+def test_the_pages_made_from_the_code_are_up_to_date(script: str) -> None:
+    """If this fails: python scripts/SCRIPT."""
     done = subprocess.run(
-        [sys.executable, "scripts/make_reference.py", "--check"],
+        [sys.executable, f"scripts/{script}", "--check"],
         cwd=ROOT,
         capture_output=True,
         text=True,

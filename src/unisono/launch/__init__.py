@@ -1,1 +1,1 @@
-"""Starts workers and tasks as processes, watches over them, and carries one training start from config to result."""
+"""Carries one training run from the request to the result: plan, claim, the head's part, a member's part, restarts."""
