@@ -172,9 +172,12 @@ def with_witness(ending: Ending, attempt: Attempt, plan: RunPlan, witness: Witne
     cause = find_cause(known.cause)
     verdict = known.model_copy(
         update={
-            "ranks": tuple(place.rank for place in plan.on_node(loss.node_rank)), "hosts": own.hosts, "fix": known.fix,
-            "evidence": ours["evidence"], "step": attempt.step or None,
+            "ranks": tuple(place.rank for place in plan.on_node(loss.node_rank)),
+            "hosts": own.hosts,
+            "fix": known.fix,
+            "evidence": ours["evidence"],
+            "step": attempt.step or None,
             "named_after_s": own.named_after_s + waited_s if own.named_after_s is not None else None,
         }
-    )  # fmt: skip
+    )
     return replace(ending, verdict=verdict, exit_code=cause.exit_code if cause else ending.exit_code)

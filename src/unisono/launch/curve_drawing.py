@@ -45,9 +45,12 @@ class Drawing:
             return
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
-                self._words, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                self._words,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
 
     def finish(self) -> None:
         """Draws the last one, after the one that is in work, if the disk answers."""

@@ -90,8 +90,14 @@ class HeadNodes:
         return self.meeting.server
 
     def collect(
-        self, plan: RunPlan, attempt: Attempt, found: RescuedStep, *, checkpoints: Path, interrupts: Interrupts
-    ) -> None:  # fmt: skip
+        self,
+        plan: RunPlan,
+        attempt: Attempt,
+        found: RescuedStep,
+        *,
+        checkpoints: Path,
+        interrupts: Interrupts,
+    ) -> None:
         """Adds what the ranks of the other nodes, which have ended, have kept in memory."""
         from unisono.remote_checkpoint.rescue import collect
 
@@ -229,8 +235,11 @@ def remote_train(request: TrainRequest) -> RemoteCommand:
     return RemoteCommand(
         ("train", str(request.config_path), *request.overrides),
         {
-            "--join-timeout": f"{request.join_timeout_s:g}", "--nproc": request.nproc, "--devices": request.devices,
-            "--restarts": request.restarts, "--debug-comm": request.debug_comm or None,
+            "--join-timeout": f"{request.join_timeout_s:g}",
+            "--nproc": request.nproc,
+            "--devices": request.devices,
+            "--restarts": request.restarts,
+            "--debug-comm": request.debug_comm or None,
         },
         ssh=request.ssh,
-    )  # fmt: skip
+    )

@@ -48,9 +48,15 @@ def party_of(request: TrainRequest, topology: Topology, *, host: str, token: str
     if secret.from_stdin:
         watch_lifeline()
     return Party(
-        topology=topology, token=secret.secret, host=host, show=show, join_timeout_s=request.join_timeout_s,
-        programs=request.programs, network=request.probes.network, command=request.command,
-    )  # fmt: skip
+        topology=topology,
+        token=secret.secret,
+        host=host,
+        show=show,
+        join_timeout_s=request.join_timeout_s,
+        programs=request.programs,
+        network=request.probes.network,
+        command=request.command,
+    )
 
 
 def tell_early_refusal(
@@ -78,10 +84,13 @@ def report_maker(request: TrainRequest, loaded: LoadedConfig, here: LocalNode) -
 
     def make(standing: ChannelFacts, show: Show) -> NodeReport:
         return make_node_report(
-            loaded=loaded, here=here, standing=standing,
+            loaded=loaded,
+            here=here,
+            standing=standing,
             files=look_at_files(loaded, here, programs=request.programs, show=show),
-            output=look_at_output(loaded, standing), probes=request.probes,
-        )  # fmt: skip
+            output=look_at_output(loaded, standing),
+            probes=request.probes,
+        )
 
     return make
 
@@ -90,9 +99,13 @@ def look_alone(request: TrainRequest, loaded: LoadedConfig, here: LocalNode) -> 
     """The report of the only node of a job of several ranks, and what its settings, limits and devices are good for."""
     standing = ChannelFacts(_LOOPBACK, {}, 0.0, [])
     report = make_node_report(
-        loaded=loaded, here=here, standing=standing, files={},
-        output=look_at_output(loaded, standing), probes=request.probes,
-    )  # fmt: skip
+        loaded=loaded,
+        here=here,
+        standing=standing,
+        files={},
+        output=look_at_output(loaded, standing),
+        probes=request.probes,
+    )
     return report, compare_nodes([report])
 
 

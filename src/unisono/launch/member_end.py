@@ -65,9 +65,12 @@ class HeadlessEnd:
             self.show({"kind": "note", "time": time.time(), "text": text})
             ending = Ending(exit_code_of(asked), fields)
         result = result_of(
-            ending, run_id=self.last.plan.run_id, output_dir=str(self.run.root), restarts=[],
+            ending,
+            run_id=self.last.plan.run_id,
+            output_dir=str(self.run.root),
+            restarts=[],
             seconds=time.monotonic() - self.began,
-        )  # fmt: skip
+        )
         self.disk.write("how the run ended", partial(self._write, ending, result))
         return result if self.shared else {**result, "held_by": f"node 0 ({plain(self.last.head)})"}
 

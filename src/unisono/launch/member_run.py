@@ -116,9 +116,13 @@ class _Member:
         message = self.attendance.wait_for("plan")
         while True:
             plan = accept_plan(
-                message.get("plan"), own=self.loaded.config, node_rank=self.here.topology.node_rank,
-                host=self.here.machine.host, devices=self.here.devices, prepared=prepared,
-            )  # fmt: skip
+                message.get("plan"),
+                own=self.loaded.config,
+                node_rank=self.here.topology.node_rank,
+                host=self.here.machine.host,
+                devices=self.here.devices,
+                prepared=prepared,
+            )
             last = self._serve(plan)
             if isinstance(last, LostHead) or last.is_final:
                 return last
@@ -152,22 +156,33 @@ class _Member:
             self.disk.need("this node's copy of the plan", write_plan)
         except OSError as error:
             raise UnfitError.of(
-                f"this node's copy of the plan cannot be written: {error.strerror or error}", where=str(error.filename or plan_file),
+                f"this node's copy of the plan cannot be written: {error.strerror or error}",
+                where=str(error.filename or plan_file),
                 fix="make room there or give it back to its owner, or set another output_dir",
-            ) from error  # fmt: skip
+            ) from error
         self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
         own = ", ".join(str(place.rank) for place in plan.on_node(node_rank))
         text = f"node {node_rank} ({self.here.machine.host}): starting rank {own} of {plan.world_size}; steps are shown by node 0"
         self.show({"kind": "note", "time": time.time(), "text": text})
         interface = interface_name(self.request.probes.network.interfaces(), plan.node(node_rank).address)
         environments = rank_environments(
-            plan, node_rank, variables=self.here.leftovers, interface=interface, debug_comm=self.request.debug_comm
-        )  # fmt: skip
+            plan,
+            node_rank,
+            variables=self.here.leftovers,
+            interface=interface,
+            debug_comm=self.request.debug_comm,
+        )
         kept = SharedMemory(keeping_ranks(plan, node_rank))
         local = LocalRanks(
-            plan.on_node(node_rank), self.run_dir, plan_file, self.request.programs, environments,
-            from_step=plan.resume.step if plan.resume else 0, talks=True, kept=kept,
-        )  # fmt: skip
+            plan.on_node(node_rank),
+            self.run_dir,
+            plan_file,
+            self.request.programs,
+            environments,
+            from_step=plan.resume.step if plan.resume else 0,
+            talks=True,
+            kept=kept,
+        )
         parts = None if plan.node(node_rank).shares_output else self.run_dir.checkpoints
         try:
             if parts is not None:  # of a front that was killed
@@ -232,7 +247,8 @@ def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
         show({"kind": "note", "time": time.time(), "text": text})
         return
     raise UsageError.of(
-        f"{run.root} holds a run of this node's own", where="output_dir",
+        f"{run.root} holds a run of this node's own",
+        where="output_dir",
         why="the head's output_dir is not seen from here, and this node's would be mixed with that run",
         fix="set another output_dir, or pass --fresh on every node",
-    )  # fmt: skip
+    )

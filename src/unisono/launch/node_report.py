@@ -194,9 +194,14 @@ def _offset(measured: float | None, probes: Probes) -> float | None:
 
 def _device(gpu: Gpu) -> Device:
     return Device(
-        index=gpu.index, uuid=gpu.uuid, name=gpu.name, memory_bytes=gpu.memory_bytes,
-        memory_free_bytes=gpu.memory_free_bytes, bus_id=gpu.bus_id, numa_node=gpu.numa_node,
-    )  # fmt: skip
+        index=gpu.index,
+        uuid=gpu.uuid,
+        name=gpu.name,
+        memory_bytes=gpu.memory_bytes,
+        memory_free_bytes=gpu.memory_free_bytes,
+        bus_id=gpu.bus_id,
+        numa_node=gpu.numa_node,
+    )
 
 
 def _digests(files: Contents, kind: str) -> list[FileDigest]:
@@ -299,9 +304,11 @@ def refuse_old_ranks(who: str, host: str) -> None:
         for one in stuck_threads(pid)[:1]
     )
     raise _refusal(
-        "stale_process", f"{who}: ranks of the start before still live {_GONE_S:g} s after they were killed: pid {shown}",
-        host=host, evidence=waits,
-    )  # fmt: skip
+        "stale_process",
+        f"{who}: ranks of the start before still live {_GONE_S:g} s after they were killed: pid {shown}",
+        host=host,
+        evidence=waits,
+    )
 
 
 def _see_checkpoint(run: RunDir, question: Mapping[str, Any], *, who: str, host: str) -> None:
@@ -313,16 +320,28 @@ def _see_checkpoint(run: RunDir, question: Mapping[str, Any], *, who: str, host:
         if time.monotonic() > limit:
             what = f"{path} is another one than on the head" if found else f"{path} is not there"
             raise _refusal(
-                "checkpoint_not_shared", f"{who} does not see the checkpoint that the ranks are to go on from: {what}", host=host,
-                evidence=(Evidence(where=who, text=f"looked for it {_SEEN_S:g} s; before the first start this was the head's output_dir"),),
-            )  # fmt: skip
+                "checkpoint_not_shared",
+                f"{who} does not see the checkpoint that the ranks are to go on from: {what}",
+                host=host,
+                evidence=(
+                    Evidence(
+                        where=who,
+                        text=f"looked for it {_SEEN_S:g} s; before the first start this was the head's output_dir",
+                    ),
+                ),
+            )
         time.sleep(_POLL_S)
 
 
 def _refusal(cause: str, summary: str, *, host: str, evidence: tuple[Evidence, ...]) -> Disagreed:
     known = find_cause(cause)
     verdict = Verdict(
-        cause=cause, when="before", summary=summary, hosts=(host,), phase="agree.again", evidence=evidence,
+        cause=cause,
+        when="before",
+        summary=summary,
+        hosts=(host,),
+        phase="agree.again",
+        evidence=evidence,
         fix=known.remedy if known else (),
-    )  # fmt: skip
+    )
     return Disagreed.of(summary, where=host, fix="; ".join(verdict.fix), verdict=verdict)

@@ -17,15 +17,29 @@ from unisono.supervise.rank_supervisor import Attempt
 from unisono.supervise.task_process import refusal
 
 _OUTCOMES = {
-    0: "completed", 1: "failed", 2: "refused", 3: "disagreed", 4: "stalled", 5: "died", 6: "unfit", 7: "corrupt",
-    75: "preempted", 130: "interrupted",
-}  # fmt: skip
+    0: "completed",
+    1: "failed",
+    2: "refused",
+    3: "disagreed",
+    4: "stalled",
+    5: "died",
+    6: "unfit",
+    7: "corrupt",
+    75: "preempted",
+    130: "interrupted",
+}
 
 _WISHES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 NOTHING_DONE: dict[str, Any] = {
-    "step": 0, "tokens": 0, "loss": None, "eval": {}, "tokens_per_second": None, "checkpoint": None, "weights": None,
-}  # fmt: skip
+    "step": 0,
+    "tokens": 0,
+    "loss": None,
+    "eval": {},
+    "tokens_per_second": None,
+    "checkpoint": None,
+    "weights": None,
+}
 
 
 @dataclass(frozen=True)
@@ -58,9 +72,14 @@ def outcome_of(exit_code: int) -> str:
 def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
     """What became of an attempt: rank 0's own word where it gave one, else what ended the ranks."""
     known = {
-        "step": attempt.step, "tokens": attempt.tokens, "loss": attempt.loss, "eval": attempt.evals,
-        "tokens_per_second": attempt.tokens_per_second, "checkpoint": attempt.checkpoint, "weights": None,
-    }  # fmt: skip
+        "step": attempt.step,
+        "tokens": attempt.tokens,
+        "loss": attempt.loss,
+        "eval": attempt.evals,
+        "tokens_per_second": attempt.tokens_per_second,
+        "checkpoint": attempt.checkpoint,
+        "weights": None,
+    }
     last = attempt.last or {}
     if last.get("kind") == "result" and attempt.decision is None:
         told = {name: last[name] for name in known if name in last}
@@ -148,10 +167,15 @@ def result_of(
 ) -> dict[str, Any]:
     """The object of result.json."""
     body = {
-        "run_id": run_id, "outcome": ending.outcome, "exit_code": ending.exit_code, "output_dir": output_dir,
-        **ending.fields, "verdict": ending.verdict.to_json() if ending.verdict else None, "restarts": restarts,
+        "run_id": run_id,
+        "outcome": ending.outcome,
+        "exit_code": ending.exit_code,
+        "output_dir": output_dir,
+        **ending.fields,
+        "verdict": ending.verdict.to_json() if ending.verdict else None,
+        "restarts": restarts,
         "wall_time_s": seconds,
-    }  # fmt: skip
+    }
     if ending.error is not None:
         body["problems"] = ending.error.to_json()["problems"]
     return RunResult.model_validate(body).to_json()
@@ -162,14 +186,30 @@ def refused_result(
 ) -> dict[str, Any]:
     """The result of a start that was refused before it had a run to speak of."""
     return {
-        "schema": 1, "run_id": None, "outcome": outcome_of(exit_code), "exit_code": exit_code, "output_dir": None, **NOTHING_DONE,
-        "verdict": verdict, "restarts": [], "wall_time_s": 0.0, "problems": problems,
-    }  # fmt: skip
+        "schema": 1,
+        "run_id": None,
+        "outcome": outcome_of(exit_code),
+        "exit_code": exit_code,
+        "output_dir": None,
+        **NOTHING_DONE,
+        "verdict": verdict,
+        "restarts": [],
+        "wall_time_s": 0.0,
+        "problems": problems,
+    }
 
 
 def dry_result(plan: RunPlan) -> dict[str, Any]:
     """The result of `--dry-run`: nothing was started."""
     return {
-        "schema": 1, "run_id": plan.run_id, "outcome": "completed", "exit_code": 0, "dry_run": True, "output_dir": plan.output_dir,
-        **NOTHING_DONE, "verdict": None, "restarts": [], "wall_time_s": 0.0,
-    }  # fmt: skip
+        "schema": 1,
+        "run_id": plan.run_id,
+        "outcome": "completed",
+        "exit_code": 0,
+        "dry_run": True,
+        "output_dir": plan.output_dir,
+        **NOTHING_DONE,
+        "verdict": None,
+        "restarts": [],
+        "wall_time_s": 0.0,
+    }

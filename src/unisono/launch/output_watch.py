@@ -37,8 +37,15 @@ class OutputWatch:
     """
 
     def __init__(
-        self, plan: RunPlan, run: RunDir, lock: RunLock, disk: RunsDisk, show: Show, *, write_decision: Callable[[], object]
-    ) -> None:  # fmt: skip
+        self,
+        plan: RunPlan,
+        run: RunDir,
+        lock: RunLock,
+        disk: RunsDisk,
+        show: Show,
+        *,
+        write_decision: Callable[[], object],
+    ) -> None:
         """Begins to watch.
 
         Args:
@@ -191,7 +198,7 @@ class OutputWatch:
             f"{what}: it is made again, and training goes on; {lost}; logs and events of these ranks are not kept from here on, and the next"
             " checkpoint comes when it is due",
             "end a run first (Ctrl-C), then remove or rename its directory",
-        )  # fmt: skip
+        )
 
     def _make_again(self) -> bool:
         self._run.root.mkdir(mode=0o700, parents=True)  # not one that somebody else has just made
@@ -266,7 +273,7 @@ class OutputWatch:
             f"{self._run.checkpoints} was {f'renamed to {seen.now_at}' if seen.now_at else 'removed'} after step {self._step}, while its run lives:"
             f" {lost}; training goes on, and the next checkpoint comes when it is due",
             "end a run first (Ctrl-C), then remove its checkpoints: unisono checkpoint prune RUN",
-        )  # fmt: skip
+        )
 
     def _steps(self) -> dict[int, Path]:
         """The checkpoints that are there, by step."""
@@ -287,10 +294,16 @@ class OutputWatch:
         verdict = self._verdict(what, severity="warning", fix=fix)
         self._show(
             {
-                "kind": "warning", "time": time.time(), "code": CAUSE, "step": self._step, "text": what, "where": str(self._run.root),
-                "fix": fix, "verdict": verdict.to_json(),
+                "kind": "warning",
+                "time": time.time(),
+                "code": CAUSE,
+                "step": self._step,
+                "text": what,
+                "where": str(self._run.root),
+                "fix": fix,
+                "verdict": verdict.to_json(),
             }
-        )  # fmt: skip
+        )
 
     def _lose(self, what: str, *, keeps_path: bool = False) -> None:
         """Ends the run. Unless the path is still the run's, nothing is written there from here on."""
@@ -302,10 +315,21 @@ class OutputWatch:
 
     def _verdict(self, what: str, *, severity: Literal["fatal", "warning"], fix: str) -> Verdict:
         return Verdict(
-            cause=CAUSE, when="during", severity=severity, summary=one_line(what, limit=600), hosts=(self._plan.host,), phase="save",
-            step=self._step or None, fix=(fix,),
-            evidence=(Evidence(where=str(self._run.root), text=f"device and inode were {self._root}, of the lock {self._own_lock}"),),
-        )  # fmt: skip
+            cause=CAUSE,
+            when="during",
+            severity=severity,
+            summary=one_line(what, limit=600),
+            hosts=(self._plan.host,),
+            phase="save",
+            step=self._step or None,
+            fix=(fix,),
+            evidence=(
+                Evidence(
+                    where=str(self._run.root),
+                    text=f"device and inode were {self._root}, of the lock {self._own_lock}",
+                ),
+            ),
+        )
 
 
 def _lost(steps: list[int]) -> str:

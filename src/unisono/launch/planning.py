@@ -79,14 +79,22 @@ def look_around(
     wish, visible = loaded.config.device, environment.visible_devices
     usable = usable_accelerators(machine, wish=wish, visible=visible, torch_version=torch_version)
     topology = read_topology(
-        request.topology, environment.leftovers, usable, is_here=lambda host: is_this_machine(host, request.probes.network),
+        request.topology,
+        environment.leftovers,
+        usable,
+        is_here=lambda host: is_this_machine(host, request.probes.network),
         placed=placed_by_slurm(environment.slurm_step, request.probes.network),
-    )  # fmt: skip
+    )
     refuse_lone_node(request.launcher, request.nodes, topology)
     topology = find_head(topology, request.probes.network)
     devices, origin = choose_devices(
-        machine, wish=wish, named=device_words(request.devices), visible=visible, nproc=topology.nproc, torch_version=torch_version,
-    )  # fmt: skip
+        machine,
+        wish=wish,
+        named=device_words(request.devices),
+        visible=visible,
+        nproc=topology.nproc,
+        torch_version=torch_version,
+    )
     return LocalNode(machine, environment, topology, devices, origin)
 
 
@@ -144,14 +152,26 @@ def make_plan(
     """
     return resolve_plan(
         PlanInputs(
-            config=loaded.config, run_id=run_id, output_dir=loaded.config.output_dir, host=here.machine.host,
-            device=layout.ranks[0].device, nodes=layout.nodes, ranks=layout.ranks, store_host=layout.store_host,
-            threads=layout.threads, threads_origin=layout.threads_origin, model=ModelFacts.model_validate(prepared["model"]),
-            data=DataSummary.model_validate(prepared["data"]), resume=resume, resume_reason=resume_reason,
-            settings=_set_by_hand(here.environment, loaded.config.reasons), ignored_variables=misleading(here.leftovers, world_size=layout.world_size),
-            origins=_origins(loaded, here, layout), faults=request.faults,
+            config=loaded.config,
+            run_id=run_id,
+            output_dir=loaded.config.output_dir,
+            host=here.machine.host,
+            device=layout.ranks[0].device,
+            nodes=layout.nodes,
+            ranks=layout.ranks,
+            store_host=layout.store_host,
+            threads=layout.threads,
+            threads_origin=layout.threads_origin,
+            model=ModelFacts.model_validate(prepared["model"]),
+            data=DataSummary.model_validate(prepared["data"]),
+            resume=resume,
+            resume_reason=resume_reason,
+            settings=_set_by_hand(here.environment, loaded.config.reasons),
+            ignored_variables=misleading(here.leftovers, world_size=layout.world_size),
+            origins=_origins(loaded, here, layout),
+            faults=request.faults,
         )
-    )  # fmt: skip
+    )
 
 
 def _origins(loaded: LoadedConfig, here: LocalNode, layout: Layout) -> dict[str, str]:
@@ -169,7 +189,12 @@ def _set_by_hand(environment: Environment, reasons: Mapping[str, str]) -> dict[s
 def offer_of(report: NodeReport) -> NodeOffer:
     """What a node's report offers."""
     return NodeOffer(
-        node_rank=report.node_rank, host=report.host, address=report.address, devices=report.places,
-        nproc_origin=report.nproc_origin, threads=report.threads, threads_origin=report.threads_origin,
+        node_rank=report.node_rank,
+        host=report.host,
+        address=report.address,
+        devices=report.places,
+        nproc_origin=report.nproc_origin,
+        threads=report.threads,
+        threads_origin=report.threads_origin,
         shares_output=report.output.shared is not False,
-    )  # fmt: skip
+    )

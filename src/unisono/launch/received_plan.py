@@ -105,7 +105,12 @@ def _without_paths(config: RunConfig) -> dict[str, Any]:
 def _mismatch(where: str, host: str, what: str, why: str) -> Disagreed:
     known = find_cause("plan_mismatch")
     verdict = Verdict(
-        cause="plan_mismatch", when="before", summary=f"{where}: {what}", hosts=(host,), phase="agree.plan",
-        evidence=(Evidence(where=where, text=why),), fix=known.remedy if known else (),
-    )  # fmt: skip
+        cause="plan_mismatch",
+        when="before",
+        summary=f"{where}: {what}",
+        hosts=(host,),
+        phase="agree.plan",
+        evidence=(Evidence(where=where, text=why),),
+        fix=known.remedy if known else (),
+    )
     return Disagreed.of(verdict.summary, where=where, why=why, fix="; ".join(verdict.fix), verdict=verdict)

@@ -45,10 +45,15 @@ class Rehearsal:
     def to_json(self) -> dict[str, Any]:
         """For programs."""
         return {
-            "schema": 1, "exit_code": self.exit_code, "outcome": self.result.get("outcome", "failed"),
-            "stages": [{"stage": name, "seconds": seconds} for name, seconds in self.stages], "steps": self.steps,
-            "expected_s": self.expected_s, "checkpoint_bytes": self.checkpoint_bytes, "verdict": self.result.get("verdict"),
-        }  # fmt: skip
+            "schema": 1,
+            "exit_code": self.exit_code,
+            "outcome": self.result.get("outcome", "failed"),
+            "stages": [{"stage": name, "seconds": seconds} for name, seconds in self.stages],
+            "steps": self.steps,
+            "expected_s": self.expected_s,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "verdict": self.result.get("verdict"),
+        }
 
 
 def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
@@ -61,9 +66,11 @@ def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
     """
     if request.nodes not in (None, "1") or request.hosts:
         raise UsageError.of(
-            "a rehearsal is for one node", where="--rehearse", why="it tries the path from data to export, and leaves nothing behind",
+            "a rehearsal is for one node",
+            where="--rehearse",
+            why="it tries the path from data to export, and leaves nothing behind",
             fix="leave out --nodes and --hosts; `unisono train --dry-run` shows the plan of all nodes",
-        )  # fmt: skip
+        )
     if request.launcher in ("ray", "slurm"):
         say(
             show,
@@ -105,9 +112,12 @@ def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
 
 def _train(done: Rehearsal, request: TrainRequest, show: Show, *, steps: int, resume: bool) -> None:
     small = (
-        f"duration={steps} steps", f"eval.every={_STEPS} steps", f"checkpoint.every={_STEPS} steps",
-        "track=[]", "checkpoint.storage=null",
-    )  # fmt: skip
+        f"duration={steps} steps",
+        f"eval.every={_STEPS} steps",
+        f"checkpoint.every={_STEPS} steps",
+        "track=[]",
+        "checkpoint.storage=null",
+    )
     asked = replace(
         request,
         overrides=(*request.overrides, *small),

@@ -73,9 +73,11 @@ class Replay:
         holder = read_holder(self.run.lock)
         if holder is not None:
             raise UsageError.of(
-                f"the run is going on: {holder}", where=str(self.run.lock), why="a replay takes the same devices",
+                f"the run is going on: {holder}",
+                where=str(self.run.lock),
+                why="a replay takes the same devices",
                 fix="wait until it has ended",
-            )  # fmt: skip
+            )
         plan = _plan_of(self.run)
         logged = {line["step"]: line for line in iterate_metrics(self.run.metrics) if "loss" in line}
         found = self._choose(plan, logged)
@@ -113,16 +115,22 @@ class Replay:
         _refuse_other_ranks(plan, found)
         environment = read_environment()
         body = {
-            "config": plan.config.model_dump(mode="json", by_alias=True), "cache_dir": str(environment.cache_dir), "output_dir": None,
-        }  # fmt: skip
+            "config": plan.config.model_dump(mode="json", by_alias=True),
+            "cache_dir": str(environment.cache_dir),
+            "output_dir": None,
+        }
         prepared = run_task("prepare", body, on_message=self.show, programs=self.programs)
         _refuse_changed(plan, prepared)
         machine = read_machine(self.probes.devices)
         try:
             devices, _ = choose_devices(
-                machine, wish=plan.device.kind, named=(), visible=environment.visible_devices, nproc=plan.world_size,
+                machine,
+                wish=plan.device.kind,
+                named=(),
+                visible=environment.visible_devices,
+                nproc=plan.world_size,
                 torch_version=self.probes.packages().get("torch", ""),
-            )  # fmt: skip
+            )
         except UsageError as error:
             raise UnfitError(*error.problems) from error
         layout = lay_out(
@@ -133,12 +141,22 @@ class Replay:
         config = plan.config.model_copy(update={"output_dir": str(scratch.root), "track": []})
         return plan.model_copy(
             update={
-                "config": config, "output_dir": str(scratch.root), "epoch": 0, "nodes": layout.nodes, "ranks": layout.ranks,
-                "store_host": layout.store_host, "device": devices[0], "host": machine.host, "data": data, "model": model,
-                "resume": ResumePoint(step=found.step, path=str(found.path)), "resume_reason": "a replay",
-                "last_step": found.step + self.steps, "faults": {},
+                "config": config,
+                "output_dir": str(scratch.root),
+                "epoch": 0,
+                "nodes": layout.nodes,
+                "ranks": layout.ranks,
+                "store_host": layout.store_host,
+                "device": devices[0],
+                "host": machine.host,
+                "data": data,
+                "model": model,
+                "resume": ResumePoint(step=found.step, path=str(found.path)),
+                "resume_reason": "a replay",
+                "last_step": found.step + self.steps,
+                "faults": {},
             }
-        )  # fmt: skip
+        )
 
     def _announce(self, plan: RunPlan, again: RunPlan) -> None:
         assert again.resume is not None
@@ -154,14 +172,24 @@ class Replay:
         environments = rank_environments(plan, 0, variables=leftovers, interface=interface, debug_comm=False)
         assert plan.resume is not None
         local = LocalRanks(
-            plan.on_node(0), scratch, scratch.plan, self.programs, environments, from_step=plan.resume.step,
+            plan.on_node(0),
+            scratch,
+            scratch.plan,
+            self.programs,
+            environments,
+            from_step=plan.resume.step,
             talks=plan.world_size > 1,
-        )  # fmt: skip
+        )
         with Interrupts() as interrupts:
             write_decision(scratch, plan)
             attempt = run_attempt(
-                plan, local=local, server=None, interrupts=interrupts, show=self._show_some, on_agreement=_take_agreement
-            )  # fmt: skip
+                plan,
+                local=local,
+                server=None,
+                interrupts=interrupts,
+                show=self._show_some,
+                on_agreement=_take_agreement,
+            )
         if attempt.asked_to_stop is not None:
             raise KeyboardInterrupt
         return attempt
@@ -194,9 +222,11 @@ def _plan_of(run: RunDir) -> RunPlan:
         return RunPlan.model_validate(read_json(run.plan))
     except (OSError, ValueError, ValidationError) as error:
         raise UsageError.of(
-            "the plan of the run cannot be read, so its steps cannot be run again", where=str(run.plan),
-            why=why_unreadable(error), fix="leave out --replay: `checkpoint verify` needs no plan",
-        ) from error  # fmt: skip
+            "the plan of the run cannot be read, so its steps cannot be run again",
+            where=str(run.plan),
+            why=why_unreadable(error),
+            fix="leave out --replay: `checkpoint verify` needs no plan",
+        ) from error
 
 
 def _step_of(path: Path) -> int:
@@ -213,9 +243,10 @@ def _nothing_to_compare(store: CheckpointStore, step: int | None, steps: int, lo
     fix = "wait until the run has come further, or ask for fewer steps: --replay 1"
     if step is not None and step not in there:
         return UsageError.of(
-            f"there is no checkpoint of step {step}", where=str(store.root),
+            f"there is no checkpoint of step {step}",
+            where=str(store.root),
             fix=f"there are those of step {', '.join(map(str, there))}" if there else "the run has none yet",
-        )  # fmt: skip
+        )
     if step is not None:
         what = f"checkpoint step {step} has no {steps} logged steps after it"
         able = [number for number in there if _has_steps_after(number, steps, logged)]
@@ -237,10 +268,12 @@ def _refuse_other_ranks(plan: RunPlan, found: IntactCheckpoint) -> None:
     if found.step >= begun or (manifest.world_size, manifest.threads) == (plan.world_size, plan.threads):
         return
     raise UsageError.of(
-        f"the steps after checkpoint {found.step} were made by an earlier start with another layout", where=str(found.path),
+        f"the steps after checkpoint {found.step} were made by an earlier start with another layout",
+        where=str(found.path),
         why=f"it was written by {manifest.world_size} ranks with {manifest.threads} threads, and the plan that is kept has"
-        f" {plan.world_size} with {plan.threads}", fix=f"choose a checkpoint from step {begun} on, with --step",
-    )  # fmt: skip
+        f" {plan.world_size} with {plan.threads}",
+        fix=f"choose a checkpoint from step {begun} on, with --step",
+    )
 
 
 def _refuse_changed(plan: RunPlan, prepared: Mapping[str, Any]) -> None:
@@ -252,10 +285,11 @@ def _refuse_changed(plan: RunPlan, prepared: Mapping[str, Any]) -> None:
         now = prepared[name]["digest"]
         if now != digest:
             raise UsageError.of(
-                f"the {name} {'are' if name == 'data' else 'is'} not what the run was made with", where=key,
+                f"the {name} {'are' if name == 'data' else 'is'} not what the run was made with",
+                where=key,
                 why=f"digest {digest} then, {now} now, so the steps cannot come out the same",
                 fix="put the files back as they were, or leave out --replay",
-            )  # fmt: skip
+            )
 
 
 def _excuses_of_the_run(plan: RunPlan, found: IntactCheckpoint, *, last: int) -> list[str]:
@@ -302,8 +336,10 @@ def _check_end(attempt: Attempt, plan: RunPlan, lines: Lines) -> None:
     tail = culprit.tail if culprit is not None else ""
     what = ending.verdict.summary if ending.verdict else "the replay ended before its last step"
     problem = {
-        "what": f"the steps could not be run again: {what}", "where": "replay", "why": one_line(tail[-1500:], limit=1500),
+        "what": f"the steps could not be run again: {what}",
+        "where": "replay",
+        "why": one_line(tail[-1500:], limit=1500),
         "fix": "; ".join(ending.verdict.fix) if ending.verdict else "",
-    }  # fmt: skip
+    }
     verdict = ending.verdict.to_json() if ending.verdict else None
     raise refusal({"exit_code": ending.exit_code, "problems": [problem], "verdict": verdict})

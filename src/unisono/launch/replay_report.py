@@ -78,21 +78,29 @@ class Replayed:
         """What a person is told where it is not right."""
         known = "; ".join(self.excuses)
         why = (
-            f"more than rounding can make, which these allow for: {known}" if known
+            f"more than rounding can make, which these allow for: {known}"
+            if known
             else "nothing that is known has changed: data, model, packages, ranks, threads and device are those of the run"
-        )  # fmt: skip
+        )
         return IntegrityError.of(
-            self.lines()[0], where=where, why=why,
+            self.lines()[0],
+            where=where,
+            why=why,
             fix="run it once more: if the figures change again, this machine's arithmetic is not to be trusted (memory, heat); if not,"
             " the logged steps were made with something else, or it is a defect of unisono: please report it",
-        )  # fmt: skip
+        )
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
         return {
-            "step": self.checkpoint, "steps": [self.first, self.last], "equal": not self.differences, "right": self.is_right,
-            "differences": [asdict(one) for one in self.differences], "excuses": list(self.excuses), "seconds": self.seconds,
-        }  # fmt: skip
+            "step": self.checkpoint,
+            "steps": [self.first, self.last],
+            "equal": not self.differences,
+            "right": self.is_right,
+            "differences": [asdict(one) for one in self.differences],
+            "excuses": list(self.excuses),
+            "seconds": self.seconds,
+        }
 
 
 def compare(

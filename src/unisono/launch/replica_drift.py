@@ -98,9 +98,17 @@ def name_drift(
         for group in odd_first(groups, odd)[:_SHOWN_GROUPS]
     ]
     return Verdict(
-        cause="replicas_diverged", when="during", summary=summary, ranks=culprit_ranks(odd), hosts=culprit_hosts(odd), phase="update",
-        step=step, evidence=tuple(evidence), fix=_fix(culprit_ranks(odd), equal_at), confidence=1.0 if odd else 0.5,
-    )  # fmt: skip
+        cause="replicas_diverged",
+        when="during",
+        summary=summary,
+        ranks=culprit_ranks(odd),
+        hosts=culprit_hosts(odd),
+        phase="update",
+        step=step,
+        evidence=tuple(evidence),
+        fix=_fix(culprit_ranks(odd), equal_at),
+        confidence=1.0 if odd else 0.5,
+    )
 
 
 def _fix(ranks: tuple[int, ...], equal_at: int | None) -> tuple[str, ...]:
@@ -121,7 +129,9 @@ def _fix(ranks: tuple[int, ...], equal_at: int | None) -> tuple[str, ...]:
 def _rounding(found: Mapping[int, DriftReport], step: int) -> Message:
     kinds = " and ".join(sorted({said.arithmetic for said in found.values()}))
     return {
-        "kind": "warning", "time": time.time(), "code": "replicas_round_differently",
+        "kind": "warning",
+        "time": time.time(),
+        "code": "replicas_round_differently",
         "text": f"the weights of the ranks are not bit-equal after step {step}: {kinds} round differently. Drift of a rank cannot be told from that here",
         "fix": "train on devices of one kind",
-    }  # fmt: skip
+    }

@@ -116,9 +116,12 @@ class Restarts:
             )
             return False
         again, why = may_restart(
-            verdict, step=attempt.step, earlier=self._deaths, allowed=plan.config.restarts,
+            verdict,
+            step=attempt.step,
+            earlier=self._deaths,
+            allowed=plan.config.restarts,
             without_culprit=bool(self._unfit(plan, attempt, verdict)),
-        )  # fmt: skip
+        )
         say(self.show, why)
         return again
 
@@ -152,13 +155,19 @@ class Restarts:
         )
         self._agree(resume)
         self.restarts.append(
-            {"verdict": verdict.to_json(), "from_step": resume.step if resume else 0, "seconds": attempt.seconds,
-             "cost_s": None}
-        )  # fmt: skip
+            {
+                "verdict": verdict.to_json(),
+                "from_step": resume.step if resume else 0,
+                "seconds": attempt.seconds,
+                "cost_s": None,
+            }
+        )
         again = {
-            "resume": resume, "resume_reason": _reason(verdict.cause, resume), "epoch": plan.epoch + 1,
+            "resume": resume,
+            "resume_reason": _reason(verdict.cause, resume),
+            "epoch": plan.epoch + 1,
             "rehearse": still_due(plan, resume),
-        }  # fmt: skip
+        }
         if self._is_smaller(plan):
             plan = self._with_fewer(plan, resume)
         return plan.model_copy(update=again)
@@ -242,9 +251,15 @@ class Restarts:
             }
         )
         made = make_plan(
-            self.request, replace(self.loaded, config=pinned), self.here, layout=layout, prepared=self.prepared, run_id=plan.run_id,
-            resume=resume, resume_reason="",
-        )  # fmt: skip
+            self.request,
+            replace(self.loaded, config=pinned),
+            self.here,
+            layout=layout,
+            prepared=self.prepared,
+            run_id=plan.run_id,
+            resume=resume,
+            resume_reason="",
+        )
         made = made.model_copy(update={"config": config, "allowed": plan.allowed})
         return with_changes(made, self.run, self._decision(plan), self.request)
 

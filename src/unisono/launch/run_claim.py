@@ -50,8 +50,14 @@ def find_resume_point(
         fix = "pass --trust to go on from it all the same" if damage.kind == "foreign" else ""
         text = f"{path.name}: {damage}"
         show(
-            {"kind": "warning", "time": time.time(), "code": f"checkpoint_{damage.kind}", "text": text, "fix": fix}
-        )  # fmt: skip
+            {
+                "kind": "warning",
+                "time": time.time(),
+                "code": f"checkpoint_{damage.kind}",
+                "text": text,
+                "fix": fix,
+            }
+        )
 
     return resume_point(store, decision, on_damage, trust=trust)
 
@@ -194,14 +200,18 @@ def _make(run: RunDir) -> None:
         make_private_dir(run.root)
     except OSError as error:
         raise UsageError.of(
-            f"the run's directory {run.root} cannot be made", where="output_dir", why=str(error),
+            f"the run's directory {run.root} cannot be made",
+            where="output_dir",
+            why=str(error),
             fix="set output_dir to a directory that you may write",
-        ) from error  # fmt: skip
+        ) from error
     if not os.access(run.root, os.W_OK | os.X_OK):
         raise UsageError.of(
-            f"the run's directory {run.root} cannot be written", where="output_dir", why="it is not yours to write in",
+            f"the run's directory {run.root} cannot be written",
+            where="output_dir",
+            why="it is not yours to write in",
             fix="set output_dir to a directory that you may write",
-        )  # fmt: skip
+        )
 
 
 def _is_in_place(lock: RunLock) -> bool:

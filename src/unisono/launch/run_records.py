@@ -49,8 +49,14 @@ def read_progress(run: RunDir) -> dict[str, Any]:
     Its keys are those of result.json. A checkpoint is not read through: whoever resumes from it does that.
     """
     known: dict[str, Any] = {
-        "step": 0, "tokens": 0, "loss": None, "eval": {}, "tokens_per_second": None, "checkpoint": None, "weights": None,
-    }  # fmt: skip
+        "step": 0,
+        "tokens": 0,
+        "loss": None,
+        "eval": {},
+        "tokens_per_second": None,
+        "checkpoint": None,
+        "weights": None,
+    }
     for line in iterate_metrics(run.metrics):
         known["step"] = line["step"]
         if "eval_loss" in line:
@@ -120,9 +126,12 @@ def write_agreement(run: RunDir, table: Table) -> None:
     found = Agreement().merged(*(a for a in (table.of_nodes, table.of_ranks) if a is not None))
     outcome = "refused" if not found.agreed else "agreed" if table.of_ranks is not None else "unfinished"
     body = {
-        "schema": 1, "outcome": outcome, "nodes": [report.to_json() for report in table.nodes],
-        "ranks": [report.to_json() for report in table.ranks], **found.to_json(),
-    }  # fmt: skip
+        "schema": 1,
+        "outcome": outcome,
+        "nodes": [report.to_json() for report in table.nodes],
+        "ranks": [report.to_json() for report in table.ranks],
+        **found.to_json(),
+    }
     write_json(run.agreement, body)
 
 
@@ -155,11 +164,20 @@ def keep_refusal(run: RunDir, config: RunConfig, table: Table, error: UnisonoErr
 def _agreement(plan: RunPlan, *, versions_digest_: str) -> dict[str, Any]:
     """One node, one rank: what it brought, and that there was nobody to disagree with."""
     report = {
-        "node_rank": 0, "host": plan.host, "nproc_per_node": 1, "world_size": 1, "device": plan.device.model_dump(mode="json"),
-        "config_digest": plan.config_digest, "data_digest": plan.data.digest, "model_digest": plan.model.digest,
-        "environment_digest": versions_digest_, "threads": plan.threads, "dtype": plan.dtype,
-        "resume_step": plan.resume.step if plan.resume else 0, "ignored_variables": plan.ignored_variables,
-    }  # fmt: skip
+        "node_rank": 0,
+        "host": plan.host,
+        "nproc_per_node": 1,
+        "world_size": 1,
+        "device": plan.device.model_dump(mode="json"),
+        "config_digest": plan.config_digest,
+        "data_digest": plan.data.digest,
+        "model_digest": plan.model.digest,
+        "environment_digest": versions_digest_,
+        "threads": plan.threads,
+        "dtype": plan.dtype,
+        "resume_step": plan.resume.step if plan.resume else 0,
+        "ignored_variables": plan.ignored_variables,
+    }
     return {"schema": 1, "nodes": [report], "verdicts": [], "outcome": "agreed"}
 
 

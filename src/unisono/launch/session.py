@@ -38,9 +38,12 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
             who = stopped.number.name + (f" to {stopped.where}" if stopped.where else "")
             say(show, f"{who} before anything was started: nothing has changed")
             result = result_of(
-                Ending(exit_code_of(stopped.number), NOTHING_DONE), run_id="", output_dir="", restarts=[],
+                Ending(exit_code_of(stopped.number), NOTHING_DONE),
+                run_id="",
+                output_dir="",
+                restarts=[],
                 seconds=time.monotonic() - began,
-            )  # fmt: skip
+            )
         except UnisonoError as error:
             if error.verdict is None or not is_about_nodes(error):
                 raise
@@ -108,6 +111,9 @@ def _disagreed(error: UnisonoError, show: Show, began: float) -> dict[str, Any]:
     if not (isinstance(error, Disagreed) and error.said):
         meeting_end.show_verdicts(show, error.verdict, [problem.what for problem in error.problems[1:]])
     return result_of(
-        Ending(error.exit_code, NOTHING_DONE, error.verdict), run_id="", output_dir="", restarts=[],
+        Ending(error.exit_code, NOTHING_DONE, error.verdict),
+        run_id="",
+        output_dir="",
+        restarts=[],
         seconds=time.monotonic() - began,
-    )  # fmt: skip
+    )

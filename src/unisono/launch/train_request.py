@@ -171,9 +171,14 @@ class TrainRequest:
             UsageError: if a list has an empty place.
         """
         return TopologyRequest(
-            nproc=self.nproc, nodes=self.nodes, node_rank=self.node_rank, head=self.head,
-            devices=device_words(self.devices), hosts=parse_hosts(self.hosts), command=self.command,
-        )  # fmt: skip
+            nproc=self.nproc,
+            nodes=self.nodes,
+            node_rank=self.node_rank,
+            head=self.head,
+            devices=device_words(self.devices),
+            hosts=parse_hosts(self.hosts),
+            command=self.command,
+        )
 
 
 def load_asked(request: TrainRequest) -> LoadedConfig:
@@ -185,9 +190,10 @@ def load_asked(request: TrainRequest) -> LoadedConfig:
     """
     if request.resume and request.fresh:
         raise UsageError.of(
-            "--resume and --fresh contradict each other", where="command line",
+            "--resume and --fresh contradict each other",
+            where="command line",
             fix="--resume goes on with the run, --fresh renames it and begins anew",
-        )  # fmt: skip
+        )
     _ = request.allowed  # a misspelt key is refused before anything else is looked at
     overrides = request.overrides
     if request.restarts is not None:
