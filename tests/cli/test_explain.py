@@ -23,7 +23,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 def test_a_cause_is_explained_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "nan_loss")
     assert (code, err) == (0, "")
-    assert out.startswith("nan_loss: the loss or its gradient is not a number")
+    assert out.startswith("nan_loss: the loss or its gradient is NaN or infinite")
     assert "What to do:\n  1. " in out
 
 

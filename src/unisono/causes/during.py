@@ -7,11 +7,11 @@ CAUSES: tuple[Cause, ...] = (
         id="rank_killed",
         title="a rank was killed by a signal",
         meaning=(
-            "The process ended by a signal from outside or by a crash of native code, without a Python exception. Its own log stops in the middle of a sentence."
+            "The process ended by a signal from outside or by a crash of native code, without a Python exception. Its own log stops abruptly."
         ),
         telltales=(
             "exit status -9 (SIGKILL), -11 (SIGSEGV), -6 (SIGABRT), -7 (SIGBUS)",
-            "the others say `Connection closed by peer [IP]:PORT`, which is the consequence",
+            "the others report `Connection closed by peer [IP]:PORT`, which is the consequence",
         ),
         neighbours=(
             ("host_oom_killed", "SIGKILL, and the kernel or the cgroup counted an out-of-memory kill"),
@@ -19,7 +19,7 @@ CAUSES: tuple[Cause, ...] = (
             ("user_code_error", "a Python traceback is in the rank's log"),
         ),
         remedy=(
-            "Look for who sent it: `dmesg -T | tail`, the scheduler's log, an administrator.",
+            "Find the sender: `dmesg -T | tail`, the scheduler's log, an administrator.",
             "For SIGSEGV, SIGBUS or SIGABRT: run with PYTHONFAULTHANDLER=1 and read the stack; SIGBUS often means a full /dev/shm.",
             Ours("Start again: the run resumes from its last checkpoint."),
         ),
@@ -29,9 +29,9 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         id="rank_died_first",
-        title="a rank ended, and the log does not say why",
+        title="a rank ended, and the log does not show why",
         meaning=(
-            "Several ranks complain of a lost peer, and one log simply stops: that rank went first. Without its exit status, dmesg or a core dump nothing more can be said."
+            "Several ranks report a lost peer, and one log simply stops: that rank ended first. Without its exit status, dmesg or a core dump the cause remains unknown."
         ),
         telltales=(
             "torchrun: `exitcode  : -11` (or -6, -9) and `traceback : To enable traceback see …`",
@@ -53,10 +53,10 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         id="rank_stalled",
-        title="a rank stopped making progress, and the log does not say how",
+        title="a rank stopped making progress, and the log does not show why",
         meaning=(
-            "The others wait in a collective until their time-out, and one rank never came. It is alive: tokenising, downloading,"
-            " waiting for a lock, or looping. Whoever timed out is a victim."
+            "The others wait in a collective until their timeout, and one rank never arrived. It is alive: tokenizing, downloading,"
+            " waiting for a lock, or looping. Ranks that timed out are victims."
         ),
         telltales=(
             "gloo: `Timed out waiting 1800000ms for recv operation to complete`",
@@ -64,15 +64,15 @@ CAUSES: tuple[Cause, ...] = (
             "the culprit's log still shows a progress bar, a download, a retry",
         ),
         neighbours=(
-            ("rank_stopped", "the process is in state T: somebody stopped it"),
+            ("rank_stopped", "the process is in state T: it was stopped"),
             ("io_blocked", "the process is in state D: it waits for storage"),
             ("data_starved", "the process waits for its own data loader"),
             ("unequal_steps", "the rank has finished, rather than stalled"),
         ),
         remedy=(
             "On the rank that is not waiting: `py-spy dump --pid PID` shows where it is.",
-            "Do slow preparation once, before the group exists, and let the others read its result.",
-            "If the work is meant to be slow, raise the group's time-out (torch: timeout=…, transformers: ddp_timeout).",
+            "Do slow preparation once, before the group exists, and let the other ranks read the result.",
+            "If the work is expected to be slow, raise the group's timeout (torch: timeout=…, transformers: ddp_timeout).",
         ),
         exit_code=4,
         retry_helps=True,
@@ -82,7 +82,7 @@ CAUSES: tuple[Cause, ...] = (
         id="rank_stopped",
         title="a rank is suspended",
         meaning=(
-            "The process is in state T: it got SIGSTOP, sits in a debugger, its terminal suspended it, or its cgroup is frozen. It does no work and takes no orders until it is continued."
+            "The process is in state T: it got SIGSTOP, is in a debugger, was suspended by its terminal, or its cgroup is frozen. It does nothing until it is continued."
         ),
         telltales=(
             "`ps -o stat= -p PID` shows T",
@@ -94,7 +94,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "Continue it: `kill -CONT PID`; for a frozen container: `docker unpause`.",
-            "Find out who stopped it: Ctrl-Z in a terminal, a debugger, a scheduler that suspends jobs.",
+            "Find out what stopped it: Ctrl-Z in a terminal, a debugger, a scheduler that suspends jobs.",
         ),
         exit_code=4,
         retry_helps=True,
@@ -115,9 +115,9 @@ CAUSES: tuple[Cause, ...] = (
             ("rank_stopped", "the process is in state T"),
         ),
         remedy=(
-            "The stack names file and line of the call: bound its work, or move it to a process of its own.",
-            "At the very end of a program on gloo it may be the process group, which waits for its own thread (pytorch#56297): put time.sleep(0.1) between the last collective and what drops the group or the DDP model.",
-            "Upgrade the package that it belongs to.",
+            "The stack shows file and line of the call: limit its work, or move it to a separate process.",
+            "At the very end of a program on gloo it may be the process group, which waits for its own thread (pytorch#56297): put time.sleep(0.1) between the last collective and the code that drops the group or the DDP model.",
+            "Upgrade the package that contains the call.",
         ),
         exit_code=4,
         retry_helps=True,
@@ -125,9 +125,9 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         id="user_code_stuck",
-        title="a rank's Python code does not come back",
+        title="a rank's Python code does not return",
         meaning=(
-            "The rank sleeps, waits for a lock, or loops in Python outside any collective. Its peers wait for it. Custom data functions, callbacks and metrics are the usual places."
+            "The rank sleeps, waits for a lock, or loops in Python outside any collective. Its peers wait for it. Custom data functions, callbacks and metrics are common places."
         ),
         telltales=(
             "`py-spy dump --pid PID` shows the same frame for minutes",
@@ -136,11 +136,11 @@ CAUSES: tuple[Cause, ...] = (
         neighbours=(
             ("gil_held", "no other thread of the process can run"),
             ("data_starved", "the frame is the wait for a data loader's worker"),
-            ("straggler", "it does come back, only late, every step"),
+            ("straggler", "it does return, but late, in every step"),
         ),
         remedy=(
-            "Mend what the stack names; give network calls in training code a time-out.",
-            "Do not call code on one rank only that all ranks must call.",
+            "Fix the code that the stack shows; give network calls in training code a timeout.",
+            "Do not call code on only one rank that all ranks must call.",
         ),
         exit_code=4,
         retry_helps=True,
@@ -150,7 +150,7 @@ CAUSES: tuple[Cause, ...] = (
         id="io_blocked",
         title="a rank waits for storage that does not answer",
         meaning=(
-            "The process is in state D, inside the kernel: a network file system or a disk does not reply. Not even SIGKILL ends it until the storage answers or is given up."
+            "The process is in state D, inside the kernel: a network file system or a disk does not reply. Not even SIGKILL ends it until the storage answers or is unmounted."
         ),
         telltales=(
             "`ps -o stat=,wchan= -p PID` shows D and nfs_…, rpc_…, or io_schedule",
@@ -173,7 +173,7 @@ CAUSES: tuple[Cause, ...] = (
         id="data_starved",
         title="a rank waits for its own data",
         meaning=(
-            "The training loop is ready, and the next batch is not: a data worker died or is slow, a stream stalls, a remote store throttles."
+            "The training loop is ready, but the next batch is not: a data worker died or is slow, a stream stalls, a remote store throttles."
         ),
         telltales=(
             "data_time_s is most of step_time_s in metrics.jsonl",
@@ -182,10 +182,10 @@ CAUSES: tuple[Cause, ...] = (
         ),
         neighbours=(
             ("io_blocked", "the reading process hangs in the kernel"),
-            ("straggler", "slow on one rank in computing, not in data"),
+            ("straggler", "slow on one rank in computation, not in data"),
         ),
         remedy=(
-            "Prepare the data once on a local disk instead of streaming and tokenising while training.",
+            "Prepare the data once on a local disk instead of streaming and tokenizing during training.",
             "Give the loader more workers, or memory to those that died.",
         ),
         exit_code=4,
@@ -196,21 +196,21 @@ CAUSES: tuple[Cause, ...] = (
         id="unequal_steps",
         title="ranks make different numbers of steps",
         meaning=(
-            "One rank has run out of batches and gone on to evaluation, saving or the end, while the others are still in training"
-            " collectives. They wait for a partner that will not come, or meet it in another operation."
+            "One rank has run out of batches and continued with evaluation, saving or the end, while the others are still in training"
+            " collectives. They wait for a peer that will not arrive, or meet it in a different operation."
         ),
         telltales=(
-            "the watchdog's time-out comes at the end of an epoch, with `_ALLGATHER_BASE` on some ranks and `ALLREDUCE` on others",
+            "the watchdog's timeout comes at the end of an epoch, with `_ALLGATHER_BASE` on some ranks and `ALLREDUCE` on others",
             "`last enqueued work` differs between ranks by a few",
             "the ranks print different lengths of their data",
             "gloo: `Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?`",
         ),
         neighbours=(
-            ("collective_mismatch", "the lengths are equal, and it happens in the middle of an epoch"),
-            ("split_mismatch", "the reason, found before the start"),
+            ("collective_mismatch", "the lengths are equal, and the hang is in the middle of an epoch"),
+            ("split_mismatch", "the cause, found before the start"),
         ),
         remedy=(
-            "Seed every split and shuffle alike on all ranks: train_test_split(…, seed=0).",
+            "Use the same seed for every split and shuffle on all ranks: train_test_split(…, seed=0).",
             "Drop or pad the last incomplete batch (drop_last=True), or use torch's Join context.",
             "Agree on the number of steps before the loop begins.",
         ),
@@ -222,20 +222,20 @@ CAUSES: tuple[Cause, ...] = (
         id="collective_mismatch",
         title="ranks called different collectives",
         meaning=(
-            "At the same point one rank called another operation, or the same with another size or type. Mostly a branch that depends on the rank or on the data encloses a collective."
+            "At the same point one rank called a different operation, or the same with a different size or type. Usually a collective is inside a branch that depends on the rank or on the data."
         ),
         telltales=(
             "`Detected mismatch between collectives on ranks. Rank 0 is running collective: CollectiveFingerPrint(`",
-            "equal SeqNum on all ranks, and one rank with another OpType or NumelIn",
+            "equal SeqNum on all ranks, and one rank with a different OpType or NumelIn",
             "gloo: `op.preamble.length <= op.nbytes` or the size mismatch, and an abort",
         ),
         neighbours=(
-            ("unequal_steps", "it happens at an epoch's end, where one rank has fewer batches"),
-            ("code_mismatch", "the reason, where nodes run other code"),
+            ("unequal_steps", "it happens at the end of an epoch, where one rank has fewer batches"),
+            ("code_mismatch", "the cause, if nodes run different code"),
         ),
         remedy=(
-            "Run a few steps with TORCH_DISTRIBUTED_DEBUG=DETAIL on all ranks: it names both operations.",
-            "Take every collective out of branches such as `if rank == 0:` or `if loss > …:`.",
+            "Run a few steps with TORCH_DISTRIBUTED_DEBUG=DETAIL on all ranks: it shows both operations.",
+            "Move every collective out of branches such as `if rank == 0:` or `if loss > …:`.",
         ),
         exit_code=4,
         retry_helps=False,
@@ -245,18 +245,18 @@ CAUSES: tuple[Cause, ...] = (
         id="node_unreachable",
         title="a node can no longer be reached",
         meaning=(
-            "No sign of life comes from a node that took part: it is down, rebooting, or cut off from the network. Processes on it may still run."
+            "A node of the job no longer answers: it is down, rebooting, or cut off from the network. Processes on it may still run."
         ),
         telltales=(
             "ranks of one host fall silent at the same moment",
             "`No route to host`, `Connection timed out` to all ports of one host",
         ),
         neighbours=(
-            ("rank_killed", "the node answers, and one process on it is gone"),
-            ("ib_unreachable", "the node answers over Ethernet, and the InfiniBand link is dead"),
+            ("rank_killed", "the node answers, but one process on it is gone"),
+            ("ib_unreachable", "the node answers over Ethernet, but the InfiniBand link is dead"),
         ),
         remedy=(
-            "`ping` and `ssh` the node; look at its console, its switch port, and the cloud's maintenance notices.",
+            "`ping` and `ssh` the node; check its console, its switch port, and the cloud's maintenance notices.",
             "Start again without it, or when it is back.",
         ),
         exit_code=4,
@@ -270,7 +270,7 @@ CAUSES: tuple[Cause, ...] = (
         id="straggler",
         title="one rank is slower than the rest",
         meaning=(
-            "The run goes on, at the pace of its slowest rank: a hot or throttled device, other work on the node, slow storage, longer batches. A warning, not an end."
+            "The run continues at the pace of its slowest rank: a hot or throttled device, other work on the node, slow storage, longer batches. This is a warning and does not end the run."
         ),
         telltales=(
             "one rank spends its time computing while all others wait for it, step after step",
@@ -278,11 +278,11 @@ CAUSES: tuple[Cause, ...] = (
         ),
         neighbours=(
             ("rank_stalled", "no progress at all"),
-            ("data_starved", "the time goes into waiting for data"),
+            ("data_starved", "the rank spends the time waiting for data"),
         ),
         remedy=(
-            "Look at the node: other processes (`top`), clocks and temperatures (`nvidia-smi -q`), a link at lower speed.",
-            "Deal batches by tokens, not by rows.",
+            "Check the node: other processes (`top`), clocks and temperatures (`nvidia-smi -q`), a link at lower speed.",
+            "Distribute batches by tokens, not by rows.",
         ),
         exit_code=0,
         retry_helps=False,
@@ -295,11 +295,11 @@ CAUSES: tuple[Cause, ...] = (
         id="replicas_diverged",
         title="replicas that must be equal are not",
         meaning=(
-            "Ranks that hold the same parameters hold different values. A faulty device, an unsynchronised parameter or a random choice per rank has changed one of them, and nothing would have said so."
+            "Ranks that hold the same parameters hold different values. A faulty device, an unsynchronized parameter or a random choice per rank has changed one of them; without this check the difference is silent."
         ),
         telltales=(
             "digests of the same parameter differ between ranks",
-            "a loss that depends on who prints it",
+            "a loss that depends on the rank that prints it",
         ),
         neighbours=(
             ("weights_mismatch", "they were different from the start"),
@@ -307,8 +307,8 @@ CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "Go back to the last checkpoint before the difference.",
-            "Look for parameters that are trained but not in the optimizer's or wrapper's care on all ranks.",
-            "If one device is always the odd one, take it out and test its memory.",
+            "Look for trained parameters that the optimizer or wrapper does not handle on all ranks.",
+            "If the same device always differs, remove it and test its memory.",
         ),
         exit_code=4,
         retry_helps=False,  # the newest checkpoint may hold weights that have drifted
@@ -316,9 +316,9 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         id="nan_loss",
-        title="the loss or its gradient is not a number",
+        title="the loss or its gradient is NaN or infinite",
         meaning=(
-            "A step gave NaN or infinity. One such step may be chance and is skipped; several in a row mean that training has left the region where the numbers make sense, and more of it only costs time. Where it is so from step 1, before any update, the weights themselves are NaN or overflow in their dtype."
+            "A step gave NaN or infinity. A single one may be chance and is skipped; several in a row mean that training has diverged, and more steps do not help. If it happens from step 1, before any update, the weights themselves are NaN or overflow in their dtype."
         ),
         telltales=(
             "`'loss': 'nan'`, or loss 0.0 with `grad_norm: nan`",
@@ -332,7 +332,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "From step 1 on: the weights of the model are damaged, or too large for the dtype. Download them again, or set model.dtype: float32.",
-            "Look at the rows of the named batch: empty, absurdly long, or binary rubbish.",
+            "Check the rows of the reported batch: empty, extremely long, or binary data.",
             "Lower the learning rate, optim.lr, by a factor of 3 to 10, and lengthen optim.warmup.",
             "Use bfloat16 (bf16) or float32 instead of float16: model.dtype.",
             "Clip gradients: keep optim.max_grad_norm at 1.0 or lower.",
@@ -345,7 +345,7 @@ CAUSES: tuple[Cause, ...] = (
         id="preempted_sigterm",
         title="the scheduler asked the run to end",
         meaning=(
-            "SIGTERM or SIGUSR1 came from outside: a time limit, a higher priority, a spot machine that is taken back. Nothing is wrong with the run. unisono finishes the step, makes a checkpoint and leaves with exit code 75."
+            "SIGTERM or SIGUSR1 came from outside: a time limit, a higher priority, a spot machine that is reclaimed. Nothing is wrong with the run. unisono finishes the step, saves a checkpoint and exits with code 75."
         ),
         telltales=(
             "Slurm: `CANCELLED AT … DUE TO PREEMPTION`, `DUE TO TIME LIMIT`",
@@ -354,7 +354,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         neighbours=(
             ("rank_killed", "SIGKILL, or a signal to one rank only"),
-            ("user_code_error", "an error stands above, and the SIGTERM is torchrun's own tidying up"),
+            ("user_code_error", "an error is above it, and the SIGTERM is torchrun's own cleanup"),
         ),
         remedy=(
             Ours("Run the same command again: it resumes from the checkpoint."),

@@ -58,5 +58,5 @@ class Takes:
 
     text: str
     pattern: str
-    otherwise: str = "it is ignored, without a word"
+    otherwise: str = "it is silently ignored"
     fatal: bool = False

@@ -2,9 +2,7 @@
 
 from unisono.causes.variable import Advice
 
-_WHILE_SEARCHING = (
-    "while looking for a fault; take it out of the environment, and of nccl.conf, once it is found"
-)
+_WHILE_SEARCHING = "only while debugging; remove it from the environment and from nccl.conf afterwards"
 
 ADVICE: dict[str, Advice] = {
     "NCCL_P2P_DISABLE": Advice(
@@ -17,43 +15,43 @@ ADVICE: dict[str, Advice] = {
     ),
     "NCCL_SHM_DISABLE": Advice(
         "what cannot go from device to device goes through the network stack: many times slower",
-        "as a trial when /dev/shm is too small; the remedy is a larger /dev/shm (`--shm-size=8g`)",
+        "as a trial when /dev/shm is too small; the fix is a larger /dev/shm (`--shm-size=8g`)",
     ),
     "NCCL_IB_DISABLE": Advice(
         "all traffic between nodes goes over TCP: often a tenth of the bandwidth or less",
         "as a trial when InfiniBand is suspected, on all nodes at once; for good only where its ports are down",
     ),
-    "NCCL_NET": Advice("Socket is slow where InfiniBand works", "to force a plug-in, or to rule one out, on all nodes"),
+    "NCCL_NET": Advice("Socket is slow where InfiniBand works", "to force a plugin, or to exclude one, on all nodes"),
     "NCCL_SOCKET_IFNAME": Advice(
         "nothing, if it names the right interface on each node",
-        "where NCCL takes another interface than the one that leads to the peers: docker0, a management network, lo",
+        "if NCCL uses a different interface than the one to the peers: docker0, a management network, lo",
     ),
     "GLOO_SOCKET_IFNAME": Advice(
         "nothing, if it names the right interface on each node",
-        "where a host's name leads to another address than the peers reach: exact names between commas, without NCCL's ^ and =",
+        "if a host's name resolves to an address that the peers cannot reach: exact names between commas, without NCCL's ^ and =",
     ),
     "NCCL_IB_HCA": Advice("adapters that are left out add no bandwidth", "to leave out an adapter whose port is down or that is for storage"),
     "NCCL_IB_GID_INDEX": Advice("nothing", "on RoCE, where the default GID is not the RoCE v2 address (`show_gids`)"),
     "NCCL_IB_TIMEOUT": Advice("a link that is really down is noticed later", "on very large networks; 22 is enough"),
     "NCCL_ALGO": Advice("NCCL's own choice is better for most sizes", _WHILE_SEARCHING),
-    "NCCL_PROTO": Advice("NCCL's own choice is better for most sizes; LL128 on hardware that does not keep its promises corrupts data", _WHILE_SEARCHING),
+    "NCCL_PROTO": Advice("NCCL's own choice is better for most sizes; LL128 on hardware that does not support it safely corrupts data", _WHILE_SEARCHING),
     "NCCL_NVLS_ENABLE": Advice("0: reductions inside NVLink switches are off, up to a third of the bandwidth on H100 machines",
                                "0 as a trial when NCCL fails at the start with NVLS in its message"),
     "NCCL_CUMEM_ENABLE": Advice("0: some registrations of buffers are off", "0 as a trial when NCCL runs out of memory at the start"),
     "NCCL_CUMEM_HOST_ENABLE": Advice("next to nothing", "0 with NCCL 2.24 to 2.26.4 in a container without SYS_NICE"),
     "NCCL_PXN_DISABLE": Advice("1: all-to-all traffic between nodes is slower", _WHILE_SEARCHING),
     "NCCL_BUFFSIZE": Advice("larger buffers take device memory on every channel", "seldom: where a vendor's guide says so"),
-    "NCCL_DEBUG": Advice("INFO: hundreds of lines a rank at the start; TRACE: a flood", "WARN always; INFO with NCCL_DEBUG_FILE while looking for a fault"),
+    "NCCL_DEBUG": Advice("INFO: hundreds of lines a rank at the start; TRACE: a flood", "WARN always; INFO with NCCL_DEBUG_FILE while debugging"),
     "NCCL_CHECK_POINTERS": Advice("a call to CUDA in every collective", _WHILE_SEARCHING),
-    "NCCL_IGNORE_NET_MISMATCH": Advice("a difference between nodes that may hang them is not told", "never for good"),
+    "NCCL_IGNORE_NET_MISMATCH": Advice("a difference between nodes that may hang them is not reported", "never for good"),
     "NCCL_MULTI_RANK_GPU_ENABLE": Advice("two ranks on one device share its memory and time", "in tests of many ranks on one device"),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": Advice("0: a failed collective hangs for ever", "leave it unset"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": Advice("0: a failed collective hangs forever", "leave it unset"),
     "TORCH_NCCL_BLOCKING_WAIT": Advice("the program waits for every collective: no overlap with computation", "leave it unset"),
     "TORCH_NCCL_ENABLE_MONITORING": Advice("0: a process whose watchdog is stuck is never ended", "0 only under a debugger"),
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": Advice("a stuck process is ended later", "longer where a save or a compilation takes more than eight minutes"),
     "TORCH_NCCL_DESYNC_DEBUG": Advice("time in every collective", _WHILE_SEARCHING),
     "TORCH_NCCL_NAN_CHECK": Advice("a kernel before every collective", _WHILE_SEARCHING),
-    "TORCH_DISTRIBUTED_DEBUG": Advice("DETAIL: every collective is preceded by another; small ones take about twice as long", _WHILE_SEARCHING),
+    "TORCH_DISTRIBUTED_DEBUG": Advice("DETAIL: every collective is preceded by a second one; small ones take about twice as long", _WHILE_SEARCHING),
     "TORCH_FR_BUFFER_SIZE": Advice("some kilobytes of memory", "always: 2000, so that a stall can be explained"),
     "TORCH_NCCL_TRACE_BUFFER_SIZE": Advice("some kilobytes of memory", "always: 2000, so that a stall can be explained"),
     "CUDA_LAUNCH_BLOCKING": Advice("the CPU waits for every kernel: a training step takes up to several times as long", _WHILE_SEARCHING),
@@ -65,13 +63,13 @@ ADVICE: dict[str, Advice] = {
     "CUDA_MODULE_LOADING": Advice("EAGER: every kernel is loaded at the start: seconds, and hundreds of MB a process", "leave it unset (LAZY)"),
     "PYTORCH_ALLOC_CONF": Advice("expandable segments cannot be shared between processes", "expandable_segments:True where memory is fragmented"),
     "PYTORCH_CUDA_ALLOC_CONF": Advice("expandable segments cannot be shared between processes", "under its newer name, PYTORCH_ALLOC_CONF"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": Advice("every tensor is allocated anew: many times slower", "under compute-sanitizer"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": Advice("every tensor is allocated again: many times slower", "under compute-sanitizer"),
     "OMP_NUM_THREADS": Advice(
         "1: loaders and CPU training use one core a rank; too many: ranks wait for each other", "cores / ranks; unisono sets it for its ranks where it is unset",
     ),
-    "CUBLAS_WORKSPACE_CONFIG": Advice("a few percent of speed", ":4096:8 where runs shall be equal to the last bit"),
-    "NVIDIA_TF32_OVERRIDE": Advice("0: matrix products in float32 are several times slower", "to compare numbers with another machine"),
-    "HF_HUB_OFFLINE": Advice("nothing is downloaded", "on nodes without a way out, once the cache holds all that is needed"),
+    "CUBLAS_WORKSPACE_CONFIG": Advice("a few percent of speed", ":4096:8 if runs should be bit-exact"),
+    "NVIDIA_TF32_OVERRIDE": Advice("0: matrix products in float32 are several times slower", "to compare numbers with a different machine"),
+    "HF_HUB_OFFLINE": Advice("nothing is downloaded", "on nodes without internet access, when the cache has all needed files"),
     "LD_PRELOAD": Advice("every process loads it, ranks and tools alike", "seldom: on all nodes alike, never for NCCL, which torch brings"),
 }  # fmt: skip
 """By name. What is not in it costs nothing worth a word, or is nobody's to set by hand."""

@@ -3,11 +3,11 @@
 from unisono.causes.variable import Variable
 
 LIBRARY_VARIABLES: tuple[Variable, ...] = (
-    Variable("CUDA_HOME", "per-node", "where the CUDA toolkit is, for what is compiled here", "another version than torch was built for"),
+    Variable("CUDA_HOME", "per-node", "where the CUDA toolkit is, for compilation", "a version different from that of the torch build"),
     Variable("CUDA_PATH", "per-node", "the same for some programs"),
-    Variable("CUDA_VERSION", "free", "set by container images for people; nobody computes with it"),
+    Variable("CUDA_VERSION", "free", "set by container images as information; no library reads it"),
     Variable("CUDA_CACHE_PATH", "per-node", "where the driver keeps what it compiled", "a network disk that ranks share"),
-    Variable("CUDA_CACHE_DISABLE", "free", "1: the driver compiles kernels anew in every process", "1: slow starts"),
+    Variable("CUDA_CACHE_DISABLE", "free", "1: the driver compiles kernels again in every process", "1: slow starts"),
     Variable("CUDA_MODULE_LOADING", "free", "when kernels are loaded: LAZY, when they are first used, or EAGER"),
     Variable("CUDA_DEVICE_MAX_CONNECTIONS", "free", "how many queues a device has for kernels", "1 without a framework that asks for it"),
     Variable("CUDA_MPS_PIPE_DIRECTORY", "per-node", "where CUDA's multi-process service listens", "left over: every CUDA call fails"),
@@ -47,7 +47,7 @@ LIBRARY_VARIABLES: tuple[Variable, ...] = (
     Variable("HF_HUB_ETAG_TIMEOUT", "per-node", "seconds after which a silent question to the hub is given up"),
     Variable("HF_HUB_DISABLE_TELEMETRY", "free", "1: the hub's library reports nothing"),
     Variable("HF_HUB_DISABLE_PROGRESS_BARS", "free", "1: no progress bars"),
-    Variable("NCCL_VERSION", "free", "set by container images for people; nobody computes with it"),
+    Variable("NCCL_VERSION", "free", "set by container images as information; no library reads it"),
 )  # fmt: skip
 
 KNOWN_TO_LIBRARIES = frozenset((
