@@ -12,17 +12,9 @@ from tests.watch.seeing import picture, view
 from unisono.causes import Verdict
 from unisono.launch.outcome import ending_of
 from unisono.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
-from unisono.supervise.decision import Decider, Decision
+from unisono.supervise.decision import Decider, Decision, NodeLoss, first_cause
 from unisono.supervise.local_ranks import RankEnd
-from unisono.supervise.postmortem import (
-    NodeLoss,
-    apart,
-    first_cause,
-    name_death,
-    name_lost_node,
-    name_victims,
-    node_refused,
-)
+from unisono.supervise.postmortem import apart, name_death, name_lost_node, name_victims, node_refused
 from unisono.supervise.rank_supervisor import Attempt
 from unisono.watch import RankView
 
@@ -67,11 +59,11 @@ KILLED = -signal.SIGKILL
 
 
 def test_a_killed_rank_is_decided_upon_at_once_though_a_victim_was_heard_of_first() -> None:
-    conductor = Decider(plan(4))
-    conductor.rank_ended(victim(0), now=10.0)
-    assert conductor.decide(now=10.1) is None, "the culprit may still be on its way"
-    conductor.rank_ended(end(3, KILLED), now=10.2)
-    decision = conductor.decide(now=10.2)
+    decider = Decider(plan(4))
+    decider.failures.rank_ended(victim(0), now=10.0)
+    assert decider.decide(now=10.1) is None, "the culprit may still be on its way"
+    decider.failures.rank_ended(end(3, KILLED), now=10.2)
+    decision = decider.decide(now=10.2)
     assert decision is not None
     assert decision.culprit is not None
     assert decision.culprit.rank == 3
@@ -81,11 +73,11 @@ def test_a_killed_rank_is_decided_upon_at_once_though_a_victim_was_heard_of_firs
 
 
 def test_an_exception_waits_a_moment_for_a_kill_that_may_have_caused_it() -> None:
-    conductor = Decider(plan(2))
-    conductor.rank_ended(end(0, kind="crashed", error="RuntimeError: odd", where="x.py:3"), now=1.0)
-    assert conductor.decide(now=1.1) is None
-    conductor.rank_ended(end(1, KILLED), now=1.2)
-    decision = conductor.decide(now=1.2)
+    decider = Decider(plan(2))
+    decider.failures.rank_ended(end(0, kind="crashed", error="RuntimeError: odd", where="x.py:3"), now=1.0)
+    assert decider.decide(now=1.1) is None
+    decider.failures.rank_ended(end(1, KILLED), now=1.2)
+    decision = decider.decide(now=1.2)
     assert decision is not None
     assert decision.culprit is not None
     assert decision.culprit.rank == 1
@@ -121,19 +113,19 @@ def test_after_an_abort_only_what_is_known_for_sure_of_the_others_counts() -> No
 
 
 def test_an_abort_waits_a_moment_until_it_is_known_where_the_others_were() -> None:
-    conductor = Decider(plan(3))
-    conductor.rank_ended(end(1, -signal.SIGABRT), now=1.0)
-    assert conductor.decide(now=1.1) is None
-    assert conductor.decide(now=1.4) is not None
+    decider = Decider(plan(3))
+    decider.failures.rank_ended(end(1, -signal.SIGABRT), now=1.0)
+    assert decider.decide(now=1.1) is None
+    assert decider.decide(now=1.4) is not None
 
 
 def test_an_exception_alone_is_named_with_its_own_words() -> None:
-    conductor = Decider(plan(2))
-    conductor.rank_ended(
+    decider = Decider(plan(2))
+    decider.failures.rank_ended(
         end(1, kind="crashed", error="ZeroDivisionError: {nothing}", where="x.py:3"), now=1.0
     )
-    conductor.rank_ended(victim(0), now=1.05)
-    decision = conductor.decide(now=1.1)
+    decider.failures.rank_ended(victim(0), now=1.05)
+    decision = decider.decide(now=1.1)
     assert decision is not None, "all have ended: there is nobody left to wait for"
     assert decision.culprit is not None
     verdict = name_death(decision.culprit, plan(2))
@@ -149,21 +141,21 @@ def test_a_rank_that_left_early_with_a_result_is_the_culprit_of_those_who_lost_i
 
 
 def test_where_all_are_victims_nobody_is_blamed() -> None:
-    conductor = Decider(plan(2))
-    conductor.rank_ended(victim(0), now=1.0)
-    conductor.rank_ended(victim(1), now=1.1)
-    decision = conductor.decide(now=1.2)
+    decider = Decider(plan(2))
+    decider.failures.rank_ended(victim(0), now=1.0)
+    decider.failures.rank_ended(victim(1), now=1.1)
+    decision = decider.decide(now=1.2)
     assert decision is not None
     assert decision.culprit is None
-    verdict = name_victims(list(conductor.ends.values()), plan(2))
+    verdict = name_victims(list(decider.ends.values()), plan(2))
     assert (verdict.cause, verdict.ranks, verdict.hosts) == ("rank_died_first", (), ())
 
 
 def test_a_lost_node_is_named_and_not_its_victims() -> None:
-    conductor = Decider(plan(4))
-    conductor.rank_ended(victim(0), now=1.0)
-    conductor.node_lost(NodeLoss(1, "b", "the connection was closed"), now=1.1)
-    decision = conductor.decide(now=1.1)
+    decider = Decider(plan(4))
+    decider.failures.rank_ended(victim(0), now=1.0)
+    decider.failures.node_lost(NodeLoss(1, "b", "the connection was closed"), now=1.1)
+    decision = decider.decide(now=1.1)
     assert decision is not None
     assert decision.loss is not None
     verdict = name_lost_node(decision.loss)
@@ -177,11 +169,11 @@ def test_what_was_ended_by_its_front_is_never_the_cause() -> None:
 
 
 def test_all_ranks_with_a_result_are_the_end() -> None:
-    conductor = Decider(plan(2))
+    decider = Decider(plan(2))
     for rank in (1, 0):
-        conductor.rank_ended(end(rank, 0, kind="result"), now=1.0)
-    assert conductor.is_over
-    assert conductor.decide(now=9.0) is None
+        decider.failures.rank_ended(end(rank, 0, kind="result"), now=1.0)
+    assert decider.is_over
+    assert decider.decide(now=9.0) is None
 
 
 @given(order=st.permutations(range(4)), culprit=st.integers(0, 3), how=st.sampled_from(["kill", "raise"]))
@@ -205,10 +197,10 @@ def test_an_end_survives_the_way_to_the_head() -> None:
 
 
 def test_a_node_that_refuses_the_plan_ends_the_start_with_its_own_words() -> None:
-    conductor = Decider(plan(4))
+    decider = Decider(plan(4))
     refused = {"problems": [{"what": "this node's copy of the plan cannot be written"}], "verdict": None}
-    conductor.node_refused(node_refused(1, "b", refused))
-    decision = conductor.decide(now=1.0)
+    decider.node_refused(node_refused(1, "b", refused))
+    decision = decider.decide(now=1.0)
     assert decision is not None
     assert decision.agreement is not None
     [verdict] = decision.agreement.fatal

@@ -7,8 +7,9 @@ import pytest
 
 from tests.watch.seeing import picture, view
 from unisono.control.events import Left
+from unisono.supervise.decision import NodeLoss
 from unisono.supervise.local_ranks import RankEnd
-from unisono.supervise.postmortem import NodeLoss, apart, name_loss
+from unisono.supervise.postmortem import apart, name_loss
 
 ABORTED = RankEnd(0, -signal.SIGABRT, None, "train", 7)
 

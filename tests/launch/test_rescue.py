@@ -17,9 +17,8 @@ from unisono.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
 from unisono.remote_checkpoint.rescue import RescuedStep, choose_pieces, rescue
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, read_metrics
-from unisono.supervise.decision import Decision
+from unisono.supervise.decision import Decision, NodeLoss
 from unisono.supervise.local_ranks import RankEnd, SharedMemory, keeping_ranks
-from unisono.supervise.postmortem import NodeLoss
 from unisono.supervise.rank_supervisor import Attempt
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)

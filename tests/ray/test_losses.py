@@ -12,8 +12,7 @@ from unisono.cluster.ray.cluster_health import RayHead, RayLossFiles, loss_file,
 from unisono.cluster.ray.node_fronts import JobNode, lost_node_verdict
 from unisono.launch.attempt_end import with_witness
 from unisono.launch.outcome import Ending, ending_of
-from unisono.supervise.decision import Decision
-from unisono.supervise.postmortem import NodeLoss
+from unisono.supervise.decision import Decision, NodeLoss
 from unisono.supervise.rank_supervisor import Attempt
 
 OF_MEMORY = "The actor is dead because its worker process has died. Task was killed due to the node running low on memory."

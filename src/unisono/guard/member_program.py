@@ -10,7 +10,8 @@ from unisono.events import Message, Show, say
 from unisono.guard.local_program import LocalProgram
 from unisono.guard.program_end import exit_code_of_program
 from unisono.rendezvous.member_side import Attendance
-from unisono.supervise.postmortem import NodeLoss, name_loss, verdicts_in
+from unisono.supervise.decision import NodeLoss
+from unisono.supervise.postmortem import name_loss, verdicts_in
 from unisono.supervise.rank_monitor import MonitorReports
 from unisono.text import one_line
 

@@ -18,18 +18,10 @@ from unisono.guard.program_ranks import UNKNOWN_END
 from unisono.guard.program_signals import Stopping
 from unisono.integrations.border import LAUNCHER
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
-from unisono.supervise.decision import ended_well
+from unisono.supervise.decision import Failures, NodeLoss, ended_well
 from unisono.supervise.evidence import RawEvidence
 from unisono.supervise.local_ranks import RankEnd
-from unisono.supervise.postmortem import (
-    NodeLoss,
-    apart,
-    first_cause,
-    is_victim,
-    name_death,
-    name_loss,
-    node_refused,
-)
+from unisono.supervise.postmortem import name_death, name_failure, node_refused
 from unisono.supervise.rank_monitor import RankMonitor
 from unisono.supervise.stall_monitor import StallMonitor
 from unisono.text import one_line
@@ -55,8 +47,6 @@ class ProgramJob:
 
 
 _POLL_S = 0.1
-_SETTLE_S = 0.3  # a death elsewhere may be on its way, and be the cause of this one
-_ONLY_VICTIMS_S = 3.0
 _LAUNCHER_S = 8.0  # for the program to say and do by itself what it does when a rank is gone
 _OTHERS_S = 10.0  # for programs on other nodes, when one has ended badly
 _ENDING_S = 30.0
@@ -123,12 +113,10 @@ class ProgramSupervisor:
     _early_since: float | None = None
     _launchers_agree: bool = False
     _attempt: int = 0
-    _ends: dict[int, RankEnd] = field(default_factory=dict)
-    _lost: dict[int, NodeLoss] = field(default_factory=dict)
+    _failures: Failures = field(default_factory=Failures)
     _signs: RankMonitor | None = None
     _watching: StallMonitor | None = None
     _brought: LauncherFacts = field(init=False)
-    _trouble: float | None = None
     _end_by: float | None = None
     _bad_program: float | None = None
     _ended_all: bool = False
@@ -154,7 +142,7 @@ class ProgramSupervisor:
     def _is_over(self) -> bool:
         if self.only_launchers and (self._launchers_agree or self.verdict is not None):
             return True
-        here = {node.node_rank for node in self.nodes} - set(self._lost)
+        here = {node.node_rank for node in self.nodes} - set(self._failures.lost)
         if here <= set(self.programs):
             return True
         return self._end_by is not None and time.monotonic() > self._end_by + _ENDING_S
@@ -171,16 +159,14 @@ class ProgramSupervisor:
     def _take_event(self, event: Event) -> None:
         if isinstance(event, Left):
             if event.node_rank not in self.programs:
-                self._lost[event.node_rank] = NodeLoss.at_head(event)
-                self._note_trouble()
+                self._failures.node_lost(NodeLoss.at_head(event), now=time.monotonic())
         elif isinstance(event, NodeMessage):
             try:
                 self._take(event.node_rank, event.message)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 host = self.nodes[event.node_rank].host
                 why = f"sent what cannot be read: {one_line(str(error), limit=200)}"
-                self._lost[event.node_rank] = NodeLoss(event.node_rank, host, why)
-                self._note_trouble()
+                self._failures.node_lost(NodeLoss(event.node_rank, host, why), now=time.monotonic())
 
     def _take(self, node_rank: int, message: Message) -> None:
         match message["kind"]:
@@ -230,8 +216,8 @@ class ProgramSupervisor:
             self._say(f"the program has started its ranks anew, or others (start {attempt + 1})")
         self._attempt = attempt
         self._places.clear()
-        self._ends.clear()
-        self._world, self._watching, self._trouble, self._end_by, self.verdict = 0, None, None, None, None
+        self._failures.restart()
+        self._world, self._watching, self._end_by, self.verdict = 0, None, None, None
         if self._signs is not None:
             self._signs.close()
             self._signs = None
@@ -251,15 +237,10 @@ class ProgramSupervisor:
             self._name(Verdict.from_json(message["verdict"]), end_in_s=_LAUNCHER_S)
 
     def _take_end(self, end: RankEnd) -> None:
-        if (
-            end.rank in self._ends or end.ended_by_us == UNKNOWN_END
-        ):  # neither well nor badly: others' ends will tell
+        if end.ended_by_us == UNKNOWN_END:  # neither well nor badly: others' ends will tell
             return
-        if self._ended_all:  # by us, on every node
-            return
-        self._ends[end.rank] = end
-        if not ended_well(end):
-            self._note_trouble()
+        if not self._ended_all:  # by us, on every node
+            self._failures.rank_ended(end, now=time.monotonic())
 
     def _take_program(self, node_rank: int, returncode: int, message: Message) -> None:
         self.programs[node_rank] = returncode
@@ -320,6 +301,11 @@ class ProgramSupervisor:
         ]
         return ProgramJob(self.nodes, ranks)
 
+    @property
+    def _is_undecided(self) -> bool:
+        """Whether there is neither a verdict nor a signal that explains the end."""
+        return self.verdict is None and self.asked is None
+
     def _look(self) -> None:
         now = time.monotonic()
         self._tell_who_is_waited_for(now)
@@ -328,7 +314,7 @@ class ProgramSupervisor:
         if self._watching is None or self._ended_all:
             return
         found = self._lasting(self._watching.look(), now)
-        if found is not None and self.verdict is None and self.asked is None and self._trouble is None:
+        if found is not None and self._is_undecided and self._failures.first_at is None:
             self._gather()
             self._name(found, end_in_s=0.0)
 
@@ -354,8 +340,8 @@ class ProgramSupervisor:
             self.looks = dict(self._watching.picture.looks)
 
     def _decide(self, now: float) -> None:
-        if self._trouble is not None and self.verdict is None and self.asked is None:
-            found = self._first_death(now)
+        if self._failures.first_at is not None and self._is_undecided:
+            found = self._first_failure(now)
             if found is not None:
                 if self._may_begin_again(now):
                     self._warn_once(found)
@@ -374,49 +360,36 @@ class ProgramSupervisor:
 
     def _decide_at_the_end(self) -> None:
         """Names a rank that left while others counted on it, where all of it went so fast that nothing was named: what is printed does not say so."""
-        if self._trouble is None or self.verdict is not None or self.asked is not None or self._lost:
+        failures = self._failures
+        if failures.first_at is None or failures.lost or not self._is_undecided:
             return
-        culprit = first_cause(list(self._ends.values()))
-        if (
-            culprit is not None
-            and culprit.last is not None
-            and culprit.last["kind"] == "result"
-            and culprit.rank < self._world
-        ):
-            after_s = round(time.monotonic() - self._trouble, 3)
+        culprit = failures.first_cause()
+        if culprit is not None and ended_well(culprit) and culprit.rank < self._world:
+            after_s = round(time.monotonic() - failures.first_at, 3)
             self._name(name_death(culprit, self.job, after_s=after_s), end_in_s=0.0)
 
     def _may_begin_again(self, now: float) -> bool:
         """Whether the program's launchers are all there, and still have time to start the ranks anew by themselves."""
-        assert self._trouble is not None
+        assert self._failures.first_at is not None
         return (
             self.restarts > 0
-            and not self._lost
+            and not self._failures.lost
             and self._bad_program is None
-            and now - self._trouble < _RESTART_S
+            and now - self._failures.first_at < _RESTART_S
         )
 
-    def _first_death(self, now: float) -> Verdict | None:
-        """The verdict on the rank or node whose end caused the others'; None while more may be heard, or nobody can be named."""
-        assert self._trouble is not None
-        since_s = now - self._trouble
+    def _first_failure(self, now: float) -> Verdict | None:
+        """The verdict on the rank or node that failed first; None while more may be heard, or if neither is known."""
+        assert self._failures.first_at is not None
         if self._watching is not None:
             self._watching.see()
-        picture = self._watching.picture if self._watching is not None else None
-        own = [end for end in self._ends.values() if not ended_well(end) and not is_victim(end)]
-        if self._lost and not own:
-            loss = next(iter(self._lost.values()))
-            return name_loss(loss, head=self.nodes[0].host, after_s=since_s)
-        culprit = first_cause(list(self._ends.values()))
-        killed = culprit is not None and culprit.returncode < 0 and culprit.returncode != -signal.SIGABRT
-        if not killed and since_s < (_SETTLE_S if culprit is not None else _ONLY_VICTIMS_S):
+        decision = self._failures.decide(now=now)
+        if decision is None:
             return None
-        found = apart(picture, culprit)
-        if found is not None:
-            return found.model_copy(update={"named_after_s": round(since_s, 3)})
-        if culprit is None or culprit.rank >= self._world:
-            return None  # what was printed may say more; it is read at the end
-        return name_death(culprit, self.job, after_s=round(since_s, 3), seen=picture)
+        picture = self._watching.picture if self._watching is not None else None
+        after_s = round(now - self._failures.first_at, 3)
+        # Without a culprit, what was printed may say more; it is read at the end.
+        return name_failure(decision, self.job, after_s=after_s, seen=picture)
 
     def _name(self, verdict: Verdict, *, end_in_s: float) -> None:
         self.verdict = verdict = for_program(verdict, self.framework)
@@ -436,10 +409,6 @@ class ProgramSupervisor:
 
     def _warn(self, code: str, text: str) -> None:
         self.show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": ""})
-
-    def _note_trouble(self) -> None:
-        if self._trouble is None:
-            self._trouble = time.monotonic()
 
     # --- telling
 

@@ -30,9 +30,9 @@ from unisono.rundir.lock import RunLock, recorded_holder
 from unisono.rundir.start_decision import set_aside
 from unisono.supervise.bounded_io import RunsDisk, refuse_if_silent
 from unisono.supervise.child_process import interface_name, rank_environments
+from unisono.supervise.decision import NodeLoss
 from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.local_ranks import LocalRanks, SharedMemory, keeping_ranks
-from unisono.supervise.postmortem import NodeLoss
 
 
 def take_part(

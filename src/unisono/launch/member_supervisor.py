@@ -15,9 +15,10 @@ from unisono.plan import RunPlan
 from unisono.remote_checkpoint.rescue import MemorySender
 from unisono.remote_checkpoint.shard_transfer import ShardSender
 from unisono.supervise.bounded_io import RunsDisk
+from unisono.supervise.decision import NodeLoss
 from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.local_ranks import LocalRanks, RankEnd, RankNews
-from unisono.supervise.postmortem import NodeLoss, name_loss
+from unisono.supervise.postmortem import name_loss
 from unisono.supervise.rank_monitor import MonitorReports
 
 if TYPE_CHECKING:

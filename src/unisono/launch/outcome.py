@@ -12,7 +12,7 @@ from unisono.rundir.records import RunResult
 from unisono.supervise.decision import Decision
 from unisono.supervise.interrupts import exit_code_of
 from unisono.supervise.local_ranks import RankEnd
-from unisono.supervise.postmortem import apart, name_death, name_loss, name_victims
+from unisono.supervise.postmortem import name_death, name_failure, name_victims
 from unisono.supervise.rank_supervisor import Attempt
 from unisono.supervise.task_process import refusal
 
@@ -141,15 +141,9 @@ def _placed(verdict: Verdict | None, end: RankEnd, plan: RunPlan) -> Verdict | N
 
 
 def _name(decision: Decision, attempt: Attempt, plan: RunPlan) -> Verdict:
-    after = decision.after_s if plan.world_size > 1 else None
-    if decision.loss is not None:
-        return name_loss(decision.loss, head=plan.nodes[0].host, after_s=decision.after_s)
-    found = apart(attempt.picture, decision.culprit)
-    if found is not None:
-        return found.model_copy(update={"named_after_s": after})
-    if decision.culprit is not None:
-        return name_death(decision.culprit, plan, after_s=after, seen=attempt.picture)
-    return name_victims(list(attempt.ends.values()), plan, after_s=after)
+    after_s = decision.after_s if plan.world_size > 1 else None
+    verdict = name_failure(decision, plan, after_s=after_s, seen=attempt.picture)
+    return verdict or name_victims(list(attempt.ends.values()), plan, after_s=after_s)
 
 
 def _stopped(attempt: Attempt, culprit: RankEnd | None) -> int:

@@ -24,7 +24,7 @@ from unisono.rundir import RunDir
 from unisono.rundir.lock import BEAT_S, Holder, RunLock, locked_if_ended
 from unisono.rundir.records import RunResult, iterate_metrics, read_result, set_verdict, write_result
 from unisono.supervise.bounded_io import RunsDisk
-from unisono.supervise.postmortem import NodeLoss
+from unisono.supervise.decision import NodeLoss
 
 _ENDS_S = 3.0
 _WATCH_S = 3 * BEAT_S

@@ -23,9 +23,9 @@ from unisono.plan import RunPlan
 from unisono.rendezvous.meeting_end import parse_stop
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, truncate_after
+from unisono.supervise.decision import NodeLoss
 from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.local_ranks import SharedMemory, keeping_ranks
-from unisono.supervise.postmortem import NodeLoss
 from unisono.supervise.rank_supervisor import Attempt
 from unisono.units import parse_seconds
 

@@ -2,13 +2,13 @@
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from unisono.agree.membership import refused_node
 from unisono.causes import Evidence, Verdict, find_cause
-from unisono.control.events import Left
 from unisono.events import Message
 from unisono.plan import RankPlace
+from unisono.supervise.decision import Decision, NodeLoss, is_victim
 from unisono.supervise.job import Job
 from unisono.supervise.local_ranks import RankEnd
 from unisono.supervise.task_process import how_it_ended
@@ -19,60 +19,6 @@ from unisono.watch.verdicts import describe_activity
 
 _TAIL_LINES = 3
 _STOOD_S = 0.2  # a rank that lives and has beaten since is no longer where it was seen
-
-
-@dataclass(frozen=True, slots=True)
-class NodeLoss:
-    """A node that is not connected to the head any more.
-
-    Attributes:
-        node_rank: of that node.
-        host: its name.
-        why: one line for people.
-        silent_s: seconds from the last sign of life to the end of the connection, where that is long; else 0.
-        is_cut: whether the line, or either end of it, may be cut; see control.events.Left.
-        lost_head: whether it is the node that does not hear the head any more, rather than the head that does not hear the node.
-    """
-
-    node_rank: int
-    host: str
-    why: str
-    silent_s: float = 0.0
-    is_cut: bool = False
-    lost_head: bool = False
-
-    @classmethod
-    def at_head(cls, left: Left) -> "NodeLoss":
-        """As the head sees the end of a connection."""
-        return cls(left.node_rank, left.host, left.why, left.silent_s, left.is_cut, lost_head=left.gave_up)
-
-    @classmethod
-    def at_node(cls, left: Left, *, node_rank: int, host: str) -> "NodeLoss":
-        """As that node sees the end of its connection to the head."""
-        return cls(node_rank, host, left.why, left.silent_s, left.is_cut, lost_head=not left.gave_up)
-
-
-def is_victim(end: RankEnd) -> bool:
-    """Whether a rank ended only because another one was gone: it says so itself, or its front ended it."""
-    if end.ended_by_us:
-        return True
-    return end.last is not None and end.last["kind"] == "crashed" and bool(end.last.get("peer_lost"))
-
-
-def first_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """The rank whose end caused those of the others; None where all of them only lost a peer.
-
-    Args:
-        ends: in the order in which they were heard of.
-    """
-    bad = [end for end in ends if end.last is None or end.last["kind"] != "result"]
-    own = [end for end in bad if not is_victim(end)]
-    # A signal has no other rank as its cause, except SIGABRT, by which torch ends a rank whose peer is gone.
-    by_signal = [end for end in own if end.returncode < 0 and end.returncode != -signal.SIGABRT]
-    if own:
-        return (by_signal or own)[0]
-    early = [end for end in ends if end not in bad]  # left with a result while others still counted on it
-    return early[0] if early and bad else None
 
 
 def apart(seen: Picture | None, culprit: RankEnd | None) -> Verdict | None:
@@ -103,6 +49,27 @@ def _place(view: RankView | None) -> tuple[int, int] | None:
     if view is None or view.beat is None or view.beat.phase != "comm":
         return None
     return view.beat.step, view.beat.comm
+
+
+def name_failure(
+    decision: Decision, job: Job, *, after_s: float | None, seen: Picture | None = None
+) -> Verdict | None:
+    """The verdict on the rank or node that failed first; None if none is known.
+
+    Args:
+        decision: on ends of ranks and losses of nodes.
+        job: whose ranks they are.
+        after_s: seconds from the first news of the failure to this verdict; None: not said.
+        seen: the ranks as they were seen last.
+    """
+    if decision.loss is not None:
+        return name_loss(decision.loss, head=job.nodes[0].host, after_s=after_s or 0.0)
+    found = apart(seen, decision.culprit)
+    if found is not None:
+        return found.model_copy(update={"named_after_s": after_s})
+    if decision.culprit is None or decision.culprit.rank >= job.world_size:
+        return None
+    return name_death(decision.culprit, job, after_s=after_s, seen=seen)
 
 
 def name_death(

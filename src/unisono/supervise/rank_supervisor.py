@@ -17,11 +17,11 @@ from unisono.control.events import Event, FileReceived, Left, NodeMessage
 from unisono.errors import UnisonoError
 from unisono.events import Message, Show
 from unisono.plan import RunPlan
-from unisono.supervise.decision import Decider, Decision
+from unisono.supervise.decision import Decider, Decision, NodeLoss
 from unisono.supervise.evidence import RawEvidence
 from unisono.supervise.interrupts import Interrupts, NewestCheckpoint, Stopping
 from unisono.supervise.local_ranks import LAST_WORDS, LocalRanks, RankEnd, RankNews
-from unisono.supervise.postmortem import NodeLoss, node_refused
+from unisono.supervise.postmortem import node_refused
 from unisono.supervise.rank_monitor import RankMonitor
 from unisono.supervise.stall_monitor import StallMonitor
 from unisono.text import one_line
@@ -169,8 +169,8 @@ def run_attempt(
                 companion.finish()
     attempt = conducting.attempt
     attempt.seconds = time.monotonic() - began
-    attempt.ends = conducting.conductor.ends
-    attempt.lost = conducting.conductor.lost
+    attempt.ends = conducting.decider.ends
+    attempt.lost = list(conducting.decider.failures.lost.values())
     return attempt
 
 
@@ -188,7 +188,7 @@ class _RankSupervision:
         self.plan = plan
         self._companions = companions
         self._on_agreement = on_agreement
-        self.conductor = Decider(plan)
+        self.decider = Decider(plan)
         step = plan.resume.step if plan.resume else 0
         self.attempt = Attempt(step, step, plan.resume.path if plan.resume else None, saved_step=step)
         self.shards: ShardPort | None = None
@@ -215,8 +215,8 @@ class _RankSupervision:
                 return
             self._tell_of_arrivals()
             self._ask_companions()
-            decision = self.conductor.decide(now=time.monotonic())
-            if decision is not None and not self.conductor.has_result:
+            decision = self.decider.decide(now=time.monotonic())
+            if decision is not None and not self.decider.has_result:
                 self.attempt.decision, self.attempt.decided_at = decision, time.monotonic()
                 self.watching.see()
                 self._end_all("another rank ended the run" if self.plan.world_size > 1 else "")
@@ -225,8 +225,8 @@ class _RankSupervision:
             self._tell_who_is_waited_for()
 
     def _is_over(self) -> bool:
-        ended = len(self.conductor.ends) == self.plan.world_size
-        return self.conductor.is_over or (ended and self.conductor.has_result)
+        ended = len(self.decider.ends) == self.plan.world_size
+        return self.decider.is_over or (ended and self.decider.has_result)
 
     def _local_result(self) -> bool:
         return self.attempt.last is not None and self.attempt.last["kind"] == "result"
@@ -246,7 +246,7 @@ class _RankSupervision:
 
     def _take_news(self, news: RankNews) -> None:
         if isinstance(news, RankEnd):
-            self.conductor.rank_ended(news, now=time.monotonic())
+            self.decider.failures.rank_ended(news, now=time.monotonic())
         else:
             self._take_message(news.rank, news.message)
 
@@ -296,18 +296,18 @@ class _RankSupervision:
         """One may have found what the run cannot live with; so may the watch."""
         verdict = self.watching.look()
         if verdict is not None:
-            self.conductor.judged(verdict)
+            self.decider.judged(verdict)
         for companion in self._companions:
             found = companion.look()
             if isinstance(found, Verdict):
-                self.conductor.judged(found)
+                self.decider.judged(found)
             elif found is not None:
-                self.conductor.refused_by_us(found)
+                self.decider.refused_by_us(found)
 
     def _take_report(self, report: RankReport) -> None:
-        store = self.conductor.rank_reported(report)
-        if self.conductor.agreement is not None:
-            self._on_agreement(self.conductor.reports, self.conductor.agreement)
+        store = self.decider.rank_reported(report)
+        if self.decider.agreement is not None:
+            self._on_agreement(self.decider.reports, self.decider.agreement)
         if store is None:
             return
         go = {"kind": "go", "store": list(store)}
@@ -320,7 +320,7 @@ class _RankSupervision:
         now = time.monotonic()
         if isinstance(event, Left):
             if event.node_rank in self._away:
-                self.conductor.node_lost(NodeLoss.at_head(event), now=now)
+                self.decider.failures.node_lost(NodeLoss.at_head(event), now=now)
         elif isinstance(event, FileReceived) and self.shards is not None:
             self.shards.arrived(event)
         elif isinstance(event, NodeMessage) and event.node_rank in {
@@ -331,7 +331,7 @@ class _RankSupervision:
             except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
                 why = f"sent what cannot be read: {one_line(str(error), limit=200)}"
                 host = self.plan.node(event.node_rank).host
-                self.conductor.node_lost(NodeLoss(event.node_rank, host, why), now=now)
+                self.decider.failures.node_lost(NodeLoss(event.node_rank, host, why), now=now)
 
     def _take_said(self, node_rank: int, message: Message) -> None:
         own = {place.rank for place in self.plan.on_node(node_rank)}
@@ -343,7 +343,7 @@ class _RankSupervision:
             case "rank_said" if int(message["rank"]) in own:
                 self._take_message(int(message["rank"]), dict(message["message"]))
             case "rank_ended" if int(message["end"]["rank"]) in own:
-                self.conductor.rank_ended(RankEnd.from_json(message["end"]), now=time.monotonic())
+                self.decider.failures.rank_ended(RankEnd.from_json(message["end"]), now=time.monotonic())
             case "beats" | "looked":
                 self.watching.heard(node_rank, message)
             case "all_ended":
@@ -351,7 +351,7 @@ class _RankSupervision:
             case "refused":  # it has not started its ranks, so there are none to wait for
                 self._away.discard(node_rank)
                 host = self.plan.node(node_rank).host
-                self.conductor.node_refused(node_refused(node_rank, host, message))
+                self.decider.node_refused(node_refused(node_rank, host, message))
             case "stop":
                 node = self.plan.node(node_rank)
                 where = f"node {node_rank} ({node.host})"
@@ -366,13 +366,13 @@ class _RankSupervision:
             self._server.tell_all({"kind": "end", "why": why})
         self._local.end(why)
         limit = time.monotonic() + _GONE_S
-        lost = {loss.node_rank for loss in self.conductor.lost}
-        while time.monotonic() < limit and (self._away - lost or not self._local.all_ended):
+        failures = self.decider.failures
+        while time.monotonic() < limit and (self._away - set(failures.lost) or not self._local.all_ended):
             self._hear(0.05)
-            lost = {loss.node_rank for loss in self.conductor.lost}
-        for node_rank in sorted(self._away - lost):
+        for node_rank in sorted(self._away - set(failures.lost)):
             why = f"it did not say within {_GONE_S:g} s that its ranks are gone"
-            self.conductor.lost.append(NodeLoss(node_rank, self.plan.node(node_rank).host, why))
+            loss = NodeLoss(node_rank, self.plan.node(node_rank).host, why)
+            failures.node_lost(loss, now=time.monotonic())
 
     def _pass_on_stop(self) -> None:
         attempt = self.attempt
@@ -392,9 +392,9 @@ class _RankSupervision:
 
     def _tell_who_is_waited_for(self) -> None:
         """While some ranks are ready and others are not, says which."""
-        missing = [place for place in self.plan.ranks if place.rank not in self.conductor.reports]
+        missing = [place for place in self.plan.ranks if place.rank not in self.decider.reports]
         now = time.monotonic()
-        if not self.conductor.reports or not missing or now - self._told < _WAITING_EVERY_S:
+        if not self.decider.reports or not missing or now - self._told < _WAITING_EVERY_S:
             return
         self._told = now
         here = self.plan.world_size - len(missing)
