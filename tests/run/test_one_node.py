@@ -257,7 +257,7 @@ def test_a_keeper_that_is_killed_leaves_nothing_behind_and_no_rank_is_blamed(tmp
         (keeper,) = [
             pid
             for pid, parent in processes_below(front.pid)
-            if parent == front.pid and b"keeper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if parent == front.pid and b"subreaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
         os.kill(keeper, signal.SIGKILL)
         front.communicate(timeout=LIMIT_S)

@@ -161,7 +161,9 @@ def test_knowing_how_many_ranks_there_are_makes_a_decision_sooner_and_not_differ
 def test_a_start_without_a_failure_is_not_decided_on(
     moments: list[Moment], waits: Waits, world_size: int | None
 ) -> None:
-    well = [[item for item in moment if isinstance(item, RankEnd) and ended_well(item)] for moment in moments]
+    well: list[Moment] = [
+        [item for item in moment if isinstance(item, RankEnd) and ended_well(item)] for moment in moments
+    ]
     assert set(replay(well, Failures(waits, world_size))) == {None}
 
 

@@ -24,8 +24,15 @@ _MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, 0700, with
 HELD = "held"
 """A file in it, locked by all that need it. A number of a process would say nothing to one in another container."""
 _OUTCOMES: dict[int, Outcome] = {
-    2: "refused", 3: "disagreed", 4: "stalled", 5: "died", 6: "unfit", 7: "corrupt", 75: "preempted", 130: "interrupted",
-}  # fmt: skip
+    2: "refused",
+    3: "disagreed",
+    4: "stalled",
+    5: "died",
+    6: "unfit",
+    7: "corrupt",
+    75: "preempted",
+    130: "interrupted",
+}
 
 
 def border_folder() -> tuple[Path, int]:
@@ -98,7 +105,7 @@ def run_dir(output_dir: str, *, is_head: bool, host: str, port: int = 0) -> tupl
         lock.release()
         raise UsageError.of(
             f"{path} cannot be made: {error.strerror}", where="--output-dir", fix="give another --output-dir"
-        ) from error  # fmt: skip
+        ) from error
     return run, lock
 
 
@@ -110,9 +117,11 @@ def _refuse_used(run: ProgramDir) -> None:
     ):
         return
     raise UsageError.of(
-        f"{path} exists and is not empty", where="--output-dir", why="what an earlier run has left there is not overwritten",
+        f"{path} exists and is not empty",
+        where="--output-dir",
+        why="what an earlier run has left there is not overwritten",
         fix="give another --output-dir, or none: then each run has its own below runs/",
-    )  # fmt: skip
+    )
 
 
 def _is_of_this_start(one: Path, run: ProgramDir, logs: Path) -> bool:

@@ -52,6 +52,7 @@ class Command:
 _TORCHRUN_FLAGS = frozenset(
     {"standalone", "m", "module", "no_python", "run_path", "virtual_local_rank", "h", "help"}
 )
+# fmt: off
 _ACCELERATE_FLAGS = frozenset(
     {
         "quiet", "q", "cpu", "multi_gpu", "tpu", "enable_cpu_affinity", "dynamo_use_fullgraph", "dynamo_use_dynamic",
@@ -59,23 +60,33 @@ _ACCELERATE_FLAGS = frozenset(
         "m", "module", "no_python", "tpu_cluster", "tpu_use_sudo", "downcast_bf16", "fp8_use_autocast_during_eval", "debug", "h", "help",
         "use_xpu", "ipex", "use_mps_device",
     }
-)  # fmt: skip
+)
 _DEEPSPEED_FLAGS = frozenset(
     {
         "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "module", "m", "h", "help", "elastic_training",
         "enable_each_rank_log", "save_pid", "bind_cores_to_rank",
     }
-)  # fmt: skip
+)
+# fmt: on
 _FLAGS: dict[Kind, frozenset[str]] = {
-    "torchrun": _TORCHRUN_FLAGS, "accelerate": _ACCELERATE_FLAGS, "deepspeed": _DEEPSPEED_FLAGS,
-}  # fmt: skip
+    "torchrun": _TORCHRUN_FLAGS,
+    "accelerate": _ACCELERATE_FLAGS,
+    "deepspeed": _DEEPSPEED_FLAGS,
+}
 _MODULES: dict[str, Kind] = {
-    "torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun", "accelerate.commands.launch": "accelerate",
-    "deepspeed.launcher.runner": "deepspeed", "llamafactory.cli": "llamafactory",
-}  # fmt: skip
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "accelerate.commands.launch": "accelerate",
+    "deepspeed.launcher.runner": "deepspeed",
+    "llamafactory.cli": "llamafactory",
+}
 _PROGRAMS: dict[str, Kind] = {
-    "torchrun": "torchrun", "deepspeed": "deepspeed", "ds": "deepspeed", "llamafactory-cli": "llamafactory", "lmf": "llamafactory",
-}  # fmt: skip
+    "torchrun": "torchrun",
+    "deepspeed": "deepspeed",
+    "ds": "deepspeed",
+    "llamafactory-cli": "llamafactory",
+    "lmf": "llamafactory",
+}
 _PYTHON_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
@@ -190,11 +201,14 @@ def read_job(command: Command, variables: Mapping[str, str]) -> Job:
     host, port = _split(endpoint)
     backend = own.backend or (pet.get("RDZV_BACKEND") if torch else None)
     return Job(
-        nodes=first(own.nodes, "NNODES"), node_rank=first(own.node_rank, "NODE_RANK"), nproc=first(own.nproc, "NPROC_PER_NODE"),
-        host=own.host or host or first(None, "MASTER_ADDR"), port=own.port or port or first(None, "MASTER_PORT"),
+        nodes=first(own.nodes, "NNODES"),
+        node_rank=first(own.node_rank, "NODE_RANK"),
+        nproc=first(own.nproc, "NPROC_PER_NODE"),
+        host=own.host or host or first(None, "MASTER_ADDR"),
+        port=own.port or port or first(None, "MASTER_PORT"),
         backend=None if backend is not None and backend.text in ("", "unisono") else backend,
         restarts=first(own.restarts, "MAX_RESTARTS"),
-    )  # fmt: skip
+    )
 
 
 def _from(variables: Mapping[str, str], prefix: str) -> Iterator[tuple[str, Said]]:
@@ -225,10 +239,14 @@ def _torchrun(command: Command) -> Job:
             restarts=command.said("max_restarts"),
         )
     return Job(
-        nodes=command.said("nnodes"), node_rank=command.said("node_rank"), nproc=command.said("nproc_per_node"),
-        host=host or command.said("master_addr"), port=port or command.said("master_port"),
-        backend=command.said("rdzv_backend"), restarts=command.said("max_restarts"),
-    )  # fmt: skip
+        nodes=command.said("nnodes"),
+        node_rank=command.said("node_rank"),
+        nproc=command.said("nproc_per_node"),
+        host=host or command.said("master_addr"),
+        port=port or command.said("master_port"),
+        backend=command.said("rdzv_backend"),
+        restarts=command.said("max_restarts"),
+    )
 
 
 def _accelerate(command: Command) -> Job:
@@ -243,21 +261,31 @@ def _accelerate(command: Command) -> Job:
     ):
         nproc = Said(str(int(together.text) // int(nodes.text)), f"{together.origin} / {nodes.origin}")
     return Job(
-        nodes=nodes, node_rank=command.said("machine_rank"), nproc=nproc, host=command.said("main_process_ip"),
-        port=command.said("main_process_port"), backend=command.said("rdzv_backend"), restarts=command.said("max_restarts"),
-    )  # fmt: skip
+        nodes=nodes,
+        node_rank=command.said("machine_rank"),
+        nproc=nproc,
+        host=command.said("main_process_ip"),
+        port=command.said("main_process_port"),
+        backend=command.said("rdzv_backend"),
+        restarts=command.said("max_restarts"),
+    )
 
 
 def _deepspeed(command: Command) -> Job:
     return Job(
-        nodes=command.said("num_nodes"), node_rank=command.said("node_rank"), nproc=command.said("num_gpus", "num_accelerators"),
-        host=command.said("master_addr"), port=command.said("master_port"),
-    )  # fmt: skip
+        nodes=command.said("num_nodes"),
+        node_rank=command.said("node_rank"),
+        nproc=command.said("num_gpus", "num_accelerators"),
+        host=command.said("master_addr"),
+        port=command.said("master_port"),
+    )
 
 
 _READERS: dict[Kind, Callable[[Command], Job]] = {
-    "torchrun": _torchrun, "accelerate": _accelerate, "deepspeed": _deepspeed,
-}  # fmt: skip
+    "torchrun": _torchrun,
+    "accelerate": _accelerate,
+    "deepspeed": _deepspeed,
+}
 
 NODE_OPTIONS = frozenset(
     {

@@ -96,15 +96,22 @@ class GuardedRun:
         shape = self._shape(machine, environment, whole)
         secret = find_token(self.asked, shape.topology, environment, token)
         party = Party(
-            topology=shape.topology, token=secret.secret if secret is not None else b"", host=machine.host, show=self.show,
-            join_timeout_s=self.asked.join_timeout_s, network=self.probes.network, command="unisono run",
-        )  # fmt: skip
+            topology=shape.topology,
+            token=secret.secret if secret is not None else b"",
+            host=machine.host,
+            show=self.show,
+            join_timeout_s=self.asked.join_timeout_s,
+            network=self.probes.network,
+            command="unisono run",
+        )
         with refusals_reported(party):
             refuse_missing(self.asked.words[0], whole.get("PATH"))
             run, lock = run_dir(
-                self.asked.output_dir, is_head=shape.topology.is_head, host=machine.host,
+                self.asked.output_dir,
+                is_head=shape.topology.is_head,
+                host=machine.host,
                 port=shape.topology.head_port if shape.topology.nodes > 1 else 0,
-            )  # fmt: skip
+            )
         for text in (*_described(shape), *shape.notes, f"log and result: {run.root}"):
             say(self.show, text)
         start = _Start(self, shape, run, lock, machine, environment, whole)
@@ -133,17 +140,26 @@ class GuardedRun:
             one.text in ("gpu", "auto") for one in (command.said("nproc_per_node"),) if one
         )
         return find_shape(
-            self.asked, command, environment, whole, accelerators if automatic else Accelerators(0), self.probes.network,
-        )  # fmt: skip
+            self.asked,
+            command,
+            environment,
+            whole,
+            accelerators if automatic else Accelerators(0),
+            self.probes.network,
+        )
 
     def finish(
         self, run: ProgramDir, exit_code: int, verdict: Verdict | None, *, stopped: str = "", writes: bool
     ) -> dict[str, Any]:
         """Writes how it ended, and tells it."""
         result = RunResult(
-            run_id=self.run_id, outcome=outcome_of(exit_code, verdict, stopped=stopped), exit_code=exit_code, output_dir=str(run.root),
-            verdict=verdict.to_json() if verdict else None, wall_time_s=time.monotonic() - self.began,
-        )  # fmt: skip
+            run_id=self.run_id,
+            outcome=outcome_of(exit_code, verdict, stopped=stopped),
+            exit_code=exit_code,
+            output_dir=str(run.root),
+            verdict=verdict.to_json() if verdict else None,
+            wall_time_s=time.monotonic() - self.began,
+        )
         if writes:
             with contextlib.suppress(OSError):  # a full disk is said in the verdict, if it is why
                 set_verdict(run, verdict)
@@ -187,15 +203,25 @@ class _Start:
 
         def start(address: tuple[str, int]) -> SshFronts:
             return start_others(
-                remote_run(self.whole.asked, self.run.root), party.topology, party.token, address,
-                logs=self.run.log("", 0).parent, variables=self.environment.variables,
-            )  # fmt: skip
+                remote_run(self.whole.asked, self.run.root),
+                party.topology,
+                party.token,
+                address,
+                logs=self.run.log("", 0).parent,
+                variables=self.environment.variables,
+            )
 
-        with contextlib.ExitStack() as reserved, hold_meeting(
-            party, self._maker(), record=self._keep, tries_collective=False,
-            compare=lambda reports: compare_programs(reports, uneven=uneven),
-            start_others=start if party.topology.hosts else None,
-        ) as meeting:  # fmt: skip
+        with (
+            contextlib.ExitStack() as reserved,
+            hold_meeting(
+                party,
+                self._maker(),
+                record=self._keep,
+                tries_collective=False,
+                compare=lambda reports: compare_programs(reports, uneven=uneven),
+                start_others=start if party.topology.hosts else None,
+            ) as meeting,
+        ):
             reports = meeting.reports
             nodes = [self._place(r.node_rank, r.host, r.address, r.nproc, r.nproc_origin) for r in reports]
             self._write_plan(nodes)
@@ -236,9 +262,15 @@ class _Start:
     def _maker(self) -> MakeReport:
         def make(standing: ChannelFacts, show: Show) -> NodeReport:
             return make_report(
-                self.whole.asked, self.shape, standing, machine=self.machine, environment=self.environment,
-                probes=self.whole.probes, output_dir=self.run.root, show=show,
-            )  # fmt: skip
+                self.whole.asked,
+                self.shape,
+                standing,
+                machine=self.machine,
+                environment=self.environment,
+                probes=self.whole.probes,
+                output_dir=self.run.root,
+                show=show,
+            )
 
         return make
 
@@ -248,18 +280,32 @@ class _Start:
         asked, topology = self.whole.asked, self.shape.topology
         with border() as folder, Signals() as signals:
             guard = Guard(
-                folder, self.whole.run_id, os.getpid(), topology.node_rank, topology.nodes, self.machine.host,
-                store="" if store is None else f"{store[0]}:{store[1]}", uneven=asked.uneven,
-                options={"debug_comm": asked.debug_comm, "json": asked.json, "join_timeout_s": asked.join_timeout_s},
-            )  # fmt: skip
+                folder,
+                self.whole.run_id,
+                os.getpid(),
+                topology.node_rank,
+                topology.nodes,
+                self.machine.host,
+                store="" if store is None else f"{store[0]}:{store[1]}",
+                uneven=asked.uneven,
+                options={
+                    "debug_comm": asked.debug_comm,
+                    "json": asked.json,
+                    "join_timeout_s": asked.join_timeout_s,
+                },
+            )
             found = surroundings_of(asked, self.shape, self.variables, guard_file=guard.write(), store=store)
             for note in found.notes:
                 say(self.whole.show, note)
             log = self.run.log(self.machine.host, 0)
             with Program(
-                asked.words, environment=found.environment, log=log, folder=folder, stdout_is_ours=asked.json,
+                asked.words,
+                environment=found.environment,
+                log=log,
+                folder=folder,
+                stdout_is_ours=asked.json,
                 reads=not asked.from_stdin,
-            ) as program:  # fmt: skip
+            ) as program:
                 self.pid = program.pid
                 ranks = ProgramRanks(
                     folder, self.run, topology.node_rank, self.machine.host, program.keeper_pid
@@ -287,11 +333,17 @@ class _Start:
     ) -> ProgramSupervisor:
         restarts = self.shape.job.restarts
         return ProgramSupervisor(
-            here, nodes, self.whole.reports, meeting.server if meeting is not None else None, self.whole.show,
-            uneven=self.whole.asked.uneven, restarts=int(restarts.text) if restarts is not None and restarts.text.isdigit() else 0,
-            store_host=meeting.server.address[0] if meeting is not None else "", join_timeout_s=self.whole.asked.join_timeout_s,
+            here,
+            nodes,
+            self.whole.reports,
+            meeting.server if meeting is not None else None,
+            self.whole.show,
+            uneven=self.whole.asked.uneven,
+            restarts=int(restarts.text) if restarts is not None and restarts.text.isdigit() else 0,
+            store_host=meeting.server.address[0] if meeting is not None else "",
+            join_timeout_s=self.whole.asked.join_timeout_s,
             stopping=Stopping(self.whole.asked.grace_s),
-        )  # fmt: skip
+        )
 
     def _head_ends(
         self, judging: ProgramSupervisor, meeting: Meeting | None, *, writes: bool
@@ -366,17 +418,23 @@ class _Start:
 
     def _write_agreement(self, more: Agreement) -> None:
         body = {
-            "schema": 1, "nodes": [report.to_json() for report in self.whole.reports], **self.whole.agreement.merged(more).to_json(),
-        }  # fmt: skip
+            "schema": 1,
+            "nodes": [report.to_json() for report in self.whole.reports],
+            **self.whole.agreement.merged(more).to_json(),
+        }
         with contextlib.suppress(OSError):
             write_json(self.run.agreement, body, mode=0o600)
 
     def _write_plan(self, nodes: Sequence[NodePlace]) -> None:
         """What is about to be started, for who reads the directory later."""
         body = {
-            "schema": 1, "run_id": self.whole.run_id, "command": list(self.whole.asked.words), "kind": self.shape.command.kind,
-            "nodes": [node.model_dump(mode="json") for node in nodes], "origins": self.shape.topology.origins,
-        }  # fmt: skip
+            "schema": 1,
+            "run_id": self.whole.run_id,
+            "command": list(self.whole.asked.words),
+            "kind": self.shape.command.kind,
+            "nodes": [node.model_dump(mode="json") for node in nodes],
+            "origins": self.shape.topology.origins,
+        }
         with contextlib.suppress(OSError):
             write_json(self.run.plan, body, mode=0o600)
 

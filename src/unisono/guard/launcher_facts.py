@@ -69,10 +69,13 @@ class Waiting:
         """Once nobody waits any longer."""
         known = find_cause("node_missing")
         return Verdict(
-            cause="node_missing", when="before", hosts=self.hosts, fix=known.remedy if known else (),
+            cause="node_missing",
+            when="before",
+            hosts=self.hosts,
+            fix=known.remedy if known else (),
             summary=f"{self.missing} has not started its launcher within {self.since_s:.0f} s, and the others wait for it",
             named_after_s=round(self.since_s, 3),
-        )  # fmt: skip
+        )
 
 
 @dataclass
@@ -147,8 +150,11 @@ class LauncherFacts:
         for node, message, _ in group.values():
             answer = Answer(found.agreed, text, 3, {**facts, "node_rank": node} if facts else {})
             value = {
-                "agreed": answer.agreed, "text": answer.text, "exit_code": answer.exit_code, "facts": answer.facts,
-            }  # fmt: skip
+                "agreed": answer.agreed,
+                "text": answer.text,
+                "exit_code": answer.exit_code,
+                "facts": answer.facts,
+            }
             yield node, {"kind": "answer", "key": message["key"], "answer": value}
 
     def _store(self, group: _Group) -> dict[str, Any]:

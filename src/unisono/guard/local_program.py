@@ -79,9 +79,12 @@ class Program:
         self._failed = ""
         self._signals: list[int] = []
         settings = {
-            "command": list(command), "environment": dict(environment), "log": str(log), "folder": str(folder or ""),
+            "command": list(command),
+            "environment": dict(environment),
+            "log": str(log),
+            "folder": str(folder or ""),
             "json": stdout_is_ours,
-        }  # fmt: skip
+        }
         self._keeper, self._report = _start(settings, environment, reads=reads)
         limit = time.monotonic() + _STARTING_S
         while not (self.pid or self._failed) and time.monotonic() < limit:
@@ -246,9 +249,12 @@ def _start(
         os.write(told, json.dumps({**settings, "report": write_end, "stdin": stdin}).encode())
         os.lseek(told, 0, os.SEEK_SET)
         keeper = subprocess.Popen(
-            [sys.executable, "-I", str(_KEEPER), str(told)], env=dict(environment), stdin=subprocess.PIPE,
-            pass_fds=(told, write_end, stdin), start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-I", str(_KEEPER), str(told)],
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            pass_fds=(told, write_end, stdin),
+            start_new_session=True,
+        )
     except BaseException:  # raised again
         os.close(read_end)
         raise

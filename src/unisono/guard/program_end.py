@@ -16,8 +16,14 @@ _OF_PYTHON = 256  # sys.exit(-9), as launchers in Python hand on what subprocess
 _HAND_ON = ("accelerate", "deepspeed", "llamafactory")
 _MOST_KERNEL_LINES = 3
 _FAULTS = (
-    signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS, signal.SIGABRT,
-)  # fmt: skip
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGTRAP,
+    signal.SIGSYS,
+    signal.SIGABRT,
+)
 _HANDED_ON = (*_FAULTS, signal.SIGKILL, signal.SIGTERM, signal.SIGXCPU, signal.SIGXFSZ)
 """What an exit code is read as; one like that of Ctrl-C is a program's own way to end as well."""
 _SENDERS = {
@@ -124,17 +130,30 @@ def name_program_death(
     direct = end.returncode < 0
     seen = f"killed by {number.name}" if direct else f"exit code {end.returncode}"
     evidence = [Evidence(where=end.where, text=f"{seen}: {_sender(number, end)}")]
-    evidence += [Evidence(where=f"{end.where}, the kernel's log", text=line.text) for line in kernel[-_MOST_KERNEL_LINES:]]  # fmt: skip
+    evidence += [
+        Evidence(where=f"{end.where}, the kernel's log", text=line.text)
+        for line in kernel[-_MOST_KERNEL_LINES:]
+    ]
     if not direct:
-        evidence.append(Evidence(where=end.where, text=f"{_OF_SHELLS} + N is how a shell, and 256 - N how a launcher in Python, report a process that signal N ended"))  # fmt: skip
+        evidence.append(
+            Evidence(
+                where=end.where,
+                text=f"{_OF_SHELLS} + N is how a shell, and 256 - N how a launcher in Python, report a process that signal N ended",
+            )
+        )
     cause = "host_oom_killed" if by_kernel else "rank_killed"
     what = "the kernel for want of memory" if by_kernel else number.name
     who = "the program" if direct else "a process of the program"
     known = find_cause(cause)
     return Verdict(
-        cause=cause, when="during", hosts=(end.host,), evidence=tuple(evidence), fix=known.remedy if known else (),
-        summary=f"{who} was killed by {what} on {end.where}", confidence=1.0 if direct else 0.9,
-    )  # fmt: skip
+        cause=cause,
+        when="during",
+        hosts=(end.host,),
+        evidence=tuple(evidence),
+        fix=known.remedy if known else (),
+        summary=f"{who} was killed by {what} on {end.where}",
+        confidence=1.0 if direct else 0.9,
+    )
 
 
 def for_program(verdict: Verdict, framework: str) -> Verdict:

@@ -52,9 +52,13 @@ def find_shape(
         UsageError: as `read_shape`, or if there is no way to a host.
     """
     shape = read_shape(
-        asked, command, variables, accelerators,
-        is_here=lambda host: is_this_machine(host, network), placed=placed_by_slurm(environment.slurm_step, network),
-    )  # fmt: skip
+        asked,
+        command,
+        variables,
+        accelerators,
+        is_here=lambda host: is_this_machine(host, network),
+        placed=placed_by_slurm(environment.slurm_step, network),
+    )
     refuse_lone_node(asked.launcher, asked.nodes, shape.topology)
     return replace(shape, topology=find_head(shape.topology, network))
 
@@ -88,12 +92,16 @@ def remote_run(asked: RunRequest, output_dir: Path) -> RemoteCommand:
     return RemoteCommand(
         ("run",),
         {
-            "--join-timeout": f"{asked.join_timeout_s:g}", "--nproc": asked.nproc, "--devices": asked.devices,
-            "--output-dir": output_dir, "--uneven": asked.uneven or None, "--debug-comm": asked.debug_comm or None,
+            "--join-timeout": f"{asked.join_timeout_s:g}",
+            "--nproc": asked.nproc,
+            "--devices": asked.devices,
+            "--output-dir": output_dir,
+            "--uneven": asked.uneven or None,
+            "--debug-comm": asked.debug_comm or None,
         },
         ("--", *asked.words),
         asked.ssh,
-    )  # fmt: skip
+    )
 
 
 _MOST_BYTES = 64 << 20
@@ -134,20 +142,40 @@ def make_report(
         else [[], []]
     )
     return NodeReport(
-        node_rank=topology.node_rank, host=machine.host, address=standing.address, pid=os.getpid(), nodes=topology.nodes,
-        nproc=topology.nproc, nproc_declared=topology.nproc_declared, nproc_origin=topology.nproc_origin,
-        device_kind="cuda" if visible else "cpu", chosen=[_device(gpu) for gpu in visible[: topology.nproc]],
-        visible=[_device(gpu) for gpu in visible], physical=[_device(gpu) for gpu in machine.gpus],
-        visible_variable=named, device_note=machine.gpu_note, variables=environment.variables,
+        node_rank=topology.node_rank,
+        host=machine.host,
+        address=standing.address,
+        pid=os.getpid(),
+        nodes=topology.nodes,
+        nproc=topology.nproc,
+        nproc_declared=topology.nproc_declared,
+        nproc_origin=topology.nproc_origin,
+        device_kind="cuda" if visible else "cpu",
+        chosen=[_device(gpu) for gpu in visible[: topology.nproc]],
+        visible=[_device(gpu) for gpu in visible],
+        physical=[_device(gpu) for gpu in machine.gpus],
+        visible_variable=named,
+        device_note=machine.gpu_note,
+        variables=environment.variables,
         nccl_files=read_nccl_files(named=environment.variables.get("NCCL_CONF_FILE")),
-        versions=decisive_versions(packages), environment_digest=versions_digest(packages) if packages else "", packages=packages,
-        code={**code_digests(), **_script(shape)}, config=_words(asked, shape), data_files=[], tokenizer_files=[], model_files=[],
+        versions=decisive_versions(packages),
+        environment_digest=versions_digest(packages) if packages else "",
+        packages=packages,
+        code={**code_digests(), **_script(shape)},
+        config=_words(asked, shape),
+        data_files=[],
+        tokenizer_files=[],
+        model_files=[],
         output=OutputFacts(path=str(output_dir), writable=None, shared=None, free_bytes=None),
-        limits=Limits(**asdict(read_limits())), interfaces=[Interface(**asdict(one)) for one in probes.network.interfaces()],
-        host_addresses=addresses[0], head_addresses=addresses[1],
-        clock_offset_s=None if standing.clock_offset_s is None else standing.clock_offset_s + probes.clock.wall() - SystemClock().wall(),
+        limits=Limits(**asdict(read_limits())),
+        interfaces=[Interface(**asdict(one)) for one in probes.network.interfaces()],
+        host_addresses=addresses[0],
+        head_addresses=addresses[1],
+        clock_offset_s=None
+        if standing.clock_offset_s is None
+        else standing.clock_offset_s + probes.clock.wall() - SystemClock().wall(),
         probe_ports=list(standing.probe_ports),
-    )  # fmt: skip
+    )
 
 
 def runs_in_our_environment(words: tuple[str, ...]) -> bool:
@@ -180,6 +208,11 @@ def _script(shape: RunShape) -> dict[str, str]:
 
 def _device(gpu: Gpu) -> Device:
     return Device(
-        index=gpu.index, uuid=gpu.uuid, name=gpu.name, memory_bytes=gpu.memory_bytes, memory_free_bytes=gpu.memory_free_bytes,
-        bus_id=gpu.bus_id, numa_node=gpu.numa_node,
-    )  # fmt: skip
+        index=gpu.index,
+        uuid=gpu.uuid,
+        name=gpu.name,
+        memory_bytes=gpu.memory_bytes,
+        memory_free_bytes=gpu.memory_free_bytes,
+        bus_id=gpu.bus_id,
+        numa_node=gpu.numa_node,
+    )

@@ -98,8 +98,17 @@ def search(root: int, host: str) -> Search:
         if said.get(parent) == (rank, world_size) or not 0 <= rank < world_size or started is None:
             continue
         registration = Registration(
-            pid, started, rank, local_rank, world_size, local_world_size, host, attempt=attempt, sees=(), restarts=restarts,
-        )  # fmt: skip
+            pid,
+            started,
+            rank,
+            local_rank,
+            world_size,
+            local_world_size,
+            host,
+            attempt=attempt,
+            sees=(),
+            restarts=restarts,
+        )
         found.append(FoundRank(registration, parent))
     return Search(parents, said, tuple(found))
 
@@ -251,8 +260,15 @@ class ProgramRanks:
             places = [place.model_dump(mode="json") for place in self.places]
             others.insert(
                 0,
-                {"kind": "registered", "places": places, "world_size": self.world_size, "attempt": self.newest, "unseen": self.unseen, "restarts": self._restarts},
-            )  # fmt: skip
+                {
+                    "kind": "registered",
+                    "places": places,
+                    "world_size": self.world_size,
+                    "attempt": self.newest,
+                    "unseen": self.unseen,
+                    "restarts": self._restarts,
+                },
+            )
         return [*others, *said, *ended]
 
     # --- who is there
@@ -420,10 +436,14 @@ class ProgramRanks:
         by_launcher = code == -signal.SIGTERM and earlier and last is None
         why = "its launcher ended it" if by_launcher else ""
         return RankEnd(
-            rank=number, returncode=code if code is not None else 0, last=last, phase=beat.phase if beat else rank.phase,
-            step=max(0, beat.step - 1) if beat else rank.step, oom_killed=bool(self.oom_killed),
+            rank=number,
+            returncode=code if code is not None else 0,
+            last=last,
+            phase=beat.phase if beat else rank.phase,
+            step=max(0, beat.step - 1) if beat else rank.step,
+            oom_killed=bool(self.oom_killed),
             ended_by_us=why or (UNKNOWN_END if self._is_unknown(rank, code, last) else ""),
-        )  # fmt: skip
+        )
 
     def _is_unknown(self, rank: Rank, code: int | None, last: Message | None) -> bool:
         """Whether its end says nothing of why."""

@@ -123,20 +123,27 @@ def read_shape(
     try:
         topology = read_topology(
             TopologyRequest(
-                nproc=asked.nproc, nodes=asked.nodes, node_rank=asked.node_rank, head=asked.head,
-                hosts=parse_hosts(asked.hosts), command="unisono run",
+                nproc=asked.nproc,
+                nodes=asked.nodes,
+                node_rank=asked.node_rank,
+                head=asked.head,
+                hosts=parse_hosts(asked.hosts),
+                command="unisono run",
             ),
-            merged, replace(accelerators, count=0) if asked.nproc is not None or job.nproc else accelerators,
-            is_here=is_here, placed=placed,
-        )  # fmt: skip
+            merged,
+            replace(accelerators, count=0) if asked.nproc is not None or job.nproc else accelerators,
+            is_here=is_here,
+            placed=placed,
+        )
     except UsageError as error:
         raise UsageError(*(_in_its_words(problem, origins) for problem in error.problems)) from error
     _refuse_other_hosts(asked, job, topology, variables)
     topology = replace(
-        topology, origins={k: _as_said(v, origins) for k, v in topology.origins.items()},
+        topology,
+        origins={k: _as_said(v, origins) for k, v in topology.origins.items()},
         nproc_origin=origins.get(topology.nproc_origin, topology.nproc_origin),
         nproc_declared=topology.nproc_declared and not _is_automatic(job, asked),
-    )  # fmt: skip
+    )
     topology, notes = _ports(asked, job, topology, own=own)
     return RunShape(topology, command, job, own, notes)
 
@@ -153,8 +160,12 @@ def _is_automatic(job: Job, asked: RunRequest) -> bool:
 def _merged(job: Job) -> tuple[dict[str, str], dict[str, str]]:
     """What the program says, under the names that read_topology knows; and where each in truth was said."""
     found = {
-        "NNODES": job.nodes, "NODE_RANK": job.node_rank, "NPROC_PER_NODE": job.nproc, "MASTER_ADDR": job.host, "MASTER_PORT": job.port,
-    }  # fmt: skip
+        "NNODES": job.nodes,
+        "NODE_RANK": job.node_rank,
+        "NPROC_PER_NODE": job.nproc,
+        "MASTER_ADDR": job.host,
+        "MASTER_PORT": job.port,
+    }
     said = {name: value for name, value in found.items() if value is not None}
     if "MASTER_PORT" in said and said["MASTER_PORT"].text == "0":  # torch's word for any
         del said["MASTER_PORT"]
@@ -178,9 +189,11 @@ def _refuse_contradictions(asked: RunRequest, job: Job, variables: Mapping[str, 
     """Our option and the program's argument, where both are given, must mean the same. A variable gives way to either."""
     host, port = parse_head(asked.head, "--head") if asked.head is not None else (None, None)
     pairs: list[tuple[str, object, Said | None]] = [
-        ("--nodes", asked.nodes, job.nodes), ("--node-rank", asked.node_rank, job.node_rank),
-        ("--nproc", asked.nproc, job.nproc), ("--head", host, job.host),
-    ]  # fmt: skip
+        ("--nodes", asked.nodes, job.nodes),
+        ("--node-rank", asked.node_rank, job.node_rank),
+        ("--nproc", asked.nproc, job.nproc),
+        ("--head", host, job.host),
+    ]
     problems = []
     for option, ours, theirs in pairs:
         if ours is None or theirs is None or theirs.origin in variables or _is_same(str(ours), theirs.text):
@@ -210,8 +223,10 @@ def refuse_launcher(asked: RunRequest) -> None:
     if launcher == "local":
         if asked.hosts is not None or asked.nodes not in (None, "1"):
             raise UsageError.of(
-                "--launcher local is for one node, and several are asked for", where="command line", fix="leave out --launcher",
-            )  # fmt: skip
+                "--launcher local is for one node, and several are asked for",
+                where="command line",
+                fix="leave out --launcher",
+            )
         return
     if launcher == "slurm":
         fix = f"in a batch script or after salloc: srun --ntasks-per-node=1 unisono run -- {program}"
@@ -222,9 +237,11 @@ def refuse_launcher(asked: RunRequest) -> None:
         fix = f"did you mean `{near}`?" if near else "choose one of local, nodes, or leave it out"
         raise UsageError.of(f"there is no launcher {launcher}", where="--launcher", fix=fix)
     raise UsageError.of(
-        f"run does not go to {launcher.capitalize()} by itself, as train does", where="--launcher",
-        why="somebody else's program is started on each node as it is", fix=fix,
-    )  # fmt: skip
+        f"run does not go to {launcher.capitalize()} by itself, as train does",
+        where="--launcher",
+        why="somebody else's program is started on each node as it is",
+        fix=fix,
+    )
 
 
 def _refuse_other_hosts(
@@ -236,14 +253,16 @@ def _refuse_other_hosts(
     rank, nodes = job.node_rank, job.nodes
     if rank is not None and rank.origin not in variables:
         raise UsageError.of(
-            f"--hosts starts the same program on every node, and {rank.origin} {rank.text} says which one it is", where="command line",
+            f"--hosts starts the same program on every node, and {rank.origin} {rank.text} says which one it is",
+            where="command line",
             fix=f"leave out {rank.origin}: every node is told",
-        )  # fmt: skip
+        )
     if nodes is not None and nodes.origin not in variables and not _is_same(str(topology.nodes), nodes.text):
         raise UsageError.of(
-            f"--hosts makes {topology.nodes} nodes with this one, and {nodes.origin} says {nodes.text}", where="command line",
+            f"--hosts makes {topology.nodes} nodes with this one, and {nodes.origin} says {nodes.text}",
+            where="command line",
             fix=f"leave out {nodes.origin}, or name as many hosts",
-        )  # fmt: skip
+        )
 
 
 def _is_same(ours: str, theirs: str) -> bool:
@@ -262,10 +281,11 @@ def _refuse_elastic(asked: RunRequest, job: Job) -> None:
         low, colon, high = (text or "").partition(":")
         if colon and low != high:
             raise UsageError.of(
-                f"{origin} {text}: `run` guards jobs of a fixed number of nodes", where="command line",
+                f"{origin} {text}: `run` guards jobs of a fixed number of nodes",
+                where="command line",
                 why="before the start all nodes compare what they are about to do, and must know how many they are",
                 fix=f"{origin} {high}",
-            )  # fmt: skip
+            )
 
 
 def _ports(asked: RunRequest, job: Job, topology: Topology, *, own: bool) -> tuple[Topology, tuple[str, ...]]:
@@ -282,9 +302,11 @@ def _ports(asked: RunRequest, job: Job, topology: Topology, *, own: bool) -> tup
         and asked.head.endswith(str(theirs))
     ):
         raise UsageError.of(
-            f"--head {asked.head} and {origin} {theirs} want the same port", where="command line",
-            why="the fronts speak to each other before and while the program does", fix=f"--head {topology.head_host}:{theirs + 1}",
-        )  # fmt: skip
+            f"--head {asked.head} and {origin} {theirs} want the same port",
+            where="command line",
+            why="the fronts speak to each other before and while the program does",
+            fix=f"--head {topology.head_host}:{theirs + 1}",
+        )
     port = theirs + 1 if theirs < 65_535 else DEFAULT_PORT
     note = f"the program meets at port {theirs} itself ({origin}); the fronts take {port}"
     return replace(topology, head_port=port), (note,)
@@ -307,8 +329,13 @@ class Surroundings:
 
 
 def surroundings_of(
-    asked: RunRequest, shape: RunShape, environment: Mapping[str, str], *, guard_file: Path, store: tuple[str, int] | None
-) -> Surroundings:  # fmt: skip
+    asked: RunRequest,
+    shape: RunShape,
+    environment: Mapping[str, str],
+    *,
+    guard_file: Path,
+    store: tuple[str, int] | None,
+) -> Surroundings:
     """The program's environment.
 
     Args:
@@ -342,10 +369,14 @@ def surroundings_of(
         )  # our rendezvous knows it, and torchrun would warn that it does not
     else:
         found |= {
-            "MASTER_ADDR": host, "MASTER_PORT": str(port), "PET_MASTER_ADDR": host, "PET_MASTER_PORT": str(port),
-            "PET_RDZV_BACKEND": "unisono", "PET_RDZV_ENDPOINT": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "PET_MASTER_ADDR": host,
+            "PET_MASTER_PORT": str(port),
+            "PET_RDZV_BACKEND": "unisono",
+            "PET_RDZV_ENDPOINT": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
             "PET_RDZV_CONF": f"rank={topology.node_rank}",
-        }  # fmt: skip
+        }
     if shape.command.kind == "llamafactory" and found.get("FORCE_TORCHRUN", "") not in ("1", "true", "True"):
         found["FORCE_TORCHRUN"] = "1"
         notes.append(

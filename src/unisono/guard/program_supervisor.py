@@ -247,9 +247,12 @@ class ProgramSupervisor:
         if is_gone_wrong(returncode) and self.gone_wrong is None:
             oom_killed = message.get("oom_killed")
             self.gone_wrong = ProgramEnd(
-                node_rank, self.nodes[node_rank].host, returncode, bool(oom_killed) if oom_killed is not None else None,
+                node_rank,
+                self.nodes[node_rank].host,
+                returncode,
+                bool(oom_killed) if oom_killed is not None else None,
                 keeper_lost=bool(message.get("keeper_lost")),
-            )  # fmt: skip
+            )
             self._bad_program = time.monotonic()
 
     def _take_signal(self, node_rank: int, number: signal.Signals) -> None:

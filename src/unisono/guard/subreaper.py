@@ -154,10 +154,14 @@ class Subreaper:
         channels = [_channel(target) for target in targets]
         try:
             self._program = subprocess.Popen(
-                list(settings["command"]), env=environment, start_new_session=True,
+                list(settings["command"]),
+                env=environment,
+                start_new_session=True,
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 - no thread has begun yet
-                stdin=int(settings["stdin"]), stdout=channels[0][0], stderr=channels[-1][0],
-            )  # fmt: skip
+                stdin=int(settings["stdin"]),
+                stdout=channels[0][0],
+                stderr=channels[-1][0],
+            )
         finally:
             for write, _ in channels:
                 os.close(write)

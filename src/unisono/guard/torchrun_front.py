@@ -70,15 +70,23 @@ class _Companion:
         words = tuple(str(word) for word in settings["words"])
         nproc = settings["nproc"]
         topology = Topology(
-            nodes=int(settings["nodes"]), node_rank=int(settings["node_rank"]), head_host=str(settings["host"]),
-            head_port=int(settings["port"]), nproc=int(nproc or 1), nproc_declared=nproc is not None,
+            nodes=int(settings["nodes"]),
+            node_rank=int(settings["node_rank"]),
+            head_host=str(settings["host"]),
+            head_port=int(settings["port"]),
+            nproc=int(nproc or 1),
+            nproc_declared=nproc is not None,
             nproc_origin="--nproc-per-node" if nproc is not None else "not known",
-        )  # fmt: skip
+        )
         host = read_machine(lambda: ([], "")).host
         party = Party(
-            topology=topology, token=token.secret, host=host, show=_show, join_timeout_s=float(settings["wait_s"]),
+            topology=topology,
+            token=token.secret,
+            host=host,
+            show=_show,
+            join_timeout_s=float(settings["wait_s"]),
             command="torchrun --rdzv-backend unisono",
-        )  # fmt: skip
+        )
         shape = RunShape(topology, read_command(words), Job(), own_rendezvous=False)
         return cls(
             shape, RunRequest(words, uneven=bool(settings["uneven"])), party, f"by-hand-{settings['pid']}"
@@ -89,9 +97,16 @@ class _Companion:
         with border() as folder, Signals() as signals:
             store = f"[{topology.head_host}]" if ":" in topology.head_host else topology.head_host
             guard = Guard(
-                folder, self.run_id, os.getpid(), topology.node_rank, topology.nodes, self.party.host, store=f"{store}:0",
-                uneven=self.asked.uneven, options={"join_timeout_s": self.party.join_timeout_s},
-            )  # fmt: skip
+                folder,
+                self.run_id,
+                os.getpid(),
+                topology.node_rank,
+                topology.nodes,
+                self.party.host,
+                store=f"{store}:0",
+                uneven=self.asked.uneven,
+                options={"join_timeout_s": self.party.join_timeout_s},
+            )
             sys.stdout.write(f"{guard.write()}\n")
             sys.stdout.flush()
             ranks = ProgramRanks(
@@ -104,9 +119,11 @@ class _Companion:
 
     def _as_head(self, here: LocalProgram) -> int:
         with hold_meeting(
-            self.party, self._maker(), tries_collective=False,
+            self.party,
+            self._maker(),
+            tries_collective=False,
             compare=lambda reports: compare_programs(reports, uneven=self.asked.uneven),
-        ) as meeting:  # fmt: skip
+        ) as meeting:
             nodes = [
                 NodePlace(
                     node_rank=r.node_rank,
@@ -119,9 +136,16 @@ class _Companion:
             ]
             meeting.broadcast({"kind": "start"})
             judging = ProgramSupervisor(
-                here, nodes, meeting.reports, meeting.server, _show, uneven=self.asked.uneven, only_launchers=True,
-                store_host=meeting.server.address[0], join_timeout_s=self.party.join_timeout_s,
-            )  # fmt: skip
+                here,
+                nodes,
+                meeting.reports,
+                meeting.server,
+                _show,
+                uneven=self.asked.uneven,
+                only_launchers=True,
+                store_host=meeting.server.address[0],
+                join_timeout_s=self.party.join_timeout_s,
+            )
             judging.run()
             code = 0 if judging.verdict is None else 3
             meeting.end(
@@ -143,8 +167,14 @@ class _Companion:
 
         def make(standing: ChannelFacts, _show: object) -> NodeReport:
             return make_report(
-                self.asked, self.shape, standing, machine=machine, environment=environment, probes=Probes(), output_dir=Path.cwd()
-            )  # fmt: skip
+                self.asked,
+                self.shape,
+                standing,
+                machine=machine,
+                environment=environment,
+                probes=Probes(),
+                output_dir=Path.cwd(),
+            )
 
         return make
 

@@ -65,8 +65,11 @@ def refuse_if_silent(root: Path) -> None:
             return
         there = there.parent
     raise UnfitError.of(
-        "nothing was started: the storage of output_dir does not answer", where=str(there), why=f"nothing for {STUCK_S:.0f} s", fix=_FIX
-    )  # fmt: skip
+        "nothing was started: the storage of output_dir does not answer",
+        where=str(there),
+        why=f"nothing for {STUCK_S:.0f} s",
+        fix=_FIX,
+    )
 
 
 class RunsDisk:

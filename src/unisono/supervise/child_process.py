@@ -30,8 +30,14 @@ class Programs:
 
 
 def worker_command(
-    programs: Programs, *, plan: Path, events: Path, report_fd: int, snapshot_fd: int | None = None, beat_fds: Sequence[int] = ()
-) -> list[str]:  # fmt: skip
+    programs: Programs,
+    *,
+    plan: Path,
+    events: Path,
+    report_fd: int,
+    snapshot_fd: int | None = None,
+    beat_fds: Sequence[int] = (),
+) -> list[str]:
     """The command line of one rank."""
     kept = ["--snapshot-fd", str(snapshot_fd)] if snapshot_fd is not None else []
     beats = ["--beat-fds", ",".join(map(str, beat_fds))] if beat_fds else []
@@ -222,9 +228,14 @@ class ChildProcess:
             fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         try:
             self._process = subprocess.Popen(
-                command(write_end), env=environment, pass_fds=(write_end, *inherits), start_new_session=True,
-                stdin=subprocess.PIPE if talks else subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                command(write_end),
+                env=environment,
+                pass_fds=(write_end, *inherits),
+                start_new_session=True,
+                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         except BaseException:  # no process, no pipe; raised again
             os.close(read_end)
             raise

@@ -44,9 +44,10 @@ class RawEvidence:
     def bounded(self) -> Self:
         """The same in bounded sizes, without control characters and without what is a secret by its looks."""
         return type(self)(
-            stacks=_safe(self.stacks)[:_STACKS_CHARS], flight=shortened(_safe(self.flight), limit=_FLIGHT_CHARS),
+            stacks=_safe(self.stacks)[:_STACKS_CHARS],
+            flight=shortened(_safe(self.flight), limit=_FLIGHT_CHARS),
             log=_safe(self.log)[-_LOG_BYTES:],
-        )  # fmt: skip
+        )
 
     def to_json(self) -> dict[str, str]:
         """For the way to the head: not more than 1 MiB. What is too large for that even so is cut once more."""
@@ -125,7 +126,9 @@ def row_ids(table: Path, sequences: Sequence[int], *, programs: Programs | None 
     """Where the rows of some training sequences come from: `train.jsonl:17`; nothing where that cannot be found out in 5 s."""
     request = {"table": str(table), "sequences": list(sequences)}
     with contextlib.suppress(UnisonoError, OSError):  # the sequences' numbers are kept in any case
-        return [str(row) for row in run_task("rows", request, programs=programs, silence_s=_ROWS_LIMIT_S)["rows"]]  # fmt: skip
+        return [
+            str(row) for row in run_task("rows", request, programs=programs, silence_s=_ROWS_LIMIT_S)["rows"]
+        ]
     return []
 
 

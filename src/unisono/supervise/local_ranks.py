@@ -131,10 +131,15 @@ class RankEnd:
         if last is not None and not (isinstance(last, dict) and isinstance(last.get("kind"), str)):
             raise ValueError("the last word of a rank is no message")
         return cls(
-            rank=int(value["rank"]), returncode=int(value["returncode"]), last=last, phase=str(value["phase"]),
-            step=int(value["step"]), tail=str(value["tail"]), oom_killed=bool(value["oom_killed"]),
+            rank=int(value["rank"]),
+            returncode=int(value["returncode"]),
+            last=last,
+            phase=str(value["phase"]),
+            step=int(value["step"]),
+            tail=str(value["tail"]),
+            oom_killed=bool(value["oom_killed"]),
             ended_by_us=str(value["ended_by_us"]),
-        )  # fmt: skip
+        )
 
 
 RankNews = RankMessage | RankEnd
@@ -295,11 +300,18 @@ class LocalRanks:
         try:
             child = ChildProcess(
                 lambda fd: worker_command(
-                    self.programs, plan=self.plan_file, events=self.run.events(place.rank), report_fd=fd, snapshot_fd=kept,
+                    self.programs,
+                    plan=self.plan_file,
+                    events=self.run.events(place.rank),
+                    report_fd=fd,
+                    snapshot_fd=kept,
                     beat_fds=self.beats[place.rank].fds,
                 ),
-                environment=environment, output=log, talks=self.talks, inherits=(*(() if kept is None else (kept,)), *self.beats[place.rank].fds),
-            )  # fmt: skip
+                environment=environment,
+                output=log,
+                talks=self.talks,
+                inherits=(*(() if kept is None else (kept,)), *self.beats[place.rank].fds),
+            )
         except BaseException:  # raised again
             log.close()
             raise
@@ -310,9 +322,15 @@ class LocalRanks:
 
     def _end_of(self, rank: _Rank) -> RankEnd:
         return RankEnd(
-            rank=rank.place.rank, returncode=rank.child.returncode or 0, last=rank.last, phase=rank.phase, step=rank.step,
-            tail=_tail_of(rank.log), oom_killed=(oom_kills() or 0) > self._kills_before, ended_by_us=rank.ended_by_us,
-        )  # fmt: skip
+            rank=rank.place.rank,
+            returncode=rank.child.returncode or 0,
+            last=rank.last,
+            phase=rank.phase,
+            step=rank.step,
+            tail=_tail_of(rank.log),
+            oom_killed=(oom_kills() or 0) > self._kills_before,
+            ended_by_us=rank.ended_by_us,
+        )
 
 
 def _beyond_reach(rank: _Rank) -> Message:

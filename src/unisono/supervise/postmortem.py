@@ -86,10 +86,17 @@ def name_death(
     evidence += _tail(end, where)
     known = find_cause(cause)
     return Verdict(
-        cause=cause, when="during", summary=f"{where} {what.format(at=at)}", ranks=(place.rank,), hosts=(place.host,),
-        phase=end.phase, step=end.step or None, evidence=tuple(evidence), fix=known.remedy if known else (),
+        cause=cause,
+        when="during",
+        summary=f"{where} {what.format(at=at)}",
+        ranks=(place.rank,),
+        hosts=(place.host,),
+        phase=end.phase,
+        step=end.step or None,
+        evidence=tuple(evidence),
+        fix=known.remedy if known else (),
         named_after_s=after_s,
-    )  # fmt: skip
+    )
 
 
 def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
@@ -128,10 +135,14 @@ def name_victims(ends: Sequence[RankEnd], plan: Job, *, after_s: float | None = 
     evidence = tuple(_lost_peer(end, plan.ranks[end.rank]) for end in ends if end.last is not None)[:8]
     known = find_cause("rank_died_first")
     return Verdict(
-        cause="rank_died_first", when="during", evidence=evidence, fix=known.remedy if known else (), named_after_s=after_s,
+        cause="rank_died_first",
+        when="during",
+        evidence=evidence,
+        fix=known.remedy if known else (),
+        named_after_s=after_s,
         summary=f"{len(ends)} of {plan.world_size} ranks lost the connection to another one, and none is known to have ended by itself; "
         "what the silent rank or the network did is missing to name one",
-    )  # fmt: skip
+    )
 
 
 def name_loss(loss: NodeLoss, *, head: str, after_s: float = 0.0) -> Verdict:
@@ -157,11 +168,14 @@ def name_lost_node(loss: NodeLoss, *, after_s: float | None = None) -> Verdict:
     """The verdict on a node whose front is gone."""
     where = f"node {loss.node_rank} ({loss.host})"
     return Verdict(
-        cause="node_unreachable", when="during", hosts=(loss.host,), named_after_s=after_s,
+        cause="node_unreachable",
+        when="during",
+        hosts=(loss.host,),
+        named_after_s=after_s,
         summary=f"{where} is not heard any more: {one_line(loss.why, limit=200)}",
         evidence=(Evidence(where="the control channel", text=f"{where}: {one_line(loss.why, limit=200)}"),),
         fix=_remedy_of(loss, where),
-    )  # fmt: skip
+    )
 
 
 def _remedy_of(loss: NodeLoss, where: str) -> tuple[str, ...]:
@@ -183,9 +197,14 @@ def name_cut_off(own: NodeLoss, *, head: str, after_s: float | None = None) -> V
     known = find_cause("node_unreachable")
     text = f"it lost the connection to the head, node 0 ({head}): {one_line(own.why, limit=200)}"
     return Verdict(
-        cause="node_unreachable", when="during", hosts=(own.host,), named_after_s=after_s, summary=f"{where} is cut off: {text}",
-        evidence=(Evidence(where=f"{where}, the control channel", text=text),), fix=known.remedy if known else (),
-    )  # fmt: skip
+        cause="node_unreachable",
+        when="during",
+        hosts=(own.host,),
+        named_after_s=after_s,
+        summary=f"{where} is cut off: {text}",
+        evidence=(Evidence(where=f"{where}, the control channel", text=text),),
+        fix=known.remedy if known else (),
+    )
 
 
 def _lost_peer(end: RankEnd, place: RankPlace) -> Evidence:

@@ -70,9 +70,13 @@ class Appender:
     def _pipe(self) -> int:
         if self._process is None:
             self._process = subprocess.Popen(
-                (*_APPEND, str(self._path)), bufsize=0, start_new_session=True,  # not ended by the terminal's Ctrl-C
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            )  # fmt: skip
+                (*_APPEND, str(self._path)),
+                bufsize=0,
+                start_new_session=True,  # not ended by the terminal's Ctrl-C
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
             assert self._process.stdin is not None
             os.set_blocking(self._process.stdin.fileno(), False)
         assert self._process.stdin is not None
@@ -124,10 +128,15 @@ class Hit:
         known = find_signature(self.signature)
         said = f" ({known.source.partition(',')[0].partition(':')[0]})" if known else ""
         return {
-            "kind": "warning", "time": self.time, "code": CODE, "text": f"its log says{said}: {self.text}",
-            "fix": f"`unisono explain {self.cause}` says what that may mean" if self.cause else "", "signature": self.signature,
-            "cause": self.cause, "line": self.text,
-        }  # fmt: skip
+            "kind": "warning",
+            "time": self.time,
+            "code": CODE,
+            "text": f"its log says{said}: {self.text}",
+            "fix": f"`unisono explain {self.cause}` says what that may mean" if self.cause else "",
+            "signature": self.signature,
+            "cause": self.cause,
+            "line": self.text,
+        }
 
 
 class Lines:
@@ -250,8 +259,12 @@ class LogEvents:
         if message["kind"] == "warning" and message.get("code") == CODE:
             cause = message.get("cause")
             hit = Hit(
-                rank, str(message.get("signature", "")), str(cause) if cause else None, str(message.get("line", "")), float(message["time"]),
-            )  # fmt: skip
+                rank,
+                str(message.get("signature", "")),
+                str(cause) if cause else None,
+                str(message.get("line", "")),
+                float(message["time"]),
+            )
             self._hits[rank].append(hit)
 
     def look(self) -> UnisonoError | None:
@@ -317,5 +330,11 @@ class LogTimes:
     def _failed(self, why: str) -> None:
         text = f"{self._path} is not kept from here on: {why}; `unisono logs` merges this rank's log less finely, and the run goes on"
         self._warnings.append(
-            {"kind": "warning", "time": time.time(), "code": "log_times", "text": text, "fix": "check that file system"}
-        )  # fmt: skip
+            {
+                "kind": "warning",
+                "time": time.time(),
+                "code": "log_times",
+                "text": text,
+                "fix": "check that file system",
+            }
+        )

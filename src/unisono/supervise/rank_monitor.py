@@ -160,10 +160,15 @@ class RankMonitor:
         word = (self._local.last_word(place.rank) or {}).get("kind")
         # One that has refused or crashed is the cause itself, and on its way out, which storage that hangs makes long.
         return RankView(
-            rank=place.rank, node_rank=self._node_rank, beat=seen.beat, idle_s=seen.idle_s, pulse_idle_s=seen.pulse_idle_s,
-            process=seen.process, has_ended=pid is None or seen.process.state in _GONE_STATES or word in ("refused", "crashed"),
+            rank=place.rank,
+            node_rank=self._node_rank,
+            beat=seen.beat,
+            idle_s=seen.idle_s,
+            pulse_idle_s=seen.pulse_idle_s,
+            process=seen.process,
+            has_ended=pid is None or seen.process.state in _GONE_STATES or word in ("refused", "crashed"),
             told_result=word == "result",
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _note(seen: _Seen, beat: Beat | None, *, passed: float) -> None:
@@ -185,9 +190,12 @@ class RankMonitor:
             return ProcessView(state=stat.state, cpu_s=stat.cpu_s)
         uuid = place.device.uuid
         return ProcessView(
-            state=stat.state, waits_in=wait_channel(pid), cpu_s=stat.cpu_s, children=child_states(pid),
+            state=stat.state,
+            waits_in=wait_channel(pid),
+            cpu_s=stat.cpu_s,
+            children=child_states(pid),
             gpu_percent=self._use.percent(uuid) if uuid else None,
-        )  # fmt: skip
+        )
 
 
 def _may_last(beat: Beat | None) -> bool:

@@ -123,10 +123,16 @@ class StackCollection:
             stack, how, stacks = self._by_spy(stacks)
         self.raw = RawEvidence(stacks, flight_text)
         return Look(
-            rank=self.rank, stack=stack, how=how, begun=flight.begun, completed=flight.completed, rows=tuple(self._memory.rows()), recurs=flight.recurs,
+            rank=self.rank,
+            stack=stack,
+            how=how,
+            begun=flight.begun,
+            completed=flight.completed,
+            rows=tuple(self._memory.rows()),
+            recurs=flight.recurs,
             may_step=flight.may_step,
             note=f"its control group {self._frozen} is frozen" if self._frozen is not None else "",
-        )  # fmt: skip
+        )
 
     def _by_spy(self, stacks: str) -> tuple[tuple[str, ...], str, str]:
         """The stack, how it was got, and the text; or why there is none."""

@@ -31,8 +31,13 @@ from unisono.text import one_line
 from unisono.units import show_seconds
 
 _BY_EXIT_CODE: dict[int, type[UnisonoError]] = {
-    2: UsageError, 3: Disagreed, 4: EndedByVerdict, 5: RankDied, 6: UnfitError, 7: IntegrityError,
-}  # fmt: skip
+    2: UsageError,
+    3: Disagreed,
+    4: EndedByVerdict,
+    5: RankDied,
+    6: UnfitError,
+    7: IntegrityError,
+}
 _TAIL_BYTES = 8_000
 
 
@@ -99,8 +104,9 @@ class TaskProcess:
         self._child = ChildProcess(
             lambda fd: task_command(started, name, request=path, report_fd=fd),
             environment=environment or _environment(),
-            output=self._printed, talks=talks,
-        )  # fmt: skip
+            output=self._printed,
+            talks=talks,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -168,10 +174,11 @@ class TaskProcess:
     def _ended(self) -> UnisonoError:
         if self._child.returncode == -TEMPLATE_HAS_NO_END:
             return DataError.of(
-                "the chat template does not terminate", where="data.template, or the tokenizer's chat template",
+                "the chat template does not terminate",
+                where="data.template, or the tokenizer's chat template",
                 why="rendering one conversation used up its CPU time within a single operation, which cannot be interrupted",
                 fix="fix the template, or set data.template to a file with another one",
-            )  # fmt: skip
+            )
         return self._died(how_it_ended(self._child.returncode or 0))
 
     def _died(self, how: str) -> RankDied:
