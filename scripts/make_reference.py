@@ -72,8 +72,8 @@ def config_page() -> list[str]:
     """Every key of a config."""
     return [
         "# The config", "",
-        "A YAML file. `unisono init` gives one to start from; `key.sub=value` on the command line is laid over it.",
-        "Unknown keys are refused. Paths are relative to the working directory. Only `model`, `data.train` and `output_dir` must be given.", "",
+        "A YAML file. `unisono init` writes one to start from; `key.sub=value` on the command line overrides it.",
+        "Unknown keys are refused. Paths are relative to the working directory. Only `model`, `data.train` and `output_dir` are required.", "",
         *section_lines(RunConfig, ""),
     ]  # fmt: skip
 
@@ -90,13 +90,13 @@ def section_lines(section: type[Section], prefix: str) -> list[str]:
         if inner is not None:
             assert issubclass(inner, Section)
             inner_pages += [f"## `{key}`", "", plain_doc(inner), "", *section_lines(inner, f"{key}.")]
-    return [*table(["key", "takes", "default", "meaning"], rows), "", *inner_pages]
+    return [*table(["key", "values", "default", "meaning"], rows), "", *inner_pages]
 
 
 def default_of(field: Any, inner: type | None) -> str:  # a pydantic FieldInfo
     """The default as it would be written."""
     if field.is_required():
-        return "must be given"
+        return "required"
     if inner is not None and field.default is not None and not isinstance(field.default, list):
         return "see below"
     words = {None: "null", True: "true", False: "false"}
@@ -110,7 +110,7 @@ def causes_page() -> list[str]:
     lines = [
         "# Causes",
         "",
-        "Why training fails, and what to do. `unisono explain CAUSE` shows the same.",
+        "Why training fails, and the fix. `unisono explain CAUSE` shows the same.",
         "",
     ]
     lines += table(["cause", "in one line", "exit code"], [
@@ -124,20 +124,22 @@ def causes_page() -> list[str]:
 def agreement_page() -> list[str]:
     """What nodes and ranks must have in common."""
     lines = [
-        "# What is agreed before a run of several ranks starts", "",
-        "Checks are made in this order, before anything is trained; `agreement.json` has each with pass, warn, fail or unknown."
-        " Against a strict majority the others are named; on a tie nobody is, and both values are shown.",
+        "# What nodes and ranks agree on before a run", "",
+        "The checks run in this order, before anything is trained; `agreement.json` has each with pass, warn, fail or unknown."
+        " The nodes or ranks that differ from a strict majority are named; on a tie none is, and both values are shown.",
     ]  # fmt: skip
     for title, rules in (
-        ("Nodes", NODE_RULES), ("The network", NETWORK_RULES), ("What was prepared", PREPARED_RULES), ("Ranks", RANK_RULES)
+        ("Nodes", NODE_RULES), ("The network", NETWORK_RULES), ("Prepared data", PREPARED_RULES), ("Ranks", RANK_RULES)
     ):  # fmt: skip
         lines += [
             "",
             f"## {title}",
             "",
-            *table(["check", "what", "it", "otherwise", "cause"], [rule_row(r) for r in rules.values()]),
+            *table(
+                ["check", "what", "requirement", "otherwise", "cause"], [rule_row(r) for r in rules.values()]
+            ),
         ]
-    lines += ["", "## Versions", "", "All others may differ, with a warning.", ""]
+    lines += ["", "## Versions", "", "All other packages may differ, with a warning.", ""]
     lines += table(
         ["package", "must be equal in its", "why"],
         [[f"`{r.package}`", r.part, r.why] for r in VERSION_RULES.values()],
@@ -146,19 +148,25 @@ def agreement_page() -> list[str]:
         "",
         "## Environment variables",
         "",
-        "[Each variable](variables.md) has its group. These differ from it:",
+        "The group of [each variable](variables.md) applies, with these exceptions:",
         "",
     ]
     lines += table(["variable", "may differ, because"], [
         *([f"`{name}`", f"{why} (a warning)"] for name, why in ONLY_WARN.items()),
-        *([f"`{name}`", "what comes of it is compared: nodes, ranks, addresses"] for name in sorted(LAUNCH)),
+        *([f"`{name}`", "its effects are compared instead: nodes, ranks, addresses"] for name in sorted(LAUNCH)),
     ])  # fmt: skip
-    lines += ["", "## Suspicious settings", "", "Said with a warning, whatever the other nodes have.", ""]
+    lines += [
+        "",
+        "## Suspicious settings",
+        "",
+        "Reported with a warning, independent of the other nodes.",
+        "",
+    ]
     lines += table(
-        ["variable", "what is wrong", "instead"], [[f"`{lint.name}`", lint.why, lint.fix] for lint in LINTS]
+        ["variable", "problem", "instead"], [[f"`{lint.name}`", lint.why, lint.fix] for lint in LINTS]
     )
-    lines += ["", "## Versions with known faults", ""]
-    return lines + table(["package", "from", "up to, not with", "what goes wrong", "what to do", "source"], [
+    lines += ["", "## Versions with known bugs", ""]
+    return lines + table(["package", "from", "up to (exclusive)", "problem", "fix", "source"], [
         [f"`{bad.package}`", dotted(bad.since), dotted(bad.before) or "not known", bad.what, bad.command, f"<{bad.source}>"]
         for bad in KNOWN_BAD
     ])  # fmt: skip
@@ -167,10 +175,10 @@ def agreement_page() -> list[str]:
 def doctor_page() -> list[str]:
     """What doctor looks at."""
     lines = [
-        "# What doctor looks at", "",
-        "`unisono doctor` makes these checks, `unisono doctor CONFIG` those of a run, `--nodes` those between nodes. How to use it:"
-        " [look before you start](../how-to/doctor.md). Each ends as pass, warn, fail or unknown; the command ends with 6 where one fails,"
-        " with `--strict` also where one warns or is unknown.",
+        "# What doctor checks", "",
+        "`unisono doctor` runs the checks of the machine, `unisono doctor CONFIG` also those of a run, `--nodes` those between nodes. How to use it:"
+        " [check the machine before a run](../how-to/doctor.md). The result of a check is pass, warn, fail or unknown; the exit code is 6 if one fails,"
+        " with `--strict` also if one warns or is unknown.",
     ]  # fmt: skip
     for area, title in AREAS.items():
         checks = [check for check in CHECKS if check.area == area]
@@ -212,27 +220,27 @@ def dotted(version: tuple[int, ...]) -> str:
 def cause_section(cause: Cause) -> list[str]:
     """One entry."""
     retry = "can help" if cause.retry_helps else "does not help by itself"
-    lines = [f"## {cause.id}", "", f"*{cause.title}*", "", cause.meaning, "", "How it shows:", ""]
+    lines = [f"## {cause.id}", "", f"*{cause.title}*", "", cause.meaning, "", "Signs:", ""]
     lines += [f"- {text}" for text in cause.telltales]
     if cause.neighbours:
         lines += [
             "",
-            "Looks alike:",
+            "Similar causes:",
             "",
             *(f"- [{name}](#{name}): {text}" for name, text in cause.neighbours),
         ]
-    lines += ["", "What to do:", "", *(f"{number}. {text}" for number, text in enumerate(cause.remedy, 1))]
+    lines += ["", "Fix:", "", *(f"{number}. {text}" for number, text in enumerate(cause.remedy, 1))]
     lines += [
         "",
-        f"Exit code {cause.exit_code}. Starting again {retry}. Found {' and '.join(cause.when)} a run.",
+        f"Exit code {cause.exit_code}. A retry {retry}. Found {' and '.join(cause.when)} a run.",
     ]
     return lines
 
 
 def variables_page() -> list[str]:
     """The environment variables."""
-    lines = ["# Environment variables", "", "What they do in distributed training. `unisono explain VARIABLE` shows the same.",
-             "On one device unisono needs none of them, and says which it ignored."]  # fmt: skip
+    lines = ["# Environment variables", "", "Their effect in distributed training. `unisono explain VARIABLE` shows the same.",
+             "On one device unisono needs none of them, and reports which it ignored."]  # fmt: skip
     for group, meaning in GROUP_MEANING.items():
         rows = [variable_row(variable) for variable in VARIABLES if variable.group == group]
         head = ["variable", "what it does", "suspicious", "related causes"]
@@ -270,7 +278,7 @@ def command_lines(name: str, command: Any) -> list[str]:  # a command of typer's
 def exit_codes_page() -> list[str]:
     """What each exit code means."""
     rows = [[str(code), meaning] for code, meaning in EXIT_CODES.items()]
-    return ["# Exit codes", "", "Of every command.", "", *table(["code", "meaning"], rows)]
+    return ["# Exit codes", "", "The exit codes of all commands.", "", *table(["code", "meaning"], rows)]
 
 
 def files_page() -> list[str]:
@@ -285,8 +293,8 @@ def files_page() -> list[str]:
     rows.append([f"`{run.checkpoint(100).relative_to('OUT')}/`", plain_doc(RunDir.checkpoint)])
     return [
         "# Files of a run", "",
-        "Everything that a run makes is below its `output_dir`. JSON files have `\"schema\": 1`, and are written whole or not at all.", "",
-        *table(["name", "what it is"], rows),
+        "All files of a run are below its `output_dir`. JSON files have `\"schema\": 1`, and are written atomically.", "",
+        *table(["name", "contents"], rows),
     ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def test_a_cause_is_explained_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
     code, out, err = run(capsys, "nan_loss")
     assert (code, err) == (0, "")
     assert out.startswith("nan_loss: the loss or its gradient is NaN or infinite")
-    assert "What to do:\n  1. " in out
+    assert "Fix:\n  1. " in out
 
 
 def test_a_cause_that_can_be_drilled_says_how(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,25 +48,25 @@ def explain(
 
 def cause_lines(cause: "Cause") -> list[str]:
     """The entry as paragraphs: a heading, then lines; those of a list begin with two blanks."""
-    lines = [f"{cause.id}: {cause.title}", "", cause.meaning, "", "How it shows:"]
+    lines = [f"{cause.id}: {cause.title}", "", cause.meaning, "", "Signs:"]
     lines += [f"  - {item}" for item in cause.telltales]
     if cause.neighbours:
         lines += [
             "",
-            "Looks alike:",
+            "Similar causes:",
             *(f"  - {other}: {difference}" for other, difference in cause.neighbours),
         ]
-    lines += ["", "What to do:", *(f"  {number}. {item}" for number, item in enumerate(cause.remedy, 1))]
+    lines += ["", "Fix:", *(f"  {number}. {item}" for number, item in enumerate(cause.remedy, 1))]
     from unisono.causes.exit_codes import EXIT_CODES
 
     retry = "can help" if cause.retry_helps else "does not help by itself"
     lines += [
         "",
-        f"Exit code {cause.exit_code} ({EXIT_CODES[cause.exit_code]}). Starting again {retry}. Found {' and '.join(cause.when)} a run.",
+        f"Exit code {cause.exit_code} ({EXIT_CODES[cause.exit_code]}). A retry {retry}. Found {' and '.join(cause.when)} a run.",
     ]
     drills = _drills(cause)
     if drills:
-        lines += ["", "To see it on this machine:", *(f"  unisono drill {fault}" for fault in drills)]
+        lines += ["", "To try it on this machine:", *(f"  unisono drill {fault}" for fault in drills)]
     return lines
 
 
@@ -86,7 +86,7 @@ def variable_lines(variable: "Variable") -> list[str]:
     lines = [f"{variable.name}: {variable.meaning}", "", f"It {GROUP_MEANING[variable.group]}."]
     takes, advice = VALUES.get(variable.name), ADVICE.get(variable.name)
     if takes:
-        lines += ["", f"Values: {takes.text}. With another one {takes.otherwise}."]
+        lines += ["", f"Values: {takes.text}. With any other value {takes.otherwise}."]
     if advice:
         lines += ["", f"What it costs: {advice.costs}.", f"When it is right: {advice.right}."]
     if variable.suspicious:
