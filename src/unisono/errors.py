@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar, Self
 
 from unisono.causes import Evidence, Verdict, find_cause
-from unisono.text import one_line, plain
-from unisono.units import show_bytes
+from unisono.text import one_line, plain, show_bytes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _OPEN_FILES = (errno.EMFILE, errno.ENFILE)

@@ -1,8 +1,10 @@
-"""Makes foreign text safe to show: removes terminal control sequences from rows, model answers, host names and logs."""
+"""Text for people: foreign text made safe to show, and quantities with units, parsed and shown."""
 
 import json
+import math
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 # C0 and C1 controls, DEL, and the bidirectional and zero-width marks that can hide or reorder text.
 _CONTROL = re.compile(
@@ -88,3 +90,172 @@ def why_unreadable(error: OSError | ValueError) -> str:
     return (
         "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else one_line(str(error), limit=200)
     )
+
+
+Unit = Literal["steps", "epochs", "tokens"]
+
+_NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKMGBT]?)\s*([A-Za-z%]*)\s*$")
+_LONGEST = 60  # characters; with more blanks the pattern would take minutes
+_SCALE = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+_UNITS: dict[str, Unit] = {
+    "step": "steps",
+    "steps": "steps",
+    "epoch": "epochs",
+    "epochs": "epochs",
+    "token": "tokens",
+    "tokens": "tokens",
+}
+
+
+def _split(text: str) -> tuple[float, str]:
+    """The number in `text`, scaled by its k, M or G, and the unit."""
+    found = _NUMBER.match(text) if len(text) <= _LONGEST else None
+    if found is None:
+        raise ValueError(f"{text!r} is not a number with a unit")
+    number = float(found[1].replace("_", "")) * _SCALE[found[2]]
+    if not math.isfinite(number):
+        raise ValueError(f"{text!r} is too large")
+    return number, found[3]
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """An amount of training: `3 epochs`, `500 steps` or `2M tokens`."""
+
+    amount: float
+    unit: Unit
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads `3 epochs`, `500 steps`, `2M tokens`.
+
+        Raises:
+            ValueError: if the unit is missing or unknown, the amount is not positive, or steps and tokens are not whole.
+        """
+        amount, word = _split(text)
+        unit = _UNITS.get(word.lower())
+        if unit is None:
+            raise ValueError(
+                f"{text!r} has no unit; write for example `3 epochs`, `500 steps` or `2M tokens`"
+            )
+        if amount <= 0:
+            raise ValueError(f"{text!r} must be more than zero")
+        if unit != "epochs" and amount != int(amount):
+            raise ValueError(f"{text!r}: {unit} must be a whole number")
+        return cls(amount, unit)
+
+    def __str__(self) -> str:
+        amount = int(self.amount) if self.amount == int(self.amount) else self.amount
+        return f"{amount} {self.unit[:-1] if amount == 1 else self.unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """A warmup: a number of steps, or a share of all steps."""
+
+    amount: float
+    unit: Literal["steps", "%"]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads `3%` or `100 steps`.
+
+        Raises:
+            ValueError: if it is neither, or the share is not between 0 and 100.
+        """
+        amount, word = _split(text)
+        if word == "%":
+            if not 0 <= amount <= 100:
+                raise ValueError(f"{text!r} must be between 0% and 100%")
+            return cls(amount, "%")
+        if _UNITS.get(word.lower()) == "steps" and amount == int(amount):
+            return cls(amount, "steps")
+        raise ValueError(f"{text!r} is not a valid warmup; write for example `3%` or `100 steps`")
+
+    def steps(self, total: int) -> int:
+        """The number of steps of a run of `total` steps."""
+        if self.unit == "steps":
+            return min(int(self.amount), total)
+        return min(total, math.ceil(total * self.amount / 100))
+
+    def __str__(self) -> str:
+        amount = int(self.amount) if self.amount == int(self.amount) else self.amount
+        return f"{amount}%" if self.unit == "%" else f"{amount} steps"
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of `25 seconds`, `25 s`, `2 minutes` or `1 hour`.
+
+    Raises:
+        ValueError: if there is no such unit.
+    """
+    amount, word = _split(text)
+    factor = {
+        "s": 1,
+        "second": 1,
+        "seconds": 1,
+        "min": 60,
+        "minute": 60,
+        "minutes": 60,
+        "h": 3600,
+        "hour": 3600,
+        "hours": 3600,
+    }.get(word.lower())
+    if factor is None:
+        raise ValueError(f"{text!r} has no unit of time; write for example `25 seconds` or `2 minutes`")
+    return amount * factor
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of `1 GB`, `50 MB` or `800 kB`; units are decimal.
+
+    Raises:
+        ValueError: if there is no such unit, or it is less than a byte.
+    """
+    amount, word = _split(text)
+    if word != "B" or amount < 1:
+        raise ValueError(f"{text!r} is not a valid size; write for example `1 GB` or `50 MB`")
+    return int(amount)
+
+
+_FOUR_DIGITS = 999.5  # rounds to 1000
+
+
+def _three_digits(size: float) -> str:
+    return f"{size:.3g}" if abs(size) < _FOUR_DIGITS else f"{size:,.0f}"
+
+
+def show_bytes(n_bytes: float) -> str:
+    """`12.3 MB`: decimal units, three digits."""
+    size = float(n_bytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(size) < _FOUR_DIGITS or unit == "TB":
+            return f"{size:.0f} B" if unit == "B" else f"{_three_digits(size)} {unit}"
+        size /= 1000
+    raise AssertionError
+
+
+def show_seconds(seconds: float) -> str:
+    """`0.8 s`, `1 min 40 s`, `2 h 05 min`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def show_count(n: float) -> str:
+    """`1,234` up to ten thousand, then `12.3 k`, `1.23 M`, `4.56 G`."""
+    if abs(n) < 10_000:
+        return f"{n:,.0f}"
+    size = float(n)
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(size) < _FOUR_DIGITS or unit == "T":
+            return f"{_three_digits(size)} {unit}".strip()
+        size /= 1000
+    raise AssertionError

@@ -227,7 +227,7 @@ def test_where_the_directory_was_taken_away_the_end_does_not_say_that_nothing_wa
 
 def test_on_a_terminal_one_line_is_redrawn_and_gone_at_the_end() -> None:
     script = (
-        "from unisono.cli.live_line import LiveLine\n"
+        "from unisono.cli.progress import LiveLine\n"
         "line = LiveLine()\n"
         "for n in range(1, 101): line.show(f'[bold]step {n}', share=n / 100)\n"
         "line.above('a line [red]that stays')\n"

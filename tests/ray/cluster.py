@@ -144,7 +144,7 @@ class RayCluster:
                 folder / "unisono",
                 ignore=shutil.ignore_patterns("__pycache__"),
             )
-            with (folder / "unisono/units.py").open("a") as file:
+            with (folder / "unisono/text.py").open("a") as file:
                 file.write("# another one\n")
         return folder
 

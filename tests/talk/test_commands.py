@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import transformers
 
-from unisono.cli.evaluate import table
+from unisono.cli.generate import table
 
 LIMIT_S = 120.0
 pytestmark = pytest.mark.slow  # each process imports torch

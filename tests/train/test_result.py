@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from unisono.units import parse_bytes
+from unisono.text import parse_bytes
 
 Train = Callable[..., Any]
 

@@ -29,7 +29,7 @@ from unisono.errors import (
     storage_verdict,
     storage_words,
 )
-from unisono.units import show_bytes
+from unisono.text import show_bytes
 
 PARTS = "unisono.parts"
 """Key in the header's metadata: for each part, the full shape of its tensor and the part's offsets, as JSON."""

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unisono.cli.generate import Seed, Step, System, Target, Temperature, TopP
+from unisono.cli.generate import Seed, Step, System, Target, Temperature, TopP, write_piece
 from unisono.cli.output import Output, output
-from unisono.cli.pieces import write_piece
 
 if TYPE_CHECKING:
     from unisono.supervise.task_process import TaskProcess

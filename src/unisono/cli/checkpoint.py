@@ -1,4 +1,4 @@
-"""`unisono checkpoint`: list, verify, export and prune the checkpoints of a run."""
+"""The commands `unisono checkpoint ls`, `verify` and `prune`, and `unisono export`: the saved states of a run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,12 +6,60 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unisono.cli.checkpoint_verify import verify
-from unisono.cli.export import export
+from unisono.cli.generate import Step, Target
 from unisono.cli.output import output
 
 if TYPE_CHECKING:
     from unisono.checkpoint.store import CheckpointStore
     from unisono.rundir import RunDir
+
+
+def export(
+    target: Target,
+    out: Annotated[
+        str,
+        typer.Argument(metavar="OUT", help="a directory that is empty or does not exist", show_default=False),
+    ],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge the adapter into the weights of its base model.")
+    ] = False,
+    step: Step = None,
+) -> None:
+    """Writes the adapter, or the whole model, with tokenizer, chat template and generation_config."""
+    from unisono.cli.progress import Progress
+    from unisono.supervise.task_process import run_task
+
+    speak = output()
+    with Progress(speak) as progress:
+        result = run_task(
+            "export", {"target": target, "step": step, "out": out, "merge": merge}, on_message=progress.show
+        )
+    if speak.json:
+        speak.emit({"schema": 1, **result})
+        return
+    for text in _lines(result):
+        speak.result(text)
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    from unisono.text import one_line, show_bytes
+
+    lines = [
+        f"{result['out']}: {result['what']}, {show_bytes(result['bytes'])}, of {one_line(result['description'])}"
+    ]
+    if result["merged"]:
+        difference = result["logits_differ_by"]
+        lines.append(
+            f"  read again: its logits differ from base plus adapter by {difference:.1e} of their spread ({result['dtype']})"
+        )
+    if result["what"] == "adapter":
+        lines.append(
+            f"  it goes with {result['base']}: peft.AutoPeftModelForCausalLM.from_pretrained({result['out']!r})"
+        )
+    else:
+        lines.append(f"  transformers.AutoModelForCausalLM.from_pretrained({result['out']!r}) loads it")
+    return lines
+
 
 app = typer.Typer(help="Lists, verifies, exports and prunes the checkpoints of a run.", rich_markup_mode=None)
 app.command("export", epilog="For example: unisono checkpoint export runs/demo out --step 200")(export)
@@ -24,7 +72,7 @@ Run = Annotated[Path, typer.Argument(help="a run's directory", show_default=Fals
 def list_(run: Run) -> None:
     """Lists the checkpoints of a run, oldest first; reads manifests and sizes, not the tensors."""
     from unisono.checkpoint.retention import Rules
-    from unisono.cli.checkpoint_rows import open_run, row_of, table
+    from unisono.cli.checkpoint_verify import open_run, row_of, table
     from unisono.rundir import RunDir
 
     store, key = open_run(run)
@@ -57,7 +105,7 @@ def prune(
     ] = None,
 ) -> None:
     """Deletes old checkpoints and partial files of killed writers. Keeps the latest valid ones, the last one read back, the best, and permanent ones."""
-    from unisono.cli.checkpoint_rows import open_run
+    from unisono.cli.checkpoint_verify import open_run
     from unisono.errors import UsageError
     from unisono.rundir import RunDir
     from unisono.rundir.lock import read_holder

@@ -1,7 +1,8 @@
-"""`unisono diagnose`: reads what a dead run left behind, anybody's, and names the cause."""
+"""The commands `unisono diagnose`: what ended a run, from its logs; and `unisono logs`: the logs of all ranks, merged by time."""
 
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,7 +37,7 @@ def diagnose(
 
 
 def _of_logs(paths: list[str]) -> "Diagnosis":
-    from unisono.cli.reading_line import ReadingLine
+    from unisono.cli.progress import ReadingLine
     from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
     from unisono.errors import UsageError
     from unisono.text import plain
@@ -117,3 +118,28 @@ def _drawn(found: "Diagnosis") -> list[str]:
         width=width,
         colour=seen and read_environment().colour,
     )
+
+
+def logs(
+    run: Annotated[Path, typer.Argument(help="a run's directory", show_default=False)],
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.", show_default=False)] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep showing new lines until the run has ended.")
+    ] = False,
+) -> None:
+    """Shows the output and events of all ranks and the verdicts, labelled, merged by the head's clock."""
+    from unisono.rundir.merged_logs import followed_logs, merged_logs
+    from unisono.text import plain
+
+    speak = output()
+    for line in (followed_logs if follow else merged_logs)(run, on_skip=lambda text: speak.warn(plain(text))):
+        if rank is not None and line.rank != rank:
+            continue
+        if speak.json:
+            speak.emit({
+                "time": line.time, "host": line.host, "rank": line.rank if line.rank >= 0 else None, "source": line.source, "text": line.text,
+                "signatures": line.signatures,
+            })  # fmt: skip
+            continue
+        clock = time.strftime("%H:%M:%S", time.localtime(line.time)) if line.time else "--:--:--"
+        speak.result(f"{clock} [{plain(line.label)}] {plain(line.text)}")

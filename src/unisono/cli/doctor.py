@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unisono.cli.output import output
-from unisono.cli.places import (
+from unisono.cli.options import (
     Devices,
     Head,
     Hosts,
@@ -22,6 +21,7 @@ from unisono.cli.places import (
     TimeLimit,
     TokenFile,
 )
+from unisono.cli.output import output
 
 if TYPE_CHECKING:
     from unisono.doctor.examination import Examination

@@ -6,8 +6,7 @@ from typing import Any
 
 from unisono.config import RunConfig
 from unisono.plan import NodePlace, RunPlan
-from unisono.text import one_line
-from unisono.units import show_bytes, show_count
+from unisono.text import one_line, show_bytes, show_count
 
 _LABEL = 10
 

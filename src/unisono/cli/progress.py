@@ -1,11 +1,70 @@
-"""What a person sees while a task works: a line that moves on a terminal, plain lines elsewhere; warnings stay."""
+"""A line on a terminal that shows the progress of a command, redrawn in place."""
 
+import contextlib
 import sys
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from unisono.cli.output import Output
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from unisono.cli.output import Output, output
+from unisono.facts import read_environment
 from unisono.text import one_line
+
+_BAR_WIDTH = 24
+_REDRAWN_EVERY_S = 0.1
+
+
+class LiveLine:
+    """One line with a bar at the bottom of the terminal; what stays is printed above it.
+
+    It is drawn when there is news, by nobody but the caller: no thread takes time from the rank. A terminal that is
+    gone is written to no more.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(file=sys.stderr, no_color=not read_environment().colour, highlight=False)
+        self._live: Live | None = None
+        self._drawn = 0.0
+
+    def show(self, text: str, *, share: float | None) -> None:
+        """Redraws the line, with a bar if the share is known; too fast a sequence of shares is thinned."""
+        now = time.monotonic()
+        if share is not None and share < 1 and now - self._drawn < _REDRAWN_EVERY_S:
+            return
+        self._drawn = now
+        row = Table.grid(padding=(0, 1))
+        if share is not None:
+            row.add_column(width=_BAR_WIDTH)
+        row.add_column(no_wrap=True, overflow="ellipsis")
+        line = Text(text, no_wrap=True, overflow="ellipsis")  # Text, not str: foreign text is no markup
+        row.add_row(
+            *([ProgressBar(total=1.0, completed=share, width=_BAR_WIDTH)] if share is not None else []), line
+        )
+        with contextlib.suppress(OSError):
+            if self._live is None:
+                self._live = Live(console=self._console, auto_refresh=False, transient=True)
+                self._live.start()
+            self._live.update(row, refresh=True)
+
+    def above(self, text: str) -> None:
+        """Prints a line that stays."""
+        style = "yellow" if text.startswith("warning:") else ""
+        with contextlib.suppress(OSError):
+            self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def close(self) -> None:
+        """Takes the line away and gives the cursor back."""
+        if self._live is not None:
+            with contextlib.suppress(OSError):
+                self._live.stop()
+            self._live = None
 
 
 class Progress:
@@ -18,8 +77,6 @@ class Progress:
 
     def __enter__(self) -> Self:
         if not self._speak.quiet and sys.stderr.isatty():
-            from unisono.cli.live_line import LiveLine
-
             self._line = LiveLine()
         return self
 
@@ -55,3 +112,48 @@ class Progress:
             self._line.above(text)
         else:
             self._speak.warn(text)
+
+
+QUIET_S = 2.0
+"""What takes less needs no bar."""
+SAY_EVERY_S = 10.0
+_REDRAW_S = 0.2
+
+
+class ReadingLine:
+    """The progress of reading.
+
+    Args:
+        total_bytes: of all logs, as they lie on the disk; 0: unknown, as of stdin.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, total_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total = total_bytes
+        self._clock = clock
+        self._live = LiveLine() if sys.stderr.isatty() and not output().quiet else None
+        self._began = self._said = clock()
+
+    def show(self, read_bytes: int) -> None:
+        """Says how far it is, not too often."""
+        now = self._clock()
+        every = _REDRAW_S if self._live else SAY_EVERY_S
+        if now - self._began < QUIET_S or now - self._said < every:
+            return
+        self._said = now
+        text = self._text(read_bytes, now - self._began)
+        if self._live:
+            self._live.show(text, share=min(read_bytes / self._total, 1.0) if self._total else None)
+        else:
+            output().say(text)
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._live:
+            self._live.close()
+
+    def _text(self, read_bytes: int, seconds: float) -> str:
+        rate = read_bytes / seconds
+        of = f" of {self._total / 1e6:,.0f}" if self._total else ""
+        left = f", {max(self._total - read_bytes, 0) / rate:.0f} s left" if self._total and rate else ""
+        return f"reading {read_bytes / 1e6:,.0f}{of} MB, {rate / 1e6:,.0f} MB/s{left}"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from unisono.cli.options import DebugComm, Head, Hosts, JoinTimeout, NodeRank, TokenFile
 from unisono.cli.output import output, silence
-from unisono.cli.places import DebugComm, Head, Hosts, JoinTimeout, NodeRank, TokenFile
 
 if TYPE_CHECKING:
     from unisono.causes import Verdict
@@ -63,7 +63,7 @@ def run(
     debug_comm: DebugComm = False,
 ) -> None:
     """Runs an existing training script, unchanged: compares nodes before, watches ranks during, and gives a verdict after a failure."""
-    from unisono.cli.told import Told
+    from unisono.cli.screen import RunOutput
     from unisono.guard.guarded_run import GuardedRun
     from unisono.guard.program_request import RunRequest
 
@@ -73,7 +73,7 @@ def run(
         join_timeout_s=join_timeout, output_dir=output_dir, uneven=uneven, debug_comm=debug_comm, json=speak.json, devices=devices, hosts=hosts, grace_s=grace,
         launcher=launcher,
     )  # fmt: skip
-    told = Told(speak)
+    told = RunOutput(speak)
 
     def show(message: "Message") -> None:
         try:

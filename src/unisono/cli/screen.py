@@ -1,4 +1,4 @@
-"""What a person sees of a run: the first screen, one line that moves (or plain lines now and then), and the end."""
+"""What a terminal shows of a run: the screen and the JSON lines of `unisono train`, and the lines of `unisono run`."""
 
 import sys
 import time
@@ -12,8 +12,7 @@ from unisono.cli.output import Output
 from unisono.errors import Problem
 from unisono.events import Message
 from unisono.plan import RunPlan
-from unisono.text import one_line
-from unisono.units import show_bytes, show_count, show_seconds
+from unisono.text import one_line, show_bytes, show_count, show_seconds
 
 _PLAIN_EVERY_S = 15.0
 _PLAIN_PARTS = 10
@@ -290,7 +289,7 @@ def _near(path: str, here: Path) -> str:
 
 def _line_for(speak: Output) -> Line:
     if sys.stderr.isatty() and not speak.quiet:
-        from unisono.cli.live_line import LiveLine
+        from unisono.cli.progress import LiveLine
 
         return LiveLine()
     return PlainLine(speak.warn)
@@ -302,3 +301,53 @@ def _is_number(value: Any) -> bool:
 
 def _figure(value: Any) -> str:
     return f"{value:.4g}" if _is_number(value) else str(value)
+
+
+_FOR_PROGRAMS = ("verdict", "result")
+
+
+class RunOutput:
+    """Shows messages as lines that begin with `unisono:`, so that they differ from what the program prints."""
+
+    def __init__(self, speak: Output) -> None:
+        self._speak = speak
+        self._verdict: Verdict | None = None
+
+    def show(self, message: Message) -> None:
+        """Shows one message."""
+        if self._speak.json and message["kind"] in _FOR_PROGRAMS:
+            self._speak.emit(message)
+        match message["kind"]:
+            case "note":
+                self._speak.say(f"unisono: {one_line(str(message.get('text', '')))}")
+            case "warning":
+                fix = f" ({one_line(str(message['fix']))})" if message.get("fix") else ""
+                self._speak.warn(f"unisono: warning: {one_line(str(message.get('text', '')))}{fix}")
+            case "verdict":
+                self._on_verdict(message)
+            case "result":
+                self._on_result(message)
+            case _:
+                pass
+
+    def _on_verdict(self, message: Message) -> None:
+        """Says at once what it is; the block with evidence and remedy is the last that is read."""
+        body = {name: value for name, value in message.items() if name not in ("kind", "time")}
+        self._verdict = Verdict.from_json(body)
+        self._speak.warn(f"unisono: {self._verdict.summary}  [{self._verdict.cause}]")
+
+    def _on_result(self, message: Message) -> None:
+        verdict = Verdict.from_json(message["verdict"]) if message.get("verdict") else None
+        for line in verdict.lines() if verdict is not None else ():
+            self._speak.warn(line)
+        took = show_seconds(float(message.get("wall_time_s") or 0.0))
+        outcome = message.get("outcome")
+        where = f" · {message['output_dir']}" if message.get("output_dir") else ""
+        if outcome == "disagreed":
+            self._speak.warn(
+                "unisono: disagreed: the program was started on no node"
+                if not where
+                else f"unisono: disagreed · {took}{where}"
+            )
+            return
+        self._speak.say(f"unisono: {outcome}: exit code {message.get('exit_code')} · {took}{where}")

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unisono.cli.output import output, silence
-from unisono.cli.places import (
+from unisono.cli.options import (
     DebugComm,
     Devices,
     Head,
@@ -24,6 +23,7 @@ from unisono.cli.places import (
     TimeLimit,
     TokenFile,
 )
+from unisono.cli.output import output, silence
 
 if TYPE_CHECKING:
     from unisono.events import Message

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from unisono.config.describe import Takes
-from unisono.units import Duration, Warmup, parse_bytes, parse_seconds
+from unisono.text import Duration, Warmup, parse_bytes, parse_seconds
 
 
 class Section(BaseModel):

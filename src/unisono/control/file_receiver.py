@@ -18,8 +18,7 @@ from unisono.control.file_sender import Content, Offer, OfferRefused
 from unisono.control.head import IncomingConnection
 from unisono.control.protocol import Body, Malformed, Piece
 from unisono.control.server import HeadServer
-from unisono.text import one_line
-from unisono.units import show_bytes, show_seconds
+from unisono.text import one_line, show_bytes, show_seconds
 
 WINDOW = 8
 """So many pieces of a file may be on their way."""

@@ -37,8 +37,7 @@ from unisono.files import fsync_dir, read_json, whole_file, write_json
 from unisono.inputs import expand, fault_of
 from unisono.plan.run_plan import DataSummary, SplitSummary
 from unisono.plan.sequences import steps_for_tokens
-from unisono.text import library_words
-from unisono.units import Duration
+from unisono.text import Duration, library_words
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -17,7 +17,7 @@ from unisono.plan.rank_layout import lay_out
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
 from unisono.rundir.start_decision import StartDecision, decide_start
-from unisono.units import show_bytes, show_count
+from unisono.text import show_bytes, show_count
 
 HUB = Check(
     "config.hub",

@@ -7,8 +7,7 @@ from typing import Literal
 from unisono.doctor.check import Status
 from unisono.facts.accelerators import DeviceDetails, DevicesDetails, Xid
 from unisono.facts.machine import Processors
-from unisono.text import one_line
-from unisono.units import show_seconds
+from unisono.text import one_line, show_seconds
 
 Gravity = Literal["grave", "doubtful"]
 

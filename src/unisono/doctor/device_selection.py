@@ -10,8 +10,7 @@ from itertools import combinations
 from typing import Literal
 
 from unisono.facts.accelerators import DeviceDetails, DevicesDetails, Holder, Level
-from unisono.text import one_line
-from unisono.units import show_bytes
+from unisono.text import one_line, show_bytes
 
 TransportKind = Literal["nvlink", "p2p", "shm", "net", "broken"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unisono.doctor.check import Check, Finding, found
-from unisono.units import show_seconds
+from unisono.text import show_seconds
 
 Settings = Mapping[str, str | None]
 """Variables for the children alone; None takes one away."""

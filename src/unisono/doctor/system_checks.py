@@ -17,7 +17,7 @@ from unisono.facts.limits import CoreDumps, read_core_dumps
 from unisono.facts.orphans import Orphan, end_orphan, find_orphans
 from unisono.facts.probes import is_synchronised
 from unisono.facts.storage import StorageFacts, probe_storage
-from unisono.units import show_seconds
+from unisono.text import show_seconds
 
 OUTPUT = Check(
     "system.output",

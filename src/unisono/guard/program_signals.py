@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any, Self
 
 from unisono.supervise.interrupts import AGAIN_AFTER_S, taken_over
-from unisono.units import show_seconds
+from unisono.text import show_seconds
 
 GRACE_S = 40.0
 """For a program to end after a signal. torchrun gives its ranks 30 s."""

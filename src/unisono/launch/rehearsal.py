@@ -16,7 +16,7 @@ from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.records import read_metrics
 from unisono.supervise.task_process import run_task
-from unisono.units import show_bytes, show_seconds
+from unisono.text import show_bytes, show_seconds
 
 ROWS = 64
 _STEPS, _MORE = 3, 1

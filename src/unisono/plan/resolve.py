@@ -19,7 +19,7 @@ from unisono.plan.run_plan import (
     Setting,
     Strategy,
 )
-from unisono.units import Duration, Warmup, show_bytes
+from unisono.text import Duration, Warmup, show_bytes
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 

@@ -19,7 +19,7 @@ from unisono.remote_checkpoint.upload import STALLED_S, storage_url
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs
 from unisono.supervise.task_process import run_task
-from unisono.units import show_bytes, show_seconds
+from unisono.text import show_bytes, show_seconds
 
 _SAYS_AFTER_S, _SAYS_EVERY_S = 2.0, 10.0
 _BESIDE = ".brought.tmp-"

@@ -18,7 +18,7 @@ from unisono.plan import ResumePoint, RunPlan
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs, child_environment
 from unisono.supervise.task_process import TaskProcess, cannot_start
-from unisono.units import show_bytes, show_seconds
+from unisono.text import show_bytes, show_seconds
 
 _PATIENCE_S = 60.0
 _TIMES_WRITING = 20.0

@@ -27,7 +27,7 @@ from unisono.supervise.decision import NodeLoss
 from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.local_ranks import SharedMemory, keeping_ranks
 from unisono.supervise.rank_supervisor import Attempt
-from unisono.units import parse_seconds
+from unisono.text import parse_seconds
 
 
 @dataclass

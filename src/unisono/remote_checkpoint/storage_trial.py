@@ -16,7 +16,7 @@ from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs, child_environment
 from unisono.supervise.rank_supervisor import Companion
 from unisono.supervise.task_process import TaskProcess, cannot_start
-from unisono.units import show_bytes, show_seconds
+from unisono.text import show_bytes, show_seconds
 
 
 def storage_companions(

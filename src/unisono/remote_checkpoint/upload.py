@@ -12,7 +12,7 @@ from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs, child_environment
 from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.task_process import TaskProcess, cannot_start
-from unisono.units import parse_seconds, show_bytes, show_seconds
+from unisono.text import parse_seconds, show_bytes, show_seconds
 
 STALLED_S = 120.0
 """An upload that has made no progress for so long is ended, and tried again with the next checkpoint."""

@@ -22,8 +22,7 @@ from unisono.files import fsync_dir, kind_of, read_object
 from unisono.rundir import RunDir
 from unisono.rundir.config_changes import changes_between, judge_key, not_allowed, refusal
 from unisono.rundir.records import iterate_metrics
-from unisono.text import one_line, validation_words
-from unisono.units import Duration
+from unisono.text import Duration, one_line, validation_words
 
 CONFIG_HEADER = "# Written by unisono"
 """How a config.yaml of ours begins; a config that somebody wrote by hand is not ours to overwrite."""

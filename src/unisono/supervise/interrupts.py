@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any, Literal, Self
 
 from unisono.events import Message
-from unisono.units import parse_seconds, show_seconds
+from unisono.text import parse_seconds, show_seconds
 
 _ASKS_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 

@@ -27,8 +27,7 @@ from unisono.events import Message
 from unisono.facts import read_environment, read_machine
 from unisono.facts.machine import Gpu
 from unisono.supervise.child_process import ChildProcess, Programs, child_environment, task_command
-from unisono.text import one_line
-from unisono.units import show_seconds
+from unisono.text import one_line, show_seconds
 
 _BY_EXIT_CODE: dict[int, type[UnisonoError]] = {
     2: UsageError,

@@ -37,8 +37,8 @@ from unisono.task.inference import (
     trusts_code,
 )
 from unisono.task.target import Target, find_target, verify_target
+from unisono.text import parse_bytes
 from unisono.train.weights import Entries, entries_of, write_model, write_weights
-from unisono.units import parse_bytes
 
 _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")

@@ -19,9 +19,9 @@ from unisono.checkpoint.state import DTYPES, dtype_name
 from unisono.errors import Problem, UnfitError, storage_reason, storage_remedy, storage_verdict, storage_words
 from unisono.facts.limits import available_memory
 from unisono.rundir.records import without_nan
+from unisono.text import show_bytes
 from unisono.train.run import Contents, Run, contents_of
 from unisono.train.saver import Part
-from unisono.units import show_bytes
 
 LIMIT = 0.01
 """The maximum cost of keeping steps, as a share of the time of all steps."""

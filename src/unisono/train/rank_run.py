@@ -29,6 +29,7 @@ from unisono.facts import read_environment
 from unisono.files import fsync_dir
 from unisono.plan import RunPlan
 from unisono.rundir.records import best_evaluated
+from unisono.text import show_bytes
 from unisono.train import faults
 from unisono.train.evaluation import exact_match_share, wants_exact_match
 from unisono.train.front_io import EXIT_CODES, StopRequest
@@ -42,7 +43,6 @@ from unisono.train.setup import ready_facts, set_up
 from unisono.train.storage_watch import StorageWatch
 from unisono.train.training_checks import try_longest_batch
 from unisono.train.weights import write_weights
-from unisono.units import show_bytes
 from unisono.watch import Beats
 
 

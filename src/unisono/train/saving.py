@@ -31,6 +31,7 @@ from unisono.errors import (
 from unisono.files import read_object
 from unisono.model.sharding import sharded_like
 from unisono.rundir.records import MetricsWriter, best_evaluated
+from unisono.text import parse_seconds
 from unisono.train import faults
 from unisono.train.rank0_work import TURN_S, CheckpointBroadcast, on_rank0
 from unisono.train.run import Run, TrainState, contents_of
@@ -44,7 +45,6 @@ from unisono.train.shard_files import (
     write_own_files,
     write_shard,
 )
-from unisono.units import parse_seconds
 
 _RECREATED_WITHIN_S = 4.0
 _LOOK_S = 0.1

@@ -28,7 +28,7 @@ from unisono.model.hf_layout import (
 from unisono.model.load import DTYPES, LoadedModel
 from unisono.model.sharding import full_on_one_rank
 from unisono.plan import RunPlan
-from unisono.units import parse_bytes
+from unisono.text import parse_bytes
 
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _METADATA = {"format": "pt"}  # transformers refuses files without it

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from unisono.causes import Evidence, Verdict
-from unisono.units import parse_seconds
+from unisono.text import parse_seconds
 from unisono.watch.beat import PHASES, phase_named
 from unisono.watch.rank_record import Beat
 from unisono.watch.verdicts import verdict

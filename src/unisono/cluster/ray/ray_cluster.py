@@ -15,8 +15,7 @@ from unisono.cluster.ray import node_actor
 from unisono.cluster.ray.cluster_health import RayHead
 from unisono.cluster.ray.node_fronts import ActorLost, JobNode
 from unisono.errors import UnfitError, UsageError
-from unisono.text import one_line
-from unisono.units import show_bytes
+from unisono.text import one_line, show_bytes
 
 MEMORY_OF_A_RANK_BYTES = 1_000_000_000
 RESERVE_BYTES = 500_000_000

@@ -14,8 +14,7 @@ from unisono.launch.train_request import TrainRequest
 from unisono.plan.topology import positive
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import option_words
-from unisono.text import one_line
-from unisono.units import parse_seconds
+from unisono.text import one_line, parse_seconds
 
 _WORD = re.compile(r"[A-Za-z0-9_.@:][A-Za-z0-9_.@:-]*")
 _SIGNAL_MARGIN_S = 15
