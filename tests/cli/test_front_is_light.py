@@ -27,7 +27,7 @@ IMPORT_THE_FRONT = """
 import importlib, json, pkgutil, sys
 import unisono, unisono.cli.app
 rooms = ["cli", "doctor", "drill", "launch", "plan", "config", "facts", "rundir", "causes"]
-names = ["unisono." + name for name in ("errors", "events", "child", "files", "text", "units")]
+names = ["unisono." + name for name in ("errors", "events", "child", "files", "text")]
 names += ["unisono.checkpoint.manifest", "unisono.checkpoint.store", "unisono.checkpoint.resume", "unisono.rundir.curve"]
 for room in rooms:
     package = importlib.import_module("unisono." + room)

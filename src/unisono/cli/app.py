@@ -39,8 +39,11 @@ def build_app() -> typer.Typer:
         name="unisono",
         help="Fine-tune language models. Runs show their plan before they start, and report the cause when they fail.",
         epilog=f"For example: unisono train train.yaml. {_EPILOG}",
-        add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
-    )  # fmt: skip
+        add_completion=False,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
     for name, command in _commands().items():
         epilog = f"For example: {_COMMANDS[name][2]}"
         if isinstance(command, typer.Typer):
@@ -116,10 +119,11 @@ def _refuse_without_directory(words: list[str]) -> None:
         from unisono.errors import UsageError
 
         raise UsageError.of(
-            f"the working directory cannot be used: {error.strerror}", where="working directory",
+            f"the working directory cannot be used: {error.strerror}",
+            where="working directory",
             why="paths are relative to it; it was removed or renamed, or may not be read",
             fix="cd into a directory that exists, and give the command again",
-        ) from None  # fmt: skip
+        ) from None
 
 
 def _with_lost_output(code: int, words: list[str]) -> int:

@@ -40,9 +40,14 @@ def chat(
     from unisono.supervise.task_process import TaskProcess
 
     request = {
-        "target": target, "step": step, "system": system, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
+        "target": target,
+        "step": step,
+        "system": system,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
         "seed": seed,
-    }  # fmt: skip
+    }
     speak = output()
     with TaskProcess("chat", request, talks=True) as task:
         messages = task.messages()

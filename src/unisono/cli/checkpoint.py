@@ -115,9 +115,11 @@ def prune(
     holder = read_holder(files.lock)
     if holder is not None:
         raise UsageError.of(
-            f"the run is going on: {holder}", where=str(files.lock), why="it prunes its checkpoints itself",
+            f"the run is going on: {holder}",
+            where=str(files.lock),
+            why="it prunes its checkpoints itself",
             fix="wait until it has ended",
-        )  # fmt: skip
+        )
     _refuse_odd_plan(files)
     section, every = _keeping(files)
     best = _best_step(store, files) if section.get("best") else None
@@ -171,9 +173,11 @@ def _refuse_odd_plan(files: "RunDir") -> None:
         why = why_unreadable(error)
     if why:
         raise UsageError.of(
-            "the run's plan cannot be read, so no checkpoint is deleted", where=str(files.plan),
-            why=f"{why}; it says which checkpoints are kept", fix="restore plan.json from a copy",
-        )  # fmt: skip
+            "the run's plan cannot be read, so no checkpoint is deleted",
+            where=str(files.plan),
+            why=f"{why}; it says which checkpoints are kept",
+            fix="restore plan.json from a copy",
+        )
 
 
 def _oddity(plan: Any) -> str:

@@ -23,11 +23,15 @@ def verify(
     replay: Annotated[
         int | None,
         typer.Option(
-            "--replay", min=1, max=1000, metavar="N", help="Also repeat N logged steps from it, and compare the losses.",
+            "--replay",
+            min=1,
+            max=1000,
+            metavar="N",
+            help="Also repeat N logged steps from it, and compare the losses.",
             show_default=False,
         ),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Reads the checkpoints of a run, and its final adapter or model, completely, and reports damage. Exits with 7 if anything is damaged."""
     from unisono.errors import IntegrityError
 
@@ -75,8 +79,9 @@ def _read(run: Path, step: int | None, *, may_be_none: bool) -> "list[Reading]":
     if not paths and not may_be_none:
         raise UsageError.of(
             "there is no checkpoint to verify" if step is None else f"there is no checkpoint of step {step}",
-            where=str(store.root), fix=f"`unisono checkpoint ls {run}` lists those that are there",
-        )  # fmt: skip
+            where=str(store.root),
+            fix=f"`unisono checkpoint ls {run}` lists those that are there",
+        )
     readings = [read_through(path, key=key) for path in paths]
     there = [
         reading for reading in readings if reading.path.exists()
@@ -122,9 +127,11 @@ def _final_row(final: "ModelCheck | None") -> dict[str, Any] | None:
     if final is None:
         return None
     return {
-        "path": str(final.path), "listed": final.listed, "intact": final.intact if final.listed else None,
+        "path": str(final.path),
+        "listed": final.listed,
+        "intact": final.intact if final.listed else None,
         "findings": [_finding(f) for f in final.findings],
-    }  # fmt: skip
+    }
 
 
 def _finding(finding: "Damage") -> dict[str, Any]:
@@ -138,9 +145,12 @@ def _finding(finding: "Damage") -> dict[str, Any]:
 
 def _row(reading: "Reading") -> dict[str, Any]:
     return {
-        "step": _step(reading.path), "path": str(reading.path), "intact": reading.intact, "foreign": reading.is_foreign,
+        "step": _step(reading.path),
+        "path": str(reading.path),
+        "intact": reading.intact,
+        "foreign": reading.is_foreign,
         "findings": [_finding(f) for f in reading.findings],
-    }  # fmt: skip
+    }
 
 
 def _problems(readings: "list[Reading]") -> "list[Problem]":
@@ -187,9 +197,11 @@ def open_run(run: Path) -> "tuple[CheckpointStore, bytes]":
     files = RunDir(run)
     if not files.plan.exists() and not files.checkpoints.is_dir():
         raise UsageError.of(
-            f"{run} is no run", where="command line", why="there is no plan.json and no directory of checkpoints in it",
+            f"{run} is no run",
+            where="command line",
+            why="there is no plan.json and no directory of checkpoints in it",
             fix="name the output_dir of a run, as in `unisono checkpoint ls runs/demo`",
-        )  # fmt: skip
+        )
     key = user_key(read_environment().settings_dir)
     return CheckpointStore(files.checkpoints, key=key), key
 
@@ -204,13 +216,17 @@ def row_of(path: Path, *, key: bytes) -> dict[str, Any]:
     verified = last_verified(path.parent, path.name, manifest)
     complete = not any(finding.is_fatal for finding in findings)
     return {
-        "step": int(path.name.removeprefix("step-")), "path": str(path),
+        "step": int(path.name.removeprefix("step-")),
+        "path": str(path),
         "bytes": manifest.total_bytes + (path / MANIFEST).stat().st_size if manifest else None,
-        "created": manifest.created if manifest else None, "verified_at": verified.at if verified else None,
-        "intact": complete and (verified is None or verified.intact), "holder": manifest.holder if manifest else None,
-        "foreign": any(finding.kind == "foreign" for finding in findings), "writers": _writers(manifest),
+        "created": manifest.created if manifest else None,
+        "verified_at": verified.at if verified else None,
+        "intact": complete and (verified is None or verified.intact),
+        "holder": manifest.holder if manifest else None,
+        "foreign": any(finding.kind == "foreign" for finding in findings),
+        "writers": _writers(manifest),
         "read_again": verified.read_again if verified else False,
-    }  # fmt: skip
+    }
 
 
 def table(rows: list[dict[str, Any]], *, now: datetime | None = None) -> list[str]:
@@ -227,11 +243,17 @@ def table(rows: list[dict[str, Any]], *, now: datetime | None = None) -> list[st
     for row in rows:
         state = "intact" if row["intact"] else "DAMAGED"
         verified = _ago(row["verified_at"], now) if row["read_again"] else "as it was written"
-        cells.append((
-            str(row["step"]), "?" if row["bytes"] is None else show_bytes(row["bytes"]), _age(row["created"], now),
-            verified if row["verified_at"] else "?", "foreign" if row["foreign"] and row["intact"] else state,
-            _kept(row), one_line(row["holder"] or "?", limit=60),
-        ))  # fmt: skip
+        cells.append(
+            (
+                str(row["step"]),
+                "?" if row["bytes"] is None else show_bytes(row["bytes"]),
+                _age(row["created"], now),
+                verified if row["verified_at"] else "?",
+                "foreign" if row["foreign"] and row["intact"] else state,
+                _kept(row),
+                one_line(row["holder"] or "?", limit=60),
+            )
+        )
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     return [
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()

@@ -46,7 +46,9 @@ def _of_logs(paths: list[str]) -> "Diagnosis":
     try:
         sources = find_sources(paths)
     except FileNotFoundError as error:
-        raise UsageError.of(f"{error} does not exist", where=str(error), fix="give a log, or a directory with logs") from None  # fmt: skip
+        raise UsageError.of(
+            f"{error} does not exist", where=str(error), fix="give a log, or a directory with logs"
+        ) from None
     line = ReadingLine(sum(source.size for source in sources))
     try:
         read = read_all(sources, on_read=line.show)
@@ -55,7 +57,11 @@ def _of_logs(paths: list[str]) -> "Diagnosis":
     for refused in read.refused:
         speak.warn(f"not read: {plain(refused)}")
     if paths and not read.scanned and not read.recordings:
-        raise UsageError.of("there is no log that can be read", where=" ".join(paths), fix="give a log, or a directory with logs")  # fmt: skip
+        raise UsageError.of(
+            "there is no log that can be read",
+            where=" ".join(paths),
+            fix="give a log, or a directory with logs",
+        )
     return diagnose_logs(read.scanned, read.recordings)
 
 
@@ -136,10 +142,16 @@ def logs(
         if rank is not None and line.rank != rank:
             continue
         if speak.json:
-            speak.emit({
-                "time": line.time, "host": line.host, "rank": line.rank if line.rank >= 0 else None, "source": line.source, "text": line.text,
-                "signatures": line.signatures,
-            })  # fmt: skip
+            speak.emit(
+                {
+                    "time": line.time,
+                    "host": line.host,
+                    "rank": line.rank if line.rank >= 0 else None,
+                    "source": line.source,
+                    "text": line.text,
+                    "signatures": line.signatures,
+                }
+            )
             continue
         clock = time.strftime("%H:%M:%S", time.localtime(line.time)) if line.time else "--:--:--"
         speak.result(f"{clock} [{plain(line.label)}] {plain(line.text)}")

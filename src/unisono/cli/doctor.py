@@ -72,10 +72,25 @@ def doctor(
     speak = output()
     screen = Screen(speak)
     request = DoctorRequest(
-        config, tuple(overrides or ()), nproc=nproc, devices=devices, nodes=nodes, node_rank=node_rank, head=head,
-        hosts=hosts, token_file=token_file, join_timeout_s=join_timeout, ladder=ladder, debug_comm=debug_comm, end_orphans=end_orphans,
-        launcher=launcher, ray_address=ray_address, partition=partition, time=time_limit, show=screen.show,
-    )  # fmt: skip
+        config,
+        tuple(overrides or ()),
+        nproc=nproc,
+        devices=devices,
+        nodes=nodes,
+        node_rank=node_rank,
+        head=head,
+        hosts=hosts,
+        token_file=token_file,
+        join_timeout_s=join_timeout,
+        ladder=ladder,
+        debug_comm=debug_comm,
+        end_orphans=end_orphans,
+        launcher=launcher,
+        ray_address=ray_address,
+        partition=partition,
+        time=time_limit,
+        show=screen.show,
+    )
     try:
         with Interrupts():
             examination = examine_with_launcher(request)
@@ -108,5 +123,7 @@ def _write(path: Path, examination: "Examination") -> None:
         write_text(path, html_page(examination, made=time.strftime("%Y-%m-%d %H:%M:%S %Z")))
     except OSError as error:
         raise UsageError.of(
-            f"the report cannot be written: {error.strerror or error}", where=f"--report {path}", fix="name a file in a folder that can be written"
-        ) from error  # fmt: skip
+            f"the report cannot be written: {error.strerror or error}",
+            where=f"--report {path}",
+            fix="name a file in a folder that can be written",
+        ) from error

@@ -103,8 +103,10 @@ def _more(variable: "Variable") -> dict[str, object]:
 
     takes, advice = VALUES.get(variable.name), ADVICE.get(variable.name)
     return {
-        "values": takes.text if takes else None, "costs": advice.costs if advice else None, "right": advice.right if advice else None,
-    }  # fmt: skip
+        "values": takes.text if takes else None,
+        "costs": advice.costs if advice else None,
+        "right": advice.right if advice else None,
+    }
 
 
 def _show(value: dict[str, object], lines: list[str]) -> None:

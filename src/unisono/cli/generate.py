@@ -98,9 +98,18 @@ def generate(
             f"{out} exists", where="--out", why="it would be overwritten", fix="name a new file"
         )
     request = {
-        "target": target, "step": step, "prompt": None if file else _prompt(prompt), "file": file, "system": system, "raw": raw,
-        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop or [],
-    }  # fmt: skip
+        "target": target,
+        "step": step,
+        "prompt": None if file else _prompt(prompt),
+        "file": file,
+        "system": system,
+        "raw": raw,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": stop or [],
+    }
     result = _run(request, streams=file is None and out is None and not output().json)
     _hand_over(result["answers"], out=out, single=file is None)
 
@@ -166,9 +175,15 @@ def _hand_over(answers: list[dict[str, Any]], *, out: Path | None, single: bool)
 
 
 _LABELS = {
-    "rows": "rows", "loss_tokens": "loss tokens", "loss": "loss", "perplexity": "perplexity", "questions": "answers compared",
-    "exact_match": "exact match", "rouge_l": "ROUGE-L", "bleu": "BLEU",
-}  # fmt: skip
+    "rows": "rows",
+    "loss_tokens": "loss tokens",
+    "loss": "loss",
+    "perplexity": "perplexity",
+    "questions": "answers compared",
+    "exact_match": "exact match",
+    "rouge_l": "ROUGE-L",
+    "bleu": "BLEU",
+}
 
 
 def evaluate(
@@ -210,8 +225,12 @@ def evaluate(
             f"{out} exists", where="--out", why="it would be overwritten", fix="name a new file"
         )
     request = {
-        "target": target, "step": step, "data": data, "limit": limit, "cache_dir": str(read_environment().cache_dir),
-    }  # fmt: skip
+        "target": target,
+        "step": step,
+        "data": data,
+        "limit": limit,
+        "cache_dir": str(read_environment().cache_dir),
+    }
     speak = output()
     with Progress(speak) as progress:
         result = run_task("eval", request, on_message=progress.show)

@@ -9,16 +9,22 @@ Overrides = Annotated[
 ]
 Nproc = Annotated[
     int | None,
-    typer.Option(min=1, max=1024, metavar="N", help="Ranks on this node; default: one per device.", show_default=False),
-]  # fmt: skip
+    typer.Option(
+        min=1, max=1024, metavar="N", help="Ranks on this node; default: one per device.", show_default=False
+    ),
+]
 Devices = Annotated[
     str | None,
     typer.Option(metavar="LIST", help="Devices, one per rank: e.g. 0,1, or UUIDs.", show_default=False),
 ]
 NodesOrLeast = Annotated[
     str | None,
-    typer.Option(metavar="N|MIN:MAX", help="Number of nodes (at least MIN); run the same command on each.", show_default=False),
-]  # fmt: skip
+    typer.Option(
+        metavar="N|MIN:MAX",
+        help="Number of nodes (at least MIN); run the same command on each.",
+        show_default=False,
+    ),
+]
 NodeRank = Annotated[
     int | None, typer.Option(min=0, metavar="R", help="Number of this node, from 0.", show_default=False)
 ]
@@ -41,11 +47,13 @@ DebugComm = Annotated[bool, typer.Option("--debug-comm", help="Enable verbose co
 Launcher = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Start nodes with local, nodes, ray or slurm.", show_default=False),
-]  # fmt: skip
+]
 RayAddress = Annotated[
     str | None,
-    typer.Option(metavar="A", help="Ray cluster; default: RAY_ADDRESS, or the local cluster.", show_default=False),
-]  # fmt: skip
+    typer.Option(
+        metavar="A", help="Ray cluster; default: RAY_ADDRESS, or the local cluster.", show_default=False
+    ),
+]
 Partition = Annotated[str | None, typer.Option(metavar="P", help="Slurm partition.", show_default=False)]
 TimeLimit = Annotated[
     str | None,

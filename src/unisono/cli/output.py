@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -152,6 +153,21 @@ def _write(stream: TextIO, text: str) -> None:
         encoding = stream.encoding or "ascii"
         stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
         stream.flush()
+
+
+def until_unread(show: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`show` for the messages of a run: if they cannot be written, output goes to /dev/null and the run continues."""
+
+    def shown(message: Any) -> None:
+        try:
+            show(message)
+        except (
+            OSError
+        ):  # a closed terminal or a full disk is no reason to stop a run, whose directory has everything
+            silence(sys.stdout)
+            silence(sys.stderr)
+
+    return shown
 
 
 def silence(stream: TextIO) -> None:

@@ -1,17 +1,15 @@
 """`unisono run`: somebody else's program, under the same guard as our own runs."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from unisono.cli.options import DebugComm, Head, Hosts, JoinTimeout, NodeRank, TokenFile
-from unisono.cli.output import output, silence
+from unisono.cli.output import output, until_unread
 
 if TYPE_CHECKING:
     from unisono.causes import Verdict
-    from unisono.events import Message
 
 
 def run(
@@ -68,21 +66,25 @@ def run(
     from unisono.guard.program_request import RunRequest
 
     speak = output()
-    asked = RunRequest(
-        tuple(command), nproc=nproc, nodes=nodes, node_rank=node_rank, head=head, token_file=token_file,
-        join_timeout_s=join_timeout, output_dir=output_dir, uneven=uneven, debug_comm=debug_comm, json=speak.json, devices=devices, hosts=hosts, grace_s=grace,
+    request = RunRequest(
+        tuple(command),
+        nproc=nproc,
+        nodes=nodes,
+        node_rank=node_rank,
+        head=head,
+        token_file=token_file,
+        join_timeout_s=join_timeout,
+        output_dir=output_dir,
+        uneven=uneven,
+        debug_comm=debug_comm,
+        json=speak.json,
+        devices=devices,
+        hosts=hosts,
+        grace_s=grace,
         launcher=launcher,
-    )  # fmt: skip
-    told = RunOutput(speak)
-
-    def show(message: "Message") -> None:
-        try:
-            told.show(message)
-        except OSError:  # whoever read it is gone: not worth a run, whose directory has it all
-            silence(sys.stdout)
-            silence(sys.stderr)
-
-    raise typer.Exit(int(GuardedRun(asked, show, _diagnosis).run()["exit_code"]))
+    )
+    show = until_unread(RunOutput(speak).show)
+    raise typer.Exit(int(GuardedRun(request, show, _diagnosis).run()["exit_code"]))
 
 
 def _diagnosis(log: Path) -> "Verdict | None":

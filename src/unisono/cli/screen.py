@@ -105,11 +105,19 @@ class Screen:
     def show(self, message: Message) -> None:
         """Shows one message. Kinds that it does not know are for others."""
         handler = {
-            "plan": self._on_plan, "ready": self._on_ready, "phase": self._on_phase, "step": self._on_step,
-            "eval": self._on_eval, "sample": self._on_sample, "checkpoint": self._on_checkpoint,
-            "warning": self._on_warning, "note": self._on_note, "verdict": self._on_verdict,
-            "refused": self._on_refused, "result": self._on_result,
-        }.get(message["kind"])  # fmt: skip
+            "plan": self._on_plan,
+            "ready": self._on_ready,
+            "phase": self._on_phase,
+            "step": self._on_step,
+            "eval": self._on_eval,
+            "sample": self._on_sample,
+            "checkpoint": self._on_checkpoint,
+            "warning": self._on_warning,
+            "note": self._on_note,
+            "verdict": self._on_verdict,
+            "refused": self._on_refused,
+            "result": self._on_result,
+        }.get(message["kind"])
         if handler is not None:
             handler(message)
 

@@ -1,7 +1,6 @@
 """`unisono train`: fine-tune a model."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,10 +22,9 @@ from unisono.cli.options import (
     TimeLimit,
     TokenFile,
 )
-from unisono.cli.output import output, silence
+from unisono.cli.output import output, until_unread
 
 if TYPE_CHECKING:
-    from unisono.events import Message
     from unisono.launch.train_request import TrainRequest
 
 
@@ -93,12 +91,28 @@ def train(
     from unisono.launch.train_request import TrainRequest
 
     request = TrainRequest(
-        config, (*(overrides or ()), *map(_as_override, reason or ())), resume=resume, fresh=fresh, allow=tuple(allow or ()), trust=trust,
-        devices=devices, restarts=restarts, nproc=nproc,
-        nodes=nodes, node_rank=node_rank, head=head, hosts=hosts, token_file=token_file, join_timeout_s=join_timeout,
-        launcher=launcher, ray_address=ray_address, partition=partition, time=time,
-        debug_comm=debug_comm, rehearse=not no_rehearse,
-    )  # fmt: skip
+        config,
+        (*(overrides or ()), *map(_as_override, reason or ())),
+        resume=resume,
+        fresh=fresh,
+        allow=tuple(allow or ()),
+        trust=trust,
+        devices=devices,
+        restarts=restarts,
+        nproc=nproc,
+        nodes=nodes,
+        node_rank=node_rank,
+        head=head,
+        hosts=hosts,
+        token_file=token_file,
+        join_timeout_s=join_timeout,
+        launcher=launcher,
+        ray_address=ray_address,
+        partition=partition,
+        time=time,
+        debug_comm=debug_comm,
+        rehearse=not no_rehearse,
+    )
     if dry_run:
         _show_plan(request)
     elif rehearse:
@@ -118,9 +132,10 @@ def _as_override(text: str) -> str:
     name, _, why = text.partition("=")
     if not (name.isidentifier() and why.strip()):
         raise UsageError.of(
-            f"--reason {text!r} names no variable, or gives no reason", where="command line",
+            f"--reason {text!r} names no variable, or gives no reason",
+            where="command line",
             fix="as in --reason NCCL_P2P_DISABLE='hangs on these boards, ticket 4711'",
-        )  # fmt: skip
+        )
     return f"reasons.{name}={json.dumps(why.strip())}"
 
 
@@ -131,15 +146,8 @@ def _train(request: "TrainRequest") -> int:
     speak = output()
     screen = JsonLines(speak) if speak.json else Screen(speak)
 
-    def show(message: "Message") -> None:
-        try:
-            screen.show(message)
-        except OSError:  # where it is written to is full or gone: not worth a run, whose directory has it all
-            silence(sys.stdout)
-            silence(sys.stderr)
-
     try:
-        return int(run_launcher(request, show)["exit_code"])
+        return int(run_launcher(request, until_unread(screen.show))["exit_code"])
     finally:
         screen.close()
 
