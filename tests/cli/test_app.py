@@ -76,9 +76,8 @@ def test_with_json_another_commands_refusal_is_one_object() -> None:
 
 def test_a_defect_of_ours_shows_its_traceback_and_asks_for_a_report() -> None:
     script = (
-        "import unisono.cli.diagnose as module\n"
         "def broken(run, on_skip):\n    raise ZeroDivisionError('ours')\n"
-        "import unisono.rundir.merged_logs\nunisono.launch.logs.merged_logs = broken\n"
+        "import unisono.rundir.merged_logs\nunisono.rundir.merged_logs.merged_logs = broken\n"
         "from unisono.cli.app import main\nmain(['logs', '.'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

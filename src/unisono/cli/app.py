@@ -4,7 +4,6 @@ import importlib
 import os
 import sys
 import traceback
-from importlib.util import find_spec
 from typing import Any
 
 import typer
@@ -23,10 +22,10 @@ _COMMANDS: dict[str, tuple[str, str, str]] = {
     "data": ("data", "app", "unisono data preview train.yaml"),
     "chat": ("chat", "chat", "unisono chat runs/demo"),
     "generate": ("generate", "generate", "unisono generate runs/demo 'remind me on Tuesday'"),
-    "eval": ("evaluate", "evaluate", "unisono eval runs/demo --data test.jsonl"),
-    "export": ("export", "export", "unisono export runs/demo merged --merge"),
+    "eval": ("generate", "evaluate", "unisono eval runs/demo --data test.jsonl"),
+    "export": ("checkpoint", "export", "unisono export runs/demo merged --merge"),
     "checkpoint": ("checkpoint", "app", "unisono checkpoint ls runs/demo"),
-    "logs": ("logs", "logs", "unisono logs runs/demo"),
+    "logs": ("diagnose", "logs", "unisono logs runs/demo"),
     "drill": ("drill", "drill", "unisono drill sigkill sleep"),
     "diagnose": ("diagnose", "diagnose", "unisono diagnose logs/"),
     "explain": ("explain", "explain", "unisono explain nan_loss"),
@@ -55,11 +54,10 @@ def build_app() -> typer.Typer:
 
 
 def _commands() -> dict[str, Any]:
-    """The commands whose modules are here, by name: functions, and Typers of groups."""
+    """The commands by name: functions, and Typers of groups."""
     return {
         name: getattr(importlib.import_module(f"unisono.cli.{module}"), attribute)
         for name, (module, attribute, _) in _COMMANDS.items()
-        if find_spec(f"unisono.cli.{module}") is not None
     }
 
 
