@@ -2,7 +2,7 @@
 
 from unisono.causes.cause import Cause, Ours
 
-CAUSES: tuple[Cause, ...] = (
+DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="nproc_mismatch",
         title="nodes would start different numbers of ranks",

@@ -2,16 +2,21 @@
 
 from collections.abc import Sequence
 
-from unisono.causes import before, during, files, joining, machine, program
+from unisono.causes.before import DISAGREEMENT_CAUSES
 from unisono.causes.cause import Cause, Ours
+from unisono.causes.during import RUN_CAUSES
+from unisono.causes.files import FILE_CAUSES
+from unisono.causes.joining import RENDEZVOUS_CAUSES
+from unisono.causes.machine import MACHINE_CAUSES
+from unisono.causes.program import PROGRAM_CAUSES
 
 ALL_CAUSES: tuple[Cause, ...] = (
-    *before.CAUSES,
-    *joining.CAUSES,
-    *during.CAUSES,
-    *program.CAUSES,
-    *machine.CAUSES,
-    *files.CAUSES,
+    *DISAGREEMENT_CAUSES,
+    *RENDEZVOUS_CAUSES,
+    *RUN_CAUSES,
+    *PROGRAM_CAUSES,
+    *MACHINE_CAUSES,
+    *FILE_CAUSES,
 )
 """In the order in which `explain` lists them."""
 

@@ -2,7 +2,7 @@
 
 from unisono.causes.cause import Cause, Ours
 
-CAUSES: tuple[Cause, ...] = (
+RUN_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="rank_killed",
         title="a rank was killed by a signal",

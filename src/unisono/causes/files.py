@@ -2,7 +2,7 @@
 
 from unisono.causes.cause import Cause, Ours
 
-CAUSES: tuple[Cause, ...] = (
+FILE_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="corrupt_checkpoint",
         title="a checkpoint is damaged",

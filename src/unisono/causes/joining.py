@@ -2,7 +2,7 @@
 
 from unisono.causes.cause import Cause
 
-CAUSES: tuple[Cause, ...] = (
+RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="node_missing",
         title="a node never connected",

@@ -2,7 +2,7 @@
 
 from unisono.causes.cause import Cause, Ours
 
-CAUSES: tuple[Cause, ...] = (
+MACHINE_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="cuda_oom",
         title="the accelerator ran out of memory",

@@ -2,7 +2,7 @@
 
 from unisono.causes.cause import Cause
 
-CAUSES: tuple[Cause, ...] = (
+PROGRAM_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="user_code_error",
         title="a rank raised an exception",

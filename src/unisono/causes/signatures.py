@@ -3,17 +3,15 @@
 A table in several files, by whose words they are. It judges nothing: what beats what is for who reads the hits together.
 """
 
-from unisono.causes import (
-    signatures_elsewhere,
-    signatures_files,
-    signatures_launch,
-    signatures_machine,
-    signatures_nccl,
-    signatures_peers,
-    signatures_program,
-    signatures_trainers,
-)
 from unisono.causes.signature import Kind, Signature, compiled
+from unisono.causes.signatures_elsewhere import ELSEWHERE_SIGNATURES
+from unisono.causes.signatures_files import FILES_SIGNATURES
+from unisono.causes.signatures_launch import LAUNCH_SIGNATURES
+from unisono.causes.signatures_machine import MACHINE_SIGNATURES
+from unisono.causes.signatures_nccl import NCCL_SIGNATURES
+from unisono.causes.signatures_peers import PEERS_SIGNATURES
+from unisono.causes.signatures_program import PROGRAM_SIGNATURES
+from unisono.causes.signatures_trainers import TRAINERS_SIGNATURES
 from unisono.text import plain
 
 __all__ = ["LINE_LIMIT", "SIGNATURES", "Kind", "Signature", "find_signature", "match_line"]
@@ -22,14 +20,14 @@ LINE_LIMIT = 2048
 """Characters of a line that are looked at: a line's meaning stands at its head, and a line may be a megabyte of numbers."""
 
 ALL_SIGNATURES: tuple[Signature, ...] = (
-    *signatures_launch.SIGNATURES,
-    *signatures_peers.SIGNATURES,
-    *signatures_nccl.SIGNATURES,
-    *signatures_program.SIGNATURES,
-    *signatures_machine.SIGNATURES,
-    *signatures_files.SIGNATURES,
-    *signatures_trainers.SIGNATURES,
-    *signatures_elsewhere.SIGNATURES,
+    *LAUNCH_SIGNATURES,
+    *PEERS_SIGNATURES,
+    *NCCL_SIGNATURES,
+    *PROGRAM_SIGNATURES,
+    *MACHINE_SIGNATURES,
+    *FILES_SIGNATURES,
+    *TRAINERS_SIGNATURES,
+    *ELSEWHERE_SIGNATURES,
 )
 
 SIGNATURES: dict[str, Signature] = {signature.id: signature for signature in ALL_SIGNATURES}

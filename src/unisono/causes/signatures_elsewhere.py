@@ -2,7 +2,7 @@
 
 from unisono.causes.signature import Signature
 
-SIGNATURES: tuple[Signature, ...] = (
+ELSEWHERE_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="usage_error", hints=(": error: ", "Could not override '", "is not in struct", "Error: No such option", "Error: Missing ", "Error: Invalid value", "Error: Got unexpected", "can't open file '"),
         pattern=r"^[\w./-]{1,120}: error: (?:unrecognized arguments|the following arguments are required|argument |ambiguous option|one of the arguments|expected )|Could not override '|Key '[^']{1,80}' is not in struct|"

@@ -6,7 +6,7 @@ _TRANSFORMERS = "transformers 5.23"
 _NO_HUB = r"^(?!.{0,600}ConnectionPool\(host='(?:\d{1,3}\.|localhost|[\w-]{1,60}'|[\w.-]{1,80}\.(?:svc|local|internal|lan|cluster)\b|[\w.-]{0,40}(?:wandb|mlflow|comet|neptune))).{0,1400}"
 """Not of a server of one's own, nor of one that takes down metrics."""
 
-SIGNATURES: tuple[Signature, ...] = (
+FILES_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="checkpoint_not_there", hints=("tmp-checkpoint-", "zero_pp_rank_", "A local path on the head node", "zero checkpoints paths are missing", ".distcp"),
         pattern=r"No such file or directory: '[^']{0,300}tmp-checkpoint-\d{1,9}[/']|(?:No such file|not found|does not exist|missing).{0,200}zero_pp_rank_\d{1,6}|zero_pp_rank_\d{1,6}\S{0,200} "

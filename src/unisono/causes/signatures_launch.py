@@ -5,7 +5,7 @@ from unisono.causes.signature import Signature
 _TORCH = "torch 2.13, "
 _ELASTIC = _TORCH + "distributed/elastic/multiprocessing"
 
-SIGNATURES: tuple[Signature, ...] = (
+LAUNCH_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="port_taken", hints=("EADDRINUSE", "ddress already in use", "another process is utilizing it", "is already in use", "is in use", "is occupied", "is taken"),
         pattern=r"EADDRINUSE|[Aa]ddress already in use|on port `?\d{2,5}`?, but another process is utilizing it|[Pp]ort `?\d{2,5}`? is (?:already )?(?:in use|occupied|taken)", kind="error", cause="port_in_use", source=_TORCH + "libtorch_cpu (TCPStoreLibUvBackend)",

@@ -4,7 +4,7 @@ from unisono.causes.signature import Signature
 
 _TORCH = "torch 2.13, "
 
-SIGNATURES: tuple[Signature, ...] = (
+MACHINE_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="cuda_out_of_memory", hints=("out of memory", "STATUS_ALLOC_FAILED", "cudaErrorMemoryAllocation", "NVML_SUCCESS == r", "Out of memory", "OOM when allocating", "OUT_OF_MEMORY", "hipErrorOutOfMemory", "OUT_OF_DEVICE_MEMORY", "GPU memory utilization",
                "memory for the cache blocks", "Error 2: out of memory"),

@@ -5,7 +5,7 @@ from unisono.causes.signature import Signature
 _WATCHDOG = "torch 2.1 to 2.13, ProcessGroupNCCL.cpp"
 _ISSUES = "https://github.com/"
 
-SIGNATURES: tuple[Signature, ...] = (
+NCCL_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="watchdog_timeout", hints=("Watchdog caught collective operation timeout",),
         pattern=r"Watchdog caught collective operation timeout: WorkNCCL\(", kind="consequence", cause="rank_stalled",

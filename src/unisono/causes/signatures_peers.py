@@ -5,7 +5,7 @@ from unisono.causes.signature import Signature
 _TORCH = "torch 2.13, "
 _GLOO = _TORCH + "libtorch_cpu (gloo)"
 
-SIGNATURES: tuple[Signature, ...] = (
+PEERS_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="peer_closed", hints=("Connection closed by peer", "Connection reset by peer", "pair closure", "Connection was likely closed", "closed by remote peer", "Broken pipe"),
         pattern=r"^(?!.{0,600}(?:https?:|HTTPS?Connection)).{0,1400}(?:Connection (?:closed|reset) by (?:remote )?peer|caused pair closure|Connection was likely closed|sendBytes.{0,200}Broken pipe)", kind="consequence", cause=None, source=_GLOO + ", tcp/pair.cc: another rank is gone",

@@ -4,7 +4,7 @@ from unisono.causes.signature import Signature
 
 _TORCH = "torch 2.13, "
 
-SIGNATURES: tuple[Signature, ...] = (
+PROGRAM_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="traceback", hints=("Traceback (most recent call last)",),
         pattern=r"Traceback \(most recent call last\):", kind="error", cause=None, source="CPython: what it is stands in the last line",

@@ -2,7 +2,7 @@
 
 from unisono.causes.signature import Signature
 
-SIGNATURES: tuple[Signature, ...] = (
+TRAINERS_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="trainer_step", hints=("it/s]", "s/it]", "'learning_rate'"),
         pattern=r"\| {0,6}\d{1,12}/\d{1,12} \[[\d:]{4,12}<|'learning_rate': ", kind="progress", cause=None, source="tqdm 4; transformers 5.23, Trainer",
