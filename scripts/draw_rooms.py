@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def filled(page: str) -> str:
-    """The page with both parts made anew."""
+    """The page with both parts made again."""
     modules = read_modules()
     layers = read_layers()
     parts = {

@@ -1,1 +1,1 @@
-"""Whether all nodes and ranks mean the same run: pure comparison of what each brings to the table (DESIGN B3)."""
+"""Compares whether all nodes and ranks have the same run: pure functions of their reports (DESIGN B3)."""

@@ -1,4 +1,4 @@
-"""The catalogue of causes, and the Verdict through which before, during and after speak."""
+"""The catalogue of causes, and the Verdict, the common format before, during and after a run."""
 
 from unisono.causes.catalogue import CATALOGUE, find_cause
 from unisono.causes.cause import Cause

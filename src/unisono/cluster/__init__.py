@@ -1,1 +1,1 @@
-"""Starts the fronts of a job on other machines by Ray and Slurm (`--launcher`)."""
+"""Starts the fronts of a job on other machines with Ray and Slurm (`--launcher`)."""

@@ -1,4 +1,4 @@
-"""Turns files into token tables in which every row of every source is accounted for.
+"""Turns files into token tables, and accounts for every row of every source.
 
 Nothing is imported here: `data.token_table` needs only numpy and pyarrow, so that a second start is fast.
 """

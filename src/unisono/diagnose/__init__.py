@@ -1,1 +1,1 @@
-"""Reads what a dead run left behind, anybody's, and names the cause: sources, events, facts, rules, one verdict."""
+"""Reads the logs of a failed run, of any tool, and finds the cause: sources, events, facts, rules, one verdict."""

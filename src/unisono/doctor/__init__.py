@@ -1,1 +1,1 @@
-"""Looks before anything is started whether training will work here and between nodes, and says what to type if not."""
+"""Checks before a start whether training will work on this machine and between nodes, and prints the fix for each problem."""

@@ -1,1 +1,1 @@
-"""Fire drills: each fault is put into a tiny real run on this machine, and what is said of it is held against what should be."""
+"""Fire drills: injects each fault into a tiny real run on this machine, and compares the verdict with the expected one."""

@@ -1,1 +1,1 @@
-"""`unisono run`: starts and watches somebody else's program; what runs inside that program is in `integrations`."""
+"""`unisono run`: starts and watches an existing training script; the code inside that program is in `integrations`."""

@@ -1,1 +1,1 @@
-"""What runs inside other people's processes: the hook of `unisono run`, torchrun's rendezvous back-end, callbacks, `guarded`."""
+"""Code inside existing training programs: the hook of `unisono run`, torchrun's rendezvous backend, callbacks, `guarded`."""

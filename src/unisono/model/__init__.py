@@ -1,1 +1,1 @@
-"""The model: where its files are, what they say, how it is loaded, how rows share a forward, and how the loss is summed."""
+"""The model: its files, their contents, loading, the forward pass of flat rows, and the sum of the loss."""

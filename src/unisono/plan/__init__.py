@@ -1,4 +1,4 @@
-"""What was decided, once, before anything starts. Pure: values in, values out; no torch, no clock, no disk."""
+"""The decisions of a run, made once before the start. Pure: values in, values out; no torch, no clock, no disk."""
 
 from unisono.plan.resolve import PlanInputs, estimate_memory, resolve_plan
 from unisono.plan.run_plan import (

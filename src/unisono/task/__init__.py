@@ -1,1 +1,1 @@
-"""What needs torch or the tokenizer beside training: each task is a process, `python -m unisono.task NAME request.json`."""
+"""Work other than training that needs torch or the tokenizer: each task is a process, `python -m unisono.task NAME request.json`."""

@@ -1,1 +1,1 @@
-"""Training: the loop, the step, evaluation, saving and stopping, on what data, model and checkpoint give."""
+"""Training: the loop, the step, evaluation, saving and stopping, with data, model and checkpoint."""

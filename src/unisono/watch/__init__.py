@@ -1,4 +1,4 @@
-"""Sees while a run is going who does what, and names who does not.
+"""Detects stalls while a run is active, and finds the rank that causes them.
 
 The names are loaded when they are asked for: a rank of somebody else's program needs only `unisono.watch.beat`, which is of the standard
 library alone, and starts without what the judge needs.

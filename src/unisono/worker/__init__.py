@@ -1,1 +1,1 @@
-"""One rank: `python -m unisono.worker plan.json`. Does what the plan says and decides nothing again."""
+"""One rank: `python -m unisono.worker plan.json`. Follows the plan and decides nothing again."""
