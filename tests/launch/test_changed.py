@@ -103,7 +103,7 @@ def test_another_number_of_ranks_says_on_the_first_screen_what_is_the_same_and_w
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in warnings(done.stdout) if line.startswith("world_size")]
     assert line == (
-        "world_size is 2, and was 1: the same rows in the same order; losses agree to rounding, not to the bit: "
+        "world_size is 2, and was 1: the same rows in the same order; losses agree to rounding, not bit-exactly: "
         "sums over the ranks are taken in another order"
     )
     cut = died.run("--nproc", "2", "parallel.strategy=fsdp", "--dry-run")

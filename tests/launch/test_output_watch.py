@@ -104,7 +104,7 @@ def test_a_directory_that_is_removed_or_renamed_is_made_again_and_the_same_comma
     shown, said = said_by(training)
     assert training.returncode == 75, said
     where = f"renamed to {elsewhere}" if how == "renamed" else "removed"
-    assert f"{front.out} was {where} after step 4, while its run lives: it is made again" in said
+    assert f"{front.out} was {where} after step 4, while its run lives: it is created again" in said
     lost = (
         f"what was saved before is in {elsewhere}"
         if how == "renamed"

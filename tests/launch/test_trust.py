@@ -42,7 +42,7 @@ def test_a_newer_checkpoint_of_somebody_else_is_passed_over_with_a_line_or_trust
     shown = died.run("--dry-run")
     assert "from step 3" in shown.stdout
     assert "step-00000006: manifest.json: it is not signed with this user's key" in shown.stderr
-    assert "pass --trust to go on from it all the same" in shown.stderr
+    assert "pass --trust to resume from it anyway" in shown.stderr
     trusted = died.run("--trust")
     assert trusted.returncode == 0, trusted.stderr
     assert "from step 6, which is not signed with your key and is trusted (--trust)" in trusted.stderr  # fmt: skip

@@ -193,5 +193,5 @@ def test_a_head_that_goes_first_after_all_were_asked_is_no_fault_of_the_others(p
     fronts[1].wait_for("SIGTERM")
     fronts[0].signal(signal.SIGKILL)
     assert fronts[1].wait(limit_s=60) == 75, pair.told()
-    assert "was asked to stop" in fronts[1].text("err")
+    assert "the run was stopped" in fronts[1].text("err")
     pair.wait_gone(limit_s=10)

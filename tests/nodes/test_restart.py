@@ -81,7 +81,7 @@ def test_a_run_goes_on_without_the_node_that_was_lost(trio: Job, job_of: Any) ->
     )
     assert restart["from_step"] >= 4
     assert 0 < restart["cost_s"] < LIMIT_S
-    line = f"goes on with 2 of 3 nodes, without {fronts[1].label}: 2 ranks in place of 3, the same 8 sequences a step"
+    line = f"continues with 2 of 3 nodes, without {fronts[1].label}: 2 ranks in place of 3, the same 8 sequences a step"
     for front in (fronts[0], fronts[2]):
         assert line in front.text(), trio.told()
     plan = trio.read("plan.json")
@@ -98,7 +98,7 @@ def test_a_job_that_needs_all_its_nodes_ends_with_one_and_says_how_it_would_go_o
     trio.waits_for_step(3)
     fronts[1].signal(signal.SIGKILL)
     assert together(fronts) == [4, -9, 4], trio.told()
-    assert "with --nodes MIN:3 it could go on without that one" in fronts[0].text()
+    assert "with --nodes MIN:3 it could continue without that node" in fronts[0].text()
     assert trio.read("verdict.json")["hosts"] == [fronts[1].host]
     assert trio.read("result.json")["restarts"] == []
     trio.wait_gone()
@@ -189,7 +189,7 @@ def test_a_node_whose_storage_is_gone_is_left_out_and_the_others_go_on(
     subprocess.run(["nsenter", "-t", str(fronts[1].pid), "-m", *mount], check=True)
     trio.ranks()[2].kill()
     assert together(fronts) == [0, 3, 0], trio.told()
-    said = f"{fronts[1].label} does not see the checkpoint that the ranks are to go on from"
+    said = f"{fronts[1].label} does not see the checkpoint to resume from"
     assert all(said in front.text() for front in fronts), trio.told()
     assert_nothing_lost(trio, rows, job_of(1))
     trio.wait_gone()

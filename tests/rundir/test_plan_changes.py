@@ -180,7 +180,7 @@ def test_another_world_size_says_what_is_the_same_and_what_is_not_and_why() -> N
     assert found.verdict == "line"
     assert (
         found.text
-        == "world_size is 2, and was 1: the same rows in the same order; losses agree to rounding, not to the bit: "
+        == "world_size is 2, and was 1: the same rows in the same order; losses agree to rounding, not bit-exactly: "
         "sums over the ranks are taken in another order"
     )
 
@@ -219,7 +219,7 @@ def test_what_costs_bit_equality_is_said_with_the_remedy() -> None:
     (found,) = changed(PLAN, plan(threads=4))
     assert (
         found.text
-        == "threads is 4, and was 2: losses agree to rounding, not to the bit: sums are cut up among the threads of a rank; "
+        == "threads is 4, and was 2: losses agree to rounding, not bit-exactly: sums are cut up among the threads of a rank; "
         "set OMP_NUM_THREADS=2 to have the same again"
     )
 

@@ -115,7 +115,7 @@ def prune(
     holder = read_holder(files.lock)
     if holder is not None:
         raise UsageError.of(
-            f"the run is going on: {holder}",
+            f"the run is active: {holder}",
             where=str(files.lock),
             why="it prunes its checkpoints itself",
             fix="wait until it has ended",

@@ -76,7 +76,7 @@ def _running(run: RunDir, facts: RunFacts) -> Verdict | None:
         cause="healthy",
         when="during",
         severity="none",
-        summary=f"the run is going on: {holder} holds it{at}",
+        summary=f"the run is active: {holder} holds it{at}",
         step=facts.step,
         fix=(f"unisono logs --follow {run.root}",),
     )

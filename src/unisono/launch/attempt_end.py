@@ -154,17 +154,17 @@ def keep_result(
 
 
 def with_witness(ending: Ending, attempt: Attempt, plan: RunPlan, witness: Witness | None) -> Ending:
-    """The ending, whose verdict on a lost node says why it is gone, where a witness knows; else as it is.
+    """Adds the reason for a lost node to the ending's verdict where a witness knows it; otherwise returns the ending unchanged.
 
     The head sees a connection that closes, and a memory monitor that ends a node's front leaves no other trace.
     """
     loss = attempt.decision.loss if attempt.decision is not None else None
     if witness is None or loss is None or loss.lost_head or ending.verdict is None:
         return ending
-    told = witness.of_lost(loss.node_rank)
-    if told is None:
+    reason = witness.of_lost(loss.node_rank)
+    if reason is None:
         return ending
-    known, waited_s = told
+    known, waited_s = reason
     own = ending.verdict
     ours = {"evidence": (*known.evidence, *own.evidence), "fix": tuple(dict.fromkeys((*known.fix, *own.fix)))}
     if known.cause == own.cause:

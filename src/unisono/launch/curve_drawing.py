@@ -32,7 +32,7 @@ def draw(run: RunDir, *, title: str) -> None:
 
 
 class Drawing:
-    """Has the curve drawn while the ranks run, one picture at a time; what is asked for meanwhile comes with the next one."""
+    """Draws the curve while the ranks run, one picture at a time; requests that arrive meanwhile are served by the next one."""
 
     def __init__(self, run: RunDir, *, title: str) -> None:
         self._run, self._title = run, title
@@ -40,7 +40,7 @@ class Drawing:
         self._process: subprocess.Popen[bytes] | None = None
 
     def again(self) -> None:
-        """Waits for nothing. Where no process can be made (a limit of them), there is no picture until the next time."""
+        """Does not wait. If no process can be started (a limit), there is no picture until the next request."""
         if self._process is not None and self._process.poll() is None:
             return
         with contextlib.suppress(OSError):

@@ -77,7 +77,7 @@ class HeadNodes:
         return prepared
 
     def bring_back(self, work: Callable[[Show], bool]) -> bool:
-        """Has this node fetch what the run goes on from, while the others wait and are told how far it is; gives what `work` gives.
+        """Fetches the checkpoint to resume from on this node, while the others wait and see its progress; returns the result of `work`.
 
         Raises:
             Disagreed: if a node refuses or is lost meanwhile.
@@ -103,7 +103,7 @@ class HeadNodes:
 
         with contextlib.suppress(
             OSError
-        ):  # a head's disk that is full or read-only: the rescue says what is missing
+        ):  # the head's disk is full or read-only: the rescue reports what is missing
             collect(plan, self.meeting.server, attempt, found, checkpoints=checkpoints, interrupts=interrupts)
 
     def can_do_without(self, nodes: Collection[int]) -> bool:
@@ -114,12 +114,12 @@ class HeadNodes:
     def leave_out(
         self, nodes: Collection[int], verdict: Verdict, *, done: dict[str, Any] | None = None
     ) -> None:
-        """Goes on without nodes, for the reason of the verdict. One that still listens is told so, and ends.
+        """Continues without some nodes, for the cause in the verdict. A node that still listens receives it and exits.
 
         Args:
             nodes: by their numbers.
             verdict: what is wrong with them.
-            done: what the run has come to with them, as in result.json; None where they had no ranks, and have been asked whether they can go on.
+            done: the run's progress with them, as in result.json; None if they had no ranks and were only asked whether they can continue.
         """
         word = end_message([verdict])
         if done is not None:
@@ -129,7 +129,7 @@ class HeadNodes:
         for rank in nodes:
             self.meeting.server.send(rank, word)
             self.meeting.leave_out(
-                rank, f"is not let in again: the job goes on without it ({verdict.summary})"
+                rank, f"is not admitted again: the job continues without it ({verdict.summary})"
             )
 
     def agree_again(self, make_report: "MakeRestartReport", question: "RestartQuestion") -> None:
@@ -140,7 +140,7 @@ class HeadNodes:
             question: for all nodes.
 
         Raises:
-            Disagreed: with the verdict that all nodes have been told.
+            Disagreed: with the verdict that all nodes have received.
         """
         found = None
         while found is None:
@@ -151,7 +151,7 @@ class HeadNodes:
         self.table.of_nodes = self.meeting.agreement
 
     def _round(self, make_report: "MakeRestartReport", question: "RestartQuestion") -> Agreement | None:
-        """What came of asking all nodes; None where some were left out, and the rest is to be asked again."""
+        """The outcome of asking all nodes; None if some were dropped and the rest must be asked again."""
         from unisono.rendezvous.head_side import rejoin_at_head
         from unisono.rendezvous.meeting import Objection
 
@@ -167,14 +167,16 @@ class HeadNodes:
             return None
 
     def tell_verdict(self, verdict: Verdict) -> None:
-        """Says on all nodes what has ended the ranks; whether the run goes on is said later."""
+        """Reports on all nodes what ended the ranks; whether the run restarts is reported later."""
         self.meeting.broadcast({"kind": "verdict", **verdict.to_json()})
 
     def end(self, result: dict[str, Any], ending: Ending) -> None:
-        """Says the last word: how the run ended. Where it has been said already, nothing."""
+        """Sends the last message, how the run ended, once."""
         if self.meeting.is_over:
             return
-        verdicts = [ending.verdict.to_json()] if ending.verdict else []  # to be kept; it has been said
+        verdicts = (
+            [ending.verdict.to_json()] if ending.verdict else []
+        )  # for the nodes' own files; it has been shown already
         problems = ending.error.to_json()["problems"] if ending.error else []
         self.meeting.end(
             {
@@ -198,10 +200,10 @@ def together(
     disk: RunsDisk,
     table: Table,
 ) -> Iterator[HeadNodes]:
-    """Brings all nodes together; whatever leaves the context is told to them.
+    """Brings all nodes together; an exception that leaves the context is sent to them.
 
     Raises:
-        Disagreed: with the verdict that all nodes have been told.
+        Disagreed: with the verdict that all nodes have received.
     """
     from unisono.rendezvous.head_side import hold_meeting
 

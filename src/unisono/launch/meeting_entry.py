@@ -30,7 +30,7 @@ def party_of(request: TrainRequest, topology: Topology, *, host: str, token: str
     """This node, as it comes to the meeting; where it was started by --hosts, it ends with who started it.
 
     Args:
-        request: what was asked.
+        request: the command line's part.
         topology: of several nodes.
         host: this machine's name.
         token: UNISONO_TOKEN, or None.
@@ -63,24 +63,22 @@ def tell_early_refusal(
     request: TrainRequest, environment: Environment, error: UnisonoError, *, token: str | None, show: Show
 ) -> None:
     """Tells the other nodes that this one does not start, though not even its config could be read."""
-    asked = replace(
+    without_ranks = replace(
         request.topology, nproc=1, devices=()
-    )  # how many ranks it would have had is no matter now
+    )  # the number of its ranks does not matter now
     try:
         placed = placed_by_slurm(environment.slurm_step, request.probes.network)
-        topology = read_topology(asked, environment.leftovers, Accelerators(0), placed=placed)
+        topology = read_topology(without_ranks, environment.leftovers, Accelerators(0), placed=placed)
         if topology.nodes == 1 or topology.hosts:
             return
         party = party_of(request, topology, host=read_machine(_no_devices).host, token=token, show=show)
-    except (
-        UnisonoError
-    ):  # not even the way to the others is known; this node says what is wrong, and they name it missing
+    except UnisonoError:  # the address of the head is unknown, too: this node shows its own error, and the others report it missing
         return
     report_refusal(party, error)
 
 
 def report_maker(request: TrainRequest, loaded: LoadedConfig, here: LocalNode) -> MakeReport:
-    """What makes this node's report once the channel has told where it stands."""
+    """The function that makes this node's report once the channel has given address, clock and ports."""
 
     def make(standing: ChannelFacts, show: Show) -> NodeReport:
         return make_node_report(
@@ -110,11 +108,11 @@ def look_alone(request: TrainRequest, loaded: LoadedConfig, here: LocalNode) -> 
 
 
 def refusal_alone(verdict: Verdict, *, again: bool = False) -> UnisonoError:
-    """The error where the only node of a job is refused: it has nobody to disagree with, so that its exit code is 6 or 2, never 3.
+    """The error if the only node of a job is refused: there is no node to disagree with, so its exit code is 6 or 2, never 3.
 
     Args:
         verdict: why.
-        again: whether that is before a restart: what was asked for was fit then, and it is the machine that has changed.
+        again: before a restart: the request was valid at the first start, so the machine has changed.
     """
     known = find_cause(verdict.cause)
     unfit = again or (known is not None and known.exit_code == UnfitError.exit_code)

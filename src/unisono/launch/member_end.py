@@ -26,14 +26,14 @@ from unisono.text import plain
 
 @dataclass
 class HeadlessEnd:
-    """This node, after the end of the connection to a head that said no last word.
+    """This node after it lost the connection to a head that sent no last message.
 
     Attributes:
         run: this node's directory.
         last: what is known.
         heads: the head, as its lock named it while it lived; None where its directory is not seen here.
         shared: whether the directory is the head's.
-        show: sees what is said.
+        show: receives the messages.
         disk: of the directory.
         began: when this front began, in monotonic seconds.
     """
@@ -46,24 +46,24 @@ class HeadlessEnd:
     disk: RunsDisk
     began: float
 
-    def end(self, *, asked: signal.Signals | None) -> dict[str, Any]:
-        """Says who is gone, writes it down where that is this node's to do, and gives the result.
+    def end(self, *, stop: signal.Signals | None) -> dict[str, Any]:
+        """Reports the lost head, writes verdict and result where this node may, and returns the result.
 
         Args:
-            asked: the signal by which the job was asked to stop. Then a head that goes first is how it ends, and no fault.
+            stop: the signal that asked the job to stop. In that case a head that exits first is the normal end.
         """
         verdict = self.last.verdict
         known = find_cause(verdict.cause)
         fields = {**NOTHING_DONE, "step": self.last.step}
         if self.shared:
             fields = self.disk.write("how far the run is", partial(read_progress, self.run)) or fields
-        if asked is None:
+        if stop is None:
             self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
             ending = Ending(known.exit_code if known else 4, fields, verdict)
         else:
-            text = f"{verdict.summary}; it was asked to stop, and what it has saved is in its output_dir"
+            text = f"{verdict.summary}; the run was stopped, and its checkpoints are in its output_dir"
             self.show({"kind": "note", "time": time.time(), "text": text})
-            ending = Ending(exit_code_of(asked), fields)
+            ending = Ending(exit_code_of(stop), fields)
         result = result_of(
             ending,
             run_id=self.last.plan.run_id,
@@ -75,7 +75,7 @@ class HeadlessEnd:
         return result if self.shared else {**result, "held_by": f"node 0 ({plain(self.last.head)})"}
 
     def _write(self, ending: Ending, result: dict[str, Any]) -> None:
-        """The head's own files are the head's to write, as long as it lives; of a dead one nobody else would."""
+        """The head writes its own files as long as it lives; after its death this node does."""
         verdicts = [ending.verdict] if ending.verdict is not None else []
         if not self.shared:
             _write_end(self.run, verdicts, result)

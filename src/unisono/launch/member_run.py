@@ -1,4 +1,4 @@
-"""A start on a node that is not the head: it takes part, carries out the head's plan, and ends as the head says."""
+"""A run on a node that is not the head: it joins the meeting, runs its ranks by the head's plan, and ends with the head's result."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ def take_part(
     """Carries this node's part to its end; gives the head's result, with this node's output_dir.
 
     Raises:
-        Disagreed: with the words that all nodes have been told.
+        Disagreed: with the verdict that all nodes have received.
         EndedByVerdict: if the head is lost while ranks ran.
     """
     show, began = party.show, time.monotonic()
@@ -62,7 +62,7 @@ def take_part(
                 if isinstance(last, LostHead):
                     attendance.link.close()  # it is over; what follows may take a while
                     own = HeadlessEnd(run, last, heads, shared, show, disk, began)
-                    return own.end(asked=interrupts.first)
+                    return own.end(stop=interrupts.first)
     except Disagreed as error:
         if seen.has_own_output:
             disk.write(

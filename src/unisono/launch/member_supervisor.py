@@ -1,4 +1,4 @@
-"""The part of a node that is not the head: it carries out the head's plan with its own ranks, and ends as the head says."""
+"""The ranks of a node that is not the head: started by the head's plan, reported to the head, ended when the head says so."""
 
 import contextlib
 import signal
@@ -33,7 +33,7 @@ _PASSED_ON = ("warning", "ready", "shard_written", "shard_moves", "asked", "dige
 
 @dataclass(frozen=True)
 class LastWord:
-    """What the head said at the end: `ended` with exit code, verdicts and result; `again` before a new start of the ranks."""
+    """The head's last message: `ended` with exit code, verdicts and result; `again` before a new start of the ranks."""
 
     message: Message
 
@@ -61,18 +61,18 @@ class LostHead:
 
     @property
     def verdict(self) -> Verdict:
-        """Who is gone, as the head says it, too, if it lives."""
+        """The verdict on the lost node; the head has the same words if it lives."""
         return name_loss(self.loss, head=self.head)
 
 
 @dataclass
 class Serving:
-    """Runs this node's ranks for the head, until it says the last word.
+    """Runs this node's ranks for the head, until its last message.
 
     Attributes:
         link: this node's place at the head.
         local: the ranks; started and ended here.
-        interrupts: signals that ask to stop; they are told to the head.
+        interrupts: signals that ask to stop; they are passed to the head.
         show: sees what is worth a line here.
         plan: that the ranks are started on.
         disk: this node's output_dir.
@@ -161,7 +161,7 @@ class Serving:
         self._tell_gone()
 
     def _tell(self, rank: int, message: Message) -> None:
-        """Tells the head what a rank has said."""
+        """Passes a rank's message to the head."""
         self.link.send({"kind": "rank_said", "rank": rank, "message": message})
 
     def _obey(self, message: Message) -> LastWord | None:
@@ -176,7 +176,7 @@ class Serving:
             case "end":
                 self.local.end(str(message.get("why", "")))
                 for news in self.local.poll(0):
-                    self._pass_on(news)  # the last of them says, once, that all are gone
+                    self._pass_on(news)  # the last of them reports, once, that all have ended
                 self._tell_gone()
             case "look":
                 self._telling.look(message)
@@ -190,7 +190,7 @@ class Serving:
                 self.local.end("the run is over")
                 return LastWord(message)
             case _:
-                pass  # a newer head or node says more; what it says beside is not for us
+                pass  # a newer head or node may send more kinds of messages
         return None
 
     def _say_verdict(self, message: Message) -> None:
@@ -201,13 +201,13 @@ class Serving:
         self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
 
     def _tell_gone(self) -> None:
-        """Once: a second word of it would reach the head in the next start of the ranks, and be taken for theirs."""
+        """Once: a second message would reach the head during the next start of the ranks and count for those."""
         if self.local.all_ended and not self._told_gone:
             self._told_gone = True
             self.link.send({"kind": "all_ended"})
 
     def _tell_stop(self) -> None:
-        """A signal here is a wish of the whole job: the head tells everybody, and the ranks agree on the step."""
+        """A signal here stops the whole job: the head informs all nodes, and the ranks agree on the step."""
         first = self.interrupts.first
         if first is None:
             return
@@ -219,6 +219,6 @@ class Serving:
             self.link.send({"kind": "stop", "signal": first.name, "again": True})
 
     def _head_is_late(self) -> bool:
-        """Whether a second signal was told and nothing came of it."""
+        """Whether a second signal was passed on without effect."""
         at = self._told_again_at
         return at is not None and time.monotonic() - at > _HEAD_ANSWERS_S

@@ -80,7 +80,7 @@ def make_node_report(
     Args:
         loaded: the config, its paths absolute.
         here: machine, environment, and this node's part of the job.
-        standing: what the channel has told: address, clock, ports.
+        standing: what the channel knows: address, clock, ports.
         files: of `look_at_files`.
         output: of `look_at_output`.
         probes: network, clock and packages.
@@ -90,7 +90,9 @@ def make_node_report(
     limits = read_limits()
     own: list[str] = []
     head: list[str] = []
-    if topology.nodes > 1:  # one node calls nobody, and a resolver that hangs would cost it three seconds
+    if (
+        topology.nodes > 1
+    ):  # a job of one node has no addresses to resolve, and a resolver that hangs would cost three seconds
         own, head = _resolved(probes, machine.host, topology.head_host)
     threads, threads_origin = here.threads
     return NodeReport(
@@ -150,7 +152,7 @@ def reserve(limits: SystemLimits, *, nproc: int, disk_bytes: int | None) -> dict
     memory_bytes: a tenth of what is free, at least 1 GiB: the page cache, other programs, and the kernel's own.
     shm_bytes: a tenth of what is free in /dev/shm, at least 64 MiB: NCCL and data loaders of others.
     cores: one, where there are more cores than ranks: for the front, the system, and who looks at the machine.
-    disk_bytes: what checkpoints will fill, so that the last one does not meet a full disk; left out where it cannot be said.
+    disk_bytes: the space that all checkpoints of the run will take; omitted if it is unknown.
 
     Args:
         limits: of this node.
@@ -182,7 +184,7 @@ def checkpoints_bytes(config: RunConfig, files: Contents) -> int | None:
 
 
 def _resolved(probes: Probes, *names: str) -> list[list[str]]:
-    """The addresses of names, asked at the same time: each may take three seconds."""
+    """Resolves names in parallel: each may take three seconds."""
     with ThreadPoolExecutor(len(names)) as pool:
         return list(pool.map(probes.network.resolve, names))
 
@@ -231,7 +233,7 @@ _POLL_S = 0.1
 
 
 def question_of(checkpoint: Path | None) -> dict[str, Any]:
-    """What all nodes are asked to see: the checkpoint that the ranks will go on from, if there is one."""
+    """What all nodes must see: the checkpoint to resume from, if there is one."""
     if checkpoint is None:
         return {}
     return {"checkpoint": checkpoint.name, "manifest": manifest_digest(checkpoint)}
@@ -318,10 +320,10 @@ def _see_checkpoint(run: RunDir, question: Mapping[str, Any], *, who: str, host:
     path, limit = run.checkpoints / name, time.monotonic() + _SEEN_S
     while (found := manifest_digest(path)) != question.get("manifest"):
         if time.monotonic() > limit:
-            what = f"{path} is another one than on the head" if found else f"{path} is not there"
+            what = f"{path} differs from the head's" if found else f"{path} is not there"
             raise _refusal(
                 "checkpoint_not_shared",
-                f"{who} does not see the checkpoint that the ranks are to go on from: {what}",
+                f"{who} does not see the checkpoint to resume from: {what}",
                 host=host,
                 evidence=(
                     Evidence(

@@ -1,4 +1,4 @@
-"""How a start ended, as result.json says it (DESIGN A3). Pure."""
+"""How a run ended, in the fields of result.json. Pure."""
 
 import signal
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ class Ending:
         exit_code: of DESIGN A2.
         fields: for result.json: step, tokens, loss, eval, tokens_per_second, checkpoint, weights.
         verdict: what was wrong, if anything was.
-        error: a refusal of the worker, to be told in its own words.
+        error: the refusal of a rank, in its own words.
     """
 
     exit_code: int
@@ -82,14 +82,14 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
     }
     last = attempt.last or {}
     if last.get("kind") == "result" and attempt.decision is None:
-        told = {name: last[name] for name in known if name in last}
-        told["checkpoint"] = last.get("checkpoint") or attempt.checkpoint
+        reported = {name: last[name] for name in known if name in last}
+        reported["checkpoint"] = last.get("checkpoint") or attempt.checkpoint
         verdict = Verdict.from_json(last["verdict"]) if last.get("verdict") else None
         if verdict is None and _left_early(last, plan):
             # Its process may hang after its last word, and then has no end yet.
             end = attempt.ends.get(0) or RankEnd(0, 0, last, "end", attempt.step)
-            return _ended_by(name_death(end, plan, seen=attempt.picture), {**known, **told})
-        return Ending(int(last.get("exit_code", 0)), {**known, **told}, verdict)
+            return _ended_by(name_death(end, plan, seen=attempt.picture), {**known, **reported})
+        return Ending(int(last.get("exit_code", 0)), {**known, **reported}, verdict)
     decision = attempt.decision or Decision()
     if decision.agreement is not None:
         return Ending(3, known, decision.agreement.fatal[0])
@@ -97,7 +97,9 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
         return Ending(decision.error.exit_code, known, decision.error.verdict, decision.error)
     if decision.verdict is not None:
         cause = find_cause(decision.verdict.cause)
-        if attempt.asked_to_stop is not None:  # it was to end in any case; who has held it up is told
+        if (
+            attempt.asked_to_stop is not None
+        ):  # the run was stopping anyway; the rank that delayed it is reported
             return Ending(exit_code_of(attempt.asked_to_stop), known, decision.verdict)
         return Ending(cause.exit_code if cause else 4, known, decision.verdict)
     culprit = decision.culprit
@@ -124,7 +126,7 @@ def _ended_by(verdict: Verdict, fields: dict[str, Any]) -> Ending:
 
 
 def _said_by(error: UnisonoError, place: RankPlace) -> UnisonoError:
-    """The same refusal, with the rank that spoke it: on other nodes nobody could tell."""
+    """The same refusal with the rank that raised it: other nodes cannot know."""
     problems = [
         replace(problem, where=f"{place.label}: {problem.where}" if problem.where else place.label)
         for problem in error.problems
@@ -147,7 +149,7 @@ def _name(decision: Decision, attempt: Attempt, plan: RunPlan) -> Verdict:
 
 
 def _stopped(attempt: Attempt, culprit: RankEnd | None) -> int:
-    """130 or 75 if it ended because it was asked to, else 0."""
+    """130 or 75 if the run was stopped by a signal, else 0."""
     if attempt.asked_to_stop is not None:
         return exit_code_of(attempt.asked_to_stop)
     code = culprit.returncode if culprit is not None else 0

@@ -1,6 +1,6 @@
 """Beside the ranks of the head: notices that the run's directory, its checkpoints or its lock are removed, renamed or replaced.
 
-What was removed is made again from what the front knows, and training goes on. Where somebody else has put something at the path, or the disk
+What was removed is created again from what the front knows, and training continues. If there is something else at the path now, or the disk
 itself is gone from there, the run ends, and nothing is written.
 """
 
@@ -53,7 +53,7 @@ class OutputWatch:
             run: the directory, with all that is written before ranks start.
             lock: of it, held.
             disk: writes there.
-            show: sees what is said.
+            show: receives the messages.
             write_decision: writes the files that are made before ranks start, the plan last.
         """
         self._plan, self._run, self._lock, self._disk, self._show = plan, run, lock, disk, show
@@ -195,13 +195,15 @@ class OutputWatch:
             self._lose(f"{what}, and it cannot be made again")
             return
         self._warn(
-            f"{what}: it is made again, and training goes on; {lost}; logs and events of these ranks are not kept from here on, and the next"
+            f"{what}: it is created again, and training continues; {lost}; logs and events of these ranks are not kept from here on, and the next"
             " checkpoint comes when it is due",
             "end a run first (Ctrl-C), then remove or rename its directory",
         )
 
     def _make_again(self) -> bool:
-        self._run.root.mkdir(mode=0o700, parents=True)  # not one that somebody else has just made
+        self._run.root.mkdir(
+            mode=0o700, parents=True
+        )  # fails if there is a directory by now, which then belongs to someone else
         self._lock.keep()
         self._write_missing()
         self._bring_metrics()
@@ -221,7 +223,7 @@ class OutputWatch:
             return
         self._root = root
         self._warn(
-            f"{what}: it is locked again, and training goes on",
+            f"{what}: it is locked again, and training continues",
             "leave that file to its run: it keeps a second start out",
         )
 
@@ -271,7 +273,7 @@ class OutputWatch:
         self._saved = []
         self._warn(
             f"{self._run.checkpoints} was {f'renamed to {seen.now_at}' if seen.now_at else 'removed'} after step {self._step}, while its run lives:"
-            f" {lost}; training goes on, and the next checkpoint comes when it is due",
+            f" {lost}; training continues, and the next checkpoint is saved when it is due",
             "end a run first (Ctrl-C), then remove its checkpoints: unisono checkpoint prune RUN",
         )
 
@@ -288,7 +290,7 @@ class OutputWatch:
         attempt.saved_step = max(steps, default=0)
         attempt.checkpoint = str(steps[attempt.saved_step]) if steps else None
 
-    # What is said.
+    # Messages.
 
     def _warn(self, what: str, fix: str) -> None:
         verdict = self._verdict(what, severity="warning", fix=fix)

@@ -104,7 +104,7 @@ def prepare(
     """Has this machine's data and model looked through; gives what the task `prepare` found.
 
     Args:
-        request: what was asked.
+        request: the command line's part.
         loaded: the config, its paths absolute.
         environment: for the cache.
         ledger: whether data.json is written into the run's directory.
@@ -138,17 +138,17 @@ def make_plan(
     """Decides everything.
 
     Args:
-        request: what was asked.
+        request: the command line's part.
         loaded: the config, its paths absolute.
         here: machine and environment.
         layout: which rank runs where.
         prepared: what `prepare` gave.
         run_id: the same over all starts of a run.
-        resume: the checkpoint to go on from, or None.
+        resume: the checkpoint to resume from, or None.
         resume_reason: a line for people.
 
     Raises:
-        UnisonoError: if what was asked does not fit the devices or the data.
+        UnisonoError: if the request does not fit the devices or the data.
     """
     return resolve_plan(
         PlanInputs(
@@ -180,7 +180,7 @@ def _origins(loaded: LoadedConfig, here: LocalNode, layout: Layout) -> dict[str,
 
 
 def _set_by_hand(environment: Environment, reasons: Mapping[str, str]) -> dict[str, str]:
-    """Settings of NCCL, gloo, torch and CUDA that are in force here, and any other for which somebody gives a reason."""
+    """Settings of NCCL, gloo, torch and CUDA that are in effect here, and others for which the config gives a reason."""
     variables = environment.variables
     known = {**read_nccl_files(named=variables.get("NCCL_CONF_FILE")), **variables}
     return {name: value for name, value in known.items() if _BY_HAND.match(name) or name in reasons}

@@ -30,7 +30,7 @@ class Rehearsal:
         exit_code: 0, or that of the stage that failed.
         stages: name and seconds of each stage that was passed.
         result: of the training that ended badly, or of the last.
-        expected_s: how long the long run will take, if that can be said.
+        expected_s: estimated duration of the long run in seconds, if known.
         steps: of the long run.
         checkpoint_bytes: of one checkpoint.
     """
@@ -74,7 +74,7 @@ def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
     if request.launcher in ("ray", "slurm"):
         say(
             show,
-            f"a rehearsal is on this machine: --launcher {request.launcher} is left out, and no node of it is asked",
+            f"a rehearsal runs on this machine only: --launcher {request.launcher} is ignored",
         )
     done = Rehearsal()
 
@@ -118,7 +118,7 @@ def _train(done: Rehearsal, request: TrainRequest, show: Show, *, steps: int, re
         "track=[]",
         "checkpoint.storage=null",
     )
-    asked = replace(
+    small = replace(
         request,
         overrides=(*request.overrides, *small),
         limit_rows=ROWS,
@@ -126,7 +126,7 @@ def _train(done: Rehearsal, request: TrainRequest, show: Show, *, steps: int, re
         resume=resume,
         fresh=False,
     )
-    done.result = train(asked, _only(show, "phase", "warning", "verdict", "refused"))
+    done.result = train(small, _only(show, "phase", "warning", "verdict", "refused"))
     done.exit_code = int(done.result["exit_code"])
 
 

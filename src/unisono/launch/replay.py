@@ -43,7 +43,7 @@ Lines = Mapping[int, Mapping[str, Any]]
 
 @dataclass
 class Replay:
-    """A replay that is asked for.
+    """A request to replay steps.
 
     Attributes:
         run: the run's directory.
@@ -51,7 +51,7 @@ class Replay:
         step: of the checkpoint to begin from; None: the newest one with so many logged steps after it.
         show: sees phases, notes and warnings.
         programs: what is started.
-        probes: what this machine is asked through.
+        probes: how this machine is inspected; tests replace it.
     """
 
     run: RunDir
@@ -73,7 +73,7 @@ class Replay:
         holder = read_holder(self.run.lock)
         if holder is not None:
             raise UsageError.of(
-                f"the run is going on: {holder}",
+                f"the run is active: {holder}",
                 where=str(self.run.lock),
                 why="a replay takes the same devices",
                 fix="wait until it has ended",
@@ -200,15 +200,15 @@ class Replay:
 
 
 def changed_versions(run: RunDir, now: Mapping[str, str]) -> list[str]:
-    """A line for each package that numbers depend on and that is another one than when the run was started last.
+    """A line for each package that affects numbers and whose version differs from the run's last start.
 
     Args:
-        run: whose environment.json says what there was.
+        run: its environment.json has the earlier versions.
         now: all installed packages and their versions.
     """
     packages = read_object(run.environment).get("packages")
     if not isinstance(packages, dict):
-        return ["environment.json cannot be read, so nobody knows with which packages the run was made"]
+        return ["environment.json cannot be read, so the package versions of the run are unknown"]
     before, after = decisive_versions(packages), decisive_versions(now)
     return [
         f"{name} is {one_line(after.get(name, 'not here'), limit=60)}, and was {one_line(str(before[name]), limit=60)}"
@@ -277,7 +277,7 @@ def _refuse_other_ranks(plan: RunPlan, found: IntactCheckpoint) -> None:
 
 
 def _refuse_changed(plan: RunPlan, prepared: Mapping[str, Any]) -> None:
-    """Other rows or another model give other losses, and that would say nothing of the checkpoint."""
+    """Different rows or a different model give different losses, which would prove nothing about the checkpoint."""
     for name, digest, key in (
         ("data", plan.data.digest, "data.train"),
         ("model", plan.model.digest, "model.path"),
@@ -321,7 +321,7 @@ def _excuses_of_the_machine(plan: RunPlan, again: RunPlan) -> list[str]:
 
 
 def _take_agreement(reports: Mapping[int, RankReport], agreement: Agreement) -> None:
-    """Ranks that disagree end the replay by themselves; there is no table to keep."""
+    """Ranks that disagree end the replay by themselves; no agreement is kept."""
 
 
 def _check_end(attempt: Attempt, plan: RunPlan, lines: Lines) -> None:

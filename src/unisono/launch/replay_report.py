@@ -69,13 +69,13 @@ class Replayed:
         shown = f"{first.name} of step {first.step} is {first.again!r} now, and was {first.logged!r}"
         if self.is_right:
             return [
-                f"{self.steps} give{'s' * one} the same to rounding, not to the bit: {shown}",
+                f"{self.steps} give{'s' * one} the same to rounding, not bit-exactly: {shown}",
                 *self.excuses,
             ]
         return [f"{self.steps} do{'es' * one} not give the same: {shown}", *self.excuses]
 
     def error(self, where: str) -> IntegrityError:
-        """What a person is told where it is not right."""
+        """The explanation if the replay differs."""
         known = "; ".join(self.excuses)
         why = (
             f"more than rounding can make, which these allow for: {known}"
@@ -106,7 +106,7 @@ class Replayed:
 def compare(
     logged: Mapping[int, Mapping[str, Any]], again: Mapping[int, Mapping[str, Any]]
 ) -> tuple[Difference, ...]:
-    """Every figure of the steps in `again` that is not the same number, to the bit, as the logged one.
+    """Every figure of the steps in `again` that is not bit-exactly the logged one.
 
     Args:
         logged: the lines of metrics.jsonl by step.

@@ -1,4 +1,4 @@
-"""Beside the ranks of the head: compares what they tell of their weights, and names the replica that has drifted."""
+"""Compares the digests of the ranks' weights while they train, and detects the replica that has drifted."""
 
 import time
 from collections import defaultdict
@@ -12,13 +12,13 @@ from unisono.events import Message, Show
 from unisono.plan import RankPlace, RunPlan
 
 _KEPT_STEPS = 16
-"""Steps of which some ranks have told and others not yet; ranks of one group are never that far apart."""
+"""Steps for which only some ranks have reported; ranks of one group are never that far apart."""
 _SHOWN_GROUPS = 6
 
 
 @dataclass(frozen=True)
 class DriftReport:
-    """What a rank told after a step: the digest of its weights, and what decides how it rounds."""
+    """A rank's report after a step: the digest of its weights, and what determines its rounding."""
 
     digest: str
     arithmetic: str
@@ -32,7 +32,7 @@ class ReplicaDrift:
 
         Args:
             plan: of the start.
-            show: sees a warning where a difference is no fault.
+            show: receives a warning if a difference is not an error.
         """
         self._plan = plan
         self._show = show
@@ -42,7 +42,7 @@ class ReplicaDrift:
         self._warned = False
 
     def heard(self, rank: int, message: Message) -> None:
-        """Takes a digest; compares when all ranks have told theirs of a step."""
+        """Takes a digest; compares when all ranks have reported a step."""
         if message["kind"] != "digest" or self._verdict is not None:
             return
         step = int(message["step"])
@@ -61,9 +61,9 @@ class ReplicaDrift:
         """Nothing is held."""
 
     def _compare(self, step: int, found: dict[int, DriftReport]) -> None:
-        if len({said.digest for said in found.values()}) == 1:
+        if len({report.digest for report in found.values()}) == 1:
             self._equal_at = step
-        elif len({said.arithmetic for said in found.values()}) == 1:
+        elif len({report.arithmetic for report in found.values()}) == 1:
             self._verdict = name_drift(self._plan.ranks, found, step=step, equal_at=self._equal_at)
         elif not self._warned:
             self._warned = True
@@ -73,16 +73,16 @@ class ReplicaDrift:
 def name_drift(
     places: Sequence[RankPlace], found: Mapping[int, DriftReport], *, step: int, equal_at: int | None
 ) -> Verdict:
-    """Who holds other weights than the rest. Without a majority nobody is blamed.
+    """The replica whose weights differ from the rest. Without a majority no replica is blamed.
 
     Args:
         places: of the ranks.
-        found: what each told, by rank; at least two of them differ.
-        step: after which they told it.
+        found: each rank's report; at least two of them differ.
+        step: after which they reported it.
         equal_at: the last step after which all were equal, if there was one in this start.
     """
     who = [Member(place.node_rank, rank, place.host) for rank, place in enumerate(places)]
-    groups = partition((who[rank], said.digest) for rank, said in sorted(found.items()))
+    groups = partition((who[rank], report.digest) for rank, report in sorted(found.items()))
     most = majority(groups)
     odd = [one for group in groups if most is not None and group is not most for one in group.members]
     since = f"they were equal after step {equal_at}" if equal_at is not None else "it is the first comparison"
@@ -127,11 +127,11 @@ def _fix(ranks: tuple[int, ...], equal_at: int | None) -> tuple[str, ...]:
 
 
 def _rounding(found: Mapping[int, DriftReport], step: int) -> Message:
-    kinds = " and ".join(sorted({said.arithmetic for said in found.values()}))
+    kinds = " and ".join(sorted({report.arithmetic for report in found.values()}))
     return {
         "kind": "warning",
         "time": time.time(),
         "code": "replicas_round_differently",
-        "text": f"the weights of the ranks are not bit-equal after step {step}: {kinds} round differently. Drift of a rank cannot be told from that here",
+        "text": f"the weights of the ranks are not bit-equal after step {step}: {kinds} round differently. Drift of a rank cannot be detected here",
         "fix": "train on devices of one kind",
     }

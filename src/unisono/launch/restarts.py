@@ -1,4 +1,4 @@
-"""Between two starts of the ranks: whether the run goes on by itself, on which nodes, from where, and what that has cost."""
+"""Between two starts of the ranks: whether the run restarts, on which nodes, from which checkpoint, and the time it cost."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -43,7 +43,7 @@ class Death:
 
 
 OF_ITS_NODE = frozenset({"gpu_fell_off", "ecc_error", "storage_unfit", "disk_full", "host_oom_killed"})
-"""Causes that lie in one machine: without it the run can go on."""
+"""Causes that lie in one machine: without it the run can continue."""
 
 
 def may_restart(
@@ -60,7 +60,7 @@ def may_restart(
         earlier: the deaths before this one.
         allowed: the config's `restarts`.
         without_culprit: whether the node that it was about takes part no more. Then it helps whatever the cause is, and
-            what it did before says nothing about the others.
+            its earlier steps prove nothing about the others.
     """
     cause = find_cause(verdict.cause)
     if not without_culprit and (cause is None or not cause.retry_helps):
@@ -78,14 +78,14 @@ class Restarts:
     """The restarts of one run.
 
     Attributes:
-        request: what was asked.
+        request: the command line's part.
         loaded: the config, its paths absolute.
         here: machine and environment.
         run: its directory.
         prepared: what data and model are.
         others: the other nodes, or None.
         table: what goes into agreement.json.
-        show: sees what is said.
+        show: receives the messages.
         restarts: for result.json.
     """
 
@@ -102,17 +102,17 @@ class Restarts:
     _since: float | None = None
 
     def decide(self, plan: RunPlan, attempt: Attempt, verdict: Verdict) -> bool:
-        """Whether the ranks are to be started again; says why (not)."""
+        """Whether to start the ranks again; reports why or why not."""
         lost = self._lost(plan, attempt)
         if lost and not self._can_do_without(lost):
             hint = (
                 ""
                 if self._has_least
-                else f"; with --nodes MIN:{len(plan.nodes)} it could go on without that one"
+                else f"; with --nodes MIN:{len(plan.nodes)} it could continue without that node"
             )
             say(
                 self.show,
-                f"a node is gone: the run ends, and goes on when it is started again on all nodes{hint}",
+                f"a node is lost: the run ends, and resumes when it is started again on all nodes{hint}",
             )
             return False
         again, why = may_restart(
@@ -130,9 +130,9 @@ class Restarts:
 
         Raises:
             IntegrityError: if there are checkpoints and none is intact.
-            Disagreed: if a node that is needed is gone or not fit; all nodes have been told then.
+            Disagreed: if a required node is lost or unfit; all nodes have received the verdict.
             UnfitError: if the only node is not fit any more.
-            Stopped: if somebody asks to stop meanwhile.
+            Stopped: if a signal asks to stop meanwhile.
         """
         self._since = attempt.decided_at or time.monotonic()
         self._deaths.append(Death(verdict.cause, attempt.step))
@@ -173,7 +173,7 @@ class Restarts:
         return plan.model_copy(update=again)
 
     def stepped(self) -> None:
-        """A step was made; the first one after a restart says what that has cost."""
+        """A step is done; the first one after a restart gives the cost of the restart."""
         if self._since is not None:
             self.restarts[-1]["cost_s"] = round(time.monotonic() - self._since, 3)
             self._since = None
@@ -229,7 +229,7 @@ class Restarts:
         return self.others is not None and len(self.others.meeting.reports) < len(plan.nodes)
 
     def _with_fewer(self, plan: RunPlan, resume: ResumePoint | None) -> RunPlan:
-        """The plan made anew for the nodes that are left; what was chosen for the first start and decides what is learnt stays.
+        """A new plan for the remaining nodes; everything that affects what is trained stays as in the first start.
 
         Nodes keep their numbers, so that a node is called the same all along; ranks are numbered anew, without a gap.
         """
@@ -239,7 +239,7 @@ class Restarts:
         gone = [node for node in plan.nodes if node.node_rank not in meeting.roll.hosts]
         names = ", ".join(name_node(node.node_rank, node.host) for node in gone)
         line = (
-            f"goes on with {len(layout.nodes)} of {meeting.roll.nodes} nodes, without {names}: {layout.world_size} ranks in place of "
+            f"continues with {len(layout.nodes)} of {meeting.roll.nodes} nodes, without {names}: {layout.world_size} ranks in place of "
             f"{plan.world_size}, the same {plan.global_batch} sequences a step"
         )
         meeting.note(line, everywhere=True)

@@ -1,4 +1,4 @@
-"""Takes a run's directory for one start: decided, made, locked; and given back, with nothing left if nothing came of it."""
+"""Claims a run's directory for one start: decides, creates, locks; and releases it, without a trace if the start came to nothing."""
 
 import contextlib
 import os
@@ -30,13 +30,13 @@ from unisono.supervise.bounded_io import refuse_if_silent
 def find_resume_point(
     run: RunDir, decision: StartDecision, environment: Environment, show: Show, *, trust: bool = False
 ) -> tuple[ResumePoint | None, str]:
-    """The newest intact checkpoint, what is wrong with newer ones told; None where the run has none yet. And the reason.
+    """The newest valid checkpoint, or None if the run has none yet, and the reason for the choice. Damaged newer ones are reported.
 
     Args:
         run: its directory.
         decision: what the start is.
         environment: for the user's key.
-        show: sees a warning for each finding.
+        show: receives a warning for each finding.
         trust: `--trust`: take one that is not signed by this user, too.
 
     Raises:
@@ -45,9 +45,9 @@ def find_resume_point(
     store = CheckpointStore(run.checkpoints, key=user_key(environment.settings_dir))
 
     def on_damage(path: Path, damage: Damage) -> None:
-        if damage.kind == "foreign" and trust:  # it is gone on from, and the reason of the start says so
+        if damage.kind == "foreign" and trust:  # the run resumes from it, and the resume reason says so
             return
-        fix = "pass --trust to go on from it all the same" if damage.kind == "foreign" else ""
+        fix = "pass --trust to resume from it anyway" if damage.kind == "foreign" else ""
         text = f"{path.name}: {damage}"
         show(
             {
@@ -76,7 +76,10 @@ def with_changes(plan: RunPlan, run: RunDir, decision: StartDecision, request: T
     elif decision.kind == "fresh":
         lines = unused_allowances(request.allowed)
     if request.trust and (plan.resume is None or not plan.resume.trust):
-        lines = [*lines, "--trust was not needed: there is no checkpoint of somebody else to go on from"]
+        lines = [
+            *lines,
+            "--trust was not needed: there is no checkpoint signed by another key to resume from",
+        ]
     return plan.model_copy(update={"warnings": [*plan.warnings, *lines], "allowed": allowed})
 
 
@@ -169,16 +172,16 @@ def claim(
     refuse_if_silent(run.root)
     decide_start(run, config, resume=resume, fresh=fresh, allow=allow)  # refuses before anything is touched
     if fresh and run.root.exists() and any(run.root.iterdir()):
-        with _locked(run, host, port, say):  # nobody renames a run under the feet of one that lives
+        with _locked(run, host, port, say):  # a run that is active must not be renamed
             moved = set_aside(run)
         say(f"the earlier run is now {moved}")
     missing, made = not run.root.exists(), False
     _make(run)
     try:
         with _locked(run, host, port, say) as lock:
-            made = missing  # from here on: who is refused may not take away what another start has just made
+            made = missing  # from here on: a start that is refused must not remove what another start has just created
             if remove_partial_download(run):
-                say(f"what a start that was killed had begun to bring into {run.root} is removed")
+                say(f"removed the incomplete download of a killed start from {run.root}")
             decision = decide_start(run, config, resume=resume, fresh=False, allow=allow)
             claimed = Claim(run, decision, made, Earlier.of(run), lock)
             try:
@@ -187,7 +190,7 @@ def claim(
                 made = claimed.made and not claimed.worth_keeping
                 puts_back = claimed.decision.kind != "fresh" and not claimed.trained
                 if (made or puts_back) and not _is_in_place(lock):
-                    made = puts_back = False  # what somebody else has put at the path stays as it is
+                    made = puts_back = False  # the path holds something else now, which stays as it is
                 if puts_back:
                     claimed.earlier.put_back()
     finally:

@@ -44,7 +44,7 @@ def write_decision(run: RunDir, plan: RunPlan) -> None:
 
 
 def read_progress(run: RunDir) -> dict[str, Any]:
-    """How far a run is, by the files in its directory; for who has to say how it ended in place of a head that is gone.
+    """A run's progress, read from its directory; for a node that writes the result in place of a lost head.
 
     Its keys are those of result.json. A checkpoint is not read through: whoever resumes from it does that.
     """
@@ -72,7 +72,7 @@ def read_progress(run: RunDir) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def writing_for_head(lock: Path, head: Holder | None, loss: NodeLoss) -> Iterator[bool]:
-    """Whether a lost head's files are this node's to write: it has ended, and nobody has started there since. Nobody starts meanwhile.
+    """Whether this node may write a lost head's files: the head has ended, and no start has begun since. None can begin meanwhile.
 
     Args:
         lock: of the head's directory.
@@ -162,7 +162,7 @@ def keep_refusal(run: RunDir, config: RunConfig, table: Table, error: UnisonoErr
 
 
 def _agreement(plan: RunPlan, *, versions_digest_: str) -> dict[str, Any]:
-    """One node, one rank: what it brought, and that there was nobody to disagree with."""
+    """One node with one rank: its report, without a comparison."""
     report = {
         "node_rank": 0,
         "host": plan.host,
@@ -184,7 +184,7 @@ def _agreement(plan: RunPlan, *, versions_digest_: str) -> dict[str, Any]:
 def write_plan(run: RunDir, lock: RunLock, plan: RunPlan, table: Table) -> None:
     """Writes all that is decided before a start of the ranks, on the head; agreement.json of several ranks, too."""
     make_private_dir(run.root)
-    lock.keep()  # preparing the data may have taken hours, and somebody may have removed the directory
+    lock.keep()  # preparing data may take hours, and the directory may have been removed meanwhile
     write_decision(run, plan)
     if plan.world_size > 1:
         write_agreement(run, table)

@@ -1,4 +1,4 @@
-"""One training start, whole: what is asked, what is here, and then this node's part of it."""
+"""One training run: the request, this machine, and then this node's part, head or member."""
 
 import time
 from pathlib import Path
@@ -36,7 +36,7 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
             result = _start(request, show, interrupts, began, token)
         except Stopped as stopped:
             who = stopped.number.name + (f" to {stopped.where}" if stopped.where else "")
-            say(show, f"{who} before anything was started: nothing has changed")
+            say(show, f"{who} before anything was started: nothing changed")
             result = result_of(
                 Ending(exit_code_of(stopped.number), NOTHING_DONE),
                 run_id="",

@@ -1,4 +1,4 @@
-"""What a training start was asked for, and the config that comes of it."""
+"""The request of one training run: command line options, and the config that results from them."""
 
 import glob
 import os
@@ -33,7 +33,7 @@ class Witness(Protocol):
 def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
     """The same config with every path absolute. Hub ids, URLs and `builtin:` names stay as they are.
 
-    A name is taken for a path when something is there under it, seen from `base`.
+    A name counts as a path if it exists relative to `base`.
     """
     body = config.model_dump(mode="json", by_alias=True)
     for section, key in (("model", "path"), ("model", "tokenizer"), ("data", "template"), ("data", "eval")):
@@ -47,7 +47,7 @@ def config_yaml(config: RunConfig, *, command: str) -> str:
     """The text of config.yaml: runnable as it is."""
     body = config.model_dump(mode="json", by_alias=True)
     return (
-        f"# Written by unisono {__version__}: everything that was asked for, defaults included.\n"
+        f"# Written by unisono {__version__}: the complete config, defaults included.\n"
         f"# Run it again with: {command}\n"
         + yaml.safe_dump(body, sort_keys=False, allow_unicode=True, width=110)
     )
@@ -90,8 +90,8 @@ class TrainRequest:
         overrides: `key.sub=value`, laid over it.
         resume: also start where nothing exists, and extend a finished run.
         fresh: rename what is there, and begin.
-        allow: `--allow` as it was typed: what may make another run of one that goes on. Node 0 decides.
-        trust: go on from a checkpoint that is not signed with this user's key, too. Node 0 decides.
+        allow: `--allow` as typed: keys that may change when a run resumes. Node 0 decides.
+        trust: also resume from a checkpoint that is not signed with this user's key. Node 0 decides.
         devices: `--devices` as it was typed: indices or UUIDs between commas.
         restarts: in place of the config's.
         nproc: ranks on this node.
@@ -106,15 +106,15 @@ class TrainRequest:
         partition: of the Slurm cluster.
         time: the limit of a Slurm job, as Slurm writes it.
         origins: where each value of the config came from, where another front has resolved it; None: as it is read here.
-        debug_comm: ranks say more about their communication.
+        debug_comm: enable verbose communication logs of the ranks.
         rehearse: several ranks make a checkpoint after the first step, which is read back.
         limit_rows: only so many rows are read; a rehearsal's.
         programs: what is started as worker and task.
         ssh: the program that starts `--hosts`, with options; tests have a port and keys of their own.
-        probes: what this machine is asked through.
+        probes: how this machine is inspected; tests replace it.
         faults: written into the plan; only tests and drills do.
-        rhythm: how checkpoints are read again while the run goes on; tests are in a hurry.
-        witness: what who has started the fronts knows of a lost node; None where nobody knows more than the head.
+        rhythm: how fast checkpoints are re-read during the run; tests use a faster one.
+        witness: the launcher's knowledge of lost nodes; None if the launcher knows no more than the head.
     """
 
     config_path: Path
@@ -165,7 +165,7 @@ class TrainRequest:
 
     @property
     def topology(self) -> TopologyRequest:
-        """What it says about nodes and ranks.
+        """The request's part about nodes and ranks.
 
         Raises:
             UsageError: if a list has an empty place.
@@ -192,7 +192,7 @@ def load_asked(request: TrainRequest) -> LoadedConfig:
         raise UsageError.of(
             "--resume and --fresh contradict each other",
             where="command line",
-            fix="--resume goes on with the run, --fresh renames it and begins anew",
+            fix="--resume continues the run, --fresh renames it and starts a new one",
         )
     _ = request.allowed  # a misspelt key is refused before anything else is looked at
     overrides = request.overrides

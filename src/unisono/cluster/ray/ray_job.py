@@ -48,7 +48,7 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
         try:
             result = _Session(request, loaded, show, interrupts, body, began).run()
         except Stopped as stopped:
-            say(show, f"{stopped.number.name} before anything was started: nothing has changed")
+            say(show, f"{stopped.number.name} before anything was started: nothing changed")
             result = _without_run(Ending(exit_code_of(stopped.number), NOTHING_DONE), began)
         except Disagreed as error:
             if error.verdict is None:
