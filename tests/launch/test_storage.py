@@ -284,7 +284,9 @@ def test_a_start_that_is_killed_while_it_brings_a_run_back_is_in_nobodys_way(
     assert (front.out / "plan.json").exists() == (moment == "placed")
     done = front.run("--resume")
     assert done.returncode == 0, done.stderr
-    assert (f"removed the incomplete download of a killed start from {front.out}" in done.stderr) == (moment != "placed")
+    assert (f"removed the incomplete download of a killed start from {front.out}" in done.stderr) == (
+        moment != "placed"
+    )
     assert front.read("plan.json")["resume"]["step"] == 6
     assert front.steps() == list(range(1, 11))
     assert not [path.name for path in front.out.iterdir() if path.name.startswith(".")]
