@@ -6,7 +6,7 @@ from unisono.errors import UsageError
 from unisono.facts import Machine
 from unisono.facts.machine import Gpu
 from unisono.plan import DeviceChoice
-from unisono.plan.device_choice import choose_devices, device_words
+from unisono.plan.placement import choose_devices, device_words
 
 
 def gpu(index: int, capability: tuple[int, int] = (9, 0)) -> Gpu:

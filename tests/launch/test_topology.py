@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from unisono.errors import UsageError
 from unisono.facts import Machine
 from unisono.facts.machine import Gpu
-from unisono.plan.device_choice import choose_devices, device_words, usable_accelerators
+from unisono.plan.placement import choose_devices, device_words, usable_accelerators
 from unisono.plan.topology import (
     DEFAULT_PORT,
     Accelerators,

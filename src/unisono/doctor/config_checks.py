@@ -13,7 +13,7 @@ from unisono.launch.head_preparation import plan_start
 from unisono.launch.node_report import checkpoints_bytes
 from unisono.launch.planning import prepare
 from unisono.plan import RunPlan
-from unisono.plan.rank_layout import lay_out
+from unisono.plan.placement import lay_out
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
 from unisono.rundir.start_decision import StartDecision, decide_start

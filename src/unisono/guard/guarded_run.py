@@ -41,7 +41,7 @@ from unisono.guard.program_supervisor import ProgramSupervisor
 from unisono.integrations.border import Guard
 from unisono.launch.run_records import writing_for_head
 from unisono.plan import NodePlace
-from unisono.plan.device_choice import usable_accelerators
+from unisono.plan.placement import usable_accelerators
 from unisono.plan.topology import Accelerators
 from unisono.rendezvous.head_address import refusals_reported
 from unisono.rendezvous.head_side import hold_meeting

@@ -21,7 +21,7 @@ from unisono.facts.redaction import redact
 from unisono.facts.versions import code_digests, decisive_versions, versions_digest
 from unisono.guard.command import Command, comparable
 from unisono.guard.program_request import RunRequest, RunShape, read_shape
-from unisono.plan.device_choice import visible_gpus
+from unisono.plan.placement import visible_gpus
 from unisono.plan.topology import Accelerators, Topology, refuse_lone_node
 from unisono.rendezvous.head_address import is_this_machine
 from unisono.rendezvous.job_token import Token, make_token, read_token, watch_lifeline

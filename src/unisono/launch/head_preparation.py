@@ -14,7 +14,7 @@ from unisono.launch.run_claim import Claim, find_resume_point, with_changes
 from unisono.launch.run_records import Table
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
-from unisono.plan.rank_layout import Layout, lay_out
+from unisono.plan.placement import Layout, lay_out
 from unisono.remote_checkpoint.download import download_newest
 from unisono.remote_checkpoint.first_checkpoint import with_rehearsal
 from unisono.remote_checkpoint.storage_trial import storage_tried

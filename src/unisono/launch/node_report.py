@@ -28,7 +28,7 @@ from unisono.facts.storage import StorageFacts, is_nonce, probe_storage
 from unisono.facts.versions import code_digests, decisive_versions, versions_digest
 from unisono.launch.planning import LocalNode
 from unisono.launch.train_request import TrainRequest
-from unisono.plan.device_choice import visible_gpus
+from unisono.plan.placement import visible_gpus
 from unisono.rendezvous.party import NONCE_FILE, ChannelFacts
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs

@@ -12,8 +12,14 @@ from unisono.facts import Environment, Machine
 from unisono.facts.environment import read_nccl_files
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
-from unisono.plan.device_choice import choose_devices, device_words, usable_accelerators
-from unisono.plan.rank_layout import Layout, NodeOffer, threads_of
+from unisono.plan.placement import (
+    Layout,
+    NodeOffer,
+    choose_devices,
+    device_words,
+    threads_of,
+    usable_accelerators,
+)
 from unisono.plan.topology import Topology, read_topology, refuse_lone_node
 from unisono.rendezvous.head_address import is_this_machine
 from unisono.rendezvous.srun_front import placed_by_slurm

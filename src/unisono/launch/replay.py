@@ -25,8 +25,7 @@ from unisono.launch.outcome import ending_of
 from unisono.launch.replay_report import Replayed, compare
 from unisono.launch.run_records import write_decision
 from unisono.plan import ResumePoint, RunPlan
-from unisono.plan.device_choice import choose_devices
-from unisono.plan.rank_layout import NodeOffer, lay_out
+from unisono.plan.placement import NodeOffer, choose_devices, lay_out
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
 from unisono.rundir.records import iterate_metrics

@@ -25,7 +25,7 @@ from unisono.launch.run_claim import find_resume_point, with_changes
 from unisono.launch.run_records import Table
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import ResumePoint, RunPlan
-from unisono.plan.rank_layout import lay_out
+from unisono.plan.placement import lay_out
 from unisono.remote_checkpoint.first_checkpoint import still_due
 from unisono.rendezvous.party import ChannelFacts
 from unisono.rundir import RunDir

@@ -15,7 +15,7 @@ from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import LocalNode, look_around, prepare
 from unisono.launch.train_request import TrainRequest, load_asked, refuse_live_launcher
 from unisono.plan import RunPlan
-from unisono.plan.rank_layout import lay_out
+from unisono.plan.placement import lay_out
 from unisono.rendezvous import meeting_end
 from unisono.rendezvous.srun_front import token_hint, token_of_step
 from unisono.rundir import RunDir

@@ -16,7 +16,7 @@ from unisono.config.load import load_config
 from unisono.errors import UsageError
 from unisono.facts import Environment, Probes
 from unisono.facts.slurm import SlurmStep
-from unisono.plan.device_choice import device_words
+from unisono.plan.placement import device_words
 from unisono.plan.topology import TopologyRequest, parse_hosts
 from unisono.remote_checkpoint.verifier import ReadingRate
 from unisono.rundir.config_changes import read_allowed

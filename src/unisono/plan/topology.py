@@ -210,7 +210,7 @@ def read_topology(
     Args:
         asked: the options.
         variables: of a distributed job, as `Environment.leftovers` has them.
-        accelerators: `plan.device_choice.usable_accelerators` gives them.
+        accelerators: `plan.placement.usable_accelerators` gives them.
         is_here: whether a host of `--hosts` is this machine.
         placed: by a scheduler that has started one front on each node; None: none has.
 
