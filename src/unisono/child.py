@@ -37,9 +37,11 @@ def parse_child_arguments(argv: list[str], *, named: bool) -> argparse.Namespace
             help="memory of the front, in which this rank keeps its newest step",
         )
         parser.add_argument(
-            "--beat-fds", default=None, metavar="N,N,N",
+            "--beat-fds",
+            default=None,
+            metavar="N,N,N",
             help="memory of the front: this rank's signs of life, its stacks, its answers",
-        )  # fmt: skip
+        )
     parser.add_argument("--events", default=None, help="a file that keeps the messages, too")
     parser.add_argument("--front-pid", type=int, default=None, help="the front, with which this process ends")
     return parser.parse_args(argv)

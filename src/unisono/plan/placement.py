@@ -51,8 +51,9 @@ def choose_devices(
         if named:
             raise UsageError.of(
                 f"--devices {','.join(named)} names an accelerator, but the config says `device: cpu`",
-                where="command line", fix="leave out --devices, or pass device=cuda",
-            )  # fmt: skip
+                where="command line",
+                fix="leave out --devices, or pass device=cuda",
+            )
         return [_cpu(machine, nproc)] * nproc, "device: cpu"
     gpus = visible_gpus(machine.gpus, visible)
     why_not = _why_none(machine, gpus, visible, torch_version)
@@ -60,9 +61,11 @@ def choose_devices(
         return [_cpu(machine, nproc)] * nproc, f"auto: {why_not}"
     if why_not:
         raise UsageError.of(
-            "there is no CUDA device for this run", where="--devices" if named else "device", why=why_not,
+            "there is no CUDA device for this run",
+            where="--devices" if named else "device",
+            why=why_not,
             fix="set `device: cpu`, or mend what the line above says",
-        )  # fmt: skip
+        )
     if named:
         chosen = [_named(gpus, machine.gpus, word, visible) for word in named]
         _refuse_repeated(named, chosen)
@@ -101,8 +104,9 @@ def _refuse_too_few(nproc: int, gpus: list[Gpu], visible: str | None) -> None:
         raise UsageError.of(
             f"{nproc} ranks need {nproc} accelerators, and {len(gpus)} can be used here",
             where="this machine" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}",
-            why="every rank has one device of its own", fix=f"pass --nproc {len(gpus)}, or device=cpu",
-        )  # fmt: skip
+            why="every rank has one device of its own",
+            fix=f"pass --nproc {len(gpus)}, or device=cpu",
+        )
 
 
 def _refuse_repeated(words: tuple[str, ...], chosen: list[Gpu]) -> None:
@@ -111,9 +115,10 @@ def _refuse_repeated(words: tuple[str, ...], chosen: list[Gpu]) -> None:
         if gpu.uuid in seen:
             raise UsageError.of(
                 f"--devices names one device twice: {seen[gpu.uuid]} and {word} are {gpu.index} ({gpu.uuid})",
-                where="command line", why="two ranks on one device fail or wait for each other",
+                where="command line",
+                why="two ranks on one device fail or wait for each other",
                 fix="name each device once",
-            )  # fmt: skip
+            )
         seen[gpu.uuid] = word
 
 
@@ -155,22 +160,31 @@ def _named(gpus: list[Gpu], everything: list[Gpu], word: str, visible: str | Non
     known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus)
     hidden = _match(everything, word) is not None
     raise UsageError.of(
-        f"there is no device {word} for this run", where="command line, --devices",
-        why=f"CUDA_VISIBLE_DEVICES={visible} hides it" if hidden else "", fix=f"one of {known}",
-    )  # fmt: skip
+        f"there is no device {word} for this run",
+        where="command line, --devices",
+        why=f"CUDA_VISIBLE_DEVICES={visible} hides it" if hidden else "",
+        fix=f"one of {known}",
+    )
 
 
 def _cpu(machine: Machine, nproc: int) -> DeviceChoice:
     return DeviceChoice(
-        kind="cpu", name=machine.cpu_name, memory_bytes=machine.memory_available_bytes // nproc, bfloat16=machine.cpu_bfloat16,
-    )  # fmt: skip
+        kind="cpu",
+        name=machine.cpu_name,
+        memory_bytes=machine.memory_available_bytes // nproc,
+        bfloat16=machine.cpu_bfloat16,
+    )
 
 
 def _cuda(gpu: Gpu) -> DeviceChoice:
     return DeviceChoice(
-        kind="cuda", index=gpu.index, uuid=gpu.uuid, name=gpu.name, memory_bytes=gpu.memory_free_bytes,
+        kind="cuda",
+        index=gpu.index,
+        uuid=gpu.uuid,
+        name=gpu.name,
+        memory_bytes=gpu.memory_free_bytes,
         bfloat16=gpu.capability >= _BFLOAT16_SINCE,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -222,18 +236,26 @@ def lay_out(offers: Sequence[NodeOffer]) -> Layout:
     ordered = sorted(offers, key=lambda offer: offer.node_rank)
     nodes = [
         NodePlace(
-            node_rank=offer.node_rank, host=offer.host, address=offer.address, nproc=len(offer.devices),
-            nproc_origin=offer.nproc_origin, shares_output=offer.shares_output,
+            node_rank=offer.node_rank,
+            host=offer.host,
+            address=offer.address,
+            nproc=len(offer.devices),
+            nproc_origin=offer.nproc_origin,
+            shares_output=offer.shares_output,
         )
         for offer in ordered
-    ]  # fmt: skip
+    ]
     pairs = [(offer, local_rank) for offer in ordered for local_rank in range(len(offer.devices))]
     ranks = [
         RankPlace(
-            rank=rank, node_rank=offer.node_rank, local_rank=local_rank, host=offer.host, device=offer.devices[local_rank]
+            rank=rank,
+            node_rank=offer.node_rank,
+            local_rank=local_rank,
+            host=offer.host,
+            device=offer.devices[local_rank],
         )
         for rank, (offer, local_rank) in enumerate(pairs)
-    ]  # fmt: skip
+    ]
     poorest = min(ordered, key=lambda offer: offer.threads)
     origin = poorest.threads_origin
     if len({offer.threads for offer in ordered}) > 1:

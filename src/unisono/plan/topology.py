@@ -51,9 +51,11 @@ def checked_host(text: str, source: str) -> str:
     if HOST_PATTERN.fullmatch(host) and len(host) <= 253:
         return host
     raise UsageError.of(
-        f"{source}: {one_line(text, limit=80)!r} is no host name", where="environment" if source.isupper() else "command line",
-        why="a host is letters, digits and . _ - : @, and does not begin with -", fix=f"{source} a-host.example or 10.0.0.1",
-    )  # fmt: skip
+        f"{source}: {one_line(text, limit=80)!r} is no host name",
+        where="environment" if source.isupper() else "command line",
+        why="a host is letters, digits and . _ - : @, and does not begin with -",
+        fix=f"{source} a-host.example or 10.0.0.1",
+    )
 
 
 def positive(text: str, source: str) -> int:
@@ -79,8 +81,10 @@ def port(text: str, source: str) -> int:
     number = whole(text, source)
     if not 1 <= number <= 65_535:
         raise UsageError.of(
-            f"{source}: {number} is no port", where=source, fix=f"a port from 1024 to 65535; {DEFAULT_PORT} where none is given",
-        )  # fmt: skip
+            f"{source}: {number} is no port",
+            where=source,
+            fix=f"a port from 1024 to 65535; {DEFAULT_PORT} where none is given",
+        )
     return number
 
 
@@ -94,8 +98,10 @@ def whole(text: str, source: str) -> int:
     if stripped.isascii() and stripped.isdigit() and len(stripped) <= 9:
         return int(stripped)
     raise UsageError.of(
-        f"{source}: {one_line(text, limit=80)!r} is no whole number", where=source, fix=f"set {source} to a whole number, or leave it out",
-    )  # fmt: skip
+        f"{source}: {one_line(text, limit=80)!r} is no whole number",
+        where=source,
+        fix=f"set {source} to a whole number, or leave it out",
+    )
 
 
 _AUTOMATIC = ("auto", "gpu")  # torchrun's words for: as many as there are
@@ -223,10 +229,18 @@ def read_topology(
     node_rank, host, port = reader.place(nodes, started_from_here=bool(asked.hosts))
     nproc, declared, origin = reader.nproc(accelerators)
     return Topology(
-        nodes=nodes, node_rank=node_rank, head_host=host, head_port=port, nproc=nproc, nproc_declared=declared,
-        nproc_origin=origin, hosts=hosts, least_nodes=reader.least, origins=reader.origins,
+        nodes=nodes,
+        node_rank=node_rank,
+        head_host=host,
+        head_port=port,
+        nproc=nproc,
+        nproc_declared=declared,
+        nproc_origin=origin,
+        hosts=hosts,
+        least_nodes=reader.least,
+        origins=reader.origins,
         used_variables=tuple(sorted(reader.used)),
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -255,18 +269,20 @@ class _Reader:
         for option, value in (("--node-rank", self.asked.node_rank), ("--head", self.asked.head)):
             if value is not None:  # alone, node 0 would train by itself, and the others would wait for it
                 raise UsageError.of(
-                    f"{option} {value} says that there are several nodes, and not how many", where="command line",
+                    f"{option} {value} says that there are several nodes, and not how many",
+                    where="command line",
                     fix=f"add --nodes N: {self._example('N')}",
-                )  # fmt: skip
+                )
         return 1
 
     def _declared_nodes(self, text: str, source: str, listed: int | None) -> int:
         self.least, nodes = _number_of_nodes(text, source)
         if listed not in (None, nodes):
             raise UsageError.of(
-                f"--nodes {nodes} and --hosts, which make {listed} with this one, contradict each other", where="command line",
+                f"--nodes {nodes} and --hosts, which make {listed} with this one, contradict each other",
+                where="command line",
                 fix=f"leave out --nodes, or pass --nodes MIN:{listed}",
-            )  # fmt: skip
+            )
         if source == "NNODES":
             self.used.add(source)
         self.origins["nodes"] = source
@@ -280,8 +296,9 @@ class _Reader:
             if self.asked.node_rank:
                 raise UsageError.of(
                     f"--node-rank {self.asked.node_rank} is outside of --nodes 1: ranks of nodes count from 0",
-                    where="command line", fix="pass the number of nodes with --nodes, or --node-rank 0",
-                )  # fmt: skip
+                    where="command line",
+                    fix="pass the number of nodes with --nodes, or --node-rank 0",
+                )
             return 0, "", DEFAULT_PORT
         return self._node_rank(nodes), *self._head(nodes)
 
@@ -289,8 +306,9 @@ class _Reader:
         if self.asked.node_rank:
             raise UsageError.of(
                 f"--hosts starts the other nodes from node 0, and --node-rank says {self.asked.node_rank}",
-                where="command line", fix="leave out --node-rank, and run the command on the first host",
-            )  # fmt: skip
+                where="command line",
+                fix="leave out --node-rank, and run the command on the first host",
+            )
         if self.asked.head is None:
             return 0, "", DEFAULT_PORT
         self.origins["head"] = "--head"
@@ -306,14 +324,17 @@ class _Reader:
             rank, source = self.placed.node_rank, self.placed.origins["node_rank"]
         if rank is None:
             raise UsageError.of(
-                f"there are {nodes} nodes, and nothing says which of them this is", where=self._nodes_where(nodes),
+                f"there are {nodes} nodes, and nothing says which of them this is",
+                where=self._nodes_where(nodes),
                 fix=f"on this node: {self._example(str(nodes))}, with R from 0 to {nodes - 1}, its own on each node",
-            )  # fmt: skip
+            )
         if not 0 <= rank < nodes:
             raise UsageError.of(
-                f"node rank {rank} is outside of 0 to {nodes - 1}", where=f"{source}={rank}, {self._nodes_where(nodes)}",
-                why=f"{nodes} nodes have the ranks 0 to {nodes - 1}", fix=f"on this node: {self._example(str(nodes))}",
-            )  # fmt: skip
+                f"node rank {rank} is outside of 0 to {nodes - 1}",
+                where=f"{source}={rank}, {self._nodes_where(nodes)}",
+                why=f"{nodes} nodes have the ranks 0 to {nodes - 1}",
+                fix=f"on this node: {self._example(str(nodes))}",
+            )
         self.origins["node_rank"] = source
         return rank
 
@@ -326,9 +347,10 @@ class _Reader:
             return self.placed.head_host, self.placed.head_port
         if not self.variables.get("MASTER_ADDR"):
             raise UsageError.of(
-                f"there are {nodes} nodes, and nothing says where the head (node 0) is", where=self._nodes_where(nodes),
+                f"there are {nodes} nodes, and nothing says where the head (node 0) is",
+                where=self._nodes_where(nodes),
                 fix=f"on every node, with the same head: {self._example(str(nodes))}",
-            )  # fmt: skip
+            )
         self.used.add("MASTER_ADDR")
         self.origins["head"] = "MASTER_ADDR"
         host = checked_host(self.variables["MASTER_ADDR"], "MASTER_ADDR")
@@ -345,16 +367,19 @@ class _Reader:
         named = len(self.asked.devices)
         if named and number != named:
             raise UsageError.of(
-                f"{origin} asks for {_ranks(number)}, and --devices names {named}", where="command line",
-                why="every rank has one device of its own", fix=f"pass --nproc {named}, or name {number} with --devices",
-            )  # fmt: skip
+                f"{origin} asks for {_ranks(number)}, and --devices names {named}",
+                where="command line",
+                why="every rank has one device of its own",
+                fix=f"pass --nproc {named}, or name {number} with --devices",
+            )
         if not named and 0 < accelerators.count < number:
             raise UsageError.of(
                 f"{origin} asks for {_ranks(number)}, and there {'is' if accelerators.count == 1 else 'are'} "
                 f"{accelerators.count} accelerator{'' if accelerators.count == 1 else 's'} to use here",
-                where=accelerators.note or "this machine", why="every rank has one device of its own",
+                where=accelerators.note or "this machine",
+                why="every rank has one device of its own",
                 fix=f"pass --nproc {accelerators.count}, or device=cpu to train on the CPU",
-            )  # fmt: skip
+            )
         return number, declared, origin
 
     def _nproc_asked(self, accelerators: Accelerators) -> tuple[int, bool, str]:
@@ -394,17 +419,19 @@ def _others(asked: TopologyRequest, is_here: Callable[[str], bool]) -> tuple[str
     twice = sorted({host for host in hosts if hosts.count(host) > 1})
     if twice:
         raise UsageError.of(
-            f"--hosts names {', '.join(twice)} twice", where="command line", fix="name each host once",
-        )  # fmt: skip
+            f"--hosts names {', '.join(twice)} twice", where="command line", fix="name each host once"
+        )
     if hosts and is_here(hosts[0]):
         return hosts[1:]
     here = next((host for host in hosts if is_here(host)), None)
     if here is not None:
         rest = [host for host in hosts if host != here]
         raise UsageError.of(
-            f"--hosts: {here} is this machine and does not stand first", where="command line",
-            why="this machine is node 0", fix=f"--hosts {','.join([here, *rest])}",
-        )  # fmt: skip
+            f"--hosts: {here} is this machine and does not stand first",
+            where="command line",
+            why="this machine is node 0",
+            fix=f"--hosts {','.join([here, *rest])}",
+        )
     return hosts
 
 
@@ -416,9 +443,11 @@ def _number_of_nodes(text: str, source: str) -> tuple[int, int]:
     least, most = positive(low, source), positive(high, source)
     if least > most:
         raise UsageError.of(
-            f"{source} {text}: the first number is larger than the second", where="command line" if source == "--nodes" else source,
-            why="MIN:MAX are the fewest nodes that the job can do with, and all of them", fix=f"--nodes {most}:{least}",
-        )  # fmt: skip
+            f"{source} {text}: the first number is larger than the second",
+            where="command line" if source == "--nodes" else source,
+            why="MIN:MAX are the fewest nodes that the job can do with, and all of them",
+            fix=f"--nodes {most}:{least}",
+        )
     return least if least < most else 0, most
 
 
@@ -434,6 +463,7 @@ def refuse_lone_node(launcher: str | None, nodes: str | None, topology: Topology
     """
     if launcher == "nodes" and topology.nodes == 1 and nodes is None:
         raise UsageError.of(
-            "--launcher nodes is for several nodes, and nothing says which they are", where="command line",
+            "--launcher nodes is for several nodes, and nothing says which they are",
+            where="command line",
             fix="--hosts A,B from one of them, or on each --nodes N --node-rank R --head HOST; for this machine alone leave out --launcher",
-        )  # fmt: skip
+        )

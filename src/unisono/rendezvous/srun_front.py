@@ -33,8 +33,10 @@ def placed_by_slurm(step: SlurmStep | None, network: NetworkProbe) -> Placed | N
         if address and address != host:
             host, origin = address, f"NodeAddr of {hosts[0]}, {origin}"
     origins = {
-        "nodes": f"SLURM_STEP_NUM_NODES of step {step.name}", "node_rank": "SLURM_NODEID", "head": f"{origin}; the port is the job's",
-    }  # fmt: skip
+        "nodes": f"SLURM_STEP_NUM_NODES of step {step.name}",
+        "node_rank": "SLURM_NODEID",
+        "head": f"{origin}; the port is the job's",
+    }
     return Placed(step.nodes, step.node, host, port, origins)
 
 

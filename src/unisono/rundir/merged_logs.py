@@ -70,9 +70,11 @@ def merged_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) 
     sources.find()
     if not sources.all:
         raise UsageError.of(
-            f"{root} has no logs", where=str(root), why="there is neither logs/ nor events/ with anything in it",
+            f"{root} has no logs",
+            where=str(root),
+            why="there is neither logs/ nor events/ with anything in it",
             fix="give the output_dir of a run that has been started",
-        )  # fmt: skip
+        )
     yield from sources.more(whole=False)
     sources.tell_skipped(on_skip)
 
@@ -140,8 +142,10 @@ class Clocks:
         self._of_node = {str(node.get("node_rank")): _seconds(node.get("clock_offset_s")) for node in nodes}
         hosts = Counter(str(node.get("host")) for node in nodes)
         self._of_host = {
-            host: _seconds(node.get("clock_offset_s")) for node in nodes if hosts[host := str(node.get("host"))] == 1
-        }  # fmt: skip
+            host: _seconds(node.get("clock_offset_s"))
+            for node in nodes
+            if hosts[host := str(node.get("host"))] == 1
+        }
         places = objects_of(read_object(run.plan).get("ranks"))
         self._node_of_rank = {str(place.get("rank")): str(place.get("node_rank")) for place in places}
         self._host_of_rank = {str(place.get("rank")): str(place.get("host")) for place in places}
