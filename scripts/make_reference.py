@@ -17,10 +17,8 @@ from unisono.agree.environment_rules import LAUNCH, LINTS, ONLY_WARN
 from unisono.agree.rules import NEED_MEANING, NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES, Rule
 from unisono.agree.version_rules import KNOWN_BAD, VERSION_RULES
 from unisono.causes.catalogue import ALL_CAUSES
-from unisono.causes.cause import Cause
-from unisono.causes.exit_codes import EXIT_CODES
-from unisono.causes.variable import GROUP_MEANING, Variable
-from unisono.causes.variables import VARIABLES
+from unisono.causes.variables import GROUP_MEANING, VARIABLES, Variable
+from unisono.causes.verdict import EXIT_CODES, Cause
 from unisono.cli.app import build_app
 from unisono.config.describe import describe_field, section_in
 from unisono.config.schema import RunConfig, Section

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.causes import find_cause
-from unisono.causes.signature import compiled
-from unisono.causes.signatures import ALL_SIGNATURES, LINE_LIMIT, SIGNATURES, Signature, match_line
+from unisono.causes.signatures import ALL_SIGNATURES, LINE_LIMIT, SIGNATURES, Signature, compiled, match_line
 
 LONGEST_S = 0.5
 """For a line of 100 kB through all signatures, on a busy machine; the slowest that is known takes a tenth of it."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from unisono.causes.exit_codes import EXIT_CODES
+from unisono.causes.verdict import EXIT_CODES
 from unisono.cli.first_screen import first_screen
 from unisono.config import load_config
 from unisono.config.describe import all_keys

@@ -10,8 +10,8 @@ import pytest
 import typer.main
 
 from unisono.causes.catalogue import ALL_CAUSES
-from unisono.causes.exit_codes import EXIT_CODES
 from unisono.causes.variables import VARIABLES
+from unisono.causes.verdict import EXIT_CODES
 from unisono.cli.app import build_app
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,7 @@ from unisono.agree.reports import NodeReport, settings_of
 from unisono.agree.rules import NODE_RULES, Need
 from unisono.agree.version_rules import release_of
 from unisono.causes import Evidence
-from unisono.causes.variable import Group
-from unisono.causes.variables import VARIABLES, find_variable
-from unisono.causes.variables_libraries import KNOWN_TO_LIBRARIES
+from unisono.causes.variables import KNOWN_TO_LIBRARIES, VARIABLES, Group, find_variable
 from unisono.text import nearest
 
 _NEED: dict[Group, Need] = {"equal": "equal", "unique": "unique", "per-node": "valid", "free": "free"}

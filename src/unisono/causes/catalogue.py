@@ -2,13 +2,10 @@
 
 from collections.abc import Sequence
 
-from unisono.causes.before import DISAGREEMENT_CAUSES
-from unisono.causes.cause import Cause, Ours
-from unisono.causes.during import RUN_CAUSES
-from unisono.causes.files import FILE_CAUSES
-from unisono.causes.joining import RENDEZVOUS_CAUSES
-from unisono.causes.machine import MACHINE_CAUSES
-from unisono.causes.program import PROGRAM_CAUSES
+from unisono.causes.causes_at_start import DISAGREEMENT_CAUSES, RENDEZVOUS_CAUSES
+from unisono.causes.causes_in_runs import PROGRAM_CAUSES, RUN_CAUSES
+from unisono.causes.causes_of_machines import FILE_CAUSES, MACHINE_CAUSES
+from unisono.causes.verdict import Cause, OwnRunOnly
 
 ALL_CAUSES: tuple[Cause, ...] = (
     *DISAGREEMENT_CAUSES,
@@ -28,20 +25,20 @@ def find_cause(cause_id: str) -> Cause | None:
     return CATALOGUE.get(cause_id)
 
 
-RESUMES = Ours("It has been ended with the run; the same command resumes from the newest checkpoint.")
+RESUMES = OwnRunOnly("It has been ended with the run; the same command resumes from the newest checkpoint.")
 """For a rank that was stopped."""
-MORE_PATIENCE = Ours("If such collectives are meant to take so long, set watch.stall_after.")
+MORE_PATIENCE = OwnRunOnly("If such collectives are meant to take so long, set watch.stall_after.")
 """For ranks that wait for each other."""
-_OURS = frozenset(
+_OWN_RUN_LINES = frozenset(
     {
         RESUMES,
         MORE_PATIENCE,
-        *(line for cause in ALL_CAUSES for line in cause.remedy if isinstance(line, Ours)),
+        *(line for cause in ALL_CAUSES for line in cause.remedy if isinstance(line, OwnRunOnly)),
     }
 )
 
 _TRAINER = "trainer.train(resume_from_checkpoint=True) resumes from the newest checkpoint in its output_dir"
-_WAYS_BACK = {
+_RESUME_HINTS = {
     "llamafactory": "LLaMA-Factory: set resume_from_checkpoint to the newest checkpoint-N in output_dir, and overwrite_output_dir: false",
     "axolotl": "Axolotl: set resume_from_checkpoint to the newest checkpoint-N, or auto_resume_from_checkpoints: true",
     "torchtune": "torchtune: set resume_from_checkpoint=True, and name the checkpoint's files under checkpointer",
@@ -51,22 +48,22 @@ _WAYS_BACK = {
 }
 
 
-def way_back(framework: str) -> tuple[str, ...]:
+def resume_hint(framework: str) -> tuple[str, ...]:
     """How a program of somebody else's resumes, as a line of a remedy; empty where its framework is not known.
 
     Args:
         framework: as diagnose.gather calls it: llamafactory, axolotl, torchtune, lightning, trl, transformers.
     """
-    known = _WAYS_BACK.get(framework)
+    known = _RESUME_HINTS.get(framework)
     return (f"To resume, if it had saved a checkpoint: {known}.",) if known else ()
 
 
-def for_others(fix: Sequence[str], framework: str) -> tuple[str, ...]:
+def remedy_for_foreign_program(fix: Sequence[str], framework: str) -> tuple[str, ...]:
     """A remedy for somebody else's program: without what holds for our own runs alone, and with that program's way to resume.
 
     Args:
         fix: as it would be for a run of our own.
         framework: that the program trains with; empty: not known.
     """
-    lines = [line for line in fix if line not in _OURS]
-    return (*lines, *(line for line in way_back(framework) if line not in lines))
+    lines = [line for line in fix if line not in _OWN_RUN_LINES]
+    return (*lines, *(line for line in resume_hint(framework) if line not in lines))

@@ -1,8 +1,231 @@
 """The environment variables that decide how ranks find and understand each other, and when they are suspicious."""
 
-from unisono.causes.variable import Variable
-from unisono.causes.variables_libraries import LIBRARY_VARIABLES
-from unisono.causes.variables_nccl import NCCL_VARIABLES
+from dataclasses import dataclass
+from typing import Literal
+
+Group = Literal["equal", "unique", "per-node", "free"]
+
+GROUP_MEANING: dict[Group, str] = {
+    "equal": "must be equal on all ranks",
+    "unique": "is set by the launcher and differs by design",
+    "per-node": "may differ between nodes, and must be right on each",
+    "free": "may differ freely",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable, with what a person needs to know before setting or keeping it.
+
+    Attributes:
+        name: as it is written in the environment.
+        group: whether ranks must agree on it.
+        meaning: what it does.
+        suspicious: values or situations that call for a second look; empty if there are none.
+        causes: ids of the catalogue that a wrong value can lead to.
+    """
+
+    name: str
+    group: Group
+    meaning: str
+    suspicious: str = ""
+    causes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What it costs to set a variable, and when that is right.
+
+    Attributes:
+        costs: what a run pays while it is set as `explain` says.
+        right: when to set it, and how long to leave it set.
+    """
+
+    costs: str
+    right: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValidValues:
+    """Which values a variable has.
+
+    Attributes:
+        text: for people: `0 or 1`.
+        pattern: a whole value, in any case.
+        otherwise: what comes of another value.
+        fatal: whether a process group with NCCL cannot be made with another value.
+    """
+
+    text: str
+    pattern: str
+    otherwise: str = "it is silently ignored"
+    fatal: bool = False
+
+
+_MISMATCH = ("env_mismatch",)
+
+_WIRE = (
+    Variable("NCCL_ALGO", "equal", "which algorithms may be used: Ring, Tree, …", "without Ring since NCCL 2.24: there is no fallback", _MISMATCH),
+    Variable("NCCL_PROTO", "equal", "which protocols may be used: LL, LL128, Simple", "LL128 forced on hardware that does not support it safely", _MISMATCH),
+    Variable("NCCL_NTHREADS", "equal", "threads of one of NCCL's blocks", "superseded: leave it out", _MISMATCH),
+    Variable("NCCL_BUFFSIZE", "equal", "size of the buffer between two devices, in bytes", "", _MISMATCH),
+    Variable("NCCL_MIN_NCHANNELS", "equal", "minimum number of channels", "superseded by NCCL_MIN_CTAS", _MISMATCH),
+    Variable("NCCL_MAX_NCHANNELS", "equal", "maximum number of channels", "superseded by NCCL_MAX_CTAS", _MISMATCH),
+    Variable("NCCL_MIN_CTAS", "equal", "minimum number of blocks that NCCL uses", "", _MISMATCH),
+    Variable("NCCL_MAX_CTAS", "equal", "maximum number of blocks that NCCL uses", "", _MISMATCH),
+    Variable("NCCL_CTA_POLICY", "equal", "whether NCCL prefers speed or few blocks", "", _MISMATCH),
+    Variable("NCCL_CGA_CLUSTER_SIZE", "equal", "size of block clusters on newer devices", "", _MISMATCH),
+    Variable("NCCL_CROSS_NIC", "equal", "whether a ring may use different network cards for the return path", "", _MISMATCH),
+    Variable("NCCL_NVLS_ENABLE", "equal", "reductions inside NVLink switches", "0 left over from debugging: slower", _MISMATCH),
+    Variable("NCCL_COLLNET_ENABLE", "equal", "reductions inside the network (SHARP)", "", _MISMATCH),
+    Variable("NCCL_COLLNET_NODE_THRESHOLD", "equal", "from how many nodes on CollNet is used", "", _MISMATCH),
+    Variable("NCCL_LL_THRESHOLD", "equal", "up to which size protocol LL is used", "superseded: leave it out", _MISMATCH),
+    Variable("NCCL_TREE_THRESHOLD", "equal", "up to which size trees are used", "superseded: leave it out", _MISMATCH),
+    Variable("NCCL_SINGLE_RING_THRESHOLD", "equal", "up to which size one ring alone is used", "superseded: leave it out", _MISMATCH),
+    Variable("NCCL_P2P_LL_THRESHOLD", "equal", "up to which size sends use protocol LL", "", _MISMATCH),
+    Variable("NCCL_ALLOC_P2P_NET_LL_BUFFERS", "equal", "buffers of protocol LL for sends between nodes", "", _MISMATCH),
+    Variable("NCCL_MULTI_RANK_GPU_ENABLE", "equal", "lets several ranks share one device", "1 without intent: duplicate devices go unnoticed", ("duplicate_gpu",)),
+    Variable("NCCL_P2P_NET_CHUNKSIZE", "equal", "piece size of sends between nodes", "", _MISMATCH),
+    Variable("NCCL_PXN_DISABLE", "equal", "1: no path through the network card of a different device", "", _MISMATCH),
+    Variable("NCCL_P2P_PXN_LEVEL", "equal", "when sends use a different device's network card", "", _MISMATCH),
+    Variable("NCCL_RUNTIME_CONNECT", "equal", "connections are made when first used", "", _MISMATCH),
+    Variable("NCCL_TUNER_PLUGIN", "equal", "a library that chooses algorithms", "present on some nodes only", _MISMATCH),
+    Variable("NCCL_LAUNCH_MODE", "equal", "how kernels of several devices in one process are started", "superseded: leave it out", _MISMATCH),
+)  # fmt: skip
+
+_TRANSPORT = (
+    Variable("NCCL_NET", "equal", "the network backend: Socket, IB, or a plugin's name", "Socket where InfiniBand works: slow", _MISMATCH),
+    Variable("NCCL_NET_PLUGIN", "equal", "which network plugin is loaded", "present on some nodes only", _MISMATCH),
+    Variable("NCCL_IB_DISABLE", "equal", "1: no InfiniBand or RoCE, only sockets", "1 on machines whose ports are active: a forgotten workaround that costs speed",
+             ("env_mismatch", "ib_unreachable")),
+    Variable("NCCL_SOCKET_FAMILY", "equal", "AF_INET or AF_INET6: forces one of them", "", _MISMATCH),
+    Variable("NCCL_SOCKET_MAGIC", "equal", "a number by which sockets of one job identify each other", "", _MISMATCH),
+    Variable("NCCL_SOCKET_NTHREADS", "equal", "helper threads of a socket connection", "", _MISMATCH),
+    Variable("NCCL_NSOCKS_PERTHREAD", "equal", "sockets of each helper thread", "", _MISMATCH),
+    Variable("NCCL_IB_QPS_PER_CONNECTION", "equal", "queue pairs of a connection", "", _MISMATCH),
+    Variable("NCCL_IB_SPLIT_DATA_ON_QPS", "equal", "how data is distributed over queue pairs", "", _MISMATCH),
+    Variable("NCCL_IB_ROCE_VERSION_NUM", "equal", "the version of RoCE", "", _MISMATCH),
+    Variable("NCCL_IB_ADDR_FAMILY", "equal", "the address family of the GID", "", _MISMATCH),
+    Variable("NCCL_IB_SL", "equal", "InfiniBand service level", "", _MISMATCH),
+    Variable("NCCL_IB_TC", "equal", "InfiniBand traffic class", "", _MISMATCH),
+    Variable("NCCL_IB_CUDA_SUPPORT", "equal", "the older name of NCCL_NET_GDR_LEVEL", "superseded: leave it out", ("ib_unreachable",)),
+    Variable("NCCL_NET_SHARED_BUFFERS", "equal", "connections share their network buffers", "", _MISMATCH),
+    Variable("NCCL_NET_SHARED_COMMS", "equal", "connections are shared where that is possible", "", _MISMATCH),
+    Variable("NCCL_OOB_NET_ENABLE", "equal", "NCCL's own setup uses its network plugin", "", _MISMATCH),
+    Variable("NCCL_IGNORE_NET_MISMATCH", "equal", "continues if nodes have different network plugins", "1: hides a difference that may hang", _MISMATCH),
+    Variable("NCCL_IGNORE_COLLNET_MISMATCH", "equal", "continues if only some nodes have CollNet", "1: hides a difference that may hang", _MISMATCH),
+    Variable("NCCL_IPC_USE_ABSTRACT_SOCKET", "equal", "the kind of sockets that processes of one machine use", "", _MISMATCH),
+    Variable("NCCL_CUMEM_ENABLE", "equal", "memory by CUDA's virtual memory calls", "", _MISMATCH),
+    Variable("NCCL_CUMEM_HOST_ENABLE", "equal", "the same for host memory", "NCCL 2.24 to 2.26.4 in a container without SYS_NICE: set it to 0", _MISMATCH),
+    Variable("NCCL_MNNVL_ENABLE", "equal", "NVLink across nodes", "", _MISMATCH),
+    Variable("NCCL_P2P_DISABLE", "equal", "1: devices of a machine do not read each other's memory", "1 on machines with NVLink: a forgotten workaround that costs most of the speed",
+             ("p2p_blocked",)),
+    Variable("NCCL_P2P_LEVEL", "equal", "up to which distance devices use peer access", "", ("p2p_blocked",)),
+    Variable("NCCL_SHM_DISABLE", "equal", "1: no shared memory between processes", "1: a forgotten workaround; traffic inside a machine goes through the network",
+             ("shm_too_small",)),
+    Variable("NCCL_RAS_ENABLE", "equal", "NCCL's own service for reliability reports", "", _MISMATCH),
+    Variable("NCCL_IGNORE_CPU_AFFINITY", "per-node", "1: NCCL places its threads without regard to the process's cores"),
+)  # fmt: skip
+
+_NODE = (
+    Variable("NCCL_SOCKET_IFNAME", "per-node", "the network interface; prefixes count, ^ excludes, = means exactly",
+             "lo or docker0 in a job of several nodes; a name copied from a different machine; a different network than GLOO_SOCKET_IFNAME",
+             ("nccl_socket_iface",)),
+    Variable("NCCL_OOB_NET_IFNAME", "per-node", "the interface for NCCL's own setup", "a name that this node lacks", ("nccl_socket_iface",)),
+    Variable("NCCL_IB_HCA", "per-node", "which InfiniBand adapters and ports are used", "an adapter whose port is down", ("ib_unreachable",)),
+    Variable("NCCL_IB_GID_INDEX", "per-node", "which GID a RoCE port uses; often different from node to node", "an index without a RoCE v2 address",
+             ("ib_unreachable",)),
+    Variable("NCCL_IB_TIMEOUT", "per-node", "time after which a packet is sent again", "raised instead of fixing a bad link", ("ib_unreachable",)),
+    Variable("NCCL_IB_RETRY_CNT", "per-node", "how often a packet is sent again", "", ("ib_unreachable",)),
+    Variable("NCCL_TOPO_FILE", "per-node", "a description of the machine that replaces NCCL's own detection", "made for a different kind of machine", ("p2p_blocked",)),
+    Variable("NCCL_HOSTID", "per-node", "the name by which ranks of one machine identify each other", "equal on two hosts: they try to share memory", ("p2p_blocked",)),
+    Variable("NCCL_MNNVL_UUID", "per-node", "the cluster of NVLink across nodes that this node belongs to", "", ("p2p_blocked",)),
+    Variable("NCCL_MNNVL_CLIQUE_ID", "per-node", "the part of that cluster", "", ("p2p_blocked",)),
+    Variable("NCCL_RAS_ADDR", "per-node", "the address of NCCL's report service", "two jobs on one machine with the same port", ("port_in_use",)),
+    Variable("NCCL_CONF_FILE", "per-node", "a file with more settings; /etc/nccl.conf and ~/.nccl.conf are read too", "a forgotten setting in one of these files",
+             ("env_mismatch",)),
+    Variable("NCCL_NET_GDR_LEVEL", "per-node", "up to which distance network cards read device memory", "", ("ib_unreachable",)),
+    Variable("NCCL_NET_GDR_READ", "per-node", "whether they also read it for sending"),
+    Variable("NCCL_DMABUF_ENABLE", "per-node", "GPUDirect through the kernel's dma-buf"),
+    Variable("NCCL_DEBUG", "free", "how much NCCL logs: VERSION, WARN, INFO, TRACE", "INFO or TRACE in a long run without NCCL_DEBUG_FILE: a flood of lines"),
+    Variable("NCCL_DEBUG_FILE", "free", "where NCCL logs: %h and %p stand for host and process"),
+    Variable("NCCL_DEBUG_SUBSYS", "free", "which parts of NCCL log: INIT, NET, GRAPH, …"),
+    Variable("NCCL_SET_THREAD_NAME", "free", "gives NCCL's threads readable names"),
+    Variable("NCCL_GRAPH_DUMP_FILE", "free", "where NCCL writes the graph that it found"),
+    Variable("NCCL_TOPO_DUMP_FILE", "free", "where NCCL writes the machine as it sees it"),
+    Variable("NCCL_CHECK_POINTERS", "free", "checks the pointers of every call", "1 in a long run: slow"),
+    Variable("NCCL_TIMEOUT", "free", "not a variable of NCCL: it has no effect", "set to change a timeout; use the argument of the process group instead",
+             ("rank_stalled",)),
+)  # fmt: skip
+
+NCCL_VARIABLES: tuple[Variable, ...] = (*_WIRE, *_TRANSPORT, *_NODE)
+
+
+LIBRARY_VARIABLES: tuple[Variable, ...] = (
+    Variable("CUDA_HOME", "per-node", "where the CUDA toolkit is, for compilation", "a version different from that of the torch build"),
+    Variable("CUDA_PATH", "per-node", "the same for some programs"),
+    Variable("CUDA_VERSION", "free", "set by container images as information; no library reads it"),
+    Variable("CUDA_CACHE_PATH", "per-node", "where the driver keeps what it compiled", "a network disk that ranks share"),
+    Variable("CUDA_CACHE_DISABLE", "free", "1: the driver compiles kernels again in every process", "1: slow starts"),
+    Variable("CUDA_MODULE_LOADING", "free", "when kernels are loaded: LAZY, when they are first used, or EAGER"),
+    Variable("CUDA_DEVICE_MAX_CONNECTIONS", "free", "how many queues a device has for kernels", "1 without a framework that asks for it"),
+    Variable("CUDA_MPS_PIPE_DIRECTORY", "per-node", "where CUDA's multi-process service listens", "left over: every CUDA call fails"),
+    Variable("CUDA_MPS_LOG_DIRECTORY", "per-node", "where that service logs"),
+    Variable("CUDA_COREDUMP_FILE", "free", "where a device's core dump goes"),
+    Variable("CUDA_ENABLE_COREDUMP_ON_EXCEPTION", "free", "1: a fault of a kernel is written down"),
+    Variable("NVIDIA_VISIBLE_DEVICES", "per-node", "which devices the container was given; CUDA_VISIBLE_DEVICES chooses among these",
+             "set inside a container: it has no effect there"),
+    Variable("NVIDIA_DRIVER_CAPABILITIES", "per-node", "which parts of the driver the container was given", "without compute or utility: no CUDA, or no nvidia-smi"),
+    Variable("TORCH_HOME", "per-node", "where torch.hub keeps what it downloaded"),
+    Variable("TORCH_LOGS", "free", "what torch.compile logs", "a flood of lines in a long run"),
+    Variable("TORCH_CUDA_ARCH_LIST", "free", "for which devices extensions are compiled"),
+    Variable("TORCH_EXTENSIONS_DIR", "per-node", "where compiled extensions are kept", "a network disk that ranks share", ("dataset_cache_race",)),
+    Variable("TORCH_USE_CUDA_DSA", "free", "device-side assertions; works only in a torch that was built with it"),
+    Variable("TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN", "free", "logs native stacks where a process group is not closed"),
+    Variable("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "per-node", "where the flight recorder's dump goes; the rank's number is added"),
+    Variable("PYTORCH_NO_CUDA_MEMORY_CACHING", "free", "1: torch keeps no device memory for later", "1 in a long run: many times slower"),
+    Variable("PYTORCH_NVML_BASED_CUDA_CHECK", "free", "1: torch asks the driver's library whether there are devices, without a CUDA context"),
+    Variable("OMP_PROC_BIND", "per-node", "whether OpenMP's threads stay on their cores", "true with several ranks: all of them on the same cores", ("straggler",)),
+    Variable("OMP_PLACES", "per-node", "on which cores OpenMP's threads stay", "the same for all ranks of a node", ("straggler",)),
+    Variable("OMP_WAIT_POLICY", "free", "ACTIVE: threads spin while they wait, quick where nothing else runs; PASSIVE: they sleep"),
+    Variable("OMP_DYNAMIC", "free", "OpenMP may take fewer threads than it was given"),
+    Variable("OMP_SCHEDULE", "free", "how OpenMP deals out loops"),
+    Variable("OMP_STACKSIZE", "free", "the stack of OpenMP's threads"),
+    Variable("OMP_MAX_ACTIVE_LEVELS", "free", "how deep OpenMP's parallel regions nest"),
+    Variable("OMP_DISPLAY_ENV", "free", "OpenMP prints its settings at the start"),
+    Variable("KMP_AFFINITY", "per-node", "the same as OMP_PROC_BIND for Intel's OpenMP", "the same for all ranks of a node", ("straggler",)),
+    Variable("KMP_BLOCKTIME", "free", "milliseconds that Intel's threads spin before they sleep"),
+    Variable("GOMP_CPU_AFFINITY", "per-node", "on which cores GNU's OpenMP threads stay", "the same for all ranks of a node", ("straggler",)),
+    Variable("HTTP_PROXY", "per-node", "a proxy for http"),
+    Variable("ALL_PROXY", "per-node", "a proxy for everything"),
+    Variable("HF_HUB_CACHE", "per-node", "where models and data sets from the hub are kept; else below HF_HOME"),
+    Variable("HF_DATASETS_CACHE", "per-node", "where prepared data sets are kept"),
+    Variable("HF_ASSETS_CACHE", "per-node", "where other files of the hub's library are kept"),
+    Variable("HF_XET_CACHE", "per-node", "where parts of downloads from the hub are kept"),
+    Variable("HF_HUB_DOWNLOAD_TIMEOUT", "per-node", "seconds after which a silent download is given up"),
+    Variable("HF_HUB_ETAG_TIMEOUT", "per-node", "seconds after which a silent question to the hub is given up"),
+    Variable("HF_HUB_DISABLE_TELEMETRY", "free", "1: the hub's library reports nothing"),
+    Variable("HF_HUB_DISABLE_PROGRESS_BARS", "free", "1: no progress bars"),
+    Variable("NCCL_VERSION", "free", "set by container images as information; no library reads it"),
+)  # fmt: skip
+
+KNOWN_TO_LIBRARIES = frozenset((
+    "NCCL_IGNORE_DISABLED_P2P", "NCCL_NVB_DISABLE", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_NCHANNELS_PER_NET_PEER",
+    "NCCL_NVLS_CHUNKSIZE", "NCCL_NVLS_NCHANNELS", "NCCL_P2P_DIRECT_DISABLE", "NCCL_P2P_READ_ENABLE", "NCCL_P2P_USE_CUDA_MEMCPY",
+    "NCCL_SHM_USE_CUDA_MEMCPY", "NCCL_IB_PCI_RELAXED_ORDERING", "NCCL_IB_ADAPTIVE_ROUTING", "NCCL_IB_MERGE_NICS", "NCCL_IB_MERGE_VFS", "NCCL_IB_PKEY",
+    "NCCL_IB_FIFO_TC", "NCCL_IB_ECE_ENABLE", "NCCL_IB_RETURN_ASYNC_EVENTS", "NCCL_NET_MERGE_LEVEL", "NCCL_NET_FORCE_MERGE", "NCCL_NET_GDR_C2C",
+    "NCCL_NET_DISABLE_INTRA", "NCCL_SOCKET_RETRY_CNT", "NCCL_SOCKET_RETRY_SLEEP_MSEC", "NCCL_GRAPH_REGISTER", "NCCL_LOCAL_REGISTER",
+    "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_FILE", "NCCL_DEBUG_TIMESTAMP_FORMAT", "NCCL_DEBUG_TIMESTAMP_LEVELS", "NCCL_PROFILER_PLUGIN",
+    "NCCL_TUNER_CONFIG_PATH", "NCCL_COMM_BLOCKING", "NCCL_COMM_ID", "NCCL_COMM_SPLIT_SHARE_RESOURCES", "NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_WIN_ENABLE",
+    "NCCL_WORK_FIFO_BYTES", "NCCL_PAT_ENABLE", "NCCL_GDRCOPY_ENABLE", "NCCL_LL128_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_RAS_TIMEOUT_FACTOR",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS", "TORCH_NCCL_CUDA_EVENT_CACHE", "TORCH_NCCL_COORD_CHECK_MILSEC", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+    "TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_RETHROW_CUDA_ERRORS", "TORCH_NCCL_TRACE_CPP_STACK", "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_HIP_MEMORY_CACHING",
+    "PYTORCH_NO_MPS_MEMORY_CACHING", "CUDA_DEVICE_MAX_COPY_CONNECTIONS", "CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION", "CUDA_COREDUMP_PIPE",
+    "CUDA_MODULE_DATA_LOADING",
+))  # fmt: skip
+"""Names that are right, and of which nothing is said here. Nodes on which they differ are compared as with any that nobody knows."""
+
 
 _ENV = "env_mismatch"
 

@@ -1,10 +1,58 @@
-"""The Verdict: what is wrong, who it is, the evidence, and what to do. One type for before, during and after."""
+"""The types of this room: Cause, an entry of the catalogue, and Verdict, a finding before, during or after a run; and the exit codes."""
 
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from unisono.text import one_line, plain
+
+
+class OwnRunOnly(str):
+    """A line of a remedy that holds only for a run of `unisono train`: it names a key of its config, or promises how it resumes."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One reason why training fails, with what a person needs to know about it.
+
+    Attributes:
+        id: the stable name, for example `nan_loss`.
+        title: one line.
+        meaning: what it is, in two or three sentences.
+        telltales: how it shows: exact wordings in logs, or what one sees.
+        neighbours: other causes that look alike, each with how to tell it apart: (id, difference).
+        remedy: what to do, in order; commands and keys as they are typed. Lines for our own runs alone are `OwnRunOnly`.
+        exit_code: the exit code of a run that ends with it (DESIGN A2), 0 for a mere warning.
+        retry_helps: whether starting again from the last checkpoint can help.
+        when: where it can be found: before, during, after.
+    """
+
+    id: str
+    title: str
+    meaning: str
+    telltales: tuple[str, ...]
+    neighbours: tuple[tuple[str, str], ...]
+    remedy: tuple[str, ...]
+    exit_code: int
+    retry_helps: bool
+    when: tuple[Literal["before", "during", "after"], ...]
+
+
+EXIT_CODES: dict[int, str] = {
+    0: "completed",
+    1: "a bug in unisono: the traceback is shown; please report it",
+    2: "invalid usage, config or data: nothing was started",
+    3: "ranks or nodes disagree, or a node is missing: nothing was trained",
+    4: "stopped by unisono: a hang, or a NaN loss",
+    5: "a rank exited by itself: an exception, a signal, out of memory",
+    6: "the machine is not fit for the run, or storage failed",
+    7: "damage was found, or no valid checkpoint exists where one is needed",
+    75: "preempted (SIGTERM, SIGUSR1) with a valid checkpoint: run the same command again",
+    130: "interrupted from the keyboard, with a valid checkpoint",
+}
 
 
 class Evidence(BaseModel):

@@ -11,8 +11,8 @@ import typer
 from unisono.cli.output import output
 
 if TYPE_CHECKING:
-    from unisono.causes.cause import Cause
-    from unisono.causes.variable import Variable
+    from unisono.causes.variables import Variable
+    from unisono.causes.verdict import Cause
 
 _WIDEST = 110
 
@@ -57,7 +57,7 @@ def cause_lines(cause: "Cause") -> list[str]:
             *(f"  - {other}: {difference}" for other, difference in cause.neighbours),
         ]
     lines += ["", "Fix:", *(f"  {number}. {item}" for number, item in enumerate(cause.remedy, 1))]
-    from unisono.causes.exit_codes import EXIT_CODES
+    from unisono.causes.verdict import EXIT_CODES
 
     retry = "can help" if cause.retry_helps else "does not help by itself"
     lines += [
@@ -79,9 +79,8 @@ def _drills(cause: "Cause") -> list[str]:
 
 def variable_lines(variable: "Variable") -> list[str]:
     """The entry of an environment variable as lines."""
-    from unisono.causes.variable import GROUP_MEANING
-    from unisono.causes.variable_advice import ADVICE
-    from unisono.causes.variable_values import VALUES
+    from unisono.causes.variable_advice import ADVICE, VALUES
+    from unisono.causes.variables import GROUP_MEANING
 
     lines = [f"{variable.name}: {variable.meaning}", "", f"It {GROUP_MEANING[variable.group]}."]
     takes, advice = VALUES.get(variable.name), ADVICE.get(variable.name)
@@ -98,8 +97,7 @@ def variable_lines(variable: "Variable") -> list[str]:
 
 def _more(variable: "Variable") -> dict[str, object]:
     """What is known beside the entry, as JSON; null where nothing is."""
-    from unisono.causes.variable_advice import ADVICE
-    from unisono.causes.variable_values import VALUES
+    from unisono.causes.variable_advice import ADVICE, VALUES
 
     takes, advice = VALUES.get(variable.name), ADVICE.get(variable.name)
     return {

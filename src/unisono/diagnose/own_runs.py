@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from unisono.causes.catalogue import way_back
+from unisono.causes.catalogue import resume_hint
 from unisono.causes.signatures import match_line
 from unisono.causes.verdict import Evidence, Verdict
 from unisono.diagnose.judge import Diagnosis
@@ -300,7 +300,7 @@ def _program_resume_fix(verdict: Verdict, framework: str) -> list[str]:
     """How a program of `unisono run` resumes, where that is known and not said yet."""
     if verdict.severity == "none":
         return []
-    return [line for line in way_back(framework) if line not in verdict.fix]
+    return [line for line in resume_hint(framework) if line not in verdict.fix]
 
 
 def _resume_fix(run: RunDir, verdict: Verdict) -> list[str]:

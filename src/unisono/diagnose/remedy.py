@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from unisono.causes.catalogue import find_cause, for_others
+from unisono.causes.catalogue import find_cause, remedy_for_foreign_program
 from unisono.diagnose.run_facts import Hypothesis, RunFacts
 from unisono.text import one_line
 
@@ -20,7 +20,7 @@ def remedy(finding: Hypothesis, facts: RunFacts) -> list[str]:
     cause = find_cause(finding.cause)
     known = cause.remedy if cause else ()
     if facts.framework != "unisono":
-        known = for_others(known, facts.framework if finding.cause in _RESUMABLE else "")
+        known = remedy_for_foreign_program(known, facts.framework if finding.cause in _RESUMABLE else "")
     lines += [line for line in known if line not in lines]
     if finding.missing:
         lines.append(f"To say more, this is missing: {'; '.join(finding.missing)}.")

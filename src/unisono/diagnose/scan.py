@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field, replace
 from typing import BinaryIO
 
-from unisono.causes.signature import compiled
-from unisono.causes.signatures import LINE_LIMIT, SIGNATURES, match_line
+from unisono.causes.signatures import LINE_LIMIT, SIGNATURES, compiled, match_line
 from unisono.diagnose.line_prefixes import (
     CollectorPrefix,
     find_rank,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from unisono.agree.display import name_node
 from unisono.causes import Evidence, Verdict, find_cause
-from unisono.causes.catalogue import for_others
+from unisono.causes.catalogue import remedy_for_foreign_program
 from unisono.causes.signatures import match_line
 from unisono.facts.nvidia import KernelLine
 from unisono.guard.command import Command
@@ -165,7 +165,7 @@ def for_program(verdict: Verdict, framework: str) -> Verdict:
     """
     found = _by_its_words(verdict)
     way = framework if found.when != "before" else ""
-    return found.model_copy(update={"fix": for_others(found.fix, way)})
+    return found.model_copy(update={"fix": remedy_for_foreign_program(found.fix, way)})
 
 
 def _by_its_words(verdict: Verdict) -> Verdict:
