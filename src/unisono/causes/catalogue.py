@@ -25,9 +25,9 @@ def find_cause(cause_id: str) -> Cause | None:
     return CATALOGUE.get(cause_id)
 
 
-RESUMES = OwnRunOnly("It has been ended with the run; the same command resumes from the newest checkpoint.")
+RESUMES = OwnRunOnly("It was stopped with the run; the same command resumes from the newest checkpoint.")
 """For a rank that was stopped."""
-MORE_PATIENCE = OwnRunOnly("If such collectives are meant to take so long, set watch.stall_after.")
+MORE_PATIENCE = OwnRunOnly("If such collectives are expected to take this long, set watch.stall_after.")
 """For ranks that wait for each other."""
 _OWN_RUN_LINES = frozenset(
     {
@@ -49,21 +49,21 @@ _RESUME_HINTS = {
 
 
 def resume_hint(framework: str) -> tuple[str, ...]:
-    """How a program of somebody else's resumes, as a line of a remedy; empty where its framework is not known.
+    """How a foreign program resumes, as a line of a remedy; empty for an unknown framework.
 
     Args:
-        framework: as diagnose.gather calls it: llamafactory, axolotl, torchtune, lightning, trl, transformers.
+        framework: llamafactory, axolotl, torchtune, lightning, trl, transformers.
     """
     known = _RESUME_HINTS.get(framework)
     return (f"To resume, if it had saved a checkpoint: {known}.",) if known else ()
 
 
 def remedy_for_foreign_program(fix: Sequence[str], framework: str) -> tuple[str, ...]:
-    """A remedy for somebody else's program: without what holds for our own runs alone, and with that program's way to resume.
+    """A remedy for a foreign program: without the lines for `unisono train` alone, and with the way that this program resumes.
 
     Args:
-        fix: as it would be for a run of our own.
-        framework: that the program trains with; empty: not known.
+        fix: the remedy for a run of `unisono train`.
+        framework: the one that the program uses; empty: unknown.
     """
     lines = [line for line in fix if line not in _OWN_RUN_LINES]
     return (*lines, *(line for line in resume_hint(framework) if line not in lines))

@@ -1,6 +1,6 @@
-"""Lines of logs that mean something: for `unisono train`, which follows its ranks' logs, and for reading those of dead runs.
+"""Known log lines and what they indicate, for the logs of running ranks and for `unisono diagnose`.
 
-A table in several files, by whose words they are. It judges nothing: what beats what is for who reads the hits together.
+The tables are ordered by the program that prints the lines. They judge nothing: the caller weighs the matches of all logs.
 """
 
 import functools
@@ -15,19 +15,19 @@ Kind = Literal["warning", "error", "consequence", "progress", "finished", "death
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A kind of line, and what it says. It is a hint and never a verdict: the same words stand in healthy logs, and in those of victims.
+    """A kind of log line. It is a hint and never a verdict: the same words occur in healthy logs, and in logs of affected ranks.
 
     Attributes:
         id: the stable name.
-        hints: strings of which the line must hold at least one; looked for first, since that is quick.
-        pattern: a regular expression that is searched in the line. Every repetition in it is bounded and none is inside another one,
-            so that its time is bounded, too.
-        kind: warning: perhaps harmless; error: something failed here; consequence: somebody else failed, and this rank was told so or
-            waited in vain; progress: work goes on; finished: the work is done; death: how a process ended, as its launcher tells it.
-        cause: an id of the catalogue that it points to; None: to none in particular.
-        source: whose wording it is, with the version or the address where it can be read.
+        hints: the line must contain at least one of these strings; checked first, since that is fast.
+        pattern: a regular expression to search in the line. Every repetition is bounded and none is nested, so that its time is
+            bounded, too.
+        kind: warning: possibly harmless; error: something failed here; consequence: a different rank failed, and this rank noticed or
+            timed out; progress: work continues; finished: the work is done; death: how a process ended, reported by its launcher.
+        cause: the id of the cause that it indicates; None: none in particular.
+        source: the program with its version, or a link.
         example: a line that it must match.
-        look_alike: a line of the same field that it must not match.
+        look_alike: a similar line that it must not match.
         beside: ids of signatures of other causes that match the example, too.
     """
 
@@ -44,13 +44,14 @@ class Signature:
 
 @functools.cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Made when first needed: most runs never need most of them."""
+    """The compiled pattern, on first use: most runs never need most of them."""
     return re.compile(pattern)
 
 
 _TORCH = "torch 2.13, "
 _ELASTIC = _TORCH + "distributed/elastic/multiprocessing"
 
+# fmt: off
 LAUNCH_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="port_taken", hints=("EADDRINUSE", "ddress already in use", "another process is utilizing it", "is already in use", "is in use", "is occupied", "is taken"),
@@ -187,7 +188,7 @@ LAUNCH_SIGNATURES: tuple[Signature, ...] = (
         example="The node 'gpu01_3112_0' has failed to send a keep-alive heartbeat to the rendezvous 'job1' due to an error of type RendezvousConnectionError.",
         look_alike="keep-alive is 5 s", beside=("rendezvous_timeout",),
     ),
-)  # fmt: skip
+)
 
 
 _GLOO = _TORCH + "libtorch_cpu (gloo)"
@@ -298,7 +299,7 @@ PEERS_SIGNATURES: tuple[Signature, ...] = (
         pattern=r"NCCL communicator (?:was |has been )?abort|NCCL communicator was aborted on rank \d{1,6}|process group .{0,60}was aborted", kind="consequence", cause=None,
         source="torch 1.9 to 2.13, NCCLUtils.hpp", example="RuntimeError: NCCL communicator was aborted on rank 1.", look_alike="NCCL communicator is ready",
     ),
-)  # fmt: skip
+)
 
 
 _WATCHDOG = "torch 2.1 to 2.13, ProcessGroupNCCL.cpp"
@@ -419,7 +420,7 @@ NCCL_SIGNATURES: tuple[Signature, ...] = (
         example="node5:240:240 [6] misc/socket.cc:533 NCCL WARN socketPollConnect: Connect to 10.0.0.4<56849> returned 113(No route to host) errno 115(Operation now in progress)",
         look_alike="node5:240:240 [6] NCCL INFO Connected all rings", beside=("nccl_warn",),
     ),
-)  # fmt: skip
+)
 
 
 PROGRAM_SIGNATURES: tuple[Signature, ...] = (
@@ -478,7 +479,7 @@ PROGRAM_SIGNATURES: tuple[Signature, ...] = (
         pattern=r"Fatal Python error: |Segmentation fault \(core dumped\)|Bus error \(core dumped\)", kind="death", cause="rank_died_first",
         source="CPython's faulthandler; shells", example="Fatal Python error: Segmentation fault", look_alike="segmentation of the image is done",
     ),
-)  # fmt: skip
+)
 
 
 MACHINE_SIGNATURES: tuple[Signature, ...] = (
@@ -605,7 +606,7 @@ MACHINE_SIGNATURES: tuple[Signature, ...] = (
         source="CUDA 12: of a kernel, or of a device that is about to fail; dmesg tells which",
         example="[rank3]: RuntimeError: CUDA error: unspecified launch failure", look_alike="CUDA error: device-side assert triggered",
     ),
-)  # fmt: skip
+)
 
 
 _TRANSFORMERS = "transformers 5.23"
@@ -709,7 +710,7 @@ FILES_SIGNATURES: tuple[Signature, ...] = (
         example="huggingface_hub.errors.HFValidationError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/data/models/qwen'.",
         look_alike="Repo card metadata block was not found.",
     ),
-)  # fmt: skip
+)
 
 
 TRAINERS_SIGNATURES: tuple[Signature, ...] = (
@@ -772,7 +773,7 @@ TRAINERS_SIGNATURES: tuple[Signature, ...] = (
         "resolve this issue.",
         look_alike="Attempting to start training worker group of size 3 with the following resources: [{'GPU': 1, 'CPU': 2}] * 3",
     ),
-)  # fmt: skip
+)
 
 
 ELSEWHERE_SIGNATURES: tuple[Signature, ...] = (
@@ -805,13 +806,12 @@ ELSEWHERE_SIGNATURES: tuple[Signature, ...] = (
         pattern=r"HW Exception by GPU node-\d{1,3}.{0,120}GPU Hang|amdgpu.{0,80}GPU reset (?:begin|failed)|amdgpu.{0,60}ring \w{1,20} timeout", kind="error", cause="gpu_fell_off",
         source="ROCm, ROCR; Linux, drivers/gpu/drm/amd", example="HW Exception by GPU node-3 (Agent handle: 0x55d) reason :GPU Hang", look_alike="amdgpu: GPU is ready",
     ),
-)  # fmt: skip
+)
+# fmt: on
 
-
-__all__ = ["LINE_LIMIT", "SIGNATURES", "Kind", "Signature", "find_signature", "match_line"]
 
 LINE_LIMIT = 2048
-"""Characters of a line that are looked at: a line's meaning stands at its head, and a line may be a megabyte of numbers."""
+"""Only this many characters of a line are searched: the message is at the beginning, and a line may be a megabyte of numbers."""
 
 ALL_SIGNATURES: tuple[Signature, ...] = (
     *LAUNCH_SIGNATURES,
@@ -828,7 +828,7 @@ SIGNATURES: dict[str, Signature] = {signature.id: signature for signature in ALL
 
 
 _BY_HINT = [(hint, signature) for signature in ALL_SIGNATURES for hint in signature.hints]
-"""Flat, since most lines have none of them, and this is all that they cost."""
+"""Flat, since most lines have no hint, and this search is all that they cost."""
 
 
 def find_signature(signature_id: str) -> Signature | None:
@@ -837,7 +837,7 @@ def find_signature(signature_id: str) -> Signature | None:
 
 
 def match_line(line: str) -> list[Signature]:
-    """The signatures that a line has, in the order of the table. Escape sequences of terminals are not part of it."""
+    """The signatures that match a line, in table order. Terminal escape sequences are ignored."""
     head = line[:LINE_LIMIT]
     if "\x1b" in head:
         head = plain(head)

@@ -21,6 +21,7 @@ _SETTING = r"[a-z_0-9]+\s*:\s*(\[[^\]]*\]\s*|[^,:\[\]\s][^,:\[\]]*)"
 _ALLOCATOR = rf"{_SETTING}(,\s*{_SETTING})*,?"
 """torch's own reader skips blanks, and takes lists: `roundup_power2_divisions:[256:1,>:8]`."""
 
+# fmt: off
 VALUES: dict[str, ValidValues] = {
     **dict.fromkeys(
         ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_PXN_DISABLE", "NCCL_CHECK_POINTERS", "NCCL_COLLNET_ENABLE",
@@ -70,7 +71,7 @@ VALUES: dict[str, ValidValues] = {
     "WORLD_SIZE": ValidValues("a whole number", r"\d+", "no process group can be made"),
     "RANK": ValidValues("a whole number", r"\d+", "no process group can be made"),
     "LOCAL_RANK": ValidValues("a whole number", r"\d+", "no process group can be made"),
-}  # fmt: skip
+}
 """By name; matched whole, in any case."""
 
 
@@ -143,5 +144,6 @@ ADVICE: dict[str, Advice] = {
     "NVIDIA_TF32_OVERRIDE": Advice("0: matrix products in float32 are several times slower", "to compare numbers with a different machine"),
     "HF_HUB_OFFLINE": Advice("nothing is downloaded", "on nodes without internet access, when the cache has all needed files"),
     "LD_PRELOAD": Advice("every process loads it, ranks and tools alike", "seldom: on all nodes alike, never for NCCL, which torch brings"),
-}  # fmt: skip
+}
+# fmt: on
 """By name. What is not in it costs nothing worth a word, or is nobody's to set by hand."""

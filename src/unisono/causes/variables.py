@@ -1,4 +1,4 @@
-"""The environment variables that decide how ranks find and understand each other, and when they are suspicious."""
+"""The environment variables that affect how ranks find each other and communicate, and when they are suspicious."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,14 +15,14 @@ GROUP_MEANING: dict[Group, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One environment variable, with what a person needs to know before setting or keeping it.
+    """One environment variable, with what to know before setting it.
 
     Attributes:
-        name: as it is written in the environment.
+        name: as in the environment.
         group: whether ranks must agree on it.
         meaning: what it does.
-        suspicious: values or situations that call for a second look; empty if there are none.
-        causes: ids of the catalogue that a wrong value can lead to.
+        suspicious: values or situations to check; empty if there are none.
+        causes: ids of the causes that a wrong value can lead to.
     """
 
     name: str
@@ -34,10 +34,10 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What it costs to set a variable, and when that is right.
+    """The cost of setting a variable, and when to set it.
 
     Attributes:
-        costs: what a run pays while it is set as `explain` says.
+        costs: the cost while it is set.
         right: when to set it, and how long to leave it set.
     """
 
@@ -47,13 +47,13 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class ValidValues:
-    """Which values a variable has.
+    """The valid values of a variable.
 
     Attributes:
         text: for people: `0 or 1`.
-        pattern: a whole value, in any case.
-        otherwise: what comes of another value.
-        fatal: whether a process group with NCCL cannot be made with another value.
+        pattern: matches a complete value, case-insensitive.
+        otherwise: the effect of a different value.
+        fatal: whether a different value prevents the creation of an NCCL process group.
     """
 
     text: str
@@ -64,6 +64,7 @@ class ValidValues:
 
 _MISMATCH = ("env_mismatch",)
 
+# fmt: off
 _WIRE = (
     Variable("NCCL_ALGO", "equal", "which algorithms may be used: Ring, Tree, …", "without Ring since NCCL 2.24: there is no fallback", _MISMATCH),
     Variable("NCCL_PROTO", "equal", "which protocols may be used: LL, LL128, Simple", "LL128 forced on hardware that does not support it safely", _MISMATCH),
@@ -91,7 +92,7 @@ _WIRE = (
     Variable("NCCL_RUNTIME_CONNECT", "equal", "connections are made when first used", "", _MISMATCH),
     Variable("NCCL_TUNER_PLUGIN", "equal", "a library that chooses algorithms", "present on some nodes only", _MISMATCH),
     Variable("NCCL_LAUNCH_MODE", "equal", "how kernels of several devices in one process are started", "superseded: leave it out", _MISMATCH),
-)  # fmt: skip
+)
 
 _TRANSPORT = (
     Variable("NCCL_NET", "equal", "the network backend: Socket, IB, or a plugin's name", "Socket where InfiniBand works: slow", _MISMATCH),
@@ -125,7 +126,7 @@ _TRANSPORT = (
              ("shm_too_small",)),
     Variable("NCCL_RAS_ENABLE", "equal", "NCCL's own service for reliability reports", "", _MISMATCH),
     Variable("NCCL_IGNORE_CPU_AFFINITY", "per-node", "1: NCCL places its threads without regard to the process's cores"),
-)  # fmt: skip
+)
 
 _NODE = (
     Variable("NCCL_SOCKET_IFNAME", "per-node", "the network interface; prefixes count, ^ excludes, = means exactly",
@@ -156,7 +157,7 @@ _NODE = (
     Variable("NCCL_CHECK_POINTERS", "free", "checks the pointers of every call", "1 in a long run: slow"),
     Variable("NCCL_TIMEOUT", "free", "not a variable of NCCL: it has no effect", "set to change a timeout; use the argument of the process group instead",
              ("rank_stalled",)),
-)  # fmt: skip
+)
 
 NCCL_VARIABLES: tuple[Variable, ...] = (*_WIRE, *_TRANSPORT, *_NODE)
 
@@ -207,7 +208,7 @@ LIBRARY_VARIABLES: tuple[Variable, ...] = (
     Variable("HF_HUB_DISABLE_TELEMETRY", "free", "1: the hub's library reports nothing"),
     Variable("HF_HUB_DISABLE_PROGRESS_BARS", "free", "1: no progress bars"),
     Variable("NCCL_VERSION", "free", "set by container images as information; no library reads it"),
-)  # fmt: skip
+)
 
 KNOWN_TO_LIBRARIES = frozenset((
     "NCCL_IGNORE_DISABLED_P2P", "NCCL_NVB_DISABLE", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_NCHANNELS_PER_NET_PEER",
@@ -223,7 +224,7 @@ KNOWN_TO_LIBRARIES = frozenset((
     "TORCH_NCCL_NONBLOCKING_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_HIP_MEMORY_CACHING",
     "PYTORCH_NO_MPS_MEMORY_CACHING", "CUDA_DEVICE_MAX_COPY_CONNECTIONS", "CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION", "CUDA_COREDUMP_PIPE",
     "CUDA_MODULE_DATA_LOADING",
-))  # fmt: skip
+))
 """Names that are right, and of which nothing is said here. Nodes on which they differ are compared as with any that nobody knows."""
 
 
@@ -270,7 +271,7 @@ _LAUNCH = (
     Variable("TORCHELASTIC_RESTART_COUNT", "equal", "how often torchrun has restarted the group", "", ("world_mismatch",)),
     Variable("TORCHELASTIC_MAX_RESTARTS", "equal", "how often torchrun may restart the group"),
     Variable("TORCHELASTIC_ERROR_FILE", "free", "where a torchrun process leaves its exception for the agent"),
-)  # fmt: skip
+)
 
 _TORCH = (
     Variable(
@@ -315,7 +316,7 @@ _TORCH = (
     Variable("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "equal", "how gloo numbers the members of a group", "", (_ENV,)),
     Variable("TORCH_NCCL_USE_COMM_NONBLOCKING", "equal", "NCCL's calls return before they are complete", "1 with torch 2.7.0: hangs at random", (_ENV,)),
     Variable("GLOO_DEVICE_TRANSPORT", "equal", "gloo's transport: TCP or TCP_TLS", "", (_ENV,)),
-)  # fmt: skip
+)
 
 _DEVICES = (
     Variable(
@@ -346,7 +347,7 @@ _DEVICES = (
         "ranks × threads is more than the cores; torchrun sets 1 if it is unset", ("straggler",),
     ),
     Variable("MKL_NUM_THREADS", "per-node", "the same for Intel's library alone", "differs from OMP_NUM_THREADS", ("straggler",)),
-)  # fmt: skip
+)
 
 _FILES = (
     Variable("PYTHONHASHSEED", "equal", "fixes the order of sets and of hashes of strings",
@@ -378,7 +379,8 @@ _FILES = (
     Variable("XDG_CONFIG_HOME", "per-node", "unisono keeps the key that signs checkpoints in unisono/ below it (else ~/.config)",
              "a different value when resuming: your own checkpoints look foreign"),
     Variable("NO_COLOR", "free", "set to anything: no colour in terminals"),
-)  # fmt: skip
+)
+# fmt: on
 
 VARIABLES: tuple[Variable, ...] = (*_LAUNCH, *_DEVICES, *_TORCH, *NCCL_VARIABLES, *_FILES, *LIBRARY_VARIABLES)
 """In the order in which `explain` lists them."""

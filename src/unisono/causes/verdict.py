@@ -9,25 +9,25 @@ from unisono.text import one_line, plain
 
 
 class OwnRunOnly(str):
-    """A line of a remedy that holds only for a run of `unisono train`: it names a key of its config, or promises how it resumes."""
+    """A line of a remedy that applies only to `unisono train`, e.g. because it names a config key."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One reason why training fails, with what a person needs to know about it.
+    """One cause of a failed run, with what to know about it.
 
     Attributes:
         id: the stable name, for example `nan_loss`.
         title: one line.
-        meaning: what it is, in two or three sentences.
-        telltales: how it shows: exact wordings in logs, or what one sees.
-        neighbours: other causes that look alike, each with how to tell it apart: (id, difference).
-        remedy: what to do, in order; commands and keys as they are typed. Lines for our own runs alone are `OwnRunOnly`.
-        exit_code: the exit code of a run that ends with it (DESIGN A2), 0 for a mere warning.
-        retry_helps: whether starting again from the last checkpoint can help.
-        when: where it can be found: before, during, after.
+        meaning: an explanation in two or three sentences.
+        telltales: symptoms: exact log lines, or observations.
+        neighbours: similar causes, each with the difference: (id, difference).
+        remedy: how to fix it, in order, with exact commands and keys. Lines for `unisono train` alone are `OwnRunOnly`.
+        exit_code: the exit code of a run that ends with it, 0 for a warning.
+        retry_helps: whether a restart from the last checkpoint can help.
+        when: when it can be detected: before, during, after.
     """
 
     id: str
