@@ -111,22 +111,22 @@ def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
 
 
 def _train(done: Rehearsal, request: TrainRequest, show: Show, *, steps: int, resume: bool) -> None:
-    small = (
+    short = (
         f"duration={steps} steps",
         f"eval.every={_STEPS} steps",
         f"checkpoint.every={_STEPS} steps",
         "track=[]",
         "checkpoint.storage=null",
     )
-    small = replace(
+    short_request = replace(
         request,
-        overrides=(*request.overrides, *small),
+        overrides=(*request.overrides, *short),
         limit_rows=ROWS,
         restarts=0,
         resume=resume,
         fresh=False,
     )
-    done.result = train(small, _only(show, "phase", "warning", "verdict", "refused"))
+    done.result = train(short_request, _only(show, "phase", "warning", "verdict", "refused"))
     done.exit_code = int(done.result["exit_code"])
 
 
