@@ -66,10 +66,10 @@ def hooks_main() -> None:
     """Prints what each hook costs in a guarded rank, in CPU nanoseconds, and the threads' share of a processor."""
     import torch  # it is what is hooked
 
-    from unisono.integrations.inside.collectives import beating
-    from unisono.integrations.inside.here import here
+    from unisono.integrations.inside.guarded_process import this_process
+    from unisono.integrations.inside.process_groups import beating
 
-    at = here()
+    at = this_process()
     assert at is not None
     assert at.is_rank
     tensor, rows = torch.ones(10), [0]
@@ -112,7 +112,7 @@ def least_ns(call: Callable[[], object]) -> float:
 def environment(folder: Path, *, guarded: bool) -> dict[str, str]:
     """Of the ranks; with the guard this process is their front."""
     from unisono.integrations.border import Guard
-    from unisono.integrations.injection import injected
+    from unisono.integrations.inside import injected
 
     plain = {
         **os.environ,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.several import PROGRAMS
-from unisono.integrations import trainer_signs
+from unisono.integrations import trainer_callback
 
 
 class Kept:
@@ -33,7 +33,7 @@ class Kept:
 def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
     """What the callback of this test tells."""
     made = Kept()
-    monkeypatch.setattr(trainer_signs, "find_recorder", lambda: made)
+    monkeypatch.setattr(trainer_callback, "find_recorder", lambda: made)
     monkeypatch.setattr(sys, "path", [str(PROGRAMS), *sys.path])
     return made
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from unisono.integrations.inside.rows import digest_of
+from unisono.integrations.inside.loaders import digest_of
 from unisono.integrations.trainer_facts import DataFacts, TrainerFacts, compare, read_dataset, read_loader
 
 

@@ -15,7 +15,7 @@ from unisono.guard.program_end import (
     signal_of,
 )
 from unisono.guard.program_signals import Stopping
-from unisono.integrations.inside.steps import framework_in
+from unisono.integrations.inside.loaders import framework_in
 
 PYTHON = read_command(["python", "train.py"])
 SHELL = read_command(["sh", "train.sh"])

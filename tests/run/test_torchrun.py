@@ -6,14 +6,14 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from unisono.integrations.torchrun.asking import asked_node_rank, asked_nproc, asked_restarts
+from unisono.integrations.torchrun_handler import launcher_node_rank, launcher_nproc, launcher_restarts
 
 # torchrun itself, with a back-end that says what ours would find from where it is called.
 _PROBE = """
 import sys
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.run import main
-from unisono.integrations.torchrun.asking import asked_node_rank, asked_nproc, asked_restarts
+from unisono.integrations.torchrun_handler import asked_node_rank, asked_nproc, asked_restarts
 
 def create(parameters):
     print("found", asked_nproc(), asked_node_rank(), asked_restarts(), parameters.max_nodes, parameters.config.get("rank"), flush=True)
@@ -25,7 +25,7 @@ main(sys.argv[1:])
 
 
 def test_the_number_of_ranks_and_of_the_node_is_found_in_this_torch() -> None:
-    """If torch renames what leads to a handler, this says so: see unisono.integrations.torchrun.asking."""
+    """If torch renames what leads to a handler, this says so: see unisono.integrations.torchrun_handler."""
     words = [
         "--nnodes",
         "3",
@@ -60,6 +60,6 @@ def test_torchrun_finds_the_back_end_and_nothing_of_torch_is_loaded_for_that() -
 
 
 def test_outside_of_torchrun_nothing_is_found() -> None:
-    assert asked_nproc() is None
-    assert asked_node_rank() is None
-    assert asked_restarts() is None
+    assert launcher_nproc() is None
+    assert launcher_node_rank() is None
+    assert launcher_restarts() is None

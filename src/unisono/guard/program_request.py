@@ -8,7 +8,7 @@ from pathlib import Path
 from unisono.errors import Problem, UsageError
 from unisono.guard.command import Command, Job, Said, read_job
 from unisono.guard.program_signals import GRACE_S
-from unisono.integrations.injection import injected, why_deaf
+from unisono.integrations.inside import injected, why_deaf
 from unisono.plan.topology import (
     DEFAULT_PORT,
     Accelerators,

@@ -1,6 +1,6 @@
 """A front for a torchrun that was started by hand: it holds the meeting of the nodes, answers torchrun, and ends.
 
-    python -m unisono.guard.torchrun_front      started by integrations.torchrun.handler, which gives a line of settings on stdin
+    python -m unisono.guard.torchrun_front      started by integrations.torchrun_handler, which gives a line of settings on stdin
 
 It prints the path of the border's guard.json on stdout, and on stderr what a front of `unisono run` would say.
 """

@@ -8,8 +8,8 @@ from typing import Any
 
 import accelerate
 
+from unisono.integrations.trainer_callback import CallbackReporter
 from unisono.integrations.trainer_facts import TrainerFacts, read_loader
-from unisono.integrations.trainer_signs import Signs
 
 
 class Accelerator(accelerate.Accelerator):
@@ -19,7 +19,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._unisono = Signs()
+        self._unisono = CallbackReporter()
         self._unisono_steps = 0
         super().__init__(*args, **kwargs)
 

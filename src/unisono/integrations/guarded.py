@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from unisono.integrations.inside.here import Here, here
+from unisono.integrations.inside.guarded_process import GuardedProcess, this_process
 
 _Batch = TypeVar("_Batch")
 _EVERY_S = 1.0
@@ -27,7 +27,7 @@ class Guarded:
         done: optimizer steps that have been made.
     """
 
-    def __init__(self, at: Here | None, *, done: int = 0) -> None:
+    def __init__(self, at: GuardedProcess | None, *, done: int = 0) -> None:
         """Tells nobody yet.
 
         Args:
@@ -95,7 +95,7 @@ def guarded(*, done: int = 0) -> Guarded:
     Args:
         done: optimizer steps that were made before, of a run that goes on.
     """
-    return Guarded(here(), done=done)
+    return Guarded(this_process(), done=done)
 
 
 def _number(loss: Any) -> float | None:

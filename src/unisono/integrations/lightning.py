@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from unisono.integrations.trainer_callback import CallbackReporter
 from unisono.integrations.trainer_facts import TrainerFacts, length_of, read_loader
-from unisono.integrations.trainer_signs import Signs
 
 
 class UnisonoCallback(Callback):
@@ -20,7 +20,7 @@ class UnisonoCallback(Callback):
     """
 
     def __init__(self) -> None:
-        self._signs = Signs()
+        self._reporter = CallbackReporter()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """All ranks compare what they are about to train on.
@@ -28,46 +28,46 @@ class UnisonoCallback(Callback):
         Raises:
             Disagreed: on every rank, with the same words.
         """
-        self._signs.begin(_facts(trainer))
-        self._signs.phase("data")
+        self._reporter.begin(_facts(trainer))
+        self._reporter.phase("data")
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Forward and backward begin."""
-        self._signs.step(trainer.global_step + 1)
-        self._signs.phase("compute")
+        self._reporter.step(trainer.global_step + 1)
+        self._reporter.phase("compute")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """The gradients are there."""
-        self._signs.phase("update")
+        self._reporter.phase("update")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """A batch is done; the loss is told where Lightning has it on the host already."""
-        self._signs.phase("data")
+        self._reporter.phase("data")
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None and getattr(getattr(loss, "device", None), "type", "") == "cpu":
-            self._signs.loss(trainer.global_step, float(loss))
+            self._reporter.loss(trainer.global_step, float(loss))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """An evaluation begins, or the check of one before the first step."""
-        self._signs.phase("evaluate")
+        self._reporter.phase("evaluate")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """It is over."""
-        self._signs.phase("data")
+        self._reporter.phase("data")
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """A checkpoint is being saved; there is no word of its end but the next batch."""
-        self._signs.phase("save")
+        self._reporter.phase("save")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What the program does after it is its own."""
-        self._signs.phase("finish")
+        self._reporter.phase("finish")
 
 
 def _facts(trainer: Trainer) -> TrainerFacts:

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from unisono.integrations.trainer_callback import CallbackReporter
 from unisono.integrations.trainer_facts import read_loader
-from unisono.integrations.trainer_signs import Signs
 
 
 class UnisonoCallback(TrainerCallback):
@@ -19,7 +19,7 @@ class UnisonoCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._signs = Signs()
+        self._reporter = CallbackReporter()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -30,66 +30,66 @@ class UnisonoCallback(TrainerCallback):
             Disagreed: on every rank, with the same words.
         """
         loader = kwargs.get("train_dataloader")
-        self._signs.begin(
+        self._reporter.begin(
             replace(read_loader(loader), steps=state.max_steps if state.max_steps > 0 else None)
         )
-        self._signs.phase("data")
+        self._reporter.phase("data")
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Forward and backward begin."""
-        self._signs.step(state.global_step + 1)
-        self._signs.phase("compute")
+        self._reporter.step(state.global_step + 1)
+        self._reporter.phase("compute")
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The gradients are there."""
-        self._signs.phase("update")
+        self._reporter.phase("update")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """What comes next has been decided by the Trainer's own callbacks, which come first."""
-        self._signs.phase(_next(control))
+        self._reporter.phase(_next(control))
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """As at the end of a step."""
-        self._signs.phase(_next(control))
+        self._reporter.phase(_next(control))
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Another batch of an evaluation."""
-        self._signs.phase("evaluate")
+        self._reporter.phase("evaluate")
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """An evaluation is over."""
-        self._signs.phase("save" if control.should_save else "data")
+        self._reporter.phase("save" if control.should_save else "data")
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """A checkpoint has been saved."""
-        self._signs.phase("data")
+        self._reporter.phase("data")
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The Trainer has read its losses from the device."""
         logs = kwargs.get("logs") or {}
-        self._signs.loss(state.global_step, logs.get("loss"))
+        self._reporter.loss(state.global_step, logs.get("loss"))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """What the program does after it is its own."""
-        self._signs.phase("finish")
+        self._reporter.phase("finish")
 
 
 def _next(control: TrainerControl) -> str:

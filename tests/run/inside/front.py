@@ -26,7 +26,7 @@ from unisono.integrations.border import (
     registrations,
     start_of,
 )
-from unisono.integrations.injection import injected
+from unisono.integrations.inside import injected
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
 from unisono.rundir import RunDir
 from unisono.supervise.rank_monitor import RankMonitor

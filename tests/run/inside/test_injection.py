@@ -12,7 +12,7 @@ import pytest
 from tests.run.inside.conftest import PROGRAMS
 from tests.run.inside.front import TORCHRUN, Played
 from unisono.integrations.border import VARIABLE, Guard
-from unisono.integrations.injection import PATH, injected, why_deaf
+from unisono.integrations.inside import PATH, injected, why_deaf
 
 Start = Callable[..., Played]
 _LIMIT_MS = 5.0

@@ -1,13 +1,13 @@
 """Where a step of a training loop begins, as it shows from outside. Run: pytest tests/run/inside/test_loop.py"""
 
-from unisono.integrations.inside.loop import Loop
+from unisono.integrations.inside.step_reachability import StepStarts
 
 ALL_GATHER, BARRIER = (4, 512), (3, 0)
 
 
-def looped(steps: int, *, opening: tuple[int, int] = ALL_GATHER) -> tuple[Loop, list[bool]]:
+def looped(steps: int, *, opening: tuple[int, int] = ALL_GATHER) -> tuple[StepStarts, list[bool]]:
     """A loop that has made steps with two collectives each; and whether the first of each has begun it."""
-    loop, begun = Loop(), []
+    loop, begun = StepStarts(), []
     for _ in range(steps):
         begun.append(loop.collective(*opening))
         assert not loop.collective(5, 64)
@@ -28,7 +28,7 @@ def test_what_is_called_after_the_loop_begins_no_step() -> None:
 
 
 def test_batches_of_the_loader_that_is_trained_on_begin_steps_and_those_of_an_evaluation_do_not() -> None:
-    loop, training, held_out = Loop(), [1], [2]
+    loop, training, held_out = StepStarts(), [1], [2]
     assert loop.batch(held_out), "before the first step nobody knows"
     for _ in range(2):
         assert loop.batch(training)
@@ -38,7 +38,7 @@ def test_batches_of_the_loader_that_is_trained_on_begin_steps_and_those_of_an_ev
 
 
 def test_a_loader_that_is_trained_on_later_is_followed() -> None:
-    loop, first, second = Loop(), [1], [2]
+    loop, first, second = StepStarts(), [1], [2]
     for rows in (first, second, second):
         loop.batch(rows)
         loop.stepped()
@@ -48,7 +48,7 @@ def test_a_loader_that_is_trained_on_later_is_followed() -> None:
 
 def test_what_is_gathered_of_each_step_begins_no_step_where_batches_are_read() -> None:
     """As the Trainer gathers its loss, before it takes the next batch."""
-    loop, rows = Loop(), [1]
+    loop, rows = StepStarts(), [1]
     for _ in range(6):
         loop.batch(rows)
         loop.stepped()

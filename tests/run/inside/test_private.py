@@ -29,16 +29,15 @@ from torch.utils.data import (
 )
 
 from unisono.gloo import gloo_states, let_gloo_finish
-from unisono.integrations.inside.collectives import _NAMES
+from unisono.integrations.inside.guarded_process import begun_of, pending_of
+from unisono.integrations.inside.loaders import digest_of, sharded_rows_of
 from unisono.integrations.inside.path.sitecustomize import HOOKS
-from unisono.integrations.inside.rows import dealt_by, digest_of
-from unisono.integrations.inside.sampling import begun_of, pending_of
-from unisono.integrations.inside.starts import _forgetting, with_own_names
+from unisono.integrations.inside.process_groups import _NAMES, _forgetting, with_own_names
 from unisono.watch.flight_recorder import recorders
 
 _RECORDING = """
 import json, os, time, torch, torch.distributed as dist
-from unisono.integrations.inside.sampling import begun_of, count_begun, dump_of_interest, pending_of
+from unisono.integrations.inside.guarded_process import begun_of, count_begun, dump_of_interest, pending_of
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(3):
     dist.all_reduce(torch.ones(2))
@@ -214,7 +213,7 @@ def test_a_split_of_the_library_datasets_is_told_apart_by_its_indices(tmp_path: 
 def test_a_sampler_that_deals_rows_out_is_told_with_its_part(seed: int) -> None:
     rows = TensorDataset(torch.arange(10.0))
     dealt = [
-        dealt_by(
+        sharded_rows_of(
             DataLoader(
                 rows, batch_size=2, sampler=DistributedSampler(rows, num_replicas=2, rank=rank, seed=seed)
             )
@@ -230,7 +229,7 @@ def test_a_sampler_that_deals_rows_out_is_told_with_its_part(seed: int) -> None:
         dealt[0].facts["batches"],
         dealt[0].facts["sampler_seed"],
     ) == (2, 10, 3, seed)
-    assert dealt_by(DataLoader(rows)) is None
+    assert sharded_rows_of(DataLoader(rows)) is None
 
 
 def test_the_sampler_of_accelerate_is_told_too() -> None:
@@ -240,6 +239,6 @@ def test_the_sampler_of_accelerate_is_told_too() -> None:
     loader = prepare_data_loader(
         DataLoader(rows, batch_size=2), num_processes=2, process_index=1, put_on_device=False
     )
-    dealt = dealt_by(loader)
+    dealt = sharded_rows_of(loader)
     assert dealt is not None
     assert (dealt.replicas, dealt.own["part"], dealt.facts["rows"]) == (2, 1, 10)

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 HOOKS = {
-    "torch.cuda": "devices",
-    "torch.accelerator": "devices",
-    "torch.distributed.distributed_c10d": "groups",
-    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": "starts",
-    "torch.optim.optimizer": "steps",
-    "torch.utils.data.dataloader": "loaders",
+    "torch.cuda": "process_groups.hook_devices",
+    "torch.accelerator": "process_groups.hook_devices",
+    "torch.distributed.distributed_c10d": "process_groups.hook_process_groups",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": "process_groups.hook_rendezvous",
+    "torch.optim.optimizer": "loaders.hook_optimizers",
+    "torch.utils.data.dataloader": "loaders.hook_loaders",
 }
-"""What is given to which module of unisono.integrations.inside, once it is loaded."""
+"""The function of unisono.integrations.inside that is given each module, once it is loaded."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes ten times as long as all of this
 _HOME = os.path.abspath(os.path.join(_HERE, *[os.pardir] * 4))  # noqa: PTH100, PTH118
@@ -80,8 +80,8 @@ def _nothing(*_: Any) -> None:
 def _change(module: ModuleType) -> None:
     """Hands the module over. Whatever goes wrong is told to the front alone: the program goes on, unguarded."""
     try:
-        part = __import__(f"unisono.integrations.inside.{HOOKS[module.__name__]}", fromlist=["hook"])
-        part.hook(module)
+        part, _, function = HOOKS[module.__name__].partition(".")
+        getattr(__import__(f"unisono.integrations.inside.{part}", fromlist=[function]), function)(module)
     except Exception as error:  # noqa: BLE001 - also of a Python or a torch that is not known here
         _tell(
             f"this process is not guarded: {module.__name__} could not be hooked: {type(error).__name__}: {error}"

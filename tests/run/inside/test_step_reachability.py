@@ -1,4 +1,4 @@
-"""Whether a rank can come back to where it made a step. Run: pytest tests/run/inside/test_wayback.py"""
+"""Whether a rank can come back to where it made a step. Run: pytest tests/run/inside/test_step_reachability.py"""
 
 import sys
 import threading
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from unisono.integrations.inside.wayback import WayBack
+from unisono.integrations.inside.step_reachability import StepReachability
 
 Told = dict[str, bool | None]
 
@@ -16,7 +16,7 @@ class Rank:
     """A program that makes steps, and waits at places which have names."""
 
     def __init__(self) -> None:
-        self.way = WayBack()
+        self.way = StepReachability()
         self.told: Told = {}
 
     def step(self) -> None:

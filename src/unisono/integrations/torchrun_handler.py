@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed import PrefixStore, TCPStore
@@ -20,10 +21,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from unisono.integrations.border import LAUNCHER, Answer, Guard, Presence, find_guard
-from unisono.integrations.torchrun.asking import asked_node_rank, asked_nproc, asked_restarts
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
 
 _DEFAULT_PORT = 29577
 _WAIT_S = 300.0
@@ -33,7 +34,10 @@ _STORE_S = 900.0  # torch's own limit for a store
 def create(parameters: RendezvousParameters) -> RendezvousHandler:
     """A handler for one torchrun; called by it, below `launch_agent`."""
     return UnisonoRendezvous(
-        parameters, nproc=asked_nproc(), node_rank=asked_node_rank(), max_restarts=asked_restarts() or 0
+        parameters,
+        nproc=launcher_nproc(),
+        node_rank=launcher_node_rank(),
+        max_restarts=launcher_restarts() or 0,
     )
 
 
@@ -231,3 +235,41 @@ def _leave(text: str, code: int) -> NoReturn:
     if text:
         sys.stderr.write(f"error: {text}\n")
     sys.exit(code)
+
+
+_LAUNCHER = "torch.distributed.launcher.api"
+_RUN = "torch.distributed.run"
+
+
+def launcher_nproc(frame: FrameType | None = None) -> int | None:
+    """Ranks that the launcher is about to start on this node; None where it does not say.
+
+    Args:
+        frame: the innermost call; the default is the caller's.
+    """
+    return _of_config("nproc_per_node", frame or sys._getframe(1))  # noqa: SLF001 - see above
+
+
+def launcher_restarts(frame: FrameType | None = None) -> int | None:
+    """How often the launcher starts its ranks anew when one dies; None where it does not say."""
+    return _of_config("max_restarts", frame or sys._getframe(1))  # noqa: SLF001 - see above
+
+
+def launcher_node_rank(frame: FrameType | None = None) -> int | None:
+    """The node's number, as torchrun was given it by `--node-rank` or PET_NODE_RANK; None where it was not started by its command."""
+    args = _local_of(frame or sys._getframe(1), _RUN, "run", "args")  # noqa: SLF001 - see above
+    rank = getattr(args, "node_rank", None)
+    return rank if isinstance(rank, int) else None
+
+
+def _of_config(name: str, frame: FrameType) -> int | None:
+    value = getattr(_local_of(frame, _LAUNCHER, "launch_agent", "config"), name, None)
+    return value if isinstance(value, int) else None
+
+
+def _local_of(frame: FrameType | None, module: str, function: str, name: str) -> Any:
+    while frame is not None:
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
+            return frame.f_locals.get(name)
+        frame = frame.f_back
+    return None

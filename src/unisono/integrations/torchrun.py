@@ -15,6 +15,6 @@ if TYPE_CHECKING:
 
 def get_handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
     """What torchrun calls to make a handler; the entry point."""
-    from unisono.integrations.torchrun.handler import create
+    from unisono.integrations.torchrun_handler import create
 
     return create

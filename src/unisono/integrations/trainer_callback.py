@@ -1,20 +1,19 @@
-"""Where the ranks of another trainer compare what they are about to do: torch's own store, never a collective.
-
-Every rank puts its facts there; rank 0 compares them and puts the answer there. It is done by short looks with a limit, so that a
-rank that never comes is named, and no lock of the store is held while one waits.
-"""
+"""The part of all callbacks that knows no trainer: ranks agree on what they are about to train, then report phases, steps and losses to the watch."""
 
 import json
+import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from unisono.agree.display import number_list
 from unisono.causes import Verdict, find_cause
 from unisono.errors import Disagreed, Problem
+from unisono.integrations.inside.guarded_process import this_process
 from unisono.integrations.trainer_facts import TrainerFacts, compare
 
 _TURNS = count()  # of this process: all ranks agree equally often
@@ -71,7 +70,11 @@ def meet(world: World, facts: TrainerFacts, *, say: Say) -> None:
     facts = replace(facts, rank=world.rank)
     prefix = f"unisono/{next(_TURNS)}"
     try:
-        verdict = _lead(world, prefix, facts, say) if world.rank == 0 else _follow(world, prefix, facts, say)
+        verdict = (
+            _compare_on_rank0(world, prefix, facts, say)
+            if world.rank == 0
+            else _await_verdict(world, prefix, facts, say)
+        )
     except RuntimeError as error:  # torch's DistError: the store, and so the rank that holds it, is gone
         raise Disagreed.of(
             "another rank left while the ranks compared their data",
@@ -92,11 +95,13 @@ def refusal(verdict: Verdict) -> Disagreed:
     return error
 
 
-def _lead(world: World, prefix: str, facts: TrainerFacts, say: Say) -> Verdict | None:
+def _compare_on_rank0(world: World, prefix: str, facts: TrainerFacts, say: Say) -> Verdict | None:
     others = range(1, world.size)
     late = _await(world, [f"{prefix}/{rank}" for rank in others], world.patience_s, say)
     if late:
-        verdict: Verdict | None = _absent([rank for rank in others if f"{prefix}/{rank}" in late], world)
+        verdict: Verdict | None = _missing_ranks(
+            [rank for rank in others if f"{prefix}/{rank}" in late], world
+        )
     else:
         verdict = compare([facts, *(_facts_of(world.store, f"{prefix}/{rank}", rank) for rank in others)])
     world.store.set(f"{prefix}/word", json.dumps(verdict.to_json() if verdict else None))
@@ -110,11 +115,11 @@ def _lead(world: World, prefix: str, facts: TrainerFacts, say: Say) -> Verdict |
     return verdict
 
 
-def _follow(world: World, prefix: str, facts: TrainerFacts, say: Say) -> Verdict | None:
+def _await_verdict(world: World, prefix: str, facts: TrainerFacts, say: Say) -> Verdict | None:
     world.store.set(f"{prefix}/{world.rank}", json.dumps(facts.to_json()))
     word = f"{prefix}/word"
     if _await(world, [word], world.patience_s + _HEARD_S, None):
-        return _absent([0], world)
+        return _missing_ranks([0], world)
     value = json.loads(_read(world.store, word))
     verdict = Verdict.from_json(value) if value else None
     if verdict:
@@ -151,9 +156,78 @@ def _await(world: World, keys: Sequence[str], limit_s: float, say: Say | None) -
     return set()
 
 
-def _absent(ranks: Sequence[int], world: World) -> Verdict:
+def _missing_ranks(ranks: Sequence[int], world: World) -> Verdict:
     return Verdict(
         cause="rank_stalled", when="before", phase="agree.ranks", ranks=tuple(ranks), confidence=0.9,
         summary=f"{number_list('rank', ranks)} did not come to the first step within {world.patience_s:.0f} s",
         fix=("look at what that rank printed last; if preparing the data takes longer, raise the process group's timeout",),
     )  # fmt: skip
+
+
+class Recorder(Protocol):
+    """Who is told. Phases are those of unisono.watch.beat."""
+
+    def phase(self, name: str) -> None:
+        """The rank does something else from here on."""
+
+    def step(self, step: int) -> None:
+        """It works on this optimizer step, from 1."""
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """An event, as unisono.events has them."""
+
+
+class Unwatched:
+    """Tells nobody: there is no front."""
+
+    def phase(self, name: str) -> None:
+        """Nothing."""
+
+    def step(self, step: int) -> None:
+        """Nothing."""
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Nothing."""
+
+
+def find_recorder() -> Recorder:
+    """This process at the border of `unisono run`; elsewhere one that tells nobody."""
+    return this_process() or Unwatched()
+
+
+class CallbackReporter:
+    """The part of all callbacks that knows no trainer."""
+
+    def __init__(self) -> None:
+        self._recorder = find_recorder()
+
+    def begin(self, facts: TrainerFacts) -> None:
+        """Agrees with the other ranks on what is about to be trained; all ranks must call it. Alone it only tells.
+
+        Raises:
+            Disagreed: on every rank, with the same words.
+        """
+        self._recorder.tell("facts", facts=facts.to_json())
+        world = find_world()
+        if world is None:
+            return
+        self.phase("agree.ranks")
+        try:
+            meet(world, facts, say=logging.getLogger("unisono").warning)
+        except Disagreed as error:
+            verdict = error.verdict.to_json() if error.verdict else None
+            self._recorder.tell("refused", text=str(error), exit_code=error.exit_code, verdict=verdict)
+            raise
+
+    def phase(self, name: str) -> None:
+        """What the rank does from here on; saying it again is a sign of life."""
+        self._recorder.phase(name)
+
+    def step(self, step: int) -> None:
+        """The optimizer step that it works on, from 1."""
+        self._recorder.step(step)
+
+    def loss(self, step: int, loss: object) -> None:
+        """A loss that the trainer has already brought to the host; nothing else is read from the device."""
+        if isinstance(loss, int | float) and not isinstance(loss, bool):
+            self._recorder.tell("step", step=step, loss=loss if math.isfinite(loss) else str(loss))
