@@ -83,7 +83,7 @@ def hooks_main() -> None:
     def batch() -> None:
         before = at.beats.phase
         at.beats.enter("data")
-        if at.loop.batch(rows):
+        if at.step_starts.batch(rows):
             at.beats.take_batch()
         at.beats.enter(before)
 

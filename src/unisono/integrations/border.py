@@ -209,9 +209,15 @@ class Presence:
             os.write(self._events, line.encode())
 
     def bring(
-        self, name: str, facts: Mapping[str, Any], *, rank: int, world_size: int,
-        own: Mapping[str, Any] | None = None, limit_s: float,
-    ) -> Answer | None:  # fmt: skip
+        self,
+        name: str,
+        facts: Mapping[str, Any],
+        *,
+        rank: int,
+        world_size: int,
+        own: Mapping[str, Any] | None = None,
+        limit_s: float,
+    ) -> Answer | None:
         """Brings facts to an agreement of that name, once, and waits for what comes of it; all ranks must call it.
 
         Args:
@@ -282,9 +288,17 @@ def own_registration(environment: Mapping[str, str], **more: Any) -> Registratio
         return None
     pid = os.getpid()
     return Registration(
-        pid=pid, started=start_of(pid) or 0, rank=rank, local_rank=local_rank, world_size=world_size,
-        local_world_size=local_world_size, host=socket.gethostname(), attempt=attempt, restarts=restarts, **more,
-    )  # fmt: skip
+        pid=pid,
+        started=start_of(pid) or 0,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        host=socket.gethostname(),
+        attempt=attempt,
+        restarts=restarts,
+        **more,
+    )
 
 
 def start_of(pid: int) -> int | None:
@@ -340,8 +354,9 @@ def memory_of(folder: Path, pid: int) -> "BeatMemory":
 
     with contextlib.ExitStack() as stack:
         opened = [
-            os.open(folder / f"{name}-{pid}", os.O_RDWR | os.O_CLOEXEC) for name in ("beat", "stacks", "answers")
-        ]  # fmt: skip
+            os.open(folder / f"{name}-{pid}", os.O_RDWR | os.O_CLOEXEC)
+            for name in ("beat", "stacks", "answers")
+        ]
         for fd in opened:
             stack.callback(os.close, fd)
         try:

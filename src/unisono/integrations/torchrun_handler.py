@@ -171,8 +171,13 @@ class UnisonoRendezvous(RendezvousHandler):
             float(guard.options.get("join_timeout_s", self._wait_s)) + 60.0
         )  # the front's own word comes first
         return Presence(guard).bring(
-            LAUNCHER, {"nproc": self._nproc}, rank=self._node_rank, world_size=self._nodes, own=own, limit_s=limit_s,
-        )  # fmt: skip
+            LAUNCHER,
+            {"nproc": self._nproc},
+            rank=self._node_rank,
+            world_size=self._nodes,
+            own=own,
+            limit_s=limit_s,
+        )
 
     def _bind(self, host: str) -> socket.socket:
         """A port that is ours from now on, on the address that the nodes reach node 0 by."""
@@ -186,8 +191,14 @@ class UnisonoRendezvous(RendezvousHandler):
         port = int(sock.getsockname()[1])
         self._address = (host, port)
         return TCPStore(
-            host, port, None, True, timedelta(seconds=_STORE_S), wait_for_workers=False, master_listen_fd=sock.detach()
-        )  # fmt: skip
+            host,
+            port,
+            None,
+            True,
+            timedelta(seconds=_STORE_S),
+            wait_for_workers=False,
+            master_listen_fd=sock.detach(),
+        )
 
     def _start_companion(self) -> "tuple[Guard, subprocess.Popen[bytes]]":
         """By hand there is no front: a small one holds the meeting, says what it finds, and ends.
@@ -196,10 +207,16 @@ class UnisonoRendezvous(RendezvousHandler):
         """
         host, port = parse_rendezvous_endpoint(self._parameters.endpoint, _DEFAULT_PORT)
         settings = {
-            "nodes": self._nodes, "node_rank": self._node_rank, "host": host, "port": port, "nproc": self._nproc,
-            "wait_s": self._wait_s, "uneven": str(self._parameters.config.get("uneven", "0")) in ("1", "true", "True"),
-            "words": sys.argv, "pid": os.getpid(),
-        }  # fmt: skip
+            "nodes": self._nodes,
+            "node_rank": self._node_rank,
+            "host": host,
+            "port": port,
+            "nproc": self._nproc,
+            "wait_s": self._wait_s,
+            "uneven": str(self._parameters.config.get("uneven", "0")) in ("1", "true", "True"),
+            "words": sys.argv,
+            "pid": os.getpid(),
+        }
         environment = dict(os.environ)  # noqa: TID251 - as above
         os.environ.pop("UNISONO_TOKEN", None)  # noqa: TID251 - as above
         companion = subprocess.Popen(

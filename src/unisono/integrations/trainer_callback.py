@@ -158,10 +158,16 @@ def _await(world: World, keys: Sequence[str], limit_s: float, say: Say | None) -
 
 def _missing_ranks(ranks: Sequence[int], world: World) -> Verdict:
     return Verdict(
-        cause="rank_stalled", when="before", phase="agree.ranks", ranks=tuple(ranks), confidence=0.9,
+        cause="rank_stalled",
+        when="before",
+        phase="agree.ranks",
+        ranks=tuple(ranks),
+        confidence=0.9,
         summary=f"{number_list('rank', ranks)} did not come to the first step within {world.patience_s:.0f} s",
-        fix=("look at what that rank printed last; if preparing the data takes longer, raise the process group's timeout",),
-    )  # fmt: skip
+        fix=(
+            "look at what that rank printed last; if preparing the data takes longer, raise the process group's timeout",
+        ),
+    )
 
 
 class Recorder(Protocol):

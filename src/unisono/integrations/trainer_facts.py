@@ -23,17 +23,34 @@ _DEEPEST = 4
 
 _SEED = "give every split and shuffle the same fixed seed on all ranks: train_test_split(…, seed=42), random_split(…, generator=…)"
 _SPLIT = Rule(
-    "trainer.split", "rows and their order", "equal", "fail", "split_mismatch",
+    "trainer.split",
+    "rows and their order",
+    "equal",
+    "fail",
+    "split_mismatch",
     (_SEED, "or split once, save the parts, and let every rank read them"),
-)  # fmt: skip
+)
 _DATA = Rule(
-    "trainer.data", "training data", "equal", "fail", "data_mismatch",
-    ("on {who}: compare the data files with those of a node that is right: `sha256sum FILE`", "or keep the data on storage that all nodes share"),
-)  # fmt: skip
+    "trainer.data",
+    "training data",
+    "equal",
+    "fail",
+    "data_mismatch",
+    (
+        "on {who}: compare the data files with those of a node that is right: `sha256sum FILE`",
+        "or keep the data on storage that all nodes share",
+    ),
+)
 _STEPS = Rule(
-    "trainer.steps", "steps", "equal", "fail", "unequal_steps",
-    ("give every rank the same number of batches: the same batch size and number of steps, drop_last=True, or one dataset that a distributed sampler deals out",),
-)  # fmt: skip
+    "trainer.steps",
+    "steps",
+    "equal",
+    "fail",
+    "unequal_steps",
+    (
+        "give every rank the same number of batches: the same batch size and number of steps, drop_last=True, or one dataset that a distributed sampler deals out",
+    ),
+)
 _ROWS_KEYS = ("rows", "content of the rows", "seed of the sampler")
 _STEP_KEYS = ("steps", "batches of an epoch")
 _LABELS = {"content of the rows": "first and last rows"}

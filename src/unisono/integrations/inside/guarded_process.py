@@ -105,7 +105,11 @@ class GuardedProcess:
 
     def _follow(self) -> None:
         """The thread that makes the first step is the one whose life is told: Ray trains in a thread of its own. One of autograd's is no program's."""
-        if not self.beats.step and not self.is_main_thread() and type(threading.current_thread()).__name__ != "_DummyThread":  # fmt: skip
+        if (
+            not self.beats.step
+            and not self.is_main_thread()
+            and type(threading.current_thread()).__name__ != "_DummyThread"
+        ):
             self.main = threading.get_ident()
 
     def step(self, step: int) -> None:

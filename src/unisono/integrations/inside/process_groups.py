@@ -17,6 +17,7 @@ from unisono.integrations.border import Registration, own_registration
 from unisono.integrations.inside.guarded_process import GuardedProcess, this_process
 from unisono.watch.beat import KINDS
 
+# fmt: off
 _NAMES = {
     "all_reduce": ("all_reduce", "all_reduce_coalesced"),
     "broadcast": ("broadcast", "broadcast_object_list"),
@@ -32,7 +33,8 @@ _NAMES = {
     "send": ("send", "send_object_list"),
     "recv": ("recv", "recv_object_list"),
     "other": ("new_group", "split_group"),
-}  # fmt: skip
+}
+# fmt: on
 """Functions of torch.distributed.distributed_c10d by what they are; those that a torch does not have are left out."""
 _PLAIN = ("Tensor", "Parameter")  # of others, as tensors that are only traced, the size may be no number
 
