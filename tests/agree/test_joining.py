@@ -20,10 +20,13 @@ NOISE = Rejected("10.0.0.7:5", "not our protocol", "malformed")
 def test_a_node_that_never_called_is_named_with_those_that_are_here() -> None:
     verdict = membership.missing_nodes(3, {0: "a", 1: "b"}, [], 60.2)
     assert verdict.cause == "node_missing"
-    assert verdict.summary == "node 2 has never called; nodes 0 (a) and 1 (b) are here (2 of 3, waited 60 s)"
+    assert (
+        verdict.summary
+        == "node 2 has never connected; nodes 0 (a) and 1 (b) are connected (2 of 3, waited 60 s)"
+    )
     assert verdict.hosts == ()
     known = membership.missing_nodes(3, {0: "a", 1: "b"}, [], 60.2, hosts={0: "a", 1: "b", 2: "c"})
-    assert known.summary.startswith("node 2 (c) has never called")
+    assert known.summary.startswith("node 2 (c) has never connected")
     assert known.hosts == ("c",)
 
 
@@ -31,18 +34,18 @@ def test_many_missing_nodes_are_ranges() -> None:
     verdict = membership.missing_nodes(1024, {rank: f"n{rank}" for rank in range(512)}, [], 300)
     assert (
         verdict.summary
-        == "nodes 512–1023 have never called; nodes 0–511 are here (512 of 1,024, waited 300 s)"
+        == "nodes 512–1023 have never connected; nodes 0–511 are connected (512 of 1,024, waited 300 s)"
     )
 
 
 def test_callers_that_were_not_let_in_are_evidence_and_the_likely_one_leads_the_remedy() -> None:
     verdict = membership.missing_nodes(3, {0: "a", 1: "b"}, [NOISE, TOKEN], 60)
     assert verdict.evidence[0] == Evidence(
-        where="call from 10.0.0.9:41000", text="its proof does not fit (says it is node 2)"
+        where="call from 10.0.0.9:41000", text="its proof does not fit (claims to be node 2)"
     )
     assert verdict.evidence[1].where == "call from 10.0.0.7:5"
     assert "token" in verdict.fix[0]
-    assert "never started" in membership.missing_nodes(3, {0: "a", 1: "b"}, [NOISE], 60).fix[0]
+    assert "or start it" in membership.missing_nodes(3, {0: "a", 1: "b"}, [NOISE], 60).fix[0]
 
 
 def test_a_wrong_token_names_the_address_and_blames_no_host() -> None:
@@ -56,7 +59,7 @@ def test_a_wrong_token_names_the_address_and_blames_no_host() -> None:
 def test_a_node_that_left_and_one_that_fell_silent_have_their_causes() -> None:
     gone = membership.lost_node(2, "c", "connection closed", silent=False)
     assert (gone.cause, gone.hosts) == ("node_missing", ("c",))
-    assert gone.summary == "node 2 (c) was here, and left before the start: connection closed"
+    assert gone.summary == "node 2 (c) was connected, and left before the start: connection closed"
     assert membership.lost_node(2, "c", "10 s of silence", silent=True).cause == "node_unreachable"
 
 

@@ -58,7 +58,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_known_one() -> None:
     assert verdict.cause == "env_suspicious"
     assert (
         verdict.summary
-        == "NCCL_SOCKET_IFNAMES on node 1 (b): no variable of this name is known; did you mean NCCL_SOCKET_IFNAME?"
+        == "NCCL_SOCKET_IFNAMES on node 1 (b): unknown variable; did you mean NCCL_SOCKET_IFNAME?"
     )
     assert verdict.fix[0] == "`unisono explain NCCL_SOCKET_IFNAME`"
 
@@ -66,21 +66,21 @@ def test_an_unknown_name_is_answered_with_the_nearest_known_one() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "part"),
     [
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "hangs for ever"),
-        ("TORCH_NCCL_ENABLE_MONITORING", "0", "safety net"),
-        ("TORCH_NCCL_BLOCKING_WAIT", "1", "contradicts"),
-        ("NCCL_ASYNC_ERROR_HANDLING", "1", "old name"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "hang forever"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "0", "disables the monitor"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", "conflicts with"),
+        ("NCCL_ASYNC_ERROR_HANDLING", "1", "deprecated name"),
         ("NCCL_TIMEOUT", "1800", "no effect"),
-        ("NCCL_DEBUG", "INFO", "flood"),
+        ("NCCL_DEBUG", "INFO", "excessive output"),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "twice as long"),
-        ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "10", "healthy ranks are ended"),
+        ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "10", "healthy ranks are killed"),
         ("NCCL_P2P_DISABLE", "1", "slow"),
-        ("NCCL_LAUNCH_MODE", "GROUP", "superseded"),
+        ("NCCL_LAUNCH_MODE", "GROUP", "deprecated"),
         ("NCCL_ALGO", "Tree", "without ring"),
         ("CUDA_LAUNCH_BLOCKING", "1", "slow"),
-        ("LD_PRELOAD", "/opt/libnccl.so.2", "another NCCL"),
-        ("MASTER_PORT", "80", "no port"),
-        ("MASTER_PORT", "40000", "at random"),
+        ("LD_PRELOAD", "/opt/libnccl.so.2", "a different NCCL"),
+        ("MASTER_PORT", "80", "not a valid port"),
+        ("MASTER_PORT", "40000", "ephemeral port range"),
         ("MASTER_ADDR", "localhost", "loopback"),
         ("CUDA_VISIBLE_DEVICES", "0,GPU-1", "mixed"),
     ],
@@ -174,7 +174,7 @@ def test_known_faults_are_told_with_the_least_good_version_and_the_source() -> N
     assert agreement.agreed
     torch, nccl = (verdict for verdict in agreement.warnings if verdict.cause == "version_known_bad")
     assert torch.summary.startswith("torch 2.7.0+cu126 on nodes 0 (a), 1 (b) and 2 (c): ")
-    assert "the least good version is 2.7.1" in torch.fix
+    assert "the minimum good version is 2.7.1" in torch.fix
     assert nccl.fix[0].startswith("export NCCL_CUMEM_HOST_ENABLE=0")
     assert any("github.com/pytorch/pytorch/issues/152302" in line for line in nccl.fix)
 

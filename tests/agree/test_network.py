@@ -44,15 +44,15 @@ def test_where_all_ways_are_open_both_checks_pass_and_say_what_was_tried() -> No
         ("network.dial", "pass"),
         ("network.size", "pass"),
     ]
-    assert agreement.checks[0].text == "6 ways tried on 6 ports, all open, at most 0.4 ms there and back"
-    assert agreement.checks[1].text == "up to 1 MiB came back whole"
+    assert agreement.checks[0].text == "6 connections tested on 6 ports, all open, at most 0.4 ms round trip"
+    assert agreement.checks[1].text == "up to 1 MiB returned complete"
 
 
 def test_a_node_that_nobody_reaches_is_named() -> None:
     verdict = only(matrix({(0, 2): "timed_out", (1, 2): "timed_out"}))
     assert (verdict.cause, verdict.hosts) == ("address_unreachable", ("c",))
     assert (
-        verdict.summary == "nobody reaches node 2 (c) at 10.0.0.2: timed out: a firewall on the way drops it"
+        verdict.summary == "no node reaches node 2 (c) at 10.0.0.2: timed out: a firewall drops the packets"
     )
     assert verdict.evidence[0].where == "node 0 (a) → node 2 (c)"
     assert verdict.fix[0].startswith(
@@ -66,7 +66,7 @@ def test_a_node_that_is_cut_off_both_ways_is_named_once() -> None:
         matrix({(0, 2): "timed_out", (1, 2): "timed_out", (2, 0): "timed_out", (2, 1): "timed_out"})
     )
     assert verdict.hosts == ("c",)
-    assert "and it reaches nobody" in verdict.summary
+    assert "and it reaches no other node" in verdict.summary
 
 
 def test_a_node_that_reaches_nobody_is_named() -> None:
@@ -79,7 +79,7 @@ def test_one_way_between_two_blames_nobody_and_gives_its_direction() -> None:
     verdict = only(matrix({(1, 2): "refused"}))
     assert verdict.hosts == ()
     assert verdict.summary.startswith(
-        "node 1 (b) cannot reach node 2 (c) at 10.0.0.2 port 40001: refused at once"
+        "node 1 (b) cannot reach node 2 (c) at 10.0.0.2 port 40001: connection refused"
     )
     assert verdict.summary.endswith("the other direction works")
 
@@ -91,7 +91,7 @@ def test_refused_timed_out_and_no_route_are_told_apart() -> None:
     }
     assert len(set(words.values())) == 4
     assert "no route" in words["unreachable"]
-    assert "something else answers" in words["stranger"]
+    assert "a different program answers" in words["stranger"]
     assert any("ip route get 10.0.0.2" in line for line in only(matrix({(1, 2): "unreachable"})).fix)
 
 
@@ -107,7 +107,7 @@ def test_of_two_nodes_a_cut_in_both_directions_blames_nobody() -> None:
 def test_where_nobody_reaches_anybody_nobody_is_blamed() -> None:
     verdict = only(matrix({(a, b): "timed_out" for a in range(3) for b in range(3)}))
     assert verdict.hosts == ()
-    assert verdict.summary.startswith("no node reaches another (6 ways tried)")
+    assert verdict.summary.startswith("no node reaches any other (6 connections tested)")
 
 
 def test_ports_that_are_open_and_those_that_are_not_are_shown() -> None:
@@ -138,7 +138,7 @@ def test_ways_that_were_not_tried_are_unknown() -> None:
     agreement = judge([dial for dial in matrix() if 2 not in (dial.source, dial.target)])
     assert agreement.agreed
     [check] = agreement.with_status("unknown")
-    assert check.text == "ways to or from node 2 (c) were not tried"
+    assert check.text == "connections to or from node 2 (c) were not tested"
     assert [check.status for check in judge([]).checks] == ["unknown"]
 
 
@@ -179,4 +179,4 @@ def test_a_second_network_is_offered_where_there_is_one(port: int) -> None:
     )
     dials = [reached(0, 1, "timed_out", port=port), reached(1, 0)]
     [verdict] = compare_network(dials, reports).fatal
-    assert "another network" in verdict.fix[-1]
+    assert "a different network" in verdict.fix[-1]

@@ -39,7 +39,7 @@ def test_unequal_numbers_of_ranks_that_all_declared_run_with_a_line_that_says_so
     agreement = compare_nodes([node(0, nodes=2, **said), node(1, nodes=2, nproc=1, **said)])
     assert agreement.agreed
     text = check(agreement, "nproc", "pass").text
-    assert text == "unequal as declared on every node: 2 ranks on node 0 (a), 1 rank on node 1 (b)"
+    assert text == "different, as declared on every node: 2 ranks on node 0 (a), 1 rank on node 1 (b)"
 
 
 def test_of_two_nodes_the_one_that_inferred_is_odd() -> None:
@@ -58,7 +58,7 @@ def test_two_numbers_that_were_both_inferred_blame_nobody() -> None:
 def test_a_lone_declared_number_is_not_blamed_and_neither_is_the_majority_that_inferred() -> None:
     verdict = only([node(0, nproc=1, nproc_declared=True, nproc_origin="--nproc"), node(1), node(2)])
     assert verdict.hosts == ()
-    assert "nodes 1 (b) and 2 (c) too, if unequal numbers are meant" in verdict.fix[0]
+    assert "nodes 1 (b) and 2 (c) too, if different numbers are intended" in verdict.fix[0]
 
 
 def test_a_node_that_lacks_the_mask_of_the_others_is_told_to_set_it() -> None:
@@ -127,7 +127,7 @@ def test_one_device_under_two_host_names_is_found() -> None:
     )
     verdict = only(reports)
     assert (verdict.cause, verdict.hosts) == ("duplicate_gpu", ("a", "b"))
-    assert "one machine under several names" in verdict.summary
+    assert "one machine with several names" in verdict.summary
 
 
 def test_a_chosen_device_that_is_not_visible_and_more_ranks_than_devices_are_refused() -> None:
@@ -169,7 +169,7 @@ def test_devices_without_a_uuid_are_unknown_not_unique() -> None:
     [
         ({"variables": {"NCCL_ALGO": "Tree"}}, "NCCL_ALGO: Tree on node 1 (b), not set on nodes 0 (a) and 2 (c)", "on node 1 (b): `unset NCCL_ALGO`"),
         ({"nccl_files": {"NCCL_IB_DISABLE": "1"}}, "NCCL_IB_DISABLE: 1 (in nccl.conf) on node 1 (b), not set on nodes 0 (a) and 2 (c)",
-         "on node 1 (b): look into /etc/nccl.conf and ~/.nccl.conf: NCCL_IB_DISABLE must be the same on all nodes, or be in none"),
+         "on node 1 (b): check /etc/nccl.conf and ~/.nccl.conf: NCCL_IB_DISABLE must be equal on all nodes, or not set"),
     ],
 )  # fmt: skip
 def test_a_variable_of_one_node_alone_is_named_with_where_it_stands(
@@ -217,8 +217,8 @@ def test_what_is_measured_otherwise_only_warns() -> None:
     [
         ("torch", "2.12.1+cpu", True, "on node 1 (b): `pip install torch==2.13.0`"),
         ("torch", "2.13.0", False, "on node 1 (b): `pip install torch==2.13.0+cpu`"),
-        ("python", "3.11.9", True, "on node 1 (b): make the environment anew with Python 3.12"),
-        ("python", "3.12.1", False, "on node 1 (b): make the environment anew with Python 3.12.3"),
+        ("python", "3.11.9", True, "on node 1 (b): recreate the environment with Python 3.12"),
+        ("python", "3.12.1", False, "on node 1 (b): recreate the environment with Python 3.12.3"),
         ("unisono", "0.4.1", True, "on node 1 (b): `pip install unisono==0.4.0`"),
         ("transformers", "5.2.0", True, "on node 1 (b): `pip install transformers==5.1.0`"),
         ("numpy", "1.0", False, "on node 1 (b): `pip uninstall numpy`, or install it everywhere"),
@@ -266,7 +266,7 @@ def test_a_tie_in_the_config_shows_both_and_lets_one_choose() -> None:
     verdict = only([node(0, nodes=2, config={"optim.lr": 1e-4}), node(1, nodes=2, config={"optim.lr": 1e-5})])
     assert verdict.summary == "optim.lr: 1e-4 on node 0 (a), 1e-5 on node 1 (b)"
     assert verdict.hosts == ()
-    assert verdict.fix[0] == "on every node give the same: `optim.lr=1e-4` or `optim.lr=1e-5`"
+    assert verdict.fix[0] == "pass the same value on every node: `optim.lr=1e-4` or `optim.lr=1e-5`"
 
 
 def test_a_switch_and_a_number_are_not_the_same_value() -> None:
@@ -338,11 +338,11 @@ def test_the_bridge_of_containers_is_no_address_of_a_node() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("^lo", "gloo takes exact names"),
-        ("=eth0", "gloo takes exact names"),
-        ("ens34", "there is no interface ens34"),
-        ("eth", "there is no interface eth; did you mean eth0?"),
-        ("lo", "lo leads to no other node"),
+        ("^lo", "gloo accepts exact names"),
+        ("=eth0", "gloo accepts exact names"),
+        ("ens34", "interface ens34 does not exist"),
+        ("eth", "interface eth does not exist; did you mean eth0?"),
+        ("lo", "lo does not connect to other nodes"),
     ],
 )
 def test_gloo_s_interface_must_be_an_exact_name_that_leads_out(value: str, text: str) -> None:
@@ -380,7 +380,7 @@ def test_an_interface_that_is_down_or_leads_to_another_network_is_told() -> None
     up = [down[0], down[1], down[2].model_copy(update={"up": True})]
     agreement = compare_nodes(changed(nodes(), 1, interfaces=up, variables={"GLOO_SOCKET_IFNAME": "eth1"}))
     assert agreement.agreed
-    assert "has 192.168.7.2, and the nodes reach each other on 10.0.0.1" in agreement.warnings[0].summary
+    assert "has 192.168.7.2, but the nodes reach each other on 10.0.0.1" in agreement.warnings[0].summary
 
 
 def test_interfaces_that_cannot_be_listed_are_unknown() -> None:
@@ -412,7 +412,7 @@ def test_too_little_room_is_refused_where_the_run_is_written() -> None:
     small = node(0).output.model_copy(update={"free_bytes": GIB})
     reserved = {"disk_bytes": 2 * GIB}
     verdict = compare_nodes(changed(nodes(), 0, output=small, reserved=reserved)).fatal[0]
-    assert verdict.summary == "node 0 (a): output_dir runs/x has 1 GiB free, and 2 GiB stay reserved"
+    assert verdict.summary == "node 0 (a): output_dir runs/x has 1 GiB free, and 2 GiB are reserved"
     apart = small.model_copy(update={"shared": False})
     assert compare_nodes(changed(nodes(), 1, output=apart, reserved=reserved)).agreed
 
@@ -422,10 +422,10 @@ def test_storage_that_is_not_shared_is_a_warning_that_says_who_holds_what() -> N
     everywhere = [node(0), *(node(rank, output=apart) for rank in (1, 2))]
     verdict = warning(everywhere, "storage_not_shared")
     assert verdict.hosts == ()
-    assert "node 0 (a) holds the run" in verdict.summary
+    assert "node 0 (a) stores the run" in verdict.summary
     mixed = warning([node(0), node(1, output=apart), node(2)], "storage_not_shared")
     assert mixed.hosts == ("b",)
-    assert "as it is on node 2 (c)" in mixed.summary
+    assert "unlike on node 2 (c)" in mixed.summary
     unseen = apart.model_copy(update={"shared": None})
     check(compare_nodes(changed(nodes(), 1, output=unseen)), "storage.shared", "unknown")
 
@@ -436,7 +436,7 @@ def limits(**changes: Any) -> Limits:
 
 def test_limits_are_refused_or_told() -> None:
     few = only(changed(nodes(), 1, limits=limits(open_files=64)))
-    assert (few.cause, few.summary) == ("ulimit", "node 1 (b): only 64 open files a process (ulimit -n)")
+    assert (few.cause, few.summary) == ("ulimit", "node 1 (b): only 64 open files per process (ulimit -n)")
     assert warning(changed(nodes(), 1, limits=limits(open_files=1024)), "ulimit").hosts == ("b",)
     assert (
         warning(changed(nodes(), 1, limits=limits(cores=1)), "straggler").summary
@@ -465,9 +465,10 @@ def test_what_is_left_to_the_system_is_said() -> None:
     reserved = {"memory_bytes": 2 * GIB, "disk_bytes": 3 * GIB, "shm_bytes": 0, "cores": 1}
     agreement = compare_nodes(nodes(reserved=reserved))
     assert (
-        check(agreement, "memory", "pass").text == "2 GiB of memory, 1 core left to the system on each node"
+        check(agreement, "memory", "pass").text
+        == "2 GiB of memory, 1 core reserved for the system on each node"
     )
-    assert "3 GiB are left to the system" in check(agreement, "storage.write", "pass").text
+    assert "3 GiB are reserved for the system" in check(agreement, "storage.write", "pass").text
 
 
 def test_a_clock_that_is_off_is_a_warning_and_never_more() -> None:

@@ -60,8 +60,8 @@ def test_an_unseeded_split_is_named_with_both_numbers() -> None:
     assert (verdict.ranks, verdict.hosts) == ((), ())
     assert "seed" in verdict.fix[0]
     texts = [f"{item.where}: {item.text}" for item in verdict.evidence]
-    assert "rank 0: from place 1 on: rows.jsonl:2, rows.jsonl:3" in texts
-    assert "rank 1: from place 1 on: rows.jsonl:7, rows.jsonl:9" in texts
+    assert "rank 0: from position 1: rows.jsonl:2, rows.jsonl:3" in texts
+    assert "rank 1: from position 1: rows.jsonl:7, rows.jsonl:9" in texts
 
 
 def test_of_several_ranks_the_odd_one_is_named_with_node_and_host() -> None:

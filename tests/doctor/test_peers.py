@@ -110,4 +110,4 @@ def test_what_one_node_has_found_of_itself_is_told_on_all_with_its_name_and_the_
 def test_a_node_that_never_comes_is_named_when_time_is_over(pair: Job) -> None:
     front = pair.start(0, "--join-timeout", "3", command="doctor", config=False, json=False)
     assert front.wait() == 3
-    assert "node 1 has never called" in front.text() or "1 of 2 nodes" in front.text()
+    assert "node 1 has never connected" in front.text() or "1 of 2 nodes" in front.text()

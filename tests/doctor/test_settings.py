@@ -24,7 +24,7 @@ def test_good_settings_pass_and_each_is_explained(tmp_path: Path) -> None:
     text = seen.text("settings.values")
     assert "NCCL_DEBUG=WARN: how much NCCL logs" in text
     assert (
-        "NCCL_IB_HCA=mlx5_0: which InfiniBand adapters and ports are used; it may differ, and must be right on each node" in text
+        "NCCL_IB_HCA=mlx5_0: which InfiniBand adapters and ports are used; it may differ, and must be valid on each node" in text
     )  # fmt: skip
     assert "TORCH_NEWLY: nobody here knows it" in text
 
@@ -53,7 +53,7 @@ def test_obsolete_contradicting_and_unknown_settings_warn_with_what_to_type(tmp_
     seen = doctor(tmp_path, env=env)
     text = seen.text("settings.suspicious")
     assert seen.status("settings.suspicious") == "warn"
-    for said in ("the old name", "no variable of NCCL", "hangs for ever", "did you mean NCCL_IB_DISABLE?"):
+    for said in ("deprecated name", "no variable of NCCL", "hang forever", "did you mean NCCL_IB_DISABLE?"):
         assert said in text
     assert "node 0" not in text
 
@@ -63,7 +63,7 @@ def test_a_device_that_is_named_twice_fails(tmp_path: Path) -> None:
     answers = {"gpus": TWO_DEVICES, "packages": {"torch": "2.13.0+cu130"}}
     seen = doctor(tmp_path, env={"CUDA_VISIBLE_DEVICES": "0,0"}, answers=answers)
     assert (seen.status("settings.suspicious"), seen.code) == ("fail", 6)
-    assert "a device stands there twice" in seen.text("settings.suspicious")
+    assert "a device is listed twice" in seen.text("settings.suspicious")
 
 
 @pytest.mark.makes("settings.misspelt", "warn")

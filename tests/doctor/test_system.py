@@ -71,7 +71,7 @@ def test_too_few_open_files_fail_with_the_number_and_the_command(tmp_path: Path)
     seen = doctor(tmp_path, before="ulimit -n 100")
     assert seen.code == 6
     assert seen.status("system.limits") == "fail"
-    assert "only 100 open files a process (ulimit -n)" in seen.text("system.limits")
+    assert "only 100 open files per process (ulimit -n)" in seen.text("system.limits")
     assert "`ulimit -n 65536` before the start" in seen.text("system.limits")
 
 
@@ -88,7 +88,7 @@ def test_few_processes_warn_and_only_strict_ends_with_6(tmp_path: Path) -> None:
 def test_an_endless_stack_warns_where_nccl_would_use_it(tmp_path: Path) -> None:
     answers = {**_CUDA, "packages": {**_CUDA["packages"], "nvidia-nccl-cu13": "2.27.3"}}  # type: ignore[dict-item]
     seen = doctor(tmp_path, before="ulimit -s unlimited", answers=answers)
-    assert "no limit of the stack (ulimit -s) with NCCL 2.27.3" in seen.text("system.limits")
+    assert "unlimited stack size (ulimit -s) with NCCL 2.27.3" in seen.text("system.limits")
 
 
 @pytest.mark.makes("system.shm", "fail")
@@ -120,7 +120,7 @@ def test_a_small_memory_limit_of_the_control_group_warns(tmp_path: Path) -> None
     with group("memory", memory_limit_in_bytes__memory_max=str(700 << 20)) as enter:
         seen = doctor(tmp_path, before=enter)
     assert seen.status("system.memory") == "warn"
-    assert "MiB of memory, and 1 GiB are left to the system" in seen.text("system.memory")
+    assert "MiB of memory, and 1 GiB are reserved for the system" in seen.text("system.memory")
 
 
 @pytest.mark.makes("system.core_dumps", "warn")

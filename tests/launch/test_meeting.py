@@ -177,10 +177,10 @@ def test_a_node_that_never_calls_is_named_while_one_waits_and_at_the_end(job: Jo
     early = job.start_early(1)
     nodes = [job.start(0, join_timeout=4.0), early]
     verdict = disagree(job, nodes, "node_missing")
-    assert "node 2 has never called" in verdict.summary
+    assert "node 2 has never connected" in verdict.summary
     for node in nodes:  # the head's line is shown by the others, too
         assert any(
-            "2 of 3 nodes are here" in note and "node 2 has never called" in note for note in node.notes
+            "2 of 3 nodes are here" in note and "node 2 has never connected" in note for note in node.notes
         ), job.told
 
 

@@ -79,7 +79,7 @@ def test_a_node_that_never_calls_is_named_early_and_again_at_the_end(trio: Job) 
     early = trio.start(1, json=False)
     early.wait_for("calling again")  # the head's limit is not one on this front's start
     fronts = [trio.start(0, "--join-timeout", "6", json=True), early]
-    seen = early.wait_for("node 2 has never called")
+    seen = early.wait_for("node 2 has never connected")
     assert seen - fronts[0].started < 20
     verdict = refused(fronts, "node_missing", within_s=60)
     assert "node 2" in verdict.summary
@@ -90,7 +90,7 @@ def test_a_late_node_is_waited_for(pair: Job) -> None:
     """The head waits, says for whom, and goes on when it comes."""
     pair.config(1, optim={"lr": 1e-5})  # a difference, so that nothing is trained
     head = pair.start(0, json=False)
-    head.wait_for("node 1 has never called")
+    head.wait_for("node 1 has never connected")
     refused([head, pair.start(1, json=True)], "config_mismatch")
 
 
@@ -100,7 +100,7 @@ def test_a_process_of_an_earlier_start_is_not_let_in(
     """It knows the token, and says to which start it belongs; the head waits on for the right one."""
     pair.config(1, optim={"lr": 1e-5})
     head = pair.start(0, json=False)
-    head.wait_for("node 1 has never called")
+    head.wait_for("node 1 has never connected")
     process = stranger(1, _STALE, pair.ground.address(0), str(pair.port), pair.token)
     assert first_line(process).startswith("stale_process"), first_line(process)
     head.wait_for("refused a call from")

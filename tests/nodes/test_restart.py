@@ -119,7 +119,7 @@ def test_enough_nodes_start_when_the_time_is_over_and_one_that_is_late_is_not_le
     assert late.wait() == 3, late.text()
     assert together(fronts) == [0, 0], trio.told()
     for front in fronts:
-        assert "starting with 2 of 3 nodes: node 1 has never called" in front.text(), trio.told()
+        assert "starting with 2 of 3 nodes: node 1 has never connected" in front.text(), trio.told()
     assert_nothing_lost(trio, rows, job_of(1))
     assert [node["node_rank"] for node in trio.read("plan.json")["nodes"]] == [0, 2]
     assert "is too late: the job has started without it" in late.text()

@@ -67,7 +67,7 @@ def test_a_node_that_is_alone_and_has_too_few_open_files_is_unfit_and_disagrees_
     )  # fmt: skip
     told = done.stdout + done.stderr
     assert done.returncode == 6, told
-    assert "only 128 open files a process (ulimit -n)" in told
+    assert "only 128 open files per process (ulimit -n)" in told
     assert "unfit: nothing was trained" in told
     assert "disagreed" not in told
     assert "any node" not in told

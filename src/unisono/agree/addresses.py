@@ -28,7 +28,7 @@ _BRIDGES = ("docker", "virbr", "br-", "podman", "cni", "lxcbr", "lxdbr", "veth",
 
 
 def is_loopback(address: str) -> bool:
-    """Whether the address leads to the machine that uses it."""
+    """Whether an address is a loopback address."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -36,17 +36,17 @@ def is_loopback(address: str) -> bool:
 
 
 def is_bridge(interface: Interface) -> bool:
-    """Whether the interface belongs to containers or virtual machines of its own host: the same on many hosts."""
+    """Whether the interface is a bridge for containers or virtual machines, which has the same address on many hosts."""
     return interface.name.startswith(_BRIDGES)
 
 
 def interface_of(report: NodeReport) -> Interface | None:
-    """The interface that has the node's address."""
+    """The interface with the node's address."""
     return next((one for one in report.interfaces if report.address in one.addresses), None)
 
 
 def judge_addresses(members: Members) -> Agreement:
-    """No two machines have the same address, as every machine's docker0 has; and each address is one that others can dial."""
+    """No two machines have the same address, as with every machine's docker0."""
     rule = NODE_RULES["address"]
     if len(members) == 1:
         return Agreement()
@@ -57,7 +57,7 @@ def judge_addresses(members: Members) -> Agreement:
         return Agreement.noted(
             rule.id,
             "pass",
-            f"{count(len({r.address for _, r in members}), 'address', 'addresses')}, none on two machines",
+            f"{count(len({r.address for _, r in members}), 'address', 'addresses')}, each on one machine",
         )
     reports = dict(members)
     group = shared[0]
@@ -67,11 +67,11 @@ def judge_addresses(members: Members) -> Agreement:
     people = sorted(who for group in shared for who in group.members)
     summary = f"{name_all(group.members)} have the same address {one_line(str(group.value))}"
     if not bridged:
-        # One machine under two names is possible, and works: whether each reaches the other is tried next.
-        fix = [f"on {name_all(people)}: `ip -br addr`; two machines need two addresses"]
+        # One machine with two names is possible and works: whether nodes reach each other is tested next.
+        fix = [f"on {name_all(people)}: `ip -br addr`; two machines need different addresses"]
         return violation(
             replace(rule, violated="warn"),
-            f"{summary}, which two machines cannot have",
+            f"{summary}, which two machines cannot share",
             people=people,
             fix=fix,
         )
@@ -80,7 +80,7 @@ def judge_addresses(members: Members) -> Agreement:
         Evidence(where=name_all([who]), text=_interfaces_text(reports[who])) for who in group.members[:6]
     ]
     fix = [
-        f"on {name_all(people)}: name the interface of the common network: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; and give --head its address"
+        f"on {name_all(people)}: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the common network, and --head to its address"
     ]
     return violation(rule, summary, people=people, evidence=evidence, fix=fix)
 
@@ -91,17 +91,17 @@ def _interfaces_text(report: NodeReport) -> str:
         for one in report.interfaces
         if one.addresses
     ]
-    return enumerate_words(shown, at_most=6) or "no interfaces were listed"
+    return enumerate_words(shown, at_most=6) or "no interfaces listed"
 
 
 def judge_names(members: Members) -> Agreement:
-    """The names of nodes lead to addresses that others can use; 127.0.1.1 is the usual wrong one."""
+    """Host names resolve to addresses that other nodes can use; 127.0.1.1 is the usual wrong one."""
     rule = NODE_RULES["names"]
     if len(members) == 1:
         return Agreement()
     groups = partition((who, is_loopback(report.address)) for who, report in members)
     if len(groups) == 1 and groups[0].value:
-        return Agreement.noted(rule.id, "pass", "all nodes are on this machine's loopback address")
+        return Agreement.noted(rule.id, "pass", "all nodes use this machine's loopback address")
     reports = dict(members)
     if len(groups) > 1:
         return _loopback_address(
@@ -129,7 +129,7 @@ def _loopback_address(members: Members, odd: Sequence[Member]) -> Agreement:
     outside = [who for who, report in members if not is_loopback(report.address)]
     at = _listed(sorted({report.address for who, report in members if who in inside}))
     summary = (
-        f"{name_all(inside)} {'is' if len(inside) == 1 else 'are'} at a loopback address ({at}), which no other machine reaches;"
+        f"{name_all(inside)} {'is' if len(inside) == 1 else 'are'} at a loopback address ({at}), which other machines cannot reach;"
         f" {name_all(outside)} {'is' if len(outside) == 1 else 'are'} not"
     )
     return violation(
@@ -150,7 +150,7 @@ def _names_evidence(members: Members, people: Sequence[Member]) -> list[Evidence
     return [
         Evidence(
             where=name_all([who]),
-            text=f"its own name leads to {_listed(report.host_addresses)}, the head's to {_listed(report.head_addresses)}",
+            text=f"its own name resolves to {_listed(report.host_addresses)}, the head's to {_listed(report.head_addresses)}",
         )
         for who, report in members
         if who in chosen
@@ -164,7 +164,7 @@ def _listed(addresses: Sequence[str]) -> str:
 def _head_astray(members: Members, astray: Sequence[Member]) -> Agreement:
     rule = NODE_RULES["names"]
     reports = dict(members)
-    summary = f"on {name_all(astray)} the head's name leads to {_listed(reports[astray[0]].head_addresses)}: to itself"
+    summary = f"on {name_all(astray)} the head's name resolves to its own address {_listed(reports[astray[0]].head_addresses)}"
     return violation(
         rule,
         summary,
@@ -175,29 +175,29 @@ def _head_astray(members: Members, astray: Sequence[Member]) -> Agreement:
 
 
 def _own_names(members: Members) -> Agreement:
-    """A node whose own name leads to itself is harmless here: ranks are told their interface by its name, and addresses are numbers."""
+    """Own names that resolve to loopback: a warning, since ranks get their interface by name, and addresses are numeric."""
     rule = NODE_RULES["names"]
     inside = [who for who, report in members if _only_loopback(report.host_addresses)]
     nameless = [who for who, report in members if not report.host_addresses]
-    found = Agreement.noted(rule.id, "pass", "host names lead to addresses that others can use")
+    found = Agreement.noted(rule.id, "pass", "host names resolve to addresses that others can use")
     if inside:
         reports = dict(members)
         summary = (
-            f"the own name of {name_all(inside)} leads to {_listed(reports[inside[0]].host_addresses)}: these ranks are told their"
-            " interface, other programs may go astray"
+            f"the own name of {name_all(inside)} resolves to {_listed(reports[inside[0]].host_addresses)}: unisono sets the interface of its"
+            " ranks, other programs may fail"
         )
         fix = [
-            f"on {name_all(inside)}: mend the line of /etc/hosts; `getent hosts $(hostname)` must give a real address"
+            f"on {name_all(inside)}: fix the line of /etc/hosts; `getent hosts $(hostname)` must return a non-loopback address"
         ]
         found = violation(replace(rule, violated="warn"), summary, people=inside, fix=fix)
     if nameless:
-        text = f"the own name of {name_all(nameless)} leads nowhere"
+        text = f"the own name of {name_all(nameless)} does not resolve"
         found = found.merged(Agreement.noted(rule.id, "unknown", text, where=name_all(nameless)))
     return found
 
 
 def judge_mtu(members: Members) -> Agreement:
-    """The interfaces on which nodes reach each other carry packets of one size."""
+    """The interfaces between the nodes have the same MTU."""
     rule = NODE_RULES["mtu"]
     if len(members) == 1:
         return Agreement()
@@ -205,12 +205,12 @@ def judge_mtu(members: Members) -> Agreement:
     unknown = sorted({who for who, _ in members}.difference(who for who, _ in found))
     missing = Agreement()
     if unknown:
-        text = f"the interface that has the address of {name_all(unknown)} was not found"
+        text = f"the interface with the address of {name_all(unknown)} was not found"
         missing = Agreement.noted(rule.id, "unknown", text, where=name_all(unknown))
     outside = [(who, {"MTU": one.mtu}) for who, one in found if not one.loopback]
     if len(found) < 2:
         return missing
-    return judge_keys(rule, outside, Wording(good="one size")).merged(missing)
+    return judge_keys(rule, outside, Wording(good="one MTU")).merged(missing)
 
 
 LITERAL = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -219,7 +219,7 @@ PATTERNS = ("NCCL_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME")
 
 @dataclass(frozen=True)
 class InterfaceProblem:
-    """What is wrong with one variable on one node; the order of the fields groups equal ones."""
+    """A problem with one variable on one node."""
 
     variable: str
     value: str
@@ -229,7 +229,7 @@ class InterfaceProblem:
 
 
 def judge_interfaces(members: Members) -> Agreement:
-    """Each interface that a variable names is there, up, and leads to the other nodes."""
+    """Each interface that a variable names exists, is up, and connects to the other nodes."""
     rule = NODE_RULES["interfaces"]
     if sum(report.nproc for _, report in members) < 2:
         return Agreement()
@@ -251,11 +251,7 @@ def judge_interfaces(members: Members) -> Agreement:
         text = f"the interfaces of {name_all(blind)} could not be listed"
         found = found.merged(Agreement.noted(rule.id, "unknown", text, where=name_all(blind)))
     if not troubles and not blind:
-        names = (
-            f"those named on {name_all(who for who, _ in named)} are there"
-            if named
-            else "no variable names one"
-        )
+        names = f"those set on {name_all(who for who, _ in named)} exist" if named else "none is set"
         return Agreement.noted(rule.id, "pass", names)
     return found
 
@@ -297,10 +293,10 @@ def _interface_problems(report: NodeReport, *, several: bool) -> list[InterfaceP
 
 
 def _literal(variable: str, value: str, report: NodeReport, *, several: bool) -> InterfaceProblem | None:
-    """What gloo would say to a comma list of exact names."""
+    """The problem with a value for gloo, a comma-separated list of exact names."""
     setting = one_line(value, limit=60)
     if any(sign in value for sign in "^="):
-        text = "^ and = are NCCL's signs, gloo takes exact names and fails at once"
+        text = "^ and = are NCCL syntax; gloo accepts exact names only and fails"
         return InterfaceProblem(
             variable, setting, text, variable == "GLOO_SOCKET_IFNAME", _set_to(variable, report)
         )
@@ -309,7 +305,9 @@ def _literal(variable: str, value: str, report: NodeReport, *, several: bool) ->
     absent = [word for word in words if word not in known]
     if absent:
         close = nearest(absent[0], list(known))
-        text = f"there is no interface {one_line(absent[0])}" + (f"; did you mean {close}?" if close else "")
+        text = f"interface {one_line(absent[0])} does not exist" + (
+            f"; did you mean {close}?" if close else ""
+        )
         return InterfaceProblem(
             variable, setting, text, variable == "GLOO_SOCKET_IFNAME", _set_to(variable, report)
         )
@@ -318,18 +316,18 @@ def _literal(variable: str, value: str, report: NodeReport, *, several: bool) ->
 
 
 def _pattern(variable: str, value: str, report: NodeReport, *, several: bool) -> InterfaceProblem | None:
-    """What NCCL would find: `eth` and `eth0,ib` are prefixes, `=eth0` is exact, `^docker,lo` excludes."""
+    """The problem with a value for NCCL: `eth` and `eth0,ib` are prefixes, `=eth0` is exact, `^docker,lo` excludes."""
     setting = one_line(value, limit=60)
     chosen = matching(value, report.interfaces)
     fatal = report.device_kind == "cuda"  # with gloo on CPU the variable has no effect
     if not chosen:
-        text = "no interface has such a name"
+        text = "no interface matches"
         return InterfaceProblem(variable, setting, text, fatal, _set_to(variable, report))
     return _unfit(variable, setting, chosen, report, fatal=fatal, several=several)
 
 
 def matching(value: str, interfaces: Sequence[Interface]) -> list[Interface]:
-    """The interfaces that NCCL takes for this value."""
+    """The interfaces that NCCL selects for this value."""
     text = value.strip()
     excluding = text.startswith("^")
     exact = text.lstrip("^").startswith("=")
@@ -354,7 +352,7 @@ def _unfit(
     fatal: bool,
     several: bool,
 ) -> InterfaceProblem | None:
-    """What is wrong with the interfaces that would be used, or None."""
+    """The problem with the interfaces that would be used, or None."""
     names = enumerate_words([one_line(one.name) for one in chosen], at_most=4)
     up = [one for one in chosen if one.up]
     if not up:
@@ -362,15 +360,15 @@ def _unfit(
     if not several:
         return None
     if all(one.loopback for one in up):
-        text = f"{names} leads to no other node"
+        text = f"{names} does not connect to other nodes"
         return InterfaceProblem(variable, setting, text, fatal, _set_to(variable, report))
     addresses = [address for one in up if not one.loopback for address in one.addresses]
     if report.address in addresses:
         return None
     if all(is_bridge(one) or one.loopback for one in up):
-        text = f"{names} is the bridge of this machine's own containers, and leads to no other node"
+        text = f"{names} is a bridge for this machine's containers, and does not connect to other nodes"
         return InterfaceProblem(variable, setting, text, fatal, _set_to(variable, report))
-    text = f"{names} has {enumerate_words([one_line(a) for a in addresses], at_most=3) or 'no address'}, and the nodes reach each other on {one_line(report.address)}"
+    text = f"{names} has {enumerate_words([one_line(a) for a in addresses], at_most=3) or 'no address'}, but the nodes reach each other on {one_line(report.address)}"
     return InterfaceProblem(variable, setting, text, fatal=False, fix=_set_to(variable, report))
 
 

@@ -16,7 +16,7 @@ Value = TypeVar("Value", bound=Hashable)
 
 @dataclass(frozen=True)
 class Group(Generic[Value]):
-    """Everybody who gave the same value, in order."""
+    """The members that reported the same value, in order."""
 
     value: Value
     members: tuple[Member, ...]
@@ -34,10 +34,10 @@ def partition(said: Iterable[tuple[Member, Value]]) -> list[Group[Value]]:
 def odd_out(
     groups: Sequence[Group[Value]], *, suspect: Callable[[Member], bool] | None = None
 ) -> tuple[Member, ...]:
-    """Who is to blame for the difference between `groups` (from `partition`); nobody, if that cannot be told.
+    """The members that differ, given `groups` from `partition`; empty if that cannot be decided.
 
-    Against a strict majority all others are odd; without one the smallest group is, if it is the only smallest. On a tie
-    nobody is blamed, unless `suspect` tells some of them apart: a value that was inferred, say.
+    Where there is a strict majority, all others differ; without one, the smallest group does, if it is the only smallest. On a tie
+    the result is empty, unless `suspect` selects some members, e.g. those whose value was inferred.
     """
     if len(groups) < 2:
         return ()
@@ -55,13 +55,13 @@ def odd_out(
 
 
 def majority(groups: Sequence[Group[Value]]) -> Group[Value] | None:
-    """The group of more than half of all, or None."""
+    """The group with more than half of all members, or None."""
     total = sum(len(group.members) for group in groups)
     return groups[0] if groups and 2 * len(groups[0].members) > total else None
 
 
 def odd_first(groups: Sequence[Group[Value]], odd: Iterable[Member]) -> list[Group[Value]]:
-    """The order in which a person is told: the odd ones first; where nobody is odd, by node."""
+    """The groups in the order of a message: those that differ first; if none does, by node."""
     blamed = set(odd)
     return sorted(
         groups,
@@ -74,9 +74,9 @@ def odd_first(groups: Sequence[Group[Value]], odd: Iterable[Member]) -> list[Gro
 
 
 def differing(said: Sequence[tuple[Member, Mapping[str, Hashable]]]) -> dict[str, list[Group[Hashable]]]:
-    """For each key that is not the same everywhere, its groups; a missing key has the value None.
+    """For each key that is not equal everywhere, its groups; a missing key has the value None.
 
-    Whole mappings are grouped first, so that a thousand equal ones cost little more than one.
+    Equal mappings are grouped first, so that a thousand equal ones cost little more than one.
     """
     members: dict[frozenset[tuple[str, Hashable]], list[Member]] = {}
     examples: dict[frozenset[tuple[str, Hashable]], Mapping[str, Hashable]] = {}
@@ -98,11 +98,11 @@ def differing(said: Sequence[tuple[Member, Mapping[str, Hashable]]]) -> dict[str
 
 @dataclass(frozen=True)
 class Agreement:
-    """Checks and verdicts. The first fatal verdict is the decisive one; all are kept."""
+    """Checks and verdicts. The first fatal verdict is the decisive one."""
 
     checks: list[Check] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
-    """Fatal ones first, each kind in the order of judgement."""
+    """Fatal ones first; otherwise in the order of the checks."""
 
     @classmethod
     def noted(cls, check_id: str, status: Status, text: str, *, where: str = "", fix: str = "") -> Self:
@@ -119,25 +119,25 @@ class Agreement:
 
     @property
     def fatal(self) -> list[Verdict]:
-        """The verdicts that forbid a start, the decisive one first."""
+        """The verdicts that prevent a start, the decisive one first."""
         return [verdict for verdict in self.verdicts if verdict.severity == "fatal"]
 
     @property
     def warnings(self) -> list[Verdict]:
-        """The verdicts that are only said."""
+        """The verdicts that are only reported."""
         return [verdict for verdict in self.verdicts if verdict.severity != "fatal"]
 
     @property
     def agreed(self) -> bool:
-        """Whether nothing forbids a start. A check that could not be made does not forbid it; it is listed as unknown."""
+        """Whether nothing prevents a start. A check that could not be made does not prevent it and is listed as unknown."""
         return not self.fatal
 
     def with_status(self, *status: Status) -> list[Check]:
-        """The checks that ended so."""
+        """The checks with one of these statuses."""
         return [check for check in self.checks if check.status in status]
 
     def merged(self, *others: "Agreement") -> "Agreement":
-        """This one's checks and verdicts, then the others', with all fatal verdicts first."""
+        """The checks and verdicts of this agreement, then those of the others; fatal verdicts come first."""
         all_of_them = (self, *others)
         return Agreement(
             checks=[check for one in all_of_them for check in one.checks],
@@ -146,7 +146,7 @@ class Agreement:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For agreement.json: how many checks ended how, all of them, and the verdicts."""
+        """For agreement.json: the number of checks by status, all checks, and the verdicts."""
         counts = {status: len(self.with_status(status)) for status in ("pass", "warn", "fail", "unknown")}
         return {
             "agreed": self.agreed,
@@ -162,7 +162,7 @@ _GROUPS_IN_EVIDENCE = 6
 
 @dataclass(frozen=True)
 class Stage:
-    """Where something is judged, and how those who are compared are written."""
+    """A phase in which reports are compared, and how its members are displayed."""
 
     phase: str
     """`agree.nodes`, `agree.training`, …"""
@@ -176,7 +176,7 @@ def verdict_of(
     rule: Rule,
     summary: str,
     *,
-    scene: Stage,
+    stage: Stage,
     culprits: Iterable[Member] = (),
     evidence: Sequence[Evidence] = (),
     fix: Sequence[str] = (),
@@ -191,7 +191,7 @@ def verdict_of(
         summary=summary,
         ranks=culprit_ranks(culprits),
         hosts=culprit_hosts(culprits),
-        phase=scene.phase,
+        phase=stage.phase,
         evidence=tuple(evidence),
         fix=tuple(fix),
         confidence=confidence,
@@ -202,7 +202,7 @@ def violation(
     rule: Rule,
     summary: str,
     *,
-    scene: Stage = NODES,
+    stage: Stage = NODES,
     people: Iterable[Member] = (),
     where: Iterable[Member] | None = None,
     evidence: Sequence[Evidence] = (),
@@ -212,58 +212,58 @@ def violation(
     """A check that failed or warns, with its verdict.
 
     Args:
-        rule: whose check it is; its `violated` decides whether the run may start.
+        rule: of the check; its `violated` decides whether the run may start.
         summary: one line with both values.
-        scene: where this is judged.
+        stage: in which the check is made.
         people: the culprits.
-        where: whom it is about, if that is not the culprits.
-        evidence: what shows it.
-        fix: what to type.
-        confidence: of the blame.
+        where: the members that it concerns, if they are not the culprits.
+        evidence: observations.
+        fix: commands or advice.
+        confidence: that the culprits are correct.
     """
     people = tuple(people)
     about = tuple(where) if where is not None else people
     verdict = verdict_of(
-        rule, summary, scene=scene, culprits=people, evidence=evidence, fix=fix, confidence=confidence
+        rule, summary, stage=stage, culprits=people, evidence=evidence, fix=fix, confidence=confidence
     )
-    return Agreement.found(rule.id, verdict, where=scene.name(about) if about else "")
+    return Agreement.found(rule.id, verdict, where=stage.name(about) if about else "")
 
 
-def describe_groups(groups: Sequence[Group[Value]], scene: Stage, shown: Callable[[Value], str]) -> str:
+def describe_groups(groups: Sequence[Group[Value]], stage: Stage, shown: Callable[[Value], str]) -> str:
     """`1e-4 on node 0 (a), 1e-5 on node 1 (b)`."""
-    parts = [f"{shown(group.value)} on {scene.name(group.members)}" for group in groups[:_GROUPS_IN_SUMMARY]]
+    parts = [f"{shown(group.value)} on {stage.name(group.members)}" for group in groups[:_GROUPS_IN_SUMMARY]]
     left = sum(len(group.members) for group in groups[_GROUPS_IN_SUMMARY:])
     if left:
         parts.append(f"{count(len(groups) - _GROUPS_IN_SUMMARY, 'other value')} on {left} more")
     return ("; " if any(", " in part for part in parts) else ", ").join(parts)
 
 
-def evidence_of(groups: Sequence[Group[Value]], scene: Stage, text: Callable[[Value], str]) -> list[Evidence]:
-    """One observation for each group, up to a bound."""
+def evidence_of(groups: Sequence[Group[Value]], stage: Stage, text: Callable[[Value], str]) -> list[Evidence]:
+    """One observation for each group, up to a limit."""
     found = [
-        Evidence(where=scene.name(group.members), text=text(group.value))
+        Evidence(where=stage.name(group.members), text=text(group.value))
         for group in groups[:_GROUPS_IN_EVIDENCE]
     ]
     rest = groups[_GROUPS_IN_EVIDENCE:]
     if rest:
-        where = scene.name(who for group in rest for who in group.members)
+        where = stage.name(who for group in rest for who in group.members)
         found.append(Evidence(where=where, text=f"{count(len(rest), 'other value')}"))
     return found
 
 
-def remedy_for(rule: Rule, people: Sequence[Member], *, scene: Stage = NODES) -> list[str]:
-    """The rule's remedy with names in it."""
-    name = scene.name(people) if people else "every node"
+def remedy_for(rule: Rule, people: Sequence[Member], *, stage: Stage = NODES) -> list[str]:
+    """The rule's remedy with the members filled in."""
+    name = stage.name(people) if people else "every node"
     return [line.replace("{who}", name) for line in rule.remedy]
 
 
 def unknown_for(
-    rule: Rule, people: Sequence[Member], reason: str, *, scene: Stage = NODES, fix: str = ""
+    rule: Rule, people: Sequence[Member], reason: str, *, stage: Stage = NODES, fix: str = ""
 ) -> Agreement:
-    """Says that something could not be looked at somewhere; an empty agreement where it could everywhere."""
+    """A check with status unknown for `people`; empty if there are none."""
     if not people:
         return Agreement()
-    where = scene.name(people)
+    where = stage.name(people)
     return Agreement.noted(
         rule.id, "unknown", f"{rule.subject}: not known on {where}: {reason}", where=where, fix=fix
     )
@@ -285,15 +285,15 @@ def _quoted(_: str, value: Hashable) -> str:
 
 @dataclass(frozen=True)
 class Wording:
-    """How keys and values are written.
+    """How keys and values are displayed.
 
     Attributes:
         shown: a value for people.
         typed: a value in a command.
         label: a key in the summary.
-        order: sorts the keys that differ, the most telling first; else they are in the order of the alphabet.
-        remedies: in place of the rule's, for some keys.
-        good: the text of the check where nothing differs.
+        order: sorts the keys that differ, the most important first; the default is alphabetical.
+        remedies: instead of the rule's, for some keys.
+        good: the text of the check if nothing differs.
     """
 
     shown: Callable[[str, Hashable], str] = _show
@@ -304,8 +304,8 @@ class Wording:
     good: str = "the same everywhere"
 
 
-def judge_keys(rule: Rule, said: Keyed, wording: Wording, *, scene: Stage = NODES) -> Agreement:
-    """The verdict on all keys that differ; the first of them is in the summary, the others in the evidence."""
+def judge_keys(rule: Rule, said: Keyed, wording: Wording, *, stage: Stage = NODES) -> Agreement:
+    """The verdict on all keys that differ: the first is in the summary, the others in the evidence."""
     found = differing(said)
     if not found:
         return Agreement.noted(rule.id, "pass", wording.good)
@@ -315,17 +315,17 @@ def judge_keys(rule: Rule, said: Keyed, wording: Wording, *, scene: Stage = NODE
     first = keys[0]
     groups = odd_first(found[first], odd[first])
     summary = (
-        f"{wording.label(first)}: {describe_groups(groups, scene, lambda value: wording.shown(first, value))}"
+        f"{wording.label(first)}: {describe_groups(groups, stage, lambda value: wording.shown(first, value))}"
     )
     if len(keys) > 1:
         summary += f"; and {count(len(keys) - 1, 'more difference')} ({rule.subject})"
-    fix = _remedy(rule, wording, first, found[first], odd[first], scene)
+    fix = _remedy(rule, wording, first, found[first], odd[first], stage)
     return violation(
         rule,
         summary,
-        scene=scene,
+        stage=stage,
         people=culprits,
-        evidence=_evidence(found, keys, odd, wording, scene, rule),
+        evidence=_evidence(found, keys, odd, wording, stage, rule),
         fix=fix,
     )
 
@@ -335,16 +335,16 @@ def _evidence(
     keys: Sequence[str],
     odd: Mapping[str, Sequence[Member]],
     wording: Wording,
-    scene: Stage,
+    stage: Stage,
     rule: Rule,
 ) -> list[Evidence]:
     evidence = []
     for key in keys[:_KEYS_IN_EVIDENCE]:
         texts = {group.value: f"{one_line(key)}: {wording.shown(key, group.value)}" for group in found[key]}
-        evidence += evidence_of(odd_first(found[key], odd[key]), scene, texts.__getitem__)
+        evidence += evidence_of(odd_first(found[key], odd[key]), stage, texts.__getitem__)
     if len(keys) > _KEYS_IN_EVIDENCE:
         names = enumerate_words([one_line(key) for key in keys[_KEYS_IN_EVIDENCE:]], at_most=_KEYS_NAMED)
-        evidence.append(Evidence(where=rule.subject, text=f"these differ too: {names}"))
+        evidence.append(Evidence(where=rule.subject, text=f"also different: {names}"))
     return evidence
 
 
@@ -354,11 +354,11 @@ def _remedy(
     key: str,
     groups: Sequence[Group[Hashable]],
     odd: Sequence[Member],
-    scene: Stage,
+    stage: Stage,
 ) -> list[str]:
-    """The remedy with names and values in it.
+    """The remedy with names and values filled in.
 
-    Lines with `{value}` are for where most have the same, those with `{choices}` for where nobody knows which is right.
+    Lines with `{value}` apply if there is a majority, those with `{choices}` if there is none.
     """
     most = majority(groups)
     lines = wording.remedies.get(key, rule.remedy)
@@ -367,7 +367,7 @@ def _remedy(
     value = "" if most is None or most.value is None else wording.typed(key, most.value)
     choices = "" if most else _choices(wording, key, groups)
     filled = [
-        line.replace("{who}", scene.name(odd) if odd else "every node")
+        line.replace("{who}", stage.name(odd) if odd else "every node")
         .replace("{key}", one_line(key))
         .replace("{value}", value)
         .replace("{choices}", choices)
@@ -378,6 +378,6 @@ def _remedy(
 
 
 def _choices(wording: Wording, key: str, groups: Sequence[Group[Hashable]]) -> str:
-    """`lr=1e-4` or `lr=1e-5`: what one may decide for, if it is not too much."""
+    """`lr=1e-4` or `lr=1e-5`: the values to choose from, if they are few."""
     values = sorted({wording.typed(key, group.value) for group in groups if group.value is not None})
     return " or ".join(f"`{one_line(key)}={value}`" for value in values) if 0 < len(values) < 4 else ""

@@ -45,21 +45,21 @@ IN_ORDER: tuple[Callable[[Members], Agreement], ...] = (
     judge_settings,
     judge_clocks,
 )
-"""Cheap and decisive first: what stands above may be the reason of what stands below."""
+"""Cheap and decisive checks first: an earlier difference may be the cause of a later one."""
 
 
 BEFORE_A_RESTART = (judge_devices, judge_interfaces, judge_storage, judge_limits)
-"""What may have changed while ranks ran. What files hold, and what was set, has been agreed on."""
+"""Checks of what may have changed while ranks ran. File contents and settings were compared at the start."""
 
 
 def compare_again(reports: Sequence[NodeReport]) -> Agreement:
-    """The checks before ranks are started again."""
+    """The checks before ranks are restarted."""
     members = _in_order(reports)
     return Agreement().merged(*(judge(members) for judge in BEFORE_A_RESTART))
 
 
 def compare_nodes(reports: Sequence[NodeReport]) -> Agreement:
-    """All checks of the nodes, and a verdict for each thing that is wrong, the decisive one first."""
+    """All checks of the nodes, and a verdict for each violation, the decisive one first."""
     members = _in_order(reports)
     if not members:
         return Agreement.noted("nodes", "unknown", "no node has reported")
@@ -67,7 +67,7 @@ def compare_nodes(reports: Sequence[NodeReport]) -> Agreement:
 
 
 def _in_order(reports: Sequence[NodeReport]) -> Members:
-    """By node; where two claim one number, by all they say, so that the order of arrival decides nothing."""
+    """By node rank; if two have the same, by their whole report, so that the result does not depend on the order of arrival."""
     unique = len({report.node_rank for report in reports}) == len(reports)
     ordered = sorted(
         reports, key=lambda report: (report.node_rank, "" if unique else report.model_dump_json())
@@ -75,14 +75,14 @@ def _in_order(reports: Sequence[NodeReport]) -> Members:
     return [(Member(report.node_rank, -1, report.host), report) for report in ordered]
 
 
-UNEVEN = "or add --uneven to the command on every node, if unequal numbers are meant"
+UNEVEN = "or add --uneven to the command on every node, if different numbers are intended"
 _COMMAND = Rule(
     "command",
     "the program's command line",
     "equal",
     "fail",
     "config_mismatch",
-    ("give every node the same words after --; only those that say which node it is may differ",),
+    ("pass the same command after -- on every node; only node ranks may differ",),
 )
 _RANK_STAGE = Stage("agree.ranks")
 _RANK_FACTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -100,11 +100,11 @@ _RANK_FACTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def compare_programs(reports: Sequence[NodeReport], *, uneven: bool) -> Agreement:
-    """The checks of nodes that are about to start somebody else's program, the decisive one first.
+    """The checks of nodes that are about to start a foreign program, the decisive one first.
 
     Args:
         reports: of all nodes.
-        uneven: whether they may have unequal numbers of ranks.
+        uneven: whether nodes may have different numbers of ranks.
     """
     members: Members = [
         (Member(report.node_rank, -1, report.host), report)
@@ -136,7 +136,7 @@ def compare_programs(reports: Sequence[NodeReport], *, uneven: bool) -> Agreemen
 
 
 def keyed_arguments(words: Sequence[str]) -> dict[str, str]:
-    """A command line as keys and values, so that a difference has a name: `--lr` → 1e-4, `word 2` → train.py."""
+    """A command line as keys and values, so that a difference has a key: `--lr` → 1e-4, `word 2` → train.py."""
     found: dict[str, str] = {}
     option = ""
     for number, word in enumerate(words):
@@ -153,7 +153,7 @@ def keyed_arguments(words: Sequence[str]) -> dict[str, str]:
 
 
 def _free_key(found: Mapping[str, str], name: str) -> str:
-    """An option that is given again is another one."""
+    """A key for an option that is repeated."""
     number = 2
     free = name
     while free in found:
@@ -179,15 +179,15 @@ def _with_uneven(agreement: Agreement) -> Agreement:
 def compare_launchers(
     reports: Sequence[NodeReport], started: Mapping[int, int], *, uneven: bool
 ) -> Agreement:
-    """What the launchers inside the program are about to start in fact: LLaMA-Factory's counts devices by itself.
+    """The checks of the ranks that the program's own launchers are about to start, e.g. LLaMA-Factory's counts devices itself.
 
     Args:
         reports: of all nodes.
         started: ranks, by node rank.
-        uneven: whether the numbers may be unequal.
+        uneven: whether the numbers may differ.
     """
     if uneven:
-        return Agreement.noted("nproc", "pass", "unequal numbers are meant: --uneven")
+        return Agreement.noted("nproc", "pass", "different numbers are allowed: --uneven")
     members: Members = [
         (Member(report.node_rank, -1, report.host), _as_started(report, started.get(report.node_rank)))
         for report in sorted(reports, key=lambda report: report.node_rank)
@@ -203,11 +203,11 @@ def _as_started(report: NodeReport, nproc: int | None) -> NodeReport:
 
 
 def compare_rank_facts(name: str, brought: Mapping[int, tuple[int, str, Mapping[str, Any]]]) -> Agreement:
-    """What ranks have brought to an agreement of their own.
+    """The comparison of facts that ranks of a foreign program report.
 
     Args:
-        name: of the agreement.
-        brought: by rank: its node's number and host, and the facts.
+        name: of the comparison.
+        brought: by rank: its node rank, host and facts.
     """
     first = sorted({key for _, _, facts in brought.values() for key in facts})
     cause, subject, remedy = next(
@@ -223,5 +223,5 @@ def compare_rank_facts(name: str, brought: Mapping[int, tuple[int, str, Mapping[
         rule,
         said,
         Wording(order=lambda key: order.get(key, 0), good=f"{name}: the same on all ranks"),
-        scene=_RANK_STAGE,
+        stage=_RANK_STAGE,
     )

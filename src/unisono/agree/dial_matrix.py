@@ -10,22 +10,22 @@ from unisono.agree.rules import NETWORK_RULES
 from unisono.causes import Evidence
 from unisono.text import one_line
 
-_SCENE = Stage("agree.network")
+_STAGE = Stage("agree.network")
 _SHOWN_WAYS = 10
-_UNSURE = 0.8  # one node alone says that it does not reach another: the fault may be on either side
+_UNSURE = 0.8  # only one node reports that it cannot reach another: the fault may be on either side
 
 _OUTCOMES: dict[str, str] = {
-    "refused": "refused at once: nothing listens there, or a firewall rejects",
-    "timed_out": "timed out: a firewall on the way drops it",
-    "unreachable": "no route to it",
-    "stranger": "something else answers there",
-    "stalled": "small messages pass, large ones do not come back",
+    "refused": "connection refused: nothing listens there, or a firewall rejects it",
+    "timed_out": "timed out: a firewall drops the packets",
+    "unreachable": "no route to host",
+    "stranger": "a different program answers there",
+    "stalled": "small messages pass, large ones are lost",
 }
 
 
 @dataclass(frozen=True)
 class Link:
-    """What became of all dials from one node to another."""
+    """Results of all connection attempts from one node to another."""
 
     source: int
     target: int
@@ -33,20 +33,20 @@ class Link:
 
     @property
     def bad(self) -> list[DialReport]:
-        """The dials that got no connection to the other node."""
+        """The attempts that did not connect to the other node."""
         return [dial for dial in self.dials if dial.outcome not in ("ok", "stalled")]
 
     @property
     def stalled(self) -> list[DialReport]:
-        """The dials on which large messages were lost."""
+        """The attempts on which large messages were lost."""
         return [dial for dial in self.dials if dial.outcome == "stalled"]
 
 
 def compare_network(reached: Sequence[DialReport], reports: Sequence[NodeReport]) -> Agreement:
-    """Which nodes, or which ways between two, are cut; and where only small messages pass.
+    """The checks of connections between nodes: which are blocked, and where only small messages pass.
 
     Args:
-        reached: what each node saw when it dialled others, on one or more ports each.
+        reached: results of each node's connection attempts, on one or more ports of each other node.
         reports: of all nodes.
     """
     nodes = {
@@ -75,13 +75,15 @@ def _ways(reached: Iterable[DialReport]) -> list[Link]:
 
 
 def _judge_silence(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agreement:
-    """A node that dialled nobody, or that nobody dialled, is unknown: not reached is another thing."""
+    """A node without any attempt from or to it is unknown, which differs from unreachable."""
     dialled = {way.source for way in ways} & {way.target for way in ways}
     silent = _people([rank for rank in nodes if rank not in dialled], nodes)
     if not silent:
         return Agreement()
     where = name_all(silent)
-    return Agreement.noted("network.dial", "unknown", f"ways to or from {where} were not tried", where=where)
+    return Agreement.noted(
+        "network.dial", "unknown", f"connections to or from {where} were not tested", where=where
+    )
 
 
 def _judge_dials(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agreement:
@@ -94,7 +96,7 @@ def _judge_dials(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agree
     return violation(
         rule,
         _summary(cut, ways, people, nodes),
-        scene=_SCENE,
+        stage=_STAGE,
         people=people,
         evidence=_evidence(cut, ways, nodes),
         fix=_fixes(cut, nodes),
@@ -106,12 +108,12 @@ def _good(ways: Sequence[Link]) -> str:
     dials = [dial for way in ways for dial in way.dials]
     ports = count(len({(dial.target, dial.port) for dial in dials}), "port")
     times = [dial.rtt_s for dial in dials if dial.rtt_s is not None]
-    slowest = f", at most {max(times) * 1000:.1f} ms there and back" if times else ""
-    return f"{count(len(ways), 'way')} tried on {ports}, all open{slowest}"
+    slowest = f", at most {max(times) * 1000:.1f} ms round trip" if times else ""
+    return f"{count(len(ways), 'connection')} tested on {ports}, all open{slowest}"
 
 
 def _to_blame(cut: Sequence[Link], ways: Sequence[Link]) -> tuple[list[int], bool]:
-    """The nodes that nobody reaches, else those that reach nobody, else nobody: then it is the way between two. And whether that is sure."""
+    """The nodes that no other reaches, else those that reach no other, else none: then it is the link between two. And whether that is certain."""
     broken = {(way.source, way.target) for way in cut}
     sources: dict[int, list[bool]] = {}
     targets: dict[int, list[bool]] = {}
@@ -140,26 +142,28 @@ def _name(rank: int, nodes: Mapping[int, NodeReport]) -> str:
 def _summary(
     cut: Sequence[Link], ways: Sequence[Link], people: Sequence[Member], nodes: Mapping[int, NodeReport]
 ) -> str:
-    """Who cannot reach whom, and how that looks from outside."""
+    """One line: which node cannot reach which, and how attempts fail."""
     first = cut[0].bad[0]
     how = _OUTCOMES[first.outcome] + _ports(cut[0])
     unreached = _unreached(cut, ways)
     blamed = {who.node_rank for who in people}
     if blamed and blamed <= unreached and len(ways) > 2:
-        also = ", and it reaches nobody" if blamed == _reaching_nobody(ways) and len(blamed) == 1 else ""
-        return f"nobody reaches {name_all(people)} at {_address(cut, blamed)}{also}: {how}"
+        also = (
+            ", and it reaches no other node" if blamed == _reaching_nobody(ways) and len(blamed) == 1 else ""
+        )
+        return f"no node reaches {name_all(people)} at {_address(cut, blamed)}{also}: {how}"
     if people and not blamed & unreached:
         return f"{name_all(people)} reach{'es' if len(people) == 1 else ''} no other node: {how}"
     if len(cut) == len(ways) == 2:
         both = _people([first.source, first.target], nodes)
         return f"{name_all(both)} cannot reach each other ({_endpoint(first)}): {how}"
     if len(cut) == len(ways) and len(ways) > 2:
-        return f"no node reaches another ({count(len(cut), 'way')} tried): {how}"
+        return f"no node reaches any other ({count(len(cut), 'connection')} tested): {how}"
     text = (
         f"{_name(first.source, nodes)} cannot reach {_name(first.target, nodes)} at {_endpoint(first)}: {how}"
     )
     if len(cut) > 1:
-        return f"{text}; and {count(len(cut) - 1, 'more way')}"
+        return f"{text}; and {count(len(cut) - 1, 'more connection')}"
     back = any((way.source, way.target) == (first.target, first.source) for way in ways)
     return f"{text}; the other direction works" if back else text
 
@@ -183,7 +187,7 @@ def _endpoint(dial: DialReport) -> str:
 
 
 def _ports(way: Link) -> str:
-    """Which ports are open and which are not, where that differs: a firewall with a range."""
+    """Which ports are open and which are not, if that differs, as with a firewall's port range."""
     bad = sorted({dial.port for dial in way.bad})
     good = sorted({dial.port for dial in way.dials}.difference(bad))
     if not good or not bad:
@@ -200,9 +204,13 @@ def _evidence(cut: Sequence[Link], ways: Sequence[Link], nodes: Mapping[int, Nod
         for way in cut[:_SHOWN_WAYS]
     ]
     if len(cut) > _SHOWN_WAYS:
-        found.append(Evidence(where="the network", text=f"{len(cut) - _SHOWN_WAYS:,} more ways are cut"))
+        found.append(
+            Evidence(where="the network", text=f"{len(cut) - _SHOWN_WAYS:,} more connections are blocked")
+        )
     found.append(
-        Evidence(where="the network", text=f"{len(ways) - len(cut):,} of {count(len(ways), 'way')} are open")
+        Evidence(
+            where="the network", text=f"{len(ways) - len(cut):,} of {count(len(ways), 'connection')} are open"
+        )
     )
     return found
 
@@ -212,7 +220,7 @@ def _note(dial: DialReport) -> str:
 
 
 def _fixes(cut: Sequence[Link], nodes: Mapping[int, NodeReport]) -> list[str]:
-    """What to type, by what was seen; ports are chosen at run time, so that single ones do not help."""
+    """Commands for the observed failures; ports are chosen at run time, so opening single ones does not help."""
     outcomes = {dial.outcome for way in cut for dial in way.bad}
     first = cut[0]
     source, target = nodes[first.source], nodes[first.target]
@@ -222,7 +230,7 @@ def _fixes(cut: Sequence[Link], nodes: Mapping[int, NodeReport]) -> list[str]:
     fixes = []
     if "stranger" in outcomes:
         fixes.append(
-            f"on {name_node(first.target, target.host)}: its address {one_line(target.address)} leads elsewhere; choose the common network: `ip -br addr`, then --head and GLOO_SOCKET_IFNAME"
+            f"on {name_node(first.target, target.host)}: its address {one_line(target.address)} belongs to a different machine; choose the common network: `ip -br addr`, then set --head and GLOO_SOCKET_IFNAME"
         )
     if outcomes & {"timed_out", "refused"}:
         fixes.append(
@@ -230,11 +238,11 @@ def _fixes(cut: Sequence[Link], nodes: Mapping[int, NodeReport]) -> list[str]:
         )
     if "unreachable" in outcomes:
         fixes.append(
-            f"on {name_node(first.source, source.host)}: `ip route get {one_line(target.address)}` must name a way"
+            f"on {name_node(first.source, source.host)}: `ip route get {one_line(target.address)}` must return a route"
         )
     if len(outcomes & {"timed_out", "refused"}) and _has_other_address(target):
         fixes.append(
-            "or use another network that both share: `ip -br addr` on each, then --head and GLOO_SOCKET_IFNAME"
+            "or use a different network that both share: `ip -br addr` on each, then set --head and GLOO_SOCKET_IFNAME"
         )
     return fixes
 
@@ -259,7 +267,7 @@ def _judge_sizes(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agree
         whole = [[dial.largest_bytes for dial in way.dials if dial.outcome == "ok"] for way in ways]
         largest = [max(sizes) for sizes in whole if sizes]  # the largest goes to one port of a peer only
         return (
-            Agreement.noted(rule.id, "pass", f"up to {show_bytes(min(largest))} came back whole")
+            Agreement.noted(rule.id, "pass", f"up to {show_bytes(min(largest))} returned complete")
             if largest
             else Agreement()
         )
@@ -268,28 +276,28 @@ def _judge_sizes(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agree
     people = _people(_always_there(stalled, ways), nodes)
     summary = (
         f"{_passes(first.largest_bytes)} from {_name(first.source, nodes)} to {_name(first.target, nodes)}, {lost:,} do not:"
-        " a packet on the way is too large, and nobody says so"
+        " packets are larger than the path MTU and are dropped silently"
     )
     if len(stalled) > 1:
-        summary += f"; and {count(len(stalled) - 1, 'more way')}"
+        summary += f"; and {count(len(stalled) - 1, 'more connection')}"
     ends = _people({rank for way in stalled for rank in (way.source, way.target)}, nodes)
     evidence = [
         Evidence(
             where=f"{_name(way.source, nodes)} → {_name(way.target, nodes)}",
-            text=f"{_endpoint(way.stalled[0])}: the largest that came back is {way.stalled[0].largest_bytes:,} bytes",
+            text=f"{_endpoint(way.stalled[0])}: the largest that returned has {way.stalled[0].largest_bytes:,} bytes",
         )
         for way in stalled[:_SHOWN_WAYS]
     ] + [Evidence(where=name_all([who]), text=_mtu_text(nodes[who.node_rank])) for who in ends[:_SHOWN_WAYS]]
     device = next((name for who in ends if (name := _interface(nodes[who.node_rank])[0])), "IFACE")
     fix = [
-        f"as a first aid on {name_all(ends)}: `sudo ip link set dev {device} mtu 1400`; then find the switch or tunnel with the smaller size",
-        f"to see it: `ping -M do -s 1472 {one_line(first.address)}` fails where `ping {one_line(first.address)}` answers",
+        f"workaround on {name_all(ends)}: `sudo ip link set dev {device} mtu 1400`; then find the switch or tunnel with the smaller MTU",
+        f"to reproduce: `ping -M do -s 1472 {one_line(first.address)}` fails while `ping {one_line(first.address)}` works",
     ]
-    return violation(rule, summary, scene=_SCENE, people=people, evidence=evidence, fix=fix, where=ends)
+    return violation(rule, summary, stage=_STAGE, people=people, evidence=evidence, fix=fix, where=ends)
 
 
 def _always_there(stalled: Sequence[Link], ways: Sequence[Link]) -> list[int]:
-    """The node that is in every stalled way, where several partners say so; the way between two blames nobody."""
+    """The node that is in every stalled link, if several partners report it; a single link blames no node."""
     partners: dict[int, set[int]] = {}
     for way in stalled:
         partners.setdefault(way.source, set()).add(way.target)
@@ -313,5 +321,5 @@ def _mtu_text(report: NodeReport) -> str:
     return (
         f"{name} has MTU {mtu if mtu is not None else 'unknown'}"
         if name
-        else "the interface of its address is not known"
+        else "the interface of its address is unknown"
     )

@@ -15,21 +15,21 @@ _LONGEST_HOST = 60
 
 
 class Member(NamedTuple):
-    """A node, or with `rank` a rank. It sorts by node, then rank."""
+    """A node, or a rank of it. Members sort by node, then rank."""
 
     node_rank: int
     rank: int
-    """-1: the node as a whole."""
+    """-1: the whole node."""
     host: str
 
     @property
     def is_rank(self) -> bool:
-        """Whether a rank is meant, not its whole node."""
+        """Whether this is a rank, not a whole node."""
         return self.rank >= 0
 
 
 def plain_host(host: str) -> str:
-    """A host's name as it may be shown: one line, bounded."""
+    """A host name for display: one line, of limited length."""
     return one_line(host, limit=_LONGEST_HOST) or "?"
 
 
@@ -51,7 +51,7 @@ def name_all(everybody: Iterable[Member]) -> str:
 
 
 def name_ranks(everybody: Iterable[Member]) -> str:
-    """Their numbers alone, `ranks 0 and 3`: where all are on one machine and the host says nothing."""
+    """Ranks without hosts, `ranks 0 and 3`: for members that are all on one machine."""
     return number_list("rank", [who.rank for who in everybody])
 
 
@@ -107,12 +107,12 @@ def count(number: int, noun: str, plural: str = "") -> str:
 
 
 def culprit_hosts(everybody: Iterable[Member]) -> tuple[str, ...]:
-    """Their hosts, each once, in the order of the nodes."""
+    """The members' hosts, each once, in node order."""
     return tuple(dict.fromkeys(plain_host(who.host) for who in sorted(set(everybody))))
 
 
 def culprit_ranks(everybody: Iterable[Member]) -> tuple[int, ...]:
-    """Their ranks, in order; none where whole nodes are meant."""
+    """The members' ranks, in order; empty for whole nodes."""
     return tuple(sorted({who.rank for who in everybody if who.is_rank}))
 
 
@@ -121,7 +121,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PROXY|_K
 
 
 def freeze(value: Any) -> Hashable:
-    """A hashable stand-in that is equal where the values mean the same: 1 and 1.0 do, 1 and true do not."""
+    """A hashable equivalent: 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(value, bool):
         return ("bool", value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -170,31 +170,31 @@ def show_float(value: float) -> str:
 
 
 def show_setting(name: str, value: str | None) -> str:
-    """`NCCL_ALGO=Ring`, `NCCL_ALGO not set`; of a variable that may hold a secret only that it is set."""
+    """`NCCL_ALGO=Ring`, `NCCL_ALGO not set`; for a variable that may hold a secret only that it is set."""
     if value is None:
         return f"{name} not set"
     return f"{name} (set)" if holds_secret(name) else f"{name}={show_value(name, value)}"
 
 
 def show_value(name: str, value: str | None) -> str:
-    """The value of an environment variable as it may be shown."""
+    """The value of an environment variable, hidden if it may be a secret."""
     if value is not None and holds_secret(name):
         return "(set)"
     return show(value)
 
 
 def holds_secret(name: str) -> bool:
-    """Whether a variable of this name may hold what nobody else should read."""
+    """Whether a variable of this name may hold a secret."""
     return bool(_SECRET.search(name)) and name not in {"TOKENIZERS_PARALLELISM", "NO_PROXY", "no_proxy"}
 
 
 def show_digest(digest: str) -> str:
-    """Enough of a digest to compare two by eye."""
+    """The first characters of a digest, enough to compare two by eye."""
     return one_line(digest, limit=16) or "none"
 
 
 def show_bytes(amount: int) -> str:
-    """`64 MiB`, `1.5 GiB`: of memory and disks, in the units that limits are set in."""
+    """`64 MiB`, `1.5 GiB`: a size of memory or disk space in binary units, as limits use them."""
     size = float(amount)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

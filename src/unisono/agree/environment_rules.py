@@ -36,7 +36,7 @@ LAUNCH: frozenset[str] = frozenset(
         "TORCHELASTIC_MAX_RESTARTS",
     }
 )
-"""Read by the command line or set anew for each rank: their effect is compared (nodes, nproc, address), not their spelling."""
+"""Read by the command line or set for each rank: their effect is compared (nodes, nproc, address), not their value."""
 
 ONLY_WARN: dict[str, str] = {
     "PYTHONHASHSEED": "the rows and their order are compared by digest before the first step",
@@ -46,10 +46,10 @@ ONLY_WARN: dict[str, str] = {
     "CUDA_LAUNCH_BLOCKING": "one node is slower",
     "CUDA_DEVICE_ORDER": "devices are named by UUID",
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "devices are named by UUID",
-    "PYTORCH_ALLOC_CONF": "one node may run out of memory sooner",
-    "PYTORCH_CUDA_ALLOC_CONF": "one node may run out of memory sooner",
+    "PYTORCH_ALLOC_CONF": "one node may run out of memory earlier",
+    "PYTORCH_CUDA_ALLOC_CONF": "one node may run out of memory earlier",
 }
-"""What may differ at a price, and why the run starts all the same."""
+"""Variables whose difference is only a warning, and its effect."""
 
 DEFAULTS: dict[str, str] = {
     "TORCH_DISTRIBUTED_DEBUG": "OFF",
@@ -70,7 +70,7 @@ DEFAULTS: dict[str, str] = {
     "HF_DATASETS_OFFLINE": "0",
     "HF_ENDPOINT": "https://huggingface.co",
 }
-"""What it means that a variable is not set, where that is documented: set to this it differs from nothing."""
+"""Documented defaults: a variable with this value equals one that is not set."""
 
 _ANY_CASE = {"TORCH_DISTRIBUTED_DEBUG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_SOCKET_FAMILY"}
 _EQUAL_FAMILY = re.compile(r"^(ACCELERATE|FSDP|DS|TORCHINDUCTOR|TORCH_COMPILE)_")
@@ -78,7 +78,7 @@ _OURS_TO_KNOW = re.compile(r"^(NCCL|TORCH_NCCL|GLOO)_")
 
 
 def need_of(name: str) -> Need:
-    """What is asked of the variable: equal, unique, valid or free."""
+    """The requirement on the variable: equal, unique, valid or free."""
     known = find_variable(name)
     if known is not None:
         return _NEED[known.group]
@@ -86,24 +86,24 @@ def need_of(name: str) -> Need:
 
 
 def compared(name: str) -> bool:
-    """Whether nodes are refused, or warned, if the variable differs."""
+    """Whether a difference of the variable is an error or a warning."""
     known = find_variable(name) is not None or bool(_EQUAL_FAMILY.match(name))
     return known and name not in LAUNCH and (need_of(name) == "equal" or name in ONLY_WARN)
 
 
 def only_warns(name: str) -> bool:
-    """Whether a difference is said and the run starts: where its effect is compared elsewhere, or nobody knows the variable."""
+    """Whether a difference is only a warning: its effect is compared elsewhere, or the variable is unknown."""
     return name in ONLY_WARN or find_variable(name) is None
 
 
 def meant(name: str, value: str) -> str | None:
-    """The value by its effect: None where it is the default, and spellings that are read alike are one."""
+    """The normalized value: None for the default; equivalent spellings are equal."""
     spelt = value.strip().upper() if name in _ANY_CASE else value.strip()
     return None if spelt == DEFAULTS.get(name) else spelt
 
 
 def unknown_names(names: Iterable[str]) -> dict[str, str | None]:
-    """Names of NCCL, gloo or torch's NCCL that nobody knows, each with the nearest known one."""
+    """Unknown names of NCCL, gloo or torch's NCCL, each with the closest known one."""
     known = [variable.name for variable in VARIABLES]
     return {
         name: nearest(name, known)
@@ -116,19 +116,21 @@ NodeSettings = Sequence[tuple[Member, NodeReport, Mapping[str, str]]]
 
 
 def judge_environment(members: Members) -> Agreement:
-    """Variables that are part of the protocol between ranks have the same effect on all nodes."""
+    """Variables that ranks must agree on have the same effect on all nodes."""
     rule = NODE_RULES["env"]
     settings = [(who, report, settings_of(report)) for who, report in members]
     names = {name for _, _, values in settings for name in values if compared(name)}
     fatal = sorted(name for name in names if not only_warns(name))
     mild = sorted(names.difference(fatal))
-    good = f"{len(fatal)} that must be equal are" if fatal else "none is set that must be equal"
+    good = (
+        f"{len(fatal)} that must be equal are equal" if fatal else "none of those that must be equal is set"
+    )
     wording = Wording(shown=_shown(settings), typed=_typed(settings), remedies=_filed(members), good=good)
     found = judge_keys(rule, _effects(settings, fatal), wording)
     if not mild:
         return found
-    rule = replace(rule, violated="warn", subject="environment variables that had better be equal")
-    wording = replace(wording, label=_with_reason, good=f"{len(mild)} that had better be equal are")
+    rule = replace(rule, violated="warn", subject="environment variables that should be equal")
+    wording = replace(wording, label=_with_reason, good=f"{len(mild)} that should be equal are equal")
     return found.merged(judge_keys(rule, _effects(settings, mild), wording))
 
 
@@ -140,7 +142,7 @@ def _effects(settings: NodeSettings, names: Sequence[str]) -> Keyed:
 
 
 def _spelt(settings: NodeSettings, name: str, value: Hashable) -> list[tuple[NodeReport, str]]:
-    """Who has it with this effect, and as what it is set there."""
+    """The reports that have the variable with this effect, each with its value."""
     return [
         (report, values[name])
         for _, report, values in settings
@@ -149,7 +151,7 @@ def _spelt(settings: NodeSettings, name: str, value: Hashable) -> list[tuple[Nod
 
 
 def _shown(settings: NodeSettings) -> Callable[[str, Hashable], str]:
-    """Values as they are set, and where, if that is a file; the default and nothing are one thing, called so where both occur."""
+    """Displays values as set, with the file if one sets them; the default and an unset variable are equal."""
 
     def shown(name: str, value: Hashable) -> str:
         holders = _spelt(settings, name, value)
@@ -162,7 +164,7 @@ def _shown(settings: NodeSettings) -> Callable[[str, Hashable], str]:
 
 
 def _typed(settings: NodeSettings) -> Callable[[str, Hashable], str]:
-    """Values as a shell wants them."""
+    """Quotes values for a shell."""
 
     def typed(name: str, value: Hashable) -> str:
         return shlex.quote(min((spelt for _, spelt in _spelt(settings, name, value)), default=str(value)))
@@ -171,9 +173,9 @@ def _typed(settings: NodeSettings) -> Callable[[str, Hashable], str]:
 
 
 def _filed(members: Members) -> dict[str, tuple[str, ...]]:
-    """What to do about variables that a file sets: nobody can unset them in a shell."""
+    """Remedies for variables that are set in a file, since a shell cannot unset them."""
     names = {name for _, report in members for name in report.nccl_files if name not in report.variables}
-    line = "on {who}: look into /etc/nccl.conf and ~/.nccl.conf: {key} must be the same on all nodes, or be in none"
+    line = "on {who}: check /etc/nccl.conf and ~/.nccl.conf: {key} must be equal on all nodes, or not set"
     return dict.fromkeys(names, (line,))
 
 
@@ -186,14 +188,14 @@ Settings = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Lint:
-    """One suspicious setting: the variable, when it is so, why, and what to do instead."""
+    """One suspicious setting: the variable, its condition, why it is suspicious, and the fix."""
 
     name: str
     when: Callable[[str, Settings, NodeReport], bool]
     why: str
     fix: str
     fatal_cause: str = ""
-    """Cause of the catalogue, where the run cannot start like this."""
+    """Cause, if the run cannot start with this setting."""
 
 
 def _on(value: str, _settings: Settings, _report: NodeReport) -> bool:
@@ -300,45 +302,45 @@ def _beyond(value: str, _settings: Settings, report: NodeReport) -> bool:
     return bool(report.physical) and any(number >= len(report.physical) for number in numbers)
 
 
-_DEBUGGING = "for debugging: it makes a long run slow"
-_OLD = "superseded: newer NCCL may read it no more"
+_DEBUGGING = "for debugging: slows down training"
+_OLD = "deprecated: newer NCCL versions may ignore it"
 
 # fmt: off
 LINTS: tuple[Lint, ...] = (
-    Lint("CUDA_VISIBLE_DEVICES", _beyond, "there is no device of that number, and those after it are not seen either",
-         "`nvidia-smi -L` lists the devices; they count from 0", "invalid_device_ordinal"),
-    Lint("CUDA_VISIBLE_DEVICES", _twice, "a device stands there twice, and CUDA then shows fewer devices, or none", "name each device once",
+    Lint("CUDA_VISIBLE_DEVICES", _beyond, "no device has this index, and CUDA ignores all devices after it",
+         "`nvidia-smi -L` lists the devices; indices start at 0", "invalid_device_ordinal"),
+    Lint("CUDA_VISIBLE_DEVICES", _twice, "a device is listed twice, so CUDA shows fewer devices, or none", "list each device once",
          "duplicate_gpu"),
-    Lint("CUDA_VISIBLE_DEVICES", _mixed, "numbers and UUIDs are mixed, which CUDA does not read", "use numbers, or use UUIDs"),
-    Lint("CUDA_VISIBLE_DEVICES", _hides_all, "hides all devices", "unset it, or write `device: cpu` into the config"),
-    Lint("MASTER_ADDR", _lonely_address, "a loopback address in a job of several nodes", "give the head's address, or --head HOST:PORT"),
-    Lint("MASTER_PORT", _odd_port, "no port that a user's program can have", "choose one from 1024 to 32767, for example 29500"),
-    Lint("MASTER_PORT", _random_port, "in the range from which the system hands out ports at random: one day it is taken",
+    Lint("CUDA_VISIBLE_DEVICES", _mixed, "indices and UUIDs are mixed, which CUDA does not support", "use indices, or use UUIDs"),
+    Lint("CUDA_VISIBLE_DEVICES", _hides_all, "hides all devices", "unset it, or set `device: cpu` in the config"),
+    Lint("MASTER_ADDR", _lonely_address, "a loopback address in a job of several nodes", "use the head's address, or --head HOST:PORT"),
+    Lint("MASTER_PORT", _odd_port, "not a valid port for a user's program", "choose one from 1024 to 32767, for example 29500"),
+    Lint("MASTER_PORT", _random_port, "in the system's ephemeral port range: it may be in use",
          "choose one from 1024 to 32767, for example 29500"),
-    Lint("TORCH_NCCL_ASYNC_ERROR_HANDLING", _off, "a failed collective then hangs for ever", "unset it: the default, 3, ends the process"),
-    Lint("TORCH_NCCL_ENABLE_MONITORING", _off, "the last safety net against a stuck watchdog is gone", "unset it"),
-    Lint("TORCH_NCCL_BLOCKING_WAIT", _two_ways_to_wait, "contradicts asynchronous error handling, and is slow", "unset it"),
-    Lint("NCCL_ASYNC_ERROR_HANDLING", _always, "the old name", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-    Lint("NCCL_BLOCKING_WAIT", _always, "the old name", "TORCH_NCCL_BLOCKING_WAIT"),
-    Lint("NCCL_TIMEOUT", _always, "no variable of NCCL: it has no effect", "unset it; a stall is named by its phase, without a time-out"),
-    Lint("TORCH_NCCL_DUMP_ON_TIMEOUT", _empty_dump, "the recorder's buffer has size 0: the dump is empty", "TORCH_FR_BUFFER_SIZE=2000"),
+    Lint("TORCH_NCCL_ASYNC_ERROR_HANDLING", _off, "failed collectives hang forever", "unset it: the default, 3, kills the process"),
+    Lint("TORCH_NCCL_ENABLE_MONITORING", _off, "disables the monitor that detects a stuck watchdog", "unset it"),
+    Lint("TORCH_NCCL_BLOCKING_WAIT", _two_ways_to_wait, "conflicts with asynchronous error handling, and is slow", "unset it"),
+    Lint("NCCL_ASYNC_ERROR_HANDLING", _always, "deprecated name", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    Lint("NCCL_BLOCKING_WAIT", _always, "deprecated name", "TORCH_NCCL_BLOCKING_WAIT"),
+    Lint("NCCL_TIMEOUT", _always, "not an NCCL variable: it has no effect", "unset it; stalls are detected without a timeout"),
+    Lint("TORCH_NCCL_DUMP_ON_TIMEOUT", _empty_dump, "the flight recorder's buffer has size 0: the dump is empty", "TORCH_FR_BUFFER_SIZE=2000"),
     Lint("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", _short_heartbeat,
-         "shorter than a slow first step, a compilation or a save: healthy ranks are ended", "unset it, or 480 and more"),
-    Lint("NCCL_IB_DISABLE", _infiniband_off, "InfiniBand is there and up: a left-over work-around that costs most of the speed",
+         "shorter than a slow first step, a compilation or a save: healthy ranks are killed", "unset it, or set it to 480 or more"),
+    Lint("NCCL_IB_DISABLE", _infiniband_off, "InfiniBand is up but disabled: probably a leftover workaround that costs most of the bandwidth",
          "unset it on all nodes"),
-    Lint("NCCL_P2P_DISABLE", _peer_to_peer_off, "devices of one machine then exchange through its memory: slow where NVLink is there",
-         "unset it on all nodes, unless it cures a hang"),
-    Lint("NCCL_SHM_DISABLE", _peer_to_peer_off, "traffic inside the machine then goes through the network: slow",
+    Lint("NCCL_P2P_DISABLE", _peer_to_peer_off, "devices of one machine communicate through host memory: slow if they have NVLink",
+         "unset it on all nodes, unless it fixes a hang"),
+    Lint("NCCL_SHM_DISABLE", _peer_to_peer_off, "traffic inside the machine goes through the network: slow",
          "unset it on all nodes; give a container --shm-size=8g"),
-    Lint("NCCL_ALGO", _no_ring, "without ring: since NCCL 2.24 there is no fallback for collectives that have nothing else",
+    Lint("NCCL_ALGO", _no_ring, "without ring: since NCCL 2.24 collectives that support only ring have no fallback",
          "add ring, or unset it on all nodes"),
-    Lint("NCCL_DEBUG", _talkative, "a flood of lines in a long run", "NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE=/tmp/nccl.%h.%p"),
-    Lint("TORCH_DISTRIBUTED_DEBUG", _detail, "small collectives take about twice as long", "unset it on all nodes once the fault is found"),
+    Lint("NCCL_DEBUG", _talkative, "excessive output in a long run", "NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE=/tmp/nccl.%h.%p"),
+    Lint("TORCH_DISTRIBUTED_DEBUG", _detail, "small collectives take about twice as long", "unset it on all nodes after debugging"),
     Lint("CUDA_LAUNCH_BLOCKING", _on_cuda, _DEBUGGING, "unset it on all nodes"),
     Lint("NCCL_CHECK_POINTERS", _on_cuda, _DEBUGGING, "unset it on all nodes"),
-    Lint("TORCH_NCCL_NAN_CHECK", _on_cuda, _DEBUGGING, "unset it on all nodes; the loss is looked at in every step anyway"),
-    Lint("PYTORCH_CUDA_ALLOC_CONF", _two_allocators, "PYTORCH_ALLOC_CONF, its newer name, says something else", "keep PYTORCH_ALLOC_CONF"),
-    Lint("LD_PRELOAD", _foreign_nccl, "another NCCL than the one that torch brought", "unset it on all nodes"),
+    Lint("TORCH_NCCL_NAN_CHECK", _on_cuda, _DEBUGGING, "unset it on all nodes; the loss is checked in every step anyway"),
+    Lint("PYTORCH_CUDA_ALLOC_CONF", _two_allocators, "PYTORCH_ALLOC_CONF, its newer name, has a different value", "keep PYTORCH_ALLOC_CONF"),
+    Lint("LD_PRELOAD", _foreign_nccl, "a different NCCL from the one included in torch", "unset it on all nodes"),
     *(
         Lint(name, _always, _OLD, f"unset {name} on all nodes")
         for name in ("NCCL_LAUNCH_MODE", "NCCL_NTHREADS", "NCCL_LL_THRESHOLD", "NCCL_TREE_THRESHOLD", "NCCL_SINGLE_RING_THRESHOLD",
@@ -349,7 +351,7 @@ LINTS: tuple[Lint, ...] = (
 
 
 def judge_settings(members: Members) -> Agreement:
-    """Every suspicious setting once, with the nodes that have it."""
+    """Each suspicious setting once, with the nodes that have it."""
     rule = NODE_RULES["settings"]
     found = Agreement()
     for lint in LINTS:
@@ -364,7 +366,7 @@ def judge_settings(members: Members) -> Agreement:
     found = found.merged(_unknown(members), _same_machine_names(members))
     if not found.checks:
         number = len({name for _, report in members for name in settings_of(report)})
-        return Agreement.noted(rule.id, "pass", f"{count(number, 'variable')} looked at, none is suspicious")
+        return Agreement.noted(rule.id, "pass", f"{count(number, 'variable')} checked, none is suspicious")
     return found
 
 
@@ -385,21 +387,21 @@ def _suspicious(lint: Lint, value: str, members: Members, people: set[Member]) -
 
 
 def _unknown(members: Members) -> Agreement:
-    """Names that look like NCCL's, gloo's or torch's and are none."""
+    """Unknown names with the prefix of NCCL, gloo or torch."""
     found = Agreement()
     names = unknown_names(name for _, report in members for name in settings_of(report))
     for name, close in names.items():
         people = [who for who, report in members if name in settings_of(report)]
         meant = f"did you mean {close}?" if close else "it may have no effect"
         fix = [f"`unisono explain {close}`"] if close else []
-        fix.append(f"`unset {show(name)}` on {name_all(people)}, if nobody knows why it is set")
-        summary = f"{show(name)} on {name_all(people)}: no variable of this name is known; {meant}"
+        fix.append(f"`unset {show(name)}` on {name_all(people)}, unless it is needed")
+        summary = f"{show(name)} on {name_all(people)}: unknown variable; {meant}"
         found = found.merged(violation(NODE_RULES["settings"], summary, people=people, fix=fix))
     return found
 
 
 def _same_machine_names(members: Members) -> Agreement:
-    """NCCL_HOSTID tells NCCL which ranks share a machine: two machines with one name would try to share memory."""
+    """NCCL_HOSTID tells NCCL which ranks share a machine: two machines with the same value would try to share memory."""
     named = [(who, report) for who, report in members if settings_of(report).get("NCCL_HOSTID")]
     for group in partition((who, settings_of(report)["NCCL_HOSTID"]) for who, report in named):
         hosts = {who.host for who in group.members}
@@ -410,7 +412,7 @@ def _same_machine_names(members: Members) -> Agreement:
             rule = replace(NODE_RULES["settings"], cause="p2p_blocked", violated="fail" if fatal else "warn")
             return violation(
                 rule,
-                f"{setting} on {where}: NCCL takes these machines for one",
+                f"{setting} on {where}: NCCL treats these machines as one",
                 people=group.members,
                 evidence=[Evidence(where=where, text=setting)],
                 fix=[f"on {where}: `unset NCCL_HOSTID`"],

@@ -27,12 +27,12 @@ from unisono.agree.version_rules import release_of
 from unisono.causes import Evidence
 from unisono.text import one_line
 
-_HELD_SHARE = 0.5  # of a device's memory in use before the start: more than a desktop takes
+_HELD_SHARE = 0.5  # of a device's memory in use before the start: more than a desktop uses
 _GIB = 2**30  # drivers report a little less memory on some nodes: compare whole GiB
 
 
 def judge_devices(members: Members) -> Agreement:
-    """All that can be said about the nodes' devices."""
+    """All checks of the nodes' devices."""
     kinds = _judge_kind(members)
     if all(report.device_kind == "cpu" for _, report in members):
         return kinds
@@ -46,7 +46,7 @@ def _judge_kind(members: Members) -> Agreement:
     if len(groups) == 1:
         return Agreement.noted(rule.id, "pass", f"{groups[0].value} on {count(len(members), 'node')}")
     reports = dict(members)
-    # A node without accelerators falls back to the CPU by itself; nobody falls back to an accelerator.
+    # A node without accelerators falls back to the CPU by itself; no node falls back to an accelerator.
     odd = odd_out(groups, suspect=lambda who: reports[who].device_kind == "cpu")
     ordered = odd_first(groups, odd)
     notes = partition(
@@ -64,7 +64,7 @@ def _judge_kind(members: Members) -> Agreement:
 def _kind_text(report: NodeReport) -> str:
     if report.chosen:
         return enumerate_words([_named(device) for device in report.chosen], at_most=4)
-    return "no devices were chosen" if report.device_kind == "cuda" else "CPU"
+    return "no devices selected" if report.device_kind == "cuda" else "CPU"
 
 
 def _named(device: Device) -> str:
@@ -72,7 +72,7 @@ def _named(device: Device) -> str:
 
 
 def _judge_choice(cuda: Members) -> Agreement:
-    """Each rank has a device, and the device is one that the node shows."""
+    """Each rank has a device that is visible on its node."""
     rule = NODE_RULES["device.choice"]
     troubles = partition((who, _choice_trouble(report)) for who, report in cuda)
     bad = [group for group in troubles if group.value]
@@ -98,12 +98,12 @@ def _choice_trouble(report: NodeReport) -> str:
     hidden = [device for device in report.chosen if device.uuid and visible and device.uuid not in visible]
     if hidden:
         names = enumerate_words([f"{device.index} ({one_line(device.uuid)})" for device in hidden], at_most=3)
-        return f"chosen, and not among the {len(report.visible)} visible devices: {names}"
+        return f"selected, but not among the {len(report.visible)} visible devices: {names}"
     return ""
 
 
 def _judge_unique(cuda: Members) -> Agreement:
-    """No device is taken twice: not on one node, and not by two nodes that are one machine."""
+    """No device is used twice, neither on one node nor by two nodes that are the same machine."""
     rule = NODE_RULES["device.unique"]
     taken = [(who, device) for who, report in cuda for device in report.chosen[: report.nproc]]
     nameless = sorted({who for who, device in taken if not device.uuid})
@@ -120,7 +120,7 @@ def _judge_unique(cuda: Members) -> Agreement:
                 f"devices without a UUID on {name_all(nameless)}",
                 where=name_all(nameless),
             )
-        return Agreement.noted(rule.id, "pass", f"{count(len(taken), 'device')}, each for one rank")
+        return Agreement.noted(rule.id, "pass", f"{count(len(taken), 'device')}, each used by one rank")
     culprits = sorted({who for who, device in taken if device.uuid in twice})
     summary, evidence = _sharing(taken, sorted(twice))
     return violation(rule, summary, people=culprits, evidence=evidence, fix=rule.remedy)
@@ -136,7 +136,7 @@ def _sharing(taken: Sequence[tuple[Member, Device]], twice: Sequence[str]) -> tu
     else:
         summary = f"{name_all(people)} would use the same device ({names[uuid]}, {one_line(uuid)})"
         if len({who.host for who in people}) > 1:
-            summary += ": they are one machine under several names"
+            summary += ": they are one machine with several names"
     if len(twice) > 1:
         summary += f"; and {count(len(twice) - 1, 'more device')}"
     evidence = [
@@ -162,14 +162,14 @@ def _judge_alike(cuda: Members) -> Agreement:
         texts = partition((who, _kind_text(report)) for who, report in cuda if who in set(mixed))
         return violation(
             rule,
-            f"devices of several types on {name_all(mixed)}: {texts[0].value}",
+            f"devices of different models on {name_all(mixed)}: {texts[0].value}",
             people=mixed,
             evidence=evidence_of(texts, NODES, str),
             fix=rule.remedy,
         )
     said = [(who, {"devices": kinds(report)}) for who, report in cuda]
     return judge_keys(
-        rule, said, Wording(shown=lambda _, value: _type_text(value), good="one type, one memory size")
+        rule, said, Wording(shown=lambda _, value: _type_text(value), good="one model, one memory size")
     )
 
 
@@ -180,7 +180,7 @@ def _type_text(value: Hashable) -> str:
 
 
 def _judge_free(cuda: Members) -> Agreement:
-    """A device whose memory is half used before the start mostly belongs to a process that somebody forgot."""
+    """A device with half of its memory in use before the start usually has a stale process."""
     rule = NODE_RULES["device.free"]
     held = [
         (who, device)
@@ -209,19 +209,19 @@ def _judge_free(cuda: Members) -> Agreement:
 # ruff: noqa: S108 - /dev/shm is what is looked at
 
 
-_FEWEST_FILES = 256  # below it a rank does not even get its libraries, sockets and rows open
+_FEWEST_FILES = 256  # with fewer a rank cannot even open its libraries, sockets and data files
 _FEW_FILES = 4096
 _FEW_FILES_MANY_RANKS = 32_768
 _MANY_RANKS = 128
 _FEW_PROCESSES = 1024
-_TINY_SHM = 64 * 2**20  # what a container gets unless told otherwise
+_TINY_SHM = 64 * 2**20  # the default of containers
 _SMALL_SHM = 2**30
 _LITTLE_LOCKED = 64 * 2**20
 _STACK_FIXED_IN_NCCL = (2, 28)
 
 
 def judge_limits(members: Members) -> Agreement:
-    """Files and processes, shared memory, cores, memory."""
+    """All checks of limits: open files, processes, shared memory, cores, memory."""
     world = sum(max(0, report.nproc) for _, report in members)
     return Agreement().merged(
         _judge(
@@ -241,7 +241,7 @@ def judge_limits(members: Members) -> Agreement:
 def _judge(
     rule: Rule, members: Members, trouble: Callable[[NodeReport], str], good: str, *, fatal: bool = False
 ) -> Agreement:
-    """One check; `trouble` gives an empty string where all is well, and begins with `!` where it is fatal."""
+    """One check; `trouble` returns an empty string if there is no problem; a leading `!` marks a fatal one."""
     groups = partition((who, trouble(report)) for who, report in members)
     bad = [group for group in groups if group.value]
     if not bad:
@@ -263,28 +263,30 @@ def _plain(value: str) -> str:
 
 
 def _too_few_files(report: NodeReport, world: int) -> str:
-    files = report.limits.open_files  # None: as many as one likes
+    files = report.limits.open_files  # None: unlimited
     if files is None:
         return ""
     if files < _FEWEST_FILES:
-        return f"!only {count(files, 'open file')} a process (ulimit -n)"
+        return f"!only {count(files, 'open file')} per process (ulimit -n)"
     wanted = _FEW_FILES_MANY_RANKS if world >= _MANY_RANKS else _FEW_FILES
     return (
-        f"{count(files, 'open file')} a process (ulimit -n), {wanted:,} are wanted" if files < wanted else ""
+        f"{count(files, 'open file')} per process (ulimit -n), {wanted:,} are recommended"
+        if files < wanted
+        else ""
     )
 
 
 def _many_files(members: Members) -> str:
     files = [report.limits.open_files for _, report in members if report.limits.open_files is not None]
-    return f"at least {count(min(files), 'open file')} a process" if files else "open files are not limited"
+    return f"at least {count(min(files), 'open file')} per process" if files else "open files are unlimited"
 
 
 def _judge_rest(members: Members) -> Agreement:
-    """Limits that are only worth a word."""
+    """Limits that only warn."""
     rule = NODE_RULES["limits"]
     found = Agreement()
     for look, fix in (
-        (_few_processes, "`ulimit -u`; in Kubernetes the pod's pid limit"),
+        (_few_processes, "`ulimit -u`; in Kubernetes, the pod's PID limit"),
         (_little_locked_memory, "`ulimit -l unlimited`, or `docker run --ulimit memlock=-1`"),
         (_endless_stack, "`ulimit -s 8192`, or NCCL 2.28"),
     ):
@@ -316,11 +318,11 @@ def _little_locked_memory(report: NodeReport) -> str:
     adapters = any(one.kind == "infiniband" and one.up for one in report.interfaces)
     if not adapters or locked is None or locked >= _LITTLE_LOCKED:
         return ""
-    return f"{show_bytes(locked)} of memory may be locked (ulimit -l): InfiniBand needs more"
+    return f"{show_bytes(locked)} of locked memory allowed (ulimit -l): InfiniBand needs more"
 
 
 def _endless_stack(report: NodeReport) -> str:
-    """NCCL before 2.28 makes threads with the limit as their stack. None may also mean that it could not be read."""
+    """NCCL before 2.28 starts threads with the limit as their stack size. None may also mean that it could not be read."""
     nccl = release_of(report.versions.get("nccl", ""))
     if (
         report.device_kind != "cuda"
@@ -329,14 +331,14 @@ def _endless_stack(report: NodeReport) -> str:
         or report.limits.stack_bytes is not None
     ):
         return ""
-    return f"no limit of the stack (ulimit -s) with NCCL {'.'.join(map(str, nccl))}"
+    return f"unlimited stack size (ulimit -s) with NCCL {'.'.join(map(str, nccl))}"
 
 
 def _judge_shm(members: Members) -> Agreement:
     rule = NODE_RULES["shm"]
     unknown = [who for who, report in members if report.limits.shm_bytes is None]
     known = [(who, report) for who, report in members if report.limits.shm_bytes is not None]
-    missing = unknown_for(rule, unknown, "/dev/shm could not be looked at")
+    missing = unknown_for(rule, unknown, "/dev/shm could not be read")
     if not known:
         return missing
     least = min(report.limits.shm_bytes or 0 for _, report in known)
@@ -345,13 +347,13 @@ def _judge_shm(members: Members) -> Agreement:
 
 def _small_shm(report: NodeReport) -> str:
     size, free = report.limits.shm_bytes or 0, report.limits.shm_free_bytes
-    # NCCL between the devices of one machine is what needs it; gloo on CPU and lone ranks do not.
+    # NCCL needs it between the devices of one machine; gloo on CPU and single ranks do not.
     needed = report.device_kind == "cuda" and report.nproc > 1
     if size < _TINY_SHM:
         return f"{'!' if needed else ''}/dev/shm has {show_bytes(size)}"
     if free is not None and free < _TINY_SHM:
         return f"{'!' if needed else ''}/dev/shm has {show_bytes(free)} free of {show_bytes(size)}; `ls -l /dev/shm` shows leftovers"
-    return f"/dev/shm has {show_bytes(size)}, 1 GiB is wanted" if size < _SMALL_SHM and needed else ""
+    return f"/dev/shm has {show_bytes(size)}, 1 GiB is recommended" if size < _SMALL_SHM and needed else ""
 
 
 def _too_few_cores(report: NodeReport) -> str:
@@ -366,12 +368,12 @@ def _too_few_cores(report: NodeReport) -> str:
 def _too_little_memory(report: NodeReport) -> str:
     kept = report.reserved.get("memory_bytes", 0)
     if report.limits.memory_bytes <= kept:
-        return f"{show_bytes(report.limits.memory_bytes)} of memory, and {show_bytes(kept)} are left to the system"
+        return f"{show_bytes(report.limits.memory_bytes)} of memory, of which {show_bytes(kept)} are reserved for the system"
     return ""
 
 
 def _reserves(members: Members) -> str:
-    """What the plan leaves to the system."""
+    """Resources that the plan reserves for the system."""
     kept = {
         key: max(report.reserved.get(key, 0) for _, report in members)
         for key in ("memory_bytes", "shm_bytes", "cores")
@@ -382,7 +384,7 @@ def _reserves(members: Members) -> str:
         count(kept["cores"], "core") if kept["cores"] else "",
     ]
     said = ", ".join(part for part in parts if part)
-    return f"{said} left to the system on each node" if said else "nothing is reserved for the system"
+    return f"{said} reserved for the system on each node" if said else "nothing is reserved for the system"
 
 
 _TOO_FAR_S = 2.0
@@ -390,7 +392,7 @@ _SHOWN = 8
 
 
 def judge_clocks(members: Members) -> Agreement:
-    """Warns where two clocks are more than two seconds apart; never more than a warning."""
+    """A warning if two clocks differ by more than two seconds; unisono itself does not compare clocks of machines."""
     rule = NODE_RULES["clock"]
     offsets = {who: _offset(report.clock_offset_s, who) for who, report in members}
     known = {who: offset for who, offset in offsets.items() if offset is not None}
@@ -399,7 +401,7 @@ def judge_clocks(members: Members) -> Agreement:
         return Agreement.noted(rule.id, "pass", "one clock") if len(members) == 1 else unknown
     apart = max(known.values()) - min(known.values())
     if apart <= _TOO_FAR_S:
-        return Agreement.noted(rule.id, "pass", f"at most {apart:.1f} s apart").merged(unknown)
+        return Agreement.noted(rule.id, "pass", f"within {apart:.1f} s").merged(unknown)
     odd = _far_off(known)
     first, last = min(known, key=lambda who: (known[who], who)), max(known, key=lambda who: (known[who], who))
     if odd:
@@ -407,11 +409,11 @@ def judge_clocks(members: Members) -> Agreement:
         who = max(odd, key=lambda who: (abs(known[who] - base), who))
         ahead = "ahead of" if known[who] > base else "behind"
         summary = f"the clock of {name_all([who])} is {abs(known[who] - base):.1f} s {ahead} the others"
-        summary += f"; {len(odd) - 1} more are off" if len(odd) > 1 else ""
+        summary += f"; {len(odd) - 1} more differ" if len(odd) > 1 else ""
     else:
         summary = f"the clocks of {name_all([first])} and {name_all([last])} are {apart:.1f} s apart"
     evidence = [
-        Evidence(where=name_all([who]), text=f"{known[who]:+.1f} s against the head")
+        Evidence(where=name_all([who]), text=f"{known[who]:+.1f} s relative to the head")
         for who in sorted(known, key=lambda who: (who not in odd, who))[:_SHOWN]
     ]
     fix = remedy_for(rule, sorted(odd))
@@ -419,12 +421,12 @@ def judge_clocks(members: Members) -> Agreement:
 
 
 def _offset(measured: float | None, who: Member) -> float | None:
-    """The head measures others against itself, so that its own is zero."""
+    """The measured offset; the head measures others against itself, so its own is zero."""
     return 0.0 if measured is None and who.node_rank == 0 else measured
 
 
 def _far_off(known: dict[Member, float]) -> set[Member]:
-    """Those far from the middle, if most are near it; nobody, if that is not so."""
+    """The members far from the median, if most are near it; else none."""
     middle = median(known.values())
     far = {who for who, offset in known.items() if abs(offset - middle) > _TOO_FAR_S}
     return far if 2 * len(far) < len(known) else set()

@@ -36,16 +36,16 @@ Members = Sequence[tuple[Member, NodeReport]]
 
 
 def judge_identity(members: Members) -> Agreement:
-    """Every node has a number of its own, and no process reports twice."""
+    """Every node has a different node rank, and no process reports twice."""
     rule = NODE_RULES["identity"]
     for text, same in (
-        ("call themselves node {0}", partition((who, who.node_rank) for who, _ in members)),
+        ("use node rank {0}", partition((who, who.node_rank) for who, _ in members)),
         ("are the same process {1}", partition((who, (r.host, r.pid, r.address)) for who, r in members)),
     ):
         twice = [group for group in same if len(group.members) > 1]
         if twice:
             return _twice(text, twice[0].members, members)
-    return Agreement.noted(rule.id, "pass", f"{count(len(members), 'node')}, each with a number of its own")
+    return Agreement.noted(rule.id, "pass", f"{count(len(members), 'node')}, each with its own node rank")
 
 
 def _twice(text: str, same: Sequence[Member], members: Members) -> Agreement:
@@ -66,7 +66,7 @@ def _twice(text: str, same: Sequence[Member], members: Members) -> Agreement:
 
 
 def judge_nodes(members: Members) -> Agreement:
-    """All nodes mean the same number of nodes, and every number from 0 on is there."""
+    """All nodes expect the same number of nodes, and every node rank from 0 is present."""
     rule = NODE_RULES["nodes"]
     found = judge_keys(rule, [(who, {"--nodes": report.nodes}) for who, report in members], Wording())
     if not found.agreed:
@@ -76,7 +76,7 @@ def judge_nodes(members: Members) -> Agreement:
     outside = [who for who, _ in members if not 0 <= who.node_rank < wanted]
     if outside:
         free = [str(number) for number in range(min(wanted, 8)) if number not in present]
-        summary = f"{name_all(outside)} in a job of {count(wanted, 'node')}: numbers begin at 0"
+        summary = f"{name_all(outside)} in a job of {count(wanted, 'node')}: node ranks start at 0"
         fix = [
             f"on {name_all(outside)}: pass --node-rank {' or '.join(free) or 'N'}; or on every node --nodes {max(present) + 1}"
         ]
@@ -91,11 +91,11 @@ def judge_nodes(members: Members) -> Agreement:
 
 
 def judge_nproc(members: Members, *, may_differ: bool = True) -> Agreement:
-    """The ranks of each node: equal, or unequal and declared on every node.
+    """The number of ranks of each node: equal, or different and declared on every node.
 
     Args:
         members: the nodes.
-        may_differ: whether it is enough that all are declared; other people's programs take the world for nodes × ranks.
+        may_differ: whether different numbers are allowed if all are declared; foreign programs compute the world as nodes × ranks.
     """
     rule = NODE_RULES["nproc"]
     groups = partition((who, report.nproc) for who, report in members)
@@ -104,8 +104,8 @@ def judge_nproc(members: Members, *, may_differ: bool = True) -> Agreement:
         return Agreement.noted(rule.id, "pass", f"{count(groups[0].value, 'rank')} on {where}")
     inferring = {who for who, report in members if not report.nproc_declared}
     if not inferring and may_differ:
-        told_groups = describe_groups(odd_first(groups, ()), NODES, lambda value: count(value, "rank"))
-        return Agreement.noted(rule.id, "pass", f"unequal as declared on every node: {told_groups}")
+        described = describe_groups(odd_first(groups, ()), NODES, lambda value: count(value, "rank"))
+        return Agreement.noted(rule.id, "pass", f"different, as declared on every node: {described}")
     odd = _blamed(groups, inferring, everybody=len(members))
     return violation(
         rule,
@@ -117,7 +117,7 @@ def judge_nproc(members: Members, *, may_differ: bool = True) -> Agreement:
 
 
 def _blamed(groups: Sequence[Group[int]], inferring: set[Member], *, everybody: int) -> tuple[Member, ...]:
-    """Explicit beats inferred: where both are there, those who inferred another number than most are odd, and nobody else."""
+    """Explicit beats inferred: if there are both, only nodes that inferred a number different from the majority's are blamed."""
     if len(inferring) in (0, everybody):
         return odd_out(groups)
     most = majority(groups)
@@ -170,7 +170,7 @@ def _remedies(
     numbers = enumerate_words([f"--nproc {group.value}" for group in groups if wanted in (None, group.value)])
     declare = f"pass {numbers.replace(' and ', ' or ')} on every node"
     if not odd and 0 < len(inferring) < len(members):
-        return [f"{declare}; or pass --nproc on {name_all(inferring)} too, if unequal numbers are meant"]
+        return [f"{declare}; or pass --nproc on {name_all(inferring)} too, if different numbers are intended"]
     reports = dict(members)
     masked = [who for who in odd if reports[who].visible_variable is not None]
     others_masked = any(report.visible_variable is not None for who, report in members if who not in odd)
@@ -190,16 +190,16 @@ _SHOWN_CALLS = 8
 
 
 class RejectedCall(Protocol):
-    """Somebody who called and was not let in: `control.events.Rejected`."""
+    """A connection that was rejected: `control.events.Rejected`."""
 
     @property
     def address(self) -> str:
-        """From where, `IP:port`."""
+        """Address of the caller, `IP:port`."""
         ...
 
     @property
     def why(self) -> str:
-        """One line for people."""
+        """Why it was rejected, one line."""
         ...
 
     @property
@@ -209,7 +209,7 @@ class RejectedCall(Protocol):
 
     @property
     def claims(self) -> int | None:
-        """The node rank that it says it has."""
+        """The node rank that it claims."""
         ...
 
 
@@ -221,14 +221,14 @@ def missing_nodes(
     *,
     hosts: Mapping[int, str] | None = None,
 ) -> Verdict:
-    """Some nodes never called.
+    """The verdict on nodes that never connected.
 
     Args:
-        nodes: how many there should be.
-        present: the host of each that is here.
-        rejected: those who called and were not let in.
-        waited_s: for how long.
-        hosts: the host of each node, where it is known, as by --hosts.
+        nodes: the expected number of nodes.
+        present: the host of each node that is connected.
+        rejected: connections that were rejected.
+        waited_s: seconds waited.
+        hosts: the host of each node, where it is known, e.g. from --hosts.
     """
     names = hosts or {}
     absent = [rank for rank in range(nodes) if rank not in present]
@@ -236,11 +236,11 @@ def missing_nodes(
     missing = name_all(named) if named and len(named) == len(absent) else number_list("node", absent)
     here = name_all(Member(rank, -1, host) for rank, host in present.items()) if present else "nobody"
     summary = (
-        f"{missing} {'has' if len(absent) == 1 else 'have'} never called; {here} {'is' if len(present) < 2 else 'are'} here"
+        f"{missing} {'has' if len(absent) == 1 else 'have'} never connected; {here} {'is' if len(present) < 2 else 'are'} connected"
         f" ({len(present):,} of {nodes:,}, waited {waited_s:.0f} s)"
     )
     calls = sorted(rejected, key=lambda call: (call.claims not in absent, call.address))
-    told_away = [call for call in calls if call.claims in absent]
+    turned_away = [call for call in calls if call.claims in absent]
     return Verdict(
         cause="node_missing",
         when="before",
@@ -248,20 +248,20 @@ def missing_nodes(
         hosts=tuple(plain_host(who.host) for who in named),
         phase=_PHASE,
         evidence=tuple(_call_evidence(calls)),
-        fix=tuple(_missing_fix(missing, told_away)),
+        fix=tuple(_missing_fix(missing, turned_away)),
     )
 
 
-def _missing_fix(missing: str, told_away: Sequence[RejectedCall]) -> list[str]:
-    if any(call.kind == "token" for call in told_away):
+def _missing_fix(missing: str, turned_away: Sequence[RejectedCall]) -> list[str]:
+    if any(call.kind == "token" for call in turned_away):
         first = f"give {missing} the token of this job: --token-file, or UNISONO_TOKEN"
-    elif told_away:
-        first = f"see why {missing} was not let in: {one_line(told_away[0].why, limit=120)}"
+    elif turned_away:
+        first = f"{missing} was rejected: {one_line(turned_away[0].why, limit=120)}"
     else:
-        first = f"look at the terminal of {missing}: its own error is there, or it was never started"
+        first = f"check the terminal of {missing} for an error, or start it"
     return [
         first,
-        "start the same command on every node, with --node-rank from 0 without a gap; raise --join-timeout if it is slow",
+        "start the same command on every node, with --node-rank 0, 1, 2, …; raise --join-timeout if nodes start slowly",
     ]
 
 
@@ -270,15 +270,15 @@ def _call_evidence(calls: Iterable[RejectedCall]) -> list[Evidence]:
         Evidence(
             where=f"call from {one_line(call.address, limit=60)}",
             text=f"{one_line(call.why, limit=200)}"
-            + ("" if call.claims is None else f" (says it is node {call.claims})"),
+            + ("" if call.claims is None else f" (claims to be node {call.claims})"),
         )
         for call in list(calls)[:_SHOWN_CALLS]
     ]
 
 
 def wrong_token(call: RejectedCall) -> Verdict:
-    """Somebody called who has another secret. What it says of itself is unproven, so that nobody is named by host."""
-    says = "" if call.claims is None else f" (says it is node {call.claims})"
+    """The verdict on a caller with a wrong or missing token. Its claims are not authenticated, so no host is blamed."""
+    says = "" if call.claims is None else f" (claims to be node {call.claims})"
     return Verdict(
         cause="token_rejected",
         when="before",
@@ -287,20 +287,20 @@ def wrong_token(call: RejectedCall) -> Verdict:
         evidence=tuple(_call_evidence([call])),
         fix=(
             "copy one token to all nodes: --token-file FILE, or UNISONO_TOKEN in the environment",
-            "end processes of earlier starts on that machine",
+            "kill processes of earlier starts on that machine",
         ),
     )
 
 
 def lost_node(node_rank: int, host: str, why: str, *, silent: bool, moment: str = "the start") -> Verdict:
-    """A node was here and is gone before anything was started.
+    """The verdict on a node that was lost before anything was started.
 
     Args:
-        node_rank: which.
+        node_rank: of the node.
         host: its name.
         why: one line.
-        silent: whether it fell silent; otherwise its connection was closed, so that its own terminal says why.
-        moment: before what.
+        silent: whether it stopped responding; otherwise its connection was closed, and its own terminal has the cause.
+        moment: before which it was lost.
     """
     who = name_node(node_rank, host)
     cause = "node_unreachable" if silent else "node_missing"
@@ -309,21 +309,21 @@ def lost_node(node_rank: int, host: str, why: str, *, silent: bool, moment: str 
         when="before",
         phase=_PHASE,
         hosts=(plain_host(host),),
-        summary=f"{who} was here, and {'has fallen silent' if silent else 'left'} before {moment}: {one_line(why, limit=160)}",
-        fix=(f"look at the terminal of {who}",) if not silent else _remedy(cause),
+        summary=f"{who} was connected, and {'stopped responding' if silent else 'left'} before {moment}: {one_line(why, limit=160)}",
+        fix=(f"check the terminal of {who}",) if not silent else _remedy(cause),
     )
 
 
 def refused_node(
     node_rank: int, host: str, problems: Sequence[Mapping[str, object]], *, verdict: Verdict | None = None
 ) -> Verdict:
-    """A node refused to go on by its own checks.
+    """The verdict on a node whose own checks failed.
 
     Args:
-        node_rank: which.
+        node_rank: of the node.
         host: its name.
-        problems: what it found: what, where, why, fix.
-        verdict: its own, if it has one; its cause is kept.
+        problems: of its checks, each with what, where, why, fix.
+        verdict: the node's own, if it has one; its cause is used.
     """
     who = name_node(node_rank, host)
     texts = [one_line(str(problem.get("what") or "no reason given"), limit=200) for problem in problems]

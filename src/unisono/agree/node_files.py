@@ -29,7 +29,7 @@ _READERS: dict[str, Callable[[NodeReport], list[FileDigest]]] = {
 
 
 def judge_files(members: Members, rule_id: str) -> Agreement:
-    """Files of one kind have the same content on all nodes: each by its label, size and digest."""
+    """Files of one kind have the same content on all nodes, compared by label, size and digest."""
     rule = NODE_RULES[rule_id]
     read = _READERS[rule_id]
     listed = [(who, report, read(report)) for who, report in members]
@@ -43,14 +43,14 @@ def judge_files(members: Members, rule_id: str) -> Agreement:
     if not known:
         return missing
     number = len(known[0][1])
-    good = f"{count(number, 'file')}, the same everywhere" if number else "there are none to compare"
+    good = f"{count(number, 'file')}, the same everywhere" if number else "none to compare"
     if len(known) == 1 and len(members) > 1:
-        return missing  # one list alone agrees with nobody
+        return missing  # a single list cannot be compared
     return judge_keys(rule, known, Wording(shown=_shown_content, good=good)).merged(missing)
 
 
 def _known(report: NodeReport, files: list[FileDigest]) -> bool:
-    """Whether what a node says of these files can be compared: none with a note means that they could not be read."""
+    """Whether a node's files can be compared: an empty list with a note means that they could not be read."""
     return all(file.digest for file in files) and bool(files or not report.files_note)
 
 
@@ -71,7 +71,7 @@ _LEAST_FREE = 64 * 2**20
 
 
 def judge_storage(members: Members) -> Agreement:
-    """Each node can write, and whether the place is shared is known and said."""
+    """Each node can write to output_dir; whether it is shared is reported."""
     return _judge_writing(members).merged(_judge_sharing(members))
 
 
@@ -103,16 +103,16 @@ def _with_path(remedy: tuple[str, ...], people: list[Member], report: NodeReport
 
 
 def _trouble(report: NodeReport) -> str:
-    """Why nothing can be written, or an empty string."""
+    """Why output_dir is not writable, or an empty string."""
     output = report.output
     path = one_line(output.path)
     if output.writable is False:
-        return f"output_dir {path} cannot be written: {one_line(output.trouble) or 'no reason was given'}"
+        return f"output_dir {path} cannot be written: {one_line(output.trouble) or 'no reason given'}"
     if output.free_bytes is None or not (report.node_rank == 0 or output.shared):
         return ""
     least = max(_LEAST_FREE, report.reserved.get("disk_bytes", 0))
     if output.free_bytes < least:
-        return f"output_dir {path} has {show_bytes(output.free_bytes)} free, and {show_bytes(least)} stay reserved"
+        return f"output_dir {path} has {show_bytes(output.free_bytes)} free, and {show_bytes(least)} are reserved"
     return ""
 
 
@@ -120,7 +120,7 @@ def _room(members: Members) -> Agreement:
     rule = NODE_RULES["storage.write"]
     measured = [report for _, report in members if report.output.free_bytes is not None]
     if not measured:
-        return Agreement.noted(rule.id, "pass", "written, read back and renamed; free space is not known")
+        return Agreement.noted(rule.id, "pass", "written, read back and renamed; free space unknown")
     tightest = min(measured, key=lambda report: (report.output.free_bytes or 0, report.node_rank))
     free = tightest.output.free_bytes or 0
     text = f"written, read back and renamed; {show_bytes(free)} free"
@@ -128,7 +128,7 @@ def _room(members: Members) -> Agreement:
         text += f" on {name_all([Member(tightest.node_rank, -1, tightest.host)])}, the least"
     reserved = max((report.reserved.get("disk_bytes", 0) for report in measured), default=0)
     if reserved:
-        text += f"; {show_bytes(reserved)} are left to the system"
+        text += f"; {show_bytes(reserved)} are reserved for the system"
     return Agreement.noted(rule.id, "pass", text)
 
 
@@ -139,22 +139,22 @@ def _judge_sharing(members: Members) -> Agreement:
     seen = [(who, report.output.shared) for who, report in members if who.node_rank != 0]
     known = [(who, shared) for who, shared in seen if shared is not None]
     missing = unknown_for(
-        rule, [who for who, shared in seen if shared is None], "the head's mark could not be looked for"
+        rule, [who for who, shared in seen if shared is None], "the head's marker could not be checked"
     )
     groups = partition(known)
     if not known or (len(groups) == 1 and groups[0].value):
-        text = f"one place for {count(len(known) + 1, 'node')}"
+        text = f"shared by {count(len(known) + 1, 'node')}"
         return (Agreement.noted(rule.id, "pass", text) if known else Agreement()).merged(missing)
     holder = next((who for who, _ in members if who.node_rank == 0), None)
     holds = name_all([holder]) if holder else "the head"
     apart = next(group.members for group in groups if not group.value)
-    # Where some share it, the head is one of them.
+    # If some nodes share it, the head is one of them.
     odd = odd_out(partition([*known, *([(holder, True)] if holder else [])])) if len(groups) > 1 else ()
-    summary = f"output_dir of {name_all(apart)} is not that of {holds}"
+    summary = f"output_dir of {name_all(apart)} is not shared with {holds}"
     if len(groups) > 1:
         together = next(group.members for group in groups if group.value)
-        summary += f", as it is on {name_all(together)}"
-    summary += f": {holds} holds the run, the others keep copies of result.json and verdict.json"
+        summary += f", unlike on {name_all(together)}"
+    summary += f": {holds} stores the run, the other nodes store copies of result.json and verdict.json"
     paths = partition((who, _place(report)) for who, report in members)
     return violation(
         rule,
@@ -169,7 +169,5 @@ def _judge_sharing(members: Members) -> Agreement:
 def _place(report: NodeReport) -> Hashable:
     output = report.output
     kind = f" ({one_line(output.file_system)})" if output.file_system else ""
-    seen = {True: ", the head's mark is there", False: ", the head's mark is not there", None: ""}[
-        output.shared
-    ]
+    seen = {True: ", with the head's marker", False: ", without the head's marker", None: ""}[output.shared]
     return f"{one_line(output.path)}{kind}{'' if report.node_rank == 0 else seen}"

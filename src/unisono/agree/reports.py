@@ -8,7 +8,7 @@ from unisono.plan import DeviceChoice
 
 
 class ReportPart(BaseModel):
-    """A frozen value. Reports cross machines, so an unknown field is refused like any other disagreement."""
+    """A frozen value. Reports are sent between machines, so an unknown field is rejected like any other difference."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -30,7 +30,7 @@ class Interface(ReportPart):
 
 
 class Device(ReportPart):
-    """An accelerator as the driver sees it; `index` is the physical one."""
+    """An accelerator as the driver lists it; `index` is the physical index."""
 
     index: int
     uuid: str
@@ -42,7 +42,7 @@ class Device(ReportPart):
 
 
 class FileDigest(ReportPart):
-    """A file that the run reads. `label` names it without its path: `train[0]: rows.jsonl`."""
+    """A file that the run reads. `label` identifies it without its path: `train[0]: rows.jsonl`."""
 
     label: str
     bytes: int
@@ -50,21 +50,21 @@ class FileDigest(ReportPart):
 
 
 class OutputFacts(ReportPart):
-    """The output_dir as a node finds it."""
+    """The output_dir as seen by a node."""
 
     path: str
     writable: bool | None
-    """None: could not be tried."""
+    """None: not tested."""
     trouble: str = ""
-    """Why it cannot be written, or tried."""
+    """Why it is not writable, or could not be tested."""
     shared: bool | None
-    """Whether the head's nonce was seen in it; None: could not be looked for."""
+    """Whether the head's nonce was found in it; None: not checked."""
     free_bytes: int | None
     file_system: str = ""
 
 
 class Limits(ReportPart):
-    """What the system lets a process have. None: could not be read, or (for limits) unlimited."""
+    """Resource limits of a process. None: could not be read, or (for limits) unlimited."""
 
     cores: int
     memory_bytes: int
@@ -77,46 +77,46 @@ class Limits(ReportPart):
 
 
 class NodeReport(ReportPart):
-    """What one node's front knows before anything imports torch."""
+    """Facts that one node's front collects before anything imports torch."""
 
     node_rank: int
     host: str
     address: str
-    """On which it reached the head, and is reached."""
+    """The address from which it reached the head, and at which others reach it."""
     pid: int
     nodes: int
-    """How many it believes there are."""
+    """Number of nodes that it was started with."""
     nproc: int
     """Ranks that it would start (nproc_per_node)."""
     nproc_declared: bool
-    """By --nproc or NPROC_PER_NODE; otherwise inferred."""
+    """Whether it was set by --nproc or NPROC_PER_NODE; otherwise it was inferred."""
     nproc_origin: str
-    """Where the number came from, for people: `--nproc`, `NPROC_PER_NODE`, `8 visible accelerators`."""
+    """Origin of the number, for people: `--nproc`, `NPROC_PER_NODE`, `8 visible accelerators`."""
     device_kind: Literal["cpu", "cuda"]
     chosen: list[Device]
-    """Those its ranks would use, by local rank; empty on CPU."""
+    """Devices that its ranks would use, by local rank; empty on CPU."""
     places: list[DeviceChoice] = []
-    """What each of its ranks would run on, by local rank: the plan takes it as it is."""
+    """Device of each of its ranks, by local rank: the plan uses it unchanged."""
     threads: int = 1
-    """That each of its ranks may have."""
+    """Threads that each of its ranks may use."""
     threads_origin: str = ""
     visible: list[Device]
     physical: list[Device]
     visible_variable: str | None
     """CUDA_VISIBLE_DEVICES, or None where it is not set."""
     device_note: str = ""
-    """Why there are none, or could not be seen."""
+    """Why there are none, or why they could not be listed."""
     variables: dict[str, str]
-    """Of the environment: those that must be equal, valid or known (causes.variables), as they are set."""
+    """Environment variables that must be equal, valid or known (causes.variables), with their values."""
     nccl_files: dict[str, str] = {}
-    """What /etc/nccl.conf and ~/.nccl.conf set."""
+    """Variables set in /etc/nccl.conf and ~/.nccl.conf."""
     versions: dict[str, str]
-    """Of what numbers and wire formats depend on: python, torch, cuda, nccl, driver, transformers, peft, unisono, …"""
+    """Versions that results and wire formats depend on: python, torch, cuda, nccl, driver, transformers, peft, unisono, …"""
     environment_digest: str
     packages: dict[str, str]
     """All installed distributions."""
     code: dict[str, str]
-    """Digest of each source file of unisono, by module path, and of code that the run loads (trust_remote_code)."""
+    """Digest of each source file of unisono, by module path, and of remote code that the run loads (trust_remote_code)."""
     config: dict[str, Any]
     """The resolved config without paths, flat: `optim.lr` → 0.0002."""
     data_files: list[FileDigest]
@@ -124,46 +124,46 @@ class NodeReport(ReportPart):
     model_files: list[FileDigest]
     """config.json, weights, generation_config.json."""
     files_note: str = ""
-    """Why files could not be digested; then they are UNKNOWN, never equal."""
+    """Why files could not be hashed; such files are unknown, never equal."""
     output: OutputFacts
     limits: Limits
     interfaces: list[Interface]
     host_addresses: list[str]
-    """What its own host name resolves to; empty: nothing."""
+    """Addresses that its own host name resolves to; empty: none."""
     head_addresses: list[str]
-    """What the head's name resolves to here."""
+    """Addresses that the head's name resolves to on this node."""
     clock_offset_s: float | None
     """Wall clock minus the head's; None: not measured."""
     probe_ports: list[int] = []
-    """Ports on `address` at which it answers the dial matrix; chosen by binding."""
+    """Ports on `address` that accept connections of the dial matrix; chosen by binding."""
     reserved: dict[str, int] = {}
-    """What the plan leaves to the system on this node: memory_bytes, disk_bytes, shm_bytes, cores."""
+    """Resources that the plan reserves for the system on this node: memory_bytes, disk_bytes, shm_bytes, cores."""
 
 
 def settings_of(report: NodeReport) -> dict[str, str]:
-    """What NCCL, torch and the rest will read: the files of NCCL, and the environment, which beats them."""
+    """The settings that NCCL, torch and other libraries read: NCCL's files, overridden by the environment."""
     return {**report.nccl_files, **report.variables}
 
 
 class DialReport(ReportPart):
-    """What one node saw when it dialled another."""
+    """Result of one connection attempt from one node to another."""
 
     source: int
-    """node_rank of the one that dialled."""
+    """node_rank of the node that connected."""
     target: int
     address: str
     port: int
     outcome: Literal["ok", "refused", "timed_out", "unreachable", "stranger", "stalled"]
-    """stranger: something answered that is not ours; stalled: small sizes passed, a larger one did not come back."""
+    """stranger: a different program answered; stalled: small messages passed, a larger one did not return."""
     largest_bytes: int
-    """The largest message that came back whole."""
+    """Size of the largest message that returned complete."""
     tried_bytes: list[int]
     rtt_s: float | None
     note: str = ""
 
 
 class RankReport(ReportPart):
-    """What one rank knows when data and model are ready, before its first collective."""
+    """Facts of one rank when data and model are ready, before its first collective."""
 
     rank: int
     local_rank: int
@@ -173,31 +173,31 @@ class RankReport(ReportPart):
     pid: int
     device_kind: Literal["cpu", "cuda"]
     device_uuid: str | None
-    """Of the device that is bound in fact."""
+    """UUID of the device that is bound."""
     rows: int | None = None
-    """Of the table, before packing."""
+    """Number of rows, before packing."""
     sequences: int
     """Of one epoch."""
     rows_digest: str
-    """Of the row ids in the order of the table."""
+    """Digest of the row ids in table order."""
     order_digest: str
-    """Of the sequence indices of the first steps, before they are dealt over the ranks."""
+    """Digest of the sequence indices of the first steps, before they are distributed over the ranks."""
     first_difference: list[str] = []
-    """Row ids of the first sequences in that order: shown where orders differ."""
+    """Row ids of the first sequences in that order, shown if orders differ."""
     total_steps: int
     tokens: int
     """Of one epoch."""
     loss_tokens: int
     parameters_digest: str
-    """Of names, shapes and dtypes of what is trained, in order."""
+    """Digest of names, shapes and dtypes of the trained parameters, in order."""
     trainable_parameters: int
     trained_values_digest: str
-    """Of the initial values of what is trained."""
+    """Digest of the initial values of the trained parameters."""
     frozen_values_digest: str
     odd_tensors: dict[str, str] = {}
-    """Digest by tensor for a bounded number of frozen tensors, so that a difference can be named."""
+    """Digest of each of a bounded number of frozen tensors, so that a difference can be located."""
     tokenizer_digest: str
-    """Of what a fixed text becomes, and of the vocabulary."""
+    """Digest of the tokens of a fixed text, and of the vocabulary."""
     dtype: str
     strategy: str
     seed: int
@@ -207,19 +207,19 @@ class RankReport(ReportPart):
     collective_backend: str
     """gloo or nccl."""
     store_port: int | None = None
-    """Rank 0: where torch's store waits."""
+    """Rank 0: port of torch's store."""
 
 
 Status = Literal["pass", "warn", "fail", "unknown"]
 
 
 class Check(ReportPart):
-    """One thing that was looked at, for agreement.json and the screen."""
+    """Result of one check, for agreement.json and the screen."""
 
     id: str
     """`nproc`, `config`, `env`, `versions`, `network.dial`, …"""
     status: Status
     text: str
-    """What was found, one line."""
+    """The result, one line."""
     where: str = ""
     fix: str = ""

@@ -28,10 +28,10 @@ _STAGE = Stage("agree.prepared")
 
 
 class PreparedFacts(ReportPart):
-    """What preparing gave on one node. Paths stay at home: they may differ."""
+    """Result of preparing data and model on one node. It has no paths, since they may differ."""
 
     data_digest: str
-    """Of the rows as the model sees them, their order, and the tokenizer."""
+    """Digest of the rows as the model sees them, their order, and the tokenizer."""
     rows: int
     sequences: int
     """Of one epoch."""
@@ -46,11 +46,11 @@ class PreparedFacts(ReportPart):
     model_type: str
     parameters: int
     model_digest: str
-    """Of config.json and of the weights' names, shapes, sizes and contents."""
+    """Digest of config.json and of the weights' names, shapes, sizes and contents."""
 
     @classmethod
     def of(cls, data: DataSummary, model: ModelFacts) -> Self:
-        """From what the task `prepare` gives."""
+        """From the result of the task `prepare`."""
         return cls(
             data_digest=data.digest,
             rows=data.train.rows,
@@ -69,9 +69,9 @@ class PreparedFacts(ReportPart):
 
 
 def compare_prepared(prepared: Mapping[int, PreparedFacts], reports: Sequence[NodeReport]) -> Agreement:
-    """Compares what the nodes prepared, by node rank; `reports` say which host each is.
+    """The checks of what the nodes prepared, by node rank; `reports` have the hosts.
 
-    The model comes first: another vocabulary gives other tokens.
+    The model comes first: a different vocabulary gives different tokens.
     """
     hosts = {report.node_rank: report.host for report in reports}
     said = [(Member(rank, -1, hosts.get(rank, "?")), prepared[rank]) for rank in sorted(prepared)]
@@ -81,7 +81,7 @@ def compare_prepared(prepared: Mapping[int, PreparedFacts], reports: Sequence[No
         found = _judge_prepared(PREPARED_RULES["prepared.model"], said, _model).merged(_judge_rows(said))
     if absent:
         where = name_all(absent)
-        text = f"{where} has prepared nothing"
+        text = f"{where} did not prepare"
         found = found.merged(Agreement.noted("prepared.rows", "unknown", text, where=where))
     return found
 
@@ -91,11 +91,11 @@ def _judge_prepared(
 ) -> Agreement:
     order = list(read(said[0][1]))
     values = [(who, read(facts)) for who, facts in said]
-    return judge_keys(rule, values, Wording(shown=_shown_prepared, order=order.index), scene=_STAGE)
+    return judge_keys(rule, values, Wording(shown=_shown_prepared, order=order.index), stage=_STAGE)
 
 
 def _judge_rows(said: Prepared) -> Agreement:
-    """The content is what counts; where it differs, formats and templates may say why, though their words may hold paths."""
+    """The check of the content; if it differs, formats and templates may explain why, though their text may have paths."""
     same_rows = len({(facts.rows, tuple(sorted(facts.ledger.items()))) for _, facts in said}) == 1
     rule = PREPARED_RULES["prepared.tokens" if same_rows else "prepared.rows"]
     found = _judge_prepared(rule, said, _rows)
@@ -142,7 +142,7 @@ RankMembers = Sequence[tuple[Member, RankReport]]
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What one rule compares: labels, each with its value. A digest of "" was not made."""
+    """What one rule compares: labels, each with its value. An empty digest was not computed."""
 
     rule: str
     read: Callable[[RankReport], Mapping[str, Hashable]]
@@ -168,8 +168,8 @@ COMPARED: tuple[Compared, ...] = (
     Compared("ranks.torch", lambda r: {"torch": r.torch_version.partition("+")[0]}, "one version"),
     Compared(
         "ranks.plan",
-        lambda r: {"strategy": r.strategy, "dtype": r.dtype, "seed": r.seed, "back-end": r.collective_backend},
-        "strategy, dtype, seed and back-end are the same",
+        lambda r: {"strategy": r.strategy, "dtype": r.dtype, "seed": r.seed, "backend": r.collective_backend},
+        "strategy, dtype, seed and backend are the same",
     ),
     Compared("ranks.resume", lambda r: {"resumed step": r.resume_step}, "one step"),
     Compared("ranks.tokenizer", lambda r: {"tokenizer": r.tokenizer_digest}, "the same text gives the same tokens"),
@@ -184,31 +184,31 @@ COMPARED: tuple[Compared, ...] = (
     Compared("ranks.threads", lambda r: {"threads": r.threads}, "the same number"),
 )
 # fmt: on
-"""In the order of judgement: another tokenizer gives other rows, another plan another order."""
+"""In order: a different tokenizer gives different rows, a different plan a different order."""
 
 
 def compare_ranks(reports: Sequence[RankReport], *, world_size: int) -> Agreement:
-    """All checks of the ranks, and a verdict for each thing that is wrong, the decisive one first.
+    """All checks of the ranks, and a verdict for each violation, the decisive one first.
 
     Args:
         reports: one of each rank, in any order.
-        world_size: what the plan says.
+        world_size: of the plan.
     """
     members = _in_order(reports)
     if not members:
         return Agreement.noted(
             "ranks.complete", "unknown", f"none of {count(world_size, 'rank')} has reported"
         )
-    scene = Stage(
+    stage = Stage(
         "agree.ranks", name_all if len({who.node_rank for who, _ in members}) > 1 else _one_node(members)
     )
     found = Agreement().merged(
-        _judge_complete(members, world_size, scene),
-        _judge_world(members, world_size, scene),
-        _judge_places(members, scene),
-        _judge_devices(members, scene),
+        _judge_complete(members, world_size, stage),
+        _judge_world(members, world_size, stage),
+        _judge_places(members, stage),
+        _judge_devices(members, stage),
     )
-    return found.merged(*(_judge(compared, members, scene) for compared in COMPARED))
+    return found.merged(*(_judge(compared, members, stage) for compared in COMPARED))
 
 
 def _in_order(reports: Sequence[RankReport]) -> RankMembers:
@@ -218,11 +218,11 @@ def _in_order(reports: Sequence[RankReport]) -> RankMembers:
 
 
 def _one_node(members: RankMembers) -> Callable[[Iterable[Member]], str]:
-    """On one node the numbers of the ranks say all, unless they have no host in common."""
+    """On one node rank numbers suffice, unless ranks have different hosts."""
     return name_ranks if len({who.host for who, _ in members}) == 1 else name_all
 
 
-def _judge_complete(members: RankMembers, world_size: int, scene: Stage) -> Agreement:
+def _judge_complete(members: RankMembers, world_size: int, stage: Stage) -> Agreement:
     rule = RANK_RULES["ranks.complete"]
     ranks = [report.rank for _, report in members]
     missing = [rank for rank in range(min(world_size, max(ranks) + 2 + len(ranks))) if rank not in set(ranks)]
@@ -238,17 +238,17 @@ def _judge_complete(members: RankMembers, world_size: int, scene: Stage) -> Agre
         )
     elif outside:
         people = tuple(outside)
-        text = f"{scene.name(outside)} in a world of {world_size:,}"
+        text = f"{stage.name(outside)} in a world of {world_size:,}"
     elif missing:
         people = ()
         text = f"{number_list('rank', missing)} of {world_size:,} {'has' if len(missing) == 1 else 'have'} not reported"
     else:
         return Agreement.noted(rule.id, "pass", f"all {world_size:,}, each once")
-    return violation(rule, text, scene=scene, people=people, fix=rule.remedy)
+    return violation(rule, text, stage=stage, people=people, fix=rule.remedy)
 
 
-def _judge_world(members: RankMembers, world_size: int, scene: Stage) -> Agreement:
-    """Every rank believes in the world that the plan made."""
+def _judge_world(members: RankMembers, world_size: int, stage: Stage) -> Agreement:
+    """Every rank has the plan's world size."""
     rule = RANK_RULES["ranks.world"]
     groups = partition((who, report.world_size) for who, report in members)
     wrong = sorted(who for group in groups if group.value != world_size for who in group.members)
@@ -256,14 +256,14 @@ def _judge_world(members: RankMembers, world_size: int, scene: Stage) -> Agreeme
         return Agreement.noted(rule.id, "pass", f"{world_size:,} for every rank, as planned")
     believed = next(group.value for group in groups if group.value != world_size)
     culprits = wrong if 2 * len(wrong) <= len(members) else []
-    fix = [line.replace("{who}", scene.name(wrong)) for line in rule.remedy]
+    fix = [line.replace("{who}", stage.name(wrong)) for line in rule.remedy]
     return violation(
         rule,
-        f"world size: {believed:,} on {scene.name(wrong)}, and {world_size:,} in the plan",
-        scene=scene,
+        f"world size: {believed:,} on {stage.name(wrong)}, and {world_size:,} in the plan",
+        stage=stage,
         people=culprits,
         evidence=[
-            Evidence(where=scene.name(group.members), text=f"WORLD_SIZE {group.value}")
+            Evidence(where=stage.name(group.members), text=f"WORLD_SIZE {group.value}")
             for group in groups[:6]
         ],
         fix=fix,
@@ -271,48 +271,51 @@ def _judge_world(members: RankMembers, world_size: int, scene: Stage) -> Agreeme
     )
 
 
-def _judge_places(members: RankMembers, scene: Stage) -> Agreement:
-    """On a node every rank has its own local rank."""
+def _judge_places(members: RankMembers, stage: Stage) -> Agreement:
+    """Ranks of one node have different local ranks."""
     rule = RANK_RULES["ranks.place"]
     taken = partition((who, (report.node_rank, report.local_rank)) for who, report in members)
     twice = [group for group in taken if len({who.rank for who in group.members}) > 1]
     if not twice:
-        return Agreement.noted(rule.id, "pass", "each has a local rank of its own")
+        return Agreement.noted(rule.id, "pass", "each has its own local rank")
     people = twice[0].members
-    text = f"{scene.name(people)} have the same local rank {twice[0].value[1]}"
-    return violation(rule, text, scene=scene, people=people, fix=rule.remedy)
+    text = f"{stage.name(people)} have the same local rank {twice[0].value[1]}"
+    return violation(rule, text, stage=stage, people=people, fix=rule.remedy)
 
 
-def _judge_devices(members: RankMembers, scene: Stage) -> Agreement:
+def _judge_devices(members: RankMembers, stage: Stage) -> Agreement:
     """No device is bound by two ranks."""
     rule = RANK_RULES["ranks.device"]
     bound = [(who, report.device_uuid) for who, report in members if report.device_kind == "cuda"]
     if not bound:
-        return Agreement.noted(rule.id, "pass", "ranks on CPU share it")
+        return Agreement.noted(rule.id, "pass", "ranks run on CPU")
     nameless = [who for who, uuid in bound if not uuid]
     twice = [
         group for group in partition((who, uuid) for who, uuid in bound if uuid) if len(group.members) > 1
     ]
     if twice:
         people = sorted(who for group in twice for who in group.members)
-        text = f"{scene.name(twice[0].members)} are bound to the same device {one_line(twice[0].value or '')}"
+        text = f"{stage.name(twice[0].members)} are bound to the same device {one_line(twice[0].value or '')}"
         places = dict(members)
         evidence = [
             Evidence(
-                where=scene.name([who]),
+                where=stage.name([who]),
                 text=f"local rank {places[who].local_rank}, pid {places[who].pid}, device {one_line(places[who].device_uuid or '')}",
             )
             for who in people[:8]
         ]
-        return violation(rule, text, scene=scene, people=people, evidence=evidence, fix=rule.remedy)
+        return violation(rule, text, stage=stage, people=people, evidence=evidence, fix=rule.remedy)
     if nameless:
         return Agreement.noted(
-            rule.id, "unknown", f"no UUID of the device of {scene.name(nameless)}", where=scene.name(nameless)
+            rule.id,
+            "unknown",
+            f"no UUID for the device of {stage.name(nameless)}",
+            where=stage.name(nameless),
         )
-    return Agreement.noted(rule.id, "pass", f"{count(len(bound), 'rank')}, each on a device of its own")
+    return Agreement.noted(rule.id, "pass", f"{count(len(bound), 'rank')}, each on its own device")
 
 
-def _judge(compared: Compared, members: RankMembers, scene: Stage) -> Agreement:
+def _judge(compared: Compared, members: RankMembers, stage: Stage) -> Agreement:
     rule = RANK_RULES[compared.rule]
     values = [(who, compared.read(report)) for who, report in members]
     unmade = sorted({label for _, said in values for label, value in said.items() if value == ""})
@@ -322,34 +325,34 @@ def _judge(compared: Compared, members: RankMembers, scene: Stage) -> Agreement:
     ]
     missing = Agreement()
     if unmade:
-        text = f"{', '.join(unmade)}: no digest was made by {scene.name(silent)}"
-        missing = Agreement.noted(rule.id, "unknown", text, where=scene.name(silent))
+        text = f"{', '.join(unmade)}: no digest was made by {stage.name(silent)}"
+        missing = Agreement.noted(rule.id, "unknown", text, where=stage.name(silent))
     if not any(said for _, said in known):
         return missing
     order = list(known[0][1]) + [label for _, said in known for label in said]
     found = judge_keys(
-        rule, known, Wording(shown=_shown, typed=_shown, order=order.index, good=compared.good), scene=scene
+        rule, known, Wording(shown=_shown, typed=_shown, order=order.index, good=compared.good), stage=stage
     )
-    return _with_details(found, members, scene).merged(missing)
+    return _with_details(found, members, stage).merged(missing)
 
 
 def _shown(label: str, value: Hashable) -> str:
     if isinstance(value, bool) or not isinstance(value, int):
-        digest = label not in ("device", "torch", "strategy", "dtype", "back-end")
+        digest = label not in ("device", "torch", "strategy", "dtype", "backend")
         return f"digest {show_digest(value)}" if digest and isinstance(value, str) else show(value)
     return str(value) if label == "seed" else f"{value:,}"
 
 
-def _with_details(found: Agreement, members: RankMembers, scene: Stage) -> Agreement:
-    """Adds what digests alone do not say: the first rows that differ, the tensors that differ."""
+def _with_details(found: Agreement, members: RankMembers, stage: Stage) -> Agreement:
+    """Adds what digests do not show: the first rows and tensors that differ."""
     verdict = next(iter(found.fatal), None)
     if verdict is None:
         return found
     more: list[Evidence] = []
     if verdict.cause == "split_mismatch":
-        more = _first_rows(members, scene)
+        more = _first_rows(members, stage)
     elif verdict.cause == "weights_mismatch" and verdict.summary.startswith("frozen weights"):
-        tensor = _odd_tensor(members, scene)
+        tensor = _odd_tensor(members, stage)
         if tensor:
             verdict = verdict.model_copy(update={"summary": f"{verdict.summary}; first in {tensor[0]}"})
             more = tensor[1]
@@ -357,8 +360,8 @@ def _with_details(found: Agreement, members: RankMembers, scene: Stage) -> Agree
     return Agreement.found(found.checks[0].id, verdict, where=found.checks[0].where)
 
 
-def _first_rows(members: RankMembers, scene: Stage) -> list[Evidence]:
-    """Around the first place where two ranks would take different rows."""
+def _first_rows(members: RankMembers, stage: Stage) -> list[Evidence]:
+    """Rows around the first position where two ranks would read different rows."""
     groups = partition(
         (who, tuple(report.first_difference)) for who, report in members if report.first_difference
     )
@@ -370,14 +373,14 @@ def _first_rows(members: RankMembers, scene: Stage) -> list[Evidence]:
     )
     return [
         Evidence(
-            where=scene.name(group.members),
-            text=f"from place {place} on: {', '.join(one_line(row, limit=40) for row in group.value[place : place + _SHOWN_ROWS]) or 'no more rows'}",
+            where=stage.name(group.members),
+            text=f"from position {place}: {', '.join(one_line(row, limit=40) for row in group.value[place : place + _SHOWN_ROWS]) or 'no more rows'}",
         )
         for group in groups[:4]
     ]
 
 
-def _odd_tensor(members: RankMembers, scene: Stage) -> tuple[str, list[Evidence]] | None:
+def _odd_tensor(members: RankMembers, stage: Stage) -> tuple[str, list[Evidence]] | None:
     """The first tensor whose digest is not the same everywhere, among those that all ranks digested."""
     tables = [report.odd_tensors for _, report in members]
     common = set(tables[0]).intersection(*tables[1:])
@@ -386,5 +389,5 @@ def _odd_tensor(members: RankMembers, scene: Stage) -> tuple[str, list[Evidence]
         if len(groups) > 1:
             shown = one_line(name, limit=120)
             texts = {group.value: f"{shown}: digest {show_digest(group.value)}" for group in groups}
-            return shown, evidence_of(odd_first(groups, odd_out(groups)), scene, texts.__getitem__)
+            return shown, evidence_of(odd_first(groups, odd_out(groups)), stage, texts.__getitem__)
     return None

@@ -27,7 +27,7 @@ _DEPTH: dict[VersionPart, int] = {"major": 1, "minor": 2}
 
 @dataclass(frozen=True, slots=True)
 class VersionRule:
-    """How equal the versions of one package must be; a smaller difference is only a warning."""
+    """Which part of a package's version must be equal; a smaller difference is only a warning."""
 
     package: str
     part: VersionPart
@@ -37,22 +37,24 @@ class VersionRule:
 VERSION_RULES: dict[str, VersionRule] = {
     rule.package: rule
     for rule in (
-        VersionRule("unisono", "exact", "the messages between nodes and the order of steps are its own"),
+        VersionRule("unisono", "exact", "it defines the messages between nodes and the order of steps"),
         VersionRule("python", "minor", "hashes, random streams and bytecode change between minor versions"),
-        VersionRule("torch", "release", "collectives, and the bits of many kernels, change between releases"),
+        VersionRule(
+            "torch", "release", "collectives, and the results of many kernels, change between releases"
+        ),
         VersionRule("cuda", "major", "kernels and NCCL are built for one major version"),
-        VersionRule("nccl", "release", "ranks with different NCCL do not understand each other"),
+        VersionRule("nccl", "release", "ranks with different NCCL versions are incompatible"),
         VersionRule("transformers", "release", "models and chat templates change between releases"),
         VersionRule(
             "peft", "release", "names, shapes and initial values of adapters change between releases"
         ),
     )
 }
-"""All else differs with a warning."""
+"""Other differences are warnings."""
 
 BY_HAND: dict[str, tuple[str, ...]] = {
     "python": (
-        "on {who}: make the environment anew with Python {value}",
+        "on {who}: recreate the environment with Python {value}",
         "or use one container image on all nodes",
     ),
     "cuda": (
@@ -60,16 +62,16 @@ BY_HAND: dict[str, tuple[str, ...]] = {
         "or use one container image on all nodes",
     ),
     "nccl": (
-        "on {who}: install the same torch, which brings NCCL {value}",
-        "LD_LIBRARY_PATH and LD_PRELOAD may lead to another NCCL",
+        "on {who}: install the same torch, which includes NCCL {value}",
+        "check LD_LIBRARY_PATH and LD_PRELOAD for a different NCCL",
     ),
-    "driver": ("on {who}: install the NVIDIA driver {value}, if the others do well with it",),
+    "driver": ("on {who}: install the NVIDIA driver {value}, if it works on the other nodes",),
 }
-"""What pip cannot install."""
+"""Remedies for what pip cannot install."""
 
 
 def essential(package: str, version: str | None) -> str | None:
-    """The part of `version` that must be equal; None where it is not installed, or where nothing is asked of the package."""
+    """The part of `version` that must be equal; None if it is not installed or has no rule."""
     rule = VERSION_RULES.get(package)
     if rule is None or version is None:
         return None
@@ -80,19 +82,19 @@ def essential(package: str, version: str | None) -> str | None:
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """`2.26.2+cuda12.2` as (2, 26, 2); empty if it does not begin with a number."""
+    """`2.26.2+cuda12.2` as (2, 26, 2); empty if it does not start with a number."""
     found = re.match(r"\s*v?(\d+(?:\.\d+)*)", version)
     return tuple(int(part) for part in found[1].split(".")[:6] if len(part) < 10) if found else ()
 
 
 def judge_versions(members: Members) -> Agreement:
-    """Versions that numbers and wire formats depend on are equal; smaller differences are said."""
+    """Versions that results and wire formats depend on are equal; smaller differences are warnings."""
     rule = NODE_RULES["versions"]
     measured = [(who, report) for who, report in members if report.versions]
-    unknown = unknown_for(rule, [who for who, r in members if not r.versions], "no versions were reported")
+    unknown = unknown_for(rule, [who for who, r in members if not r.versions], "no versions reported")
     if not measured:
         return unknown
-    # On CPU they do not matter, and next to a node without devices they are not the point.
+    # They do not matter on CPU, nor if another node has no devices.
     unused = {"cuda", "nccl"} if any(report.device_kind == "cpu" for _, report in measured) else set()
     policy = [name for name in VERSION_RULES if name not in unused]
     essentials = [
@@ -114,7 +116,7 @@ def _smaller_differences(measured: Members, skipped: Collection[str]) -> Agreeme
     ]
     if not differing(rest):
         return Agreement()
-    rule = replace(NODE_RULES["versions"], violated="warn", subject="versions that had better be equal")
+    rule = replace(NODE_RULES["versions"], violated="warn", subject="versions that should be equal")
     return judge_keys(rule, rest, Wording(shown=_version, remedies=BY_HAND))
 
 
@@ -123,14 +125,14 @@ def _version(_: str, value: Hashable) -> str:
 
 
 def judge_packages(members: Members) -> Agreement:
-    """The other installed packages are equal; differences are listed, and the run starts."""
+    """The other installed packages are equal; differences are only warnings."""
     rule = NODE_RULES["packages"]
     unknown = [who for who, report in members if not report.environment_digest]
     digests = partition((who, r.environment_digest) for who, r in members if r.environment_digest)
-    missing = unknown_for(rule, unknown, "no packages were reported")
+    missing = unknown_for(rule, unknown, "no packages reported")
     if not digests:
         return missing
-    text = f"{len(members[0][1].packages)} packages, the same everywhere"
+    text = f"{len(members[0][1].packages)} packages, equal on all nodes"
     if len(digests) == 1:
         return Agreement.noted(rule.id, "pass", text).merged(missing)
     reports = dict(members)
@@ -147,10 +149,10 @@ def judge_code(members: Members) -> Agreement:
     """The source files that will run are equal."""
     rule = NODE_RULES["code"]
     said = [(who, report.code) for who, report in members if report.code]
-    missing = unknown_for(rule, [who for who, r in members if not r.code], "no source files were digested")
+    missing = unknown_for(rule, [who for who, r in members if not r.code], "no source files hashed")
     if not said:
         return missing
-    good = f"{len(said[0][1])} source files, the same everywhere"
+    good = f"{len(said[0][1])} source files, equal on all nodes"
     return judge_keys(rule, said, Wording(shown=_digest, good=good)).merged(missing)
 
 
@@ -163,18 +165,18 @@ Versions = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class KnownBad:
-    """A range of versions of one package in which something goes wrong.
+    """A range of versions of one package with a known bug.
 
     Attributes:
-        package: as pip, or as the report's versions, name it.
+        package: its name in pip or in the report's versions.
         since: the first bad version.
         before: the first good one; empty: none is known.
-        what: goes wrong, and when.
-        least_good: the version to install.
-        command: the line to type.
-        source: where it is reported and explained.
-        concerns: `train` for what our own runs meet, `programs` for what foreign programs meet under `unisono run`.
-        when: further conditions that a node's report shows.
+        what: the bug, and when it occurs.
+        least_good: the minimum good version.
+        command: the command that fixes it.
+        source: where it is reported.
+        concerns: `train` for bugs that affect our own runs, `programs` for those that affect foreign programs under `unisono run`.
+        when: further conditions on a node's report.
     """
 
     package: str
@@ -188,7 +190,7 @@ class KnownBad:
     when: Callable[[NodeReport], bool] = lambda _: True
 
     def holds(self, versions: Versions) -> bool:
-        """Whether the installed version is in the bad range."""
+        """Whether the installed version is in the range."""
         installed = release_of(versions.get(self.package, ""))
         return bool(installed) and installed >= self.since and (not self.before or installed < self.before)
 
@@ -228,12 +230,12 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         "torch", (2, 2, 0), (2, 2, 1),
-        "DTensor and device meshes give wrong values in silence", "2.2.1", "pip install 'torch>=2.2.1'",
+        "DTensor and device meshes silently return wrong values", "2.2.1", "pip install 'torch>=2.2.1'",
         "https://github.com/pytorch/pytorch/issues/119295", concerns="programs",
     ),
     KnownBad(
         "nccl", (2, 24), (2, 26, 5),
-        "host memory by cuMem cannot be had in containers without NUMA rights: out of memory or a CUDA error at the first collective",
+        "cuMem host memory cannot be allocated in containers without NUMA permissions: out of memory or a CUDA error at the first collective",
         "2.26.5", "export NCCL_CUMEM_HOST_ENABLE=0 on all nodes, or docker run --cap-add SYS_NICE",
         "https://github.com/pytorch/pytorch/issues/152302", when=_cumem_host,
     ),
@@ -245,36 +247,36 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         "nccl", (2, 25), (2, 26, 2),
-        "ncclCommAbort hangs: a run that failed does not end", "2.26.2", "pip install 'torch>=2.7.1'",
+        "ncclCommAbort hangs: a failed run does not exit", "2.26.2", "pip install 'torch>=2.7.1'",
         "https://github.com/pytorch/pytorch/issues/149153", when=_cuda,
     ),
     KnownBad(
         "nccl", (2, 29), (2, 29, 3),
-        "collectives may hang", "2.29.3", "install a torch that brings NCCL 2.29.3 or newer",
+        "collectives may hang", "2.29.3", "install a torch that includes NCCL 2.29.3 or newer",
         "https://github.com/pytorch/pytorch/pull/174338", when=_cuda,
     ),
     KnownBad(
         "nccl", (2,), (2, 23, 4),
-        "does not see nvidia_peermem: GPUDirect RDMA stays off and InfiniBand is about ten times slower", "2.23.4",
+        "does not detect nvidia_peermem: GPUDirect RDMA stays off and InfiniBand is about ten times slower", "2.23.4",
         "pip install 'torch>=2.7.1'",
         "https://github.com/NVIDIA/nccl/issues/1676", when=_infiniband,
     ),
     KnownBad(
         "ray", (1,), (2, 60),
-        "Ray Train destroys the process group without looking whether it is there: a finished run ends in AssertionError", "2.60.0",
+        "Ray Train destroys the process group without checking that it exists: a finished run ends in AssertionError", "2.60.0",
         "pip install 'ray[train]>=2.60'",
         "https://github.com/ray-project/ray/pull/61156", concerns="programs",
     ),
     KnownBad(
         "llamafactory", (0,), (0, 9, 3),
-        "under Ray it destroys the process group that Ray destroys, too: a finished run ends in AssertionError", "0.9.3",
+        "under Ray, the process group is destroyed twice: a finished run ends in AssertionError", "0.9.3",
         "pip install 'llamafactory>=0.9.3'",
         "https://github.com/hiyouga/LlamaFactory/pull/7395", concerns="programs",
     ),
     *(
         KnownBad(
             name, (1,), (2, 0),
-            "strategy='ddp' with one device makes a process group all the same, and needs NCCL to work", "2.0.0",
+            "strategy='ddp' with one device still creates a process group, and requires a working NCCL", "2.0.0",
             f"pip install '{name}>=2', and strategy='auto'",
             "https://github.com/Lightning-AI/pytorch-lightning/issues/10900", concerns="programs",
         )
@@ -282,11 +284,11 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
 )
 # fmt: on
-"""Only what has a source. torchrun's trouble with clocks that differ, in every version so far, is the cause clock_skew."""
+"""Only bugs with a source. torchrun's problem with different clocks, in every version so far, is the cause clock_skew."""
 
 
 def judge_known_bad(members: Members) -> Agreement:
-    """A warning for each known fault that a run of ours could meet on these nodes."""
+    """A warning for each known bug that could affect a run of ours on these nodes."""
     rule = NODE_RULES["known_bad"]
     found = Agreement()
     for entry in (entry for entry in KNOWN_BAD if entry.concerns == "train"):
@@ -295,7 +297,7 @@ def judge_known_bad(members: Members) -> Agreement:
             where = name_all(group.members)
             fix = [entry.command, f"see {entry.source}"]
             if entry.least_good:
-                fix.insert(1, f"the least good version is {entry.least_good}")
+                fix.insert(1, f"the minimum good version is {entry.least_good}")
             found = found.merged(
                 violation(
                     rule,
@@ -308,7 +310,7 @@ def judge_known_bad(members: Members) -> Agreement:
     if found.checks:
         return found
     return Agreement.noted(
-        rule.id, "pass", f"none of {count(len(KNOWN_BAD), 'known fault')} concerns these versions"
+        rule.id, "pass", f"none of {count(len(KNOWN_BAD), 'known bug')} affects these versions"
     )
 
 

@@ -198,7 +198,7 @@ CLOCK = Check(
 )
 VERSIONS = Check(
     "system.versions",
-    "versions with known faults",
+    "versions with known bugs",
     "some versions of torch, NCCL and others hang or compute wrongly, and each costs days until it is found",
     "Installed versions against a table of reported faults that this machine could meet. Warns, with the least good version and the report.",
     ("version_known_bad",),

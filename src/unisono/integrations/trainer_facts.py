@@ -38,7 +38,7 @@ _DATA = Rule(
     "data_mismatch",
     (
         "on {who}: compare the data files with those of a node that is right: `sha256sum FILE`",
-        "or keep the data on storage that all nodes share",
+        "or keep the data on shared storage",
     ),
 )
 _STEPS = Rule(
@@ -144,20 +144,20 @@ def compare(reports: Sequence[TrainerFacts]) -> Verdict | None:
         {one.host for one in reports}, key=lambda host: min(r.rank for r in reports if r.host == host)
     )
     members = sorted((Member(hosts.index(one.host), one.rank, one.host), one) for one in reports)
-    scene = Stage("agree.ranks", name_ranks if len(hosts) == 1 else name_all)
+    stage = Stage("agree.ranks", name_ranks if len(hosts) == 1 else name_all)
     values = [(who, one.comparable()) for who, one in members]
     common = set.intersection(*(set(said) for _, said in values)) if values else set()
-    of_rows = _judge(_blamed(members), values, [key for key in _ROWS_KEYS if key in common], scene)
-    of_steps = _judge(_STEPS, values, [key for key in _STEP_KEYS if key in common], scene)
+    of_rows = _judge(_blamed(members), values, [key for key in _ROWS_KEYS if key in common], stage)
+    of_steps = _judge(_STEPS, values, [key for key in _STEP_KEYS if key in common], stage)
     return next(iter(of_rows.merged(of_steps).fatal), None)
 
 
 def _judge(
-    rule: Rule, values: Sequence[tuple[Member, Mapping[str, Hashable]]], keys: Sequence[str], scene: Stage
+    rule: Rule, values: Sequence[tuple[Member, Mapping[str, Hashable]]], keys: Sequence[str], stage: Stage
 ) -> Agreement:
     said = [(who, {key: given[key] for key in keys}) for who, given in values]
     wording = Wording(shown=_shown, label=lambda key: _LABELS.get(key, key), order=keys.index)
-    return judge_keys(rule, said, wording, scene=scene)
+    return judge_keys(rule, said, wording, stage=stage)
 
 
 def _shown(key: str, value: Hashable) -> str:

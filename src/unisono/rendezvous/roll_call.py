@@ -99,12 +99,14 @@ class RollCall:
         return f"refused a call from {event.address}: {text}"
 
     def waiting_line(self, waited_s: float) -> str:
-        """`2 of 3 nodes are here (4.0 s); node 2 has never called`."""
+        """`2 of 3 nodes are here (4.0 s); node 2 has never connected`."""
         here = f"{len(self.hosts)} of {count(self.nodes, 'node')} {'is' if len(self.hosts) == 1 else 'are'} here ({waited_s:.1f} s)"
         parts = [here]
         never = [rank for rank in self.missing if rank not in self.left]
         if never:
-            parts.append(f"{number_list('node', never)} {'has' if len(never) == 1 else 'have'} never called")
+            parts.append(
+                f"{number_list('node', never)} {'has' if len(never) == 1 else 'have'} never connected"
+            )
         lost = [rank for rank in self.missing if rank in self.left]
         parts += [self._has_left(rank) for rank in lost[:_LISTED]]
         busy = self.unreported
