@@ -53,7 +53,7 @@ def test_obsolete_contradicting_and_unknown_settings_warn_with_what_to_type(tmp_
     seen = doctor(tmp_path, env=env)
     text = seen.text("settings.suspicious")
     assert seen.status("settings.suspicious") == "warn"
-    for said in ("deprecated name", "no variable of NCCL", "hang forever", "did you mean NCCL_IB_DISABLE?"):
+    for said in ("deprecated name", "not an NCCL variable", "hang forever", "did you mean NCCL_IB_DISABLE?"):
         assert said in text
     assert "node 0" not in text
 

@@ -120,7 +120,7 @@ def test_a_small_memory_limit_of_the_control_group_warns(tmp_path: Path) -> None
     with group("memory", memory_limit_in_bytes__memory_max=str(700 << 20)) as enter:
         seen = doctor(tmp_path, before=enter)
     assert seen.status("system.memory") == "warn"
-    assert "MiB of memory, and 1 GiB are reserved for the system" in seen.text("system.memory")
+    assert "MiB of memory, but 1 GiB are reserved for the system" in seen.text("system.memory")
 
 
 @pytest.mark.makes("system.core_dumps", "warn")

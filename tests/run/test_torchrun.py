@@ -13,10 +13,10 @@ _PROBE = """
 import sys
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.run import main
-from unisono.integrations.torchrun_handler import asked_node_rank, asked_nproc, asked_restarts
+from unisono.integrations.torchrun_handler import launcher_node_rank, launcher_nproc, launcher_restarts
 
 def create(parameters):
-    print("found", asked_nproc(), asked_node_rank(), asked_restarts(), parameters.max_nodes, parameters.config.get("rank"), flush=True)
+    print("found", launcher_nproc(), launcher_node_rank(), launcher_restarts(), parameters.max_nodes, parameters.config.get("rank"), flush=True)
     sys.exit(0)
 
 rendezvous_handler_registry.register("probe", create)

@@ -368,7 +368,7 @@ def _too_few_cores(report: NodeReport) -> str:
 def _too_little_memory(report: NodeReport) -> str:
     kept = report.reserved.get("memory_bytes", 0)
     if report.limits.memory_bytes <= kept:
-        return f"{show_bytes(report.limits.memory_bytes)} of memory, of which {show_bytes(kept)} are reserved for the system"
+        return f"{show_bytes(report.limits.memory_bytes)} of memory, but {show_bytes(kept)} are reserved for the system"
     return ""
 
 
