@@ -177,7 +177,7 @@ CORES = Check(
 )
 MEMORY = Check(
     "system.memory",
-    "memory of the machine",
+    "host memory",
     "the kernel ends a process, mostly a rank, where memory runs out",
     "What is free, within the limits of all control groups above, against what is left to the system (a tenth, at least 1 GiB). Warns where nothing else is left.",
     ("host_oom_killed",),
