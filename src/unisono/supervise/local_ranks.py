@@ -117,15 +117,15 @@ class RankEnd:
     ended_by_us: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """For the way to the head."""
+        """A JSON object for the head."""
         return dict(vars(self))
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Reads what to_json gave.
+        """Reads the result of to_json.
 
         Raises:
-            KeyError, TypeError, ValueError: if it is no such object.
+            KeyError, TypeError, ValueError: if it is not such an object.
         """
         last = value["last"]
         if last is not None and not (isinstance(last, dict) and isinstance(last.get("kind"), str)):

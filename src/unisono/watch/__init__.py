@@ -36,7 +36,7 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:  # each name has its own type, which the imports above tell
+def __getattr__(name: str) -> Any:  # each name has its own type, see the imports above
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

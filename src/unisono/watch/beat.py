@@ -47,25 +47,25 @@ KINDS = (
 
 @functools.cache
 def words(count: int) -> struct.Struct:
-    """So many words one after the other."""
+    """The struct of `count` consecutive words."""
     return struct.Struct(f"={count}Q")
 
 
 Share = Literal["data", "compute", "comm", "other"]
-"""To which part of a step its time is counted."""
+"""The part of a step that its time counts as."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Something that a rank does.
+    """An activity of a rank.
 
     Attributes:
         name: as in messages, verdicts and the table of ranks.
-        text: what it does, for people: "rank 1 is …".
-        share: of a step's time.
-        in_step: whether it is part of an optimizer step, and comes back every few milliseconds or seconds; how long others last is not
-            known before they have been seen.
-        waits: whether the rank waits for others in it, and is a victim where it does not come back.
+        text: for people: "rank 1 is …".
+        share: the part of a step's time.
+        in_step: whether it is part of an optimizer step and recurs every few milliseconds or seconds; the duration of others is unknown
+            until they have been observed.
+        waits: whether the rank waits for others in it, and so is a victim if it does not return.
     """
 
     name: str
@@ -93,7 +93,7 @@ PHASES: tuple[Phase, ...] = (
     Phase("save", "saving a checkpoint"),
     Phase("finish", "writing the result"),
     Phase("close", "leaving"),
-    # Of somebody else's program nothing more is known than that it is not in a collective that was called from Python.
+    # Of a foreign program only is known that it is not in a collective that was called from Python.
     Phase("program", "in the program's own code", in_step=True),
 )
 
@@ -101,9 +101,9 @@ _NUMBERS = {phase.name: number for number, phase in enumerate(PHASES)}
 
 
 def phase_named(name: str) -> int:
-    """The number of a phase. Names that only people read, as of a phase that a newer worker has, count as "start".
+    """The number of a phase. Unknown names, e.g. a phase of a newer worker, count as "start".
 
-    A rank must never fail over what it says of itself.
+    Reporting must never make a rank fail.
     """
     return _NUMBERS.get(name, 0)
 
@@ -115,21 +115,21 @@ _IN_STEP = tuple(phase.in_step for phase in PHASES)
 _COMM = phase_named("comm")
 _DATA = phase_named("data")
 _U64 = (1 << 64) - 1
-_pack_main = MAIN.pack_into  # to look it up anew makes an object each time
+_pack_main = MAIN.pack_into  # a lookup per call would allocate an object
 
 
 class Beats:
-    """A rank's end. The methods are for its main thread, and cost less than a microsecond: see bench/watch_cost.py.
+    """Writes a rank's heartbeat. Only its main thread calls the methods, which cost less than a microsecond: see bench/watch_cost.py.
 
     Attributes:
-        step: the optimizer step that is worked on.
+        step: the current optimizer step.
     """
 
     def __init__(self, memory: "mmap.mmap | bytearray | None" = None) -> None:
-        """Begins in phase "start".
+        """Starts in phase "start".
 
         Args:
-            memory: RECORD_BYTES of it; without any, as under a debugger, nobody reads what is written.
+            memory: RECORD_BYTES of it; without it, as under a debugger, the heartbeat is not read.
         """
         self._memory = memory if memory is not None else bytearray(RECORD_BYTES)
         self.step = 0
@@ -146,40 +146,40 @@ class Beats:
 
     @classmethod
     def inherited(cls, record_fd: int) -> Self:
-        """On the memory that the front gave."""
+        """A writer on the memory that the front passed."""
         return cls(mmap.mmap(record_fd, RECORD_BYTES))
 
     @property
     def written(self) -> int:
-        """How often the main thread has beaten."""
+        """Number of heartbeats of the main thread."""
         return self._version
 
     @property
     def phase(self) -> str:
-        """What the rank is doing."""
+        """The current phase."""
         return PHASES[self._phase].name
 
     def enter(self, name: str, *, done: int = 0, total: int = 0) -> None:
-        """The rank does something else now, or has come further in what it does."""
+        """Enters a phase, or reports progress in it."""
         self._done, self._total = done, total
         self._change(phase_named(name))
 
     def progress(self, done: int) -> None:
-        """The rank has come further in what it does. How long that lasts as a rule is not learnt from it: a slow disk may soon be slower.
+        """Reports progress in the phase. Durations are not measured with it: a slow disk may soon be slower.
 
-        The watch of the storage calls it, too, while the main thread is inside of a file operation, and so does not beat.
+        The storage watch calls it, too, while the main thread is inside a file operation and cannot beat.
         """
         self._done = done
         self._write(time.monotonic_ns())
 
     def begin_step(self, step: int) -> None:
-        """An optimizer step begins. The first of a start is not counted: it is slower, for reasons that are no trouble."""
+        """An optimizer step begins. The first after a start is not timed, since it is always slower."""
         self._is_first = self.step == 0
         self.step, self._micro, self._digest = step, 0, 0
         self._done = self._total = 0
 
     def note_batch(self, sequences: list[int]) -> None:
-        """The sequences of the step's global batch are known: the same on all ranks, if all is well."""
+        """Records a digest of the step's global batch, which must be equal on all ranks."""
         self._digest = hash(tuple(sequences)) & _U64  # of integers: the same in all processes
 
     def begin_micro(self, sequences: list[int]) -> None:
@@ -190,19 +190,19 @@ class Beats:
         self._change(_DATA)
 
     def begin_collective(self, kind: str, elements: int) -> None:
-        """A collective is begun, and not waited for yet."""
+        """A collective has begun and is not waited for yet."""
         self._comm += 1
         self._kind, self._elements = KINDS.index(kind), elements
         self._write(time.monotonic_ns())
 
     def waiting(self) -> "_Waiting":
-        """While the rank waits in a collective; afterwards it does again what it did. For `with`, and not inside of itself."""
+        """A context manager for waiting in a collective; the previous phase is restored after it. Not reentrant."""
         return self._waiting
 
     def wait_in(self, kind: int, elements: int) -> int:
-        """The main thread goes into a collective and waits there, KINDS[kind] of so many elements; gives what `come_back` needs.
+        """The main thread begins a collective, KINDS[kind] of `elements`, and waits in it; returns the argument of `come_back`.
 
-        The same as begin_collective and waiting in one record, for programs that begin very many.
+        The same as begin_collective and waiting with one record, for programs with very many collectives.
         """
         before = self._phase
         self._comm += 1
@@ -211,15 +211,15 @@ class Beats:
         return before
 
     def come_back(self, before: int) -> None:
-        """It is over, and the rank does again what it did."""
+        """The collective is over; restores the previous phase."""
         self._change(before)
 
     def take_batch(self) -> None:
-        """A batch of the step has been taken from a loader, in a program whose rows nobody here knows."""
+        """A batch of the step was read from a loader, in a program whose rows are unknown."""
         self._micro += 1
 
     def note_groups(self, *, begun: int, pending: int, still_ns: int) -> None:
-        """What a second thread of somebody else's program has found: see Beat. For one thread, which may be another than the main one."""
+        """Records what the sampling thread of a foreign program measured: see Beat. Called by one thread, not necessarily the main one."""
         self._changes += begun != self._begun
         self._begun = begun
         GROUPS.pack_into(self._memory, GROUPS_AT, self._changes, begun, pending, still_ns, 1)
@@ -240,7 +240,7 @@ class Beats:
         self._write(now)
 
     def _write(self, now: int) -> None:
-        # Nothing here makes an object that is collected: so no garbage collection, and no other beat, begins between the number and the record.
+        # Nothing here allocates a collectable object: so no garbage collection, and no other beat, can start between the number and the record.
         number = self._version = self._version + 1
         data, compute, comm, other = self._shares
         count, total, longest = self._times[self._phase]
@@ -269,7 +269,7 @@ class Beats:
         )
 
     def pulse(self, answer: Callable[[], bytes] | None = None, *, answers_fd: int | None = None) -> "Pulse":
-        """The second thread, which has not begun yet; see Pulse."""
+        """The second thread, not started yet; see Pulse."""
         return Pulse(self._memory, answer, answers_fd)
 
 
@@ -287,14 +287,12 @@ class _Waiting:
         self._beats._change(_COMM)  # noqa: SLF001
 
     def __exit__(self, error: object, *_: object) -> None:
-        if (
-            error is None
-        ):  # a collective that fails is where the rank ends, and its last sign of life says which
+        if error is None:  # a rank usually exits at a collective that fails: the record keeps which one
             self._beats._change(self._before)  # noqa: SLF001
 
 
 class Pulse:
-    """The second thread of a rank: it shows that the interpreter runs, and leaves what the front asks for. Ends with the process."""
+    """The second thread of a rank: it shows that the interpreter runs, and answers requests of the front. A daemon thread."""
 
     def __init__(
         self, memory: "mmap.mmap | bytearray", answer: Callable[[], bytes] | None, answers_fd: int | None
@@ -305,7 +303,7 @@ class Pulse:
         self._number = self._asked = self._answered = 0
 
     def start(self) -> None:
-        """Begins; before torch is loaded, so that also that is seen."""
+        """Starts the thread; before torch is imported, so that this is observed, too."""
         threading.Thread(target=self._run, name="pulse", daemon=True).start()
 
     def _run(self) -> None:
@@ -315,7 +313,7 @@ class Pulse:
             (asked,) = WORD.unpack_from(self._memory, REQUEST_AT)
             if asked != self._asked and self._asked == self._answered:
                 self._asked = asked
-                # Where the recorder's lock is held for ever, the pulse goes on.
+                # The pulse continues even if the recorder's lock is held forever.
                 threading.Thread(target=self._leave_answer, args=(asked,), name="answer", daemon=True).start()
             PULSE.pack_into(
                 self._memory, PULSE_AT[number & 1], number, time.monotonic_ns(), self._answered, number
@@ -324,7 +322,7 @@ class Pulse:
             time.sleep(PULSE_S if seen == before else RESTING_S)
 
     def _beats(self) -> tuple[int, int]:
-        """The numbers in both slots of the main record: others after every beat."""
+        """The numbers in both slots of the main record, which change with every beat."""
         first, second = MAIN_AT
         return WORD.unpack_from(self._memory, first)[0], WORD.unpack_from(self._memory, second)[0]
 
@@ -334,16 +332,15 @@ class Pulse:
                 data = self.answer()
             except Exception as error:  # noqa: BLE001 - what is asked for in trouble must not make more of it
                 data = f'{{"error": "{type(error).__name__}"}}'.encode()
-            os.ftruncate(self._answers_fd, 0)  # of one that came late
+            os.ftruncate(self._answers_fd, 0)  # removes a late answer to an earlier request
             os.pwrite(self._answers_fd, data, 0)
         self._answered = asked
 
 
 def beat_while_collecting(beats: Beats) -> Callable[[str, dict[str, Any]], None]:
-    """A callback for gc.callbacks: a full collection, which may take seconds with many objects, is a sign of life at both its ends.
+    """A callback for gc.callbacks: a full collection, which may take seconds with many objects, counts as a heartbeat at its start and end.
 
-    It has a word of its own, since it may come while the main thread is about to write its record. One in another thread is none of the
-    main thread's.
+    It has its own word in the record, since it may run while the main thread writes its record. Collections in other threads do not count.
     """
     main_thread = threading.main_thread().ident
     count = 0

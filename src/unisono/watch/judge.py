@@ -1,10 +1,9 @@
-"""Who is to blame where a run does not move: a pure function of what is known of its ranks.
+"""Which rank caused a stall: a pure function of what is known of all ranks.
 
-The rules, in order. A rank that is stopped, or whose interpreter does not run, is to blame whatever else there is. Else whoever does not
-move and does not wait for others; of several that seem to wait for nobody, those whose stack or flight recorder shows that they wait
-are victims. Else all who do not move are in collectives: then the ranks that are behind, or in another collective than the rest, are
-to blame (see mismatch); and if all of them are in the same one, the network is. Who is named and who is ended differ in how long they must
-have been silent: see patience.
+The rules, in order. A rank that is stopped, or whose interpreter does not run, is the culprit. Otherwise it is a rank without progress
+that does not wait for others; of several such ranks, those whose stack or flight recorder shows that they wait are victims. Otherwise
+all ranks without progress are in collectives: then those that are behind, or in a different collective, are the culprits (see
+mismatch); if all are in the same one, the network is. A rank is reported and a run is stopped after different times: see pace.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from unisono.watch.pace import Limits, Patience
 from unisono.watch.verdicts import describe_activity, labels, verdict
 from unisono.watch.views import Picture, RankView, Suspicion
 
-_STIRS_S = 1.0  # no rule asks less; as a rule all ranks have beaten since, and that is seen at once
+_STIRS_S = 1.0  # no rule needs less; usually all ranks have beaten since, which is checked first
 _STOPPED_S = 3.0
 _GIL_S = 3.0
 _FROZEN = ("__refrigerator", "do_freezer_trap")  # of control groups, version 1 and 2
@@ -32,14 +31,14 @@ _LONG_COLLECTIVE_S = 30.0  # of somebody else's program, which may send a whole 
 
 
 def judge(picture: Picture, patience: Patience) -> Suspicion | Verdict | None:
-    """What is wrong with a run at this moment; None while it moves.
+    """The problem of a run at this moment; None while it makes progress.
 
-    A Verdict ends the run; a Suspicion does not. Whoever moves is never judged, and whoever waits for others is never blamed.
+    A Verdict stops the run; a Suspicion does not. Ranks with progress are never judged, and ranks that wait for others are never blamed.
     """
     if all(view.idle_s <= _STIRS_S for view in picture.views.values()):
         return None
     picture = replace(picture, views=dict(sorted(picture.views.items())))
-    # One that has handed over its result can lose nothing any more: what holds it up on its way out is no trouble of the run.
+    # A rank that has reported its result can lose nothing: a slow exit is not a problem of the run.
     alive = [
         view
         for view in picture.views.values()
@@ -77,7 +76,7 @@ def _is_stopped(view: RankView) -> bool:
 
 
 def _left_early(picture: Picture, alive: Sequence[RankView]) -> Verdict | None:
-    """A rank has said its last word while others are in the middle of a step."""
+    """A rank has reported its result while others are in a step."""
     stuck = [view for view in alive if _waits(view, picture) and view.idle_s > _LAST_WORD_S]
     early = [view.rank for view in picture.views.values() if view.told_result and not _took_part(view, stuck)]
     if not early or len(stuck) < len(alive):
@@ -88,9 +87,9 @@ def _left_early(picture: Picture, alive: Sequence[RankView]) -> Verdict | None:
 
 
 def _took_part(left: RankView, stuck: Sequence[RankView]) -> bool:
-    """Whether a rank that has left had been in the collectives of those that wait: its part is on its way, over a network that is slow.
+    """Whether a rank that has left took part in the collectives of those that wait: its data is still being sent over a slow network.
 
-    Known of our own ranks alone, all of whose collectives are counted alike.
+    Known only for our own ranks, whose collectives are all counted.
     """
     known = [view.beat for view in (left, *stuck) if view.beat is not None and not view.beat.is_foreign]
     return len(known) == 1 + len(stuck) and known[0].comm >= max(beat.comm for beat in known)
@@ -99,7 +98,7 @@ def _took_part(left: RankView, stuck: Sequence[RankView]) -> bool:
 def _interpreter_stands(
     picture: Picture, alive: Sequence[RankView], patience: Patience
 ) -> Suspicion | Verdict | None:
-    """The second thread of a rank is silent, too: native code holds Python's lock, or the process gets no processor at all."""
+    """The second thread of a rank is silent, too: native code holds the GIL, or the process gets no CPU."""
     found = [
         view
         for view in alive
@@ -135,7 +134,7 @@ def _does_not_come(
     ]
     if not late:
         return None
-    # Who has moved in the greater part of a silence that ends the run did not bring it about.
+    # A rank that made progress during most of a silence that stops the run did not cause it.
     ends_s = max((v.idle_s for v in late if v.idle_s >= _limits(v, patience).act_s), default=0.0)
     late = [v for v in late if v.idle_s >= ends_s / 2]
     view = min(late, key=lambda v: (_position(v, picture), -v.idle_s))
@@ -143,7 +142,7 @@ def _does_not_come(
     found = _graded(cause, how, picture, view, patience)
     if not isinstance(found, Suspicion):
         return found
-    # Somebody else's rank is told with its line, and with the collective of one that waits for it; else not at once.
+    # A foreign rank is reported with its line, and with the collective of a rank that waits for it; until then it is delayed.
     is_ours = view.beat is not None and not view.beat.is_foreign
     unseen = tuple(v.rank for v in late if not _is_seen(v, picture))
     if not is_ours:
@@ -151,13 +150,13 @@ def _does_not_come(
         unseen += tuple(other.rank for other in others if not _is_seen(other, picture))
     if not unseen:
         return found
-    # Which of several waits for the others only their stacks tell; a look that never comes does not put the name off for ever.
+    # Only stacks show which of several ranks waits for the others; a missing stack does not delay the report forever.
     sure = (len(late) == 1 and is_ours) or found.since_s > _limits(view, patience).name_s + _LOOK_S
     return replace(found, is_named=found.is_named and sure, wanted=(*found.wanted, *unseen))
 
 
 def _may_be_named(view: RankView, alive: Sequence[RankView], picture: Picture) -> bool:
-    """Whether silence says anything of it: of a rank of our own always, else where it is certain to hold up others."""
+    """Whether silence is evidence against it: always for our own ranks, else only if it certainly blocks others."""
     if view.beat is None or not view.beat.is_foreign:
         return True
     if len(picture.views) > 1 and _nobody_is_left_to_wait(alive):
@@ -166,7 +165,7 @@ def _may_be_named(view: RankView, alive: Sequence[RankView], picture: Picture) -
 
 
 def _holds_up_others(view: RankView, waiting: Sequence[RankView]) -> bool:
-    """Whether a rank of somebody else's program surely stands still, and others wait for it.
+    """Whether a rank of a foreign program certainly stalls while others wait for it.
 
     Args:
         view: of the rank, which does not wait itself.
@@ -175,16 +174,16 @@ def _holds_up_others(view: RankView, waiting: Sequence[RankView]) -> bool:
     assert view.beat is not None
     if all(other.idle_s < _WAITED_S for other in waiting):
         return False
-    if view.pulse_idle_s >= _INTERPRETER_S:  # then nobody there counts what it uses, either
+    if view.pulse_idle_s >= _INTERPRETER_S:  # then its CPU use is not measured, either
         return True
     return view.beat.still_s >= _STILL_S
 
 
 def _nobody_is_left_to_wait(views: Sequence[RankView]) -> bool:
-    """Whether all ranks of somebody else's program that have not handed over their results sleep, and their interpreters stand.
+    """Whether all ranks of a foreign program without a result sleep, and their interpreters do not run.
 
-    Then nobody waits for them in a collective, and they will not end either: as where a process group dies and waits for its own thread,
-    which needs Python's lock. Native code that computes is not asleep.
+    Then no rank waits for them in a collective, and they will not exit either, e.g. if a process group is destroyed and waits for its own
+    thread, which needs the GIL. Native code that computes does not sleep.
 
     Args:
         views: of those ranks; of more than one rank that the program has.
@@ -193,7 +192,7 @@ def _nobody_is_left_to_wait(views: Sequence[RankView]) -> bool:
 
 
 def _how_it_is_late(view: RankView) -> tuple[str, str]:
-    """Cause and words for a rank that does not come back, by its phase and its process."""
+    """Cause and description of a rank that does not return, by its phase and its process."""
     process = view.process
     if process.state == "D":
         where = f" ({process.waits_in})" if process.waits_in else ""
@@ -209,7 +208,7 @@ def _how_it_is_late(view: RankView) -> tuple[str, str]:
 def _apart_in_collectives(
     picture: Picture, alive: Sequence[RankView], patience: Patience
 ) -> Verdict | Suspicion | None:
-    """All who do not move wait for others, and not in the same place."""
+    """All ranks without progress wait for others, but not in the same collective."""
     stuck = [view for view in alive if _waits(view, picture)]
     if len(stuck) < 2 or len(stuck) < len(alive):
         return None
@@ -227,14 +226,14 @@ def _apart_in_collectives(
 
 
 def _network_is_in_trouble(picture: Picture) -> bool:
-    """Then ranks are in different collectives for no fault of theirs: who has sent the last piece of one goes on, whether or not it arrives."""
+    """Then ranks may be in different collectives without a fault: a rank that has sent its last piece of one continues, whether or not it arrives."""
     return any(node.links or node.silent_s >= _SILENT_S for node in picture.nodes.values())
 
 
 def _together_in_a_collective(
     picture: Picture, alive: Sequence[RankView], patience: Patience
 ) -> Suspicion | Verdict | None:
-    """All ranks are in collectives, mostly in the same, and it does not end: something between them does not carry it."""
+    """All ranks are in collectives, usually in the same one, which does not complete: something between them fails."""
     stuck = [view for view in alive if _waits(view, picture)]
     if not stuck or len(stuck) < len(alive):
         return None
@@ -244,7 +243,7 @@ def _together_in_a_collective(
     is_foreign = any(view.beat is not None and view.beat.is_foreign for view in stuck)
     gone = {rank for rank, view in picture.views.items() if view.has_ended and not view.told_result}
     if gone and not is_foreign:
-        return None  # they wait for one that is on its way out, and its own word is the cause
+        return None  # they wait for a rank that is exiting, and its own error is the cause
     first = max(stuck, key=lambda view: view.idle_s)
     silent = [node for node in picture.nodes.values() if node.silent_s >= _SILENT_S]
     links = [
@@ -281,7 +280,7 @@ def _together_in_a_collective(
 def _graded(
     cause: str, what: str, picture: Picture, view: RankView, patience: Patience
 ) -> Suspicion | Verdict | None:
-    """A finding on one rank: suspected, named or final by how long it has been silent."""
+    """The result for one rank: suspected, reported or final, by how long it has been silent."""
     limits = _limits(view, patience)
     since_s = view.idle_s
     if since_s < limits.suspect_s:
@@ -313,16 +312,16 @@ def _limits(view: RankView, patience: Patience) -> Limits:
 
 
 def _limits_of_all(waiting: Sequence[RankView], patience: Patience) -> Limits:
-    """For ranks that all wait at once: of the one that has waited least so far.
+    """Limits for ranks that all wait: those of the rank with the shortest waits so far.
 
-    A rank also waits while another one evaluates or saves alone, however long that takes; the one that comes last never does. So the time
-    that a collective itself takes, with everybody in it, is no more than the shortest of their longest times.
+    A rank also waits while another one evaluates or saves alone, however long that takes; the rank that arrives last never does. So the
+    duration of a collective itself, with all ranks in it, is at most the shortest of their longest times.
     """
     return min((_limits(view, patience) for view in waiting), key=lambda limits: limits.name_s)
 
 
 def _waits(view: RankView, picture: Picture) -> bool:
-    """Whether a rank waits for others: by its phase, or by its stack, since sharded weights meet others inside of forward and backward."""
+    """Whether a rank waits for others: by its phase, or by its stack, since sharded weights communicate inside forward and backward."""
     if view.waits:
         return True
     if view.beat is None or view.beat.is_foreign:
@@ -330,7 +329,7 @@ def _waits(view: RankView, picture: Picture) -> bool:
     look = picture.looks.get(view.rank)
     if look is None or not _is_in_torch_distributed(look.stack):
         return False
-    # Of ranks that all wait inside of the same kind of phase, one that has begun fewer collectives than another is late, not waiting.
+    # Of ranks that all wait in the same kind of phase, one that has begun fewer collectives than another is late, not waiting.
     return look.begun is None or look.completed is None or look.begun.number > look.completed
 
 
@@ -339,7 +338,7 @@ def _is_in_torch_distributed(stack: Sequence[str]) -> bool:
 
 
 def _position(view: RankView, picture: Picture) -> tuple[int, int, int]:
-    """How far a rank has come: step, our collectives, the flight recorder's."""
+    """Progress of a rank: step, our collectives, the flight recorder's."""
     assert view.beat is not None
     look = picture.looks.get(view.rank)
     number = look.begun.number if look is not None and look.begun is not None else 0
@@ -347,7 +346,7 @@ def _position(view: RankView, picture: Picture) -> tuple[int, int, int]:
 
 
 def _is_seen(view: RankView, picture: Picture) -> bool:
-    """Whether a look at a rank has told what is asked of it: its stack, and of somebody else's that waits, in which collective."""
+    """Whether the inspection of a rank has the required data: its stack, or for a foreign rank that waits, its collective."""
     look = picture.looks.get(view.rank)
     if look is None:
         return False
@@ -356,6 +355,6 @@ def _is_seen(view: RankView, picture: Picture) -> bool:
 
 
 def _top(view: RankView, picture: Picture) -> str:
-    """Where it is, by its stack: the innermost line."""
+    """The innermost line of its stack."""
     look = picture.looks.get(view.rank)
     return f", at {look.stack[0]}" if look is not None and look.stack else ""

@@ -1,4 +1,4 @@
-"""Whether the last collectives of ranks belong together: of those that wait, and of those that have died of it. Pure.
+"""Whether ranks are in the same collective: those that wait, and those that failed in it. Pure.
 
 Op counts as in NCCL's RAS; kinds and sizes as in torch's flight recorder, because counts alone do not show that two ranks are in different
 collectives.
@@ -13,11 +13,11 @@ from unisono.watch.verdicts import labels, verdict
 from unisono.watch.views import Collective, Picture, RankView
 
 _UNKNOWN = ""
-"""In place of a collective that nobody has looked up."""
+"""For a collective that is not known."""
 
 
 def mismatch(picture: Picture, views: Sequence[RankView]) -> Verdict | None:
-    """Whether the last collectives of some ranks do not belong together: also of ranks that have died of it. None if they do."""
+    """The verdict on ranks whose last collectives differ, including ranks that failed in them; None if they match."""
     steps = Counter(view.beat.step for view in views if view.beat is not None)
     since_s = max((view.idle_s for view in views), default=0.0)
     if len(steps) > 1 and not _in_one_collective(picture, views):
@@ -46,7 +46,7 @@ def mismatch(picture: Picture, views: Sequence[RankView]) -> Verdict | None:
 
 
 def _in_one_collective(picture: Picture, views: Sequence[RankView]) -> bool:
-    """Whether ranks of somebody else's program wait in the same one: how many steps each has made is then their own affair."""
+    """Whether ranks of a foreign program wait in the same collective; then different step counts do not matter."""
     if not all(view.beat is not None and view.beat.is_foreign for view in views):
         return False
     looks = [picture.looks.get(view.rank) for view in views]
@@ -55,7 +55,7 @@ def _in_one_collective(picture: Picture, views: Sequence[RankView]) -> bool:
 
 
 def _left_the_loop(picture: Picture, beats: Mapping[int, Beat], since_s: float) -> Verdict | None:
-    """Ranks that have not taken a batch for the step that others are in; only where they are in another collective."""
+    """The verdict on ranks that have not read a batch for the step of the others, if they are in a different collective."""
     begun = {
         alike(look.begun)
         for rank in beats
@@ -71,7 +71,7 @@ def _left_the_loop(picture: Picture, beats: Mapping[int, Beat], since_s: float) 
 
 
 def _out_of_their_loop(picture: Picture, beats: Mapping[int, Beat], since_s: float) -> Verdict | None:
-    """Ranks that can make no step any more, where others can: those are in a collective that they have been in before, and in no other."""
+    """The verdict on ranks that cannot make another step while others can, which are in a recurring collective."""
     looks = {rank: look for rank in beats if (look := picture.looks.get(rank)) is not None}
     behind = [rank for rank, look in looks.items() if look.may_step is False]
     ahead = [rank for rank, look in looks.items() if look.may_step and look.recurs]
@@ -92,7 +92,7 @@ def _out_of_their_loop(picture: Picture, beats: Mapping[int, Beat], since_s: flo
 
 
 def _collective(view: RankView, picture: Picture) -> str:
-    """The collective that a rank is in, such that equal ones are written alike. The flight recorder sees those that are torch's own."""
+    """The collective that a rank is in, with equal text for equal ones. The flight recorder also has torch's own."""
     assert view.beat is not None
     look = picture.looks.get(view.rank)
     if look is not None and look.begun is not None:
@@ -106,14 +106,14 @@ _EQUALLY_SIZED = ("all_reduce", "broadcast", "_all_gather_base", "_reduce_scatte
 
 
 def alike(begun: Collective) -> str:
-    """A collective such that ranks whose texts differ cannot be in the same one; ranks may bring unequal pieces to some kinds."""
+    """Text of a collective; ranks with different texts cannot be in the same one. Some kinds allow different sizes."""
     sizes = f" {begun.sizes}" if begun.name in _EQUALLY_SIZED else ""
     return f"{begun.name} #{begun.number}{sizes}"
 
 
 def left_the_loop(beats: Sequence[Beat]) -> bool:
-    """Whether, of ranks that have made equally many steps, some have taken a batch for the next one and others have not: those are done.
+    """Whether, of ranks with equal step counts, some have read a batch for the next step and others have not: those have left the loop.
 
-    Where no loader of torch is used nobody has taken a batch, and that tells nothing.
+    Without a loader of torch no rank reads a batch, and the result is False.
     """
     return any(beat.micro for beat in beats) and not all(beat.micro for beat in beats)

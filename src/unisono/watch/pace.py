@@ -23,7 +23,7 @@ _SEEN_ELSEWHERE = 2
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """From which silence on a rank is looked at, is named, and is ended; all three the same where its phase has no known length."""
+    """Seconds of silence after which a rank is inspected, reported, and the run stopped; all equal if the phase's duration is unknown."""
 
     suspect_s: float
     name_s: float
@@ -32,10 +32,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """The config's word on it.
+    """The config's setting.
 
     Attributes:
-        stall_after_s: silence after which a run is ended; None: learnt from the run.
+        stall_after_s: silence after which a run is stopped; None: derived from observed durations.
     """
 
     stall_after_s: float | None = None
@@ -46,10 +46,10 @@ class Patience:
         return cls(None if stall_after == "auto" else parse_seconds(stall_after))
 
     def limits(self, beat: Beat) -> Limits:
-        """For a rank in the phase that its beat tells.
+        """Limits for a rank in the phase of its heartbeat.
 
-        The longest silence that the phase has shown stands for its 99th percentile. A phase that has not been seen yet, as everything before
-        the second step, has no known length: it is given ten minutes, and time in which its progress grows is no silence.
+        The longest observed silence of the phase stands for its 99th percentile. A phase that has not been observed, as everything before
+        the second step, has no known duration: its limit is ten minutes without progress.
         """
         phase = PHASES[phase_named(beat.phase)]
         if beat.is_foreign:
@@ -65,9 +65,9 @@ class Patience:
         return Limits(min(name - 1.0, max(_SUSPECT_S, 1.5 * longest)), name, max(name, act))
 
     def _of_foreign(self, beat: Beat) -> Limits:
-        """In somebody else's program a phase comes back until one day it is an evaluation.
+        """In a foreign program a phase recurs, but may also be an evaluation.
 
-        Naming is quick, for it takes more than silence (see unisono.watch.mismatch), and the end for silence comes when torch's own would.
+        A rank is reported early, since that requires more than silence (see judge), but the run is stopped only when torch's own timeout would.
         """
         name = max(_NAME_S, beat.times.longest_s + _SPARE_S[0])
         return Limits(_SUSPECT_S, name, max(name, self.stall_after_s or _UNKNOWN_S))
@@ -76,7 +76,7 @@ class Patience:
 _STEPS = 5
 _SECONDS = 10.0
 _TIMES = 1.3
-_AT_LEAST_S = 0.005  # a step: less is noise of the clock and the scheduler
+_AT_LEAST_S = 0.005  # per step: less is noise of the clock and the scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class _Mark:
 
 @dataclass
 class Pace:
-    """Remembers how long each rank took for what."""
+    """Records how long each rank took for data, computing and collectives."""
 
     _first: dict[int, _Mark] = field(default_factory=dict)
     _last: dict[int, _Mark] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Pace:
     _slow_once: int | None = None
 
     def note(self, views: Mapping[int, RankView], now: float) -> None:
-        """Takes in where the ranks are; `now` in seconds of one clock."""
+        """Records the progress of the ranks; `now` in seconds of one clock."""
         for rank, view in views.items():
             if view.beat is None or view.has_ended:
                 continue
@@ -107,10 +107,10 @@ class Pace:
                 self._first.setdefault(rank, self._last[rank])
 
     def straggler(self, picture: Picture) -> Verdict | None:
-        """The rank whose own time a step is 1.3 times the median over at least 5 steps and 10 s, and again over as much after it; told once.
+        """The rank whose own time per step is 1.3 times the median over at least 5 steps and 10 s, twice in a row; reported once.
 
-        A rank's own time is that in data and in computing. Where others wait for it, it has the least time in collectives. Of two ranks the
-        quicker one is the median. One such span alone is what a busy machine does to any rank now and then.
+        A rank's own time is that in data and computing. Of two ranks the faster one is the median. A single slow span happens to any rank
+        on a busy machine.
         """
         spans = {
             rank: span
@@ -129,7 +129,7 @@ class Pace:
 
 
 def _slowest(spans: Mapping[int, _Mark]) -> int | None:
-    """The rank that is slower than the rest by more than noise; None where none is."""
+    """The rank that is slower than the others by more than noise; None if there is none."""
     own = {rank: _own_s(span) for rank, span in spans.items()}
     middle = statistics.median_low(own.values())
     rank = max(own, key=lambda r: own[r])
@@ -146,7 +146,7 @@ def _mark(beat: Beat, now: float) -> _Mark:
 
 
 def _span(first: _Mark, last: _Mark) -> _Mark | None:
-    """Seconds a step between two marks, if they are far enough apart. `step` is the number of steps, `now` the seconds together."""
+    """Seconds per step between two marks, if they are far enough apart. `step` is the number of steps, `now` the total seconds."""
     steps = last.step - first.step
     if steps < _STEPS or last.now - first.now < _SECONDS:
         return None

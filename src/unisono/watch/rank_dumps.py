@@ -21,15 +21,15 @@ _TEXT_LIMIT = 200
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """The collectives of one rank, in the group that it waits in, or else in the group of all ranks.
+    """Collectives of one rank, in the group that it waits in, or else in the group of all ranks.
 
     Attributes:
-        begun: the last one that was begun; None where the recorder does not have it any more. Not the first that is not completed: gloo
-            counts a collective as completed late, and one that has long ended would be told.
-        completed: the number of the last that was completed; None where none was.
-        recurs: whether one like `begun` has been before it.
-        may_step: of a rank of somebody else's program: whether it can still come to where it makes its steps; None where it is not known.
-        thread: of such a rank: the number of the thread that trains; None where it is not told.
+        begun: the last one that began; None if the recorder no longer has it. Not the first incomplete one: gloo marks collectives as
+            completed late, so one that has long ended would be reported.
+        completed: the number of the last completed one; None if there is none.
+        recurs: whether one equal to `begun` came before it.
+        may_step: for a rank of a foreign program: whether it can still reach the place where it makes its steps; None if unknown.
+        thread: for such a rank: the number of the thread that trains; None if unknown.
     """
 
     begun: Collective | None = None
@@ -40,7 +40,7 @@ class Flight:
 
 
 def read_flight(text: str) -> Flight:
-    """What a dump says; nothing where it is empty, torn, or of another form."""
+    """The collectives in a dump; empty if it is empty, incomplete, or in a different format."""
     try:
         dump: Any = json.loads(text)
         entries = [entry for entry in dump.get("entries") or () if not entry.get("is_p2p")]
@@ -65,7 +65,7 @@ def read_flight(text: str) -> Flight:
 
 
 def shortened(text: str, *, limit: int) -> str:
-    """A dump of at most so many characters: its oldest entries are left out first. One that cannot be read is cut."""
+    """A dump of at most `limit` characters, without its oldest entries. One that cannot be parsed is truncated."""
     if len(text) <= limit:
         return text
     try:
@@ -81,11 +81,11 @@ def shortened(text: str, *, limit: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """How far a rank is in one process group.
+    """Progress of a rank in one process group.
 
     Attributes:
-        number: the group's, on this rank.
-        enqueued: the number of the last collective that was begun; completed: of the last that is done, None where none is.
+        number: of the group, on this rank.
+        enqueued: the number of the last collective that began; completed: of the last completed one, None if there is none.
     """
 
     number: str
@@ -94,34 +94,34 @@ class Group:
 
     @classmethod
     def of(cls, number: str, status: Mapping[str, Any]) -> "Group":
-        """What `pg_status` says of one group."""
+        """From the group's entry in `pg_status`."""
         completed = int(status["last_completed_collective"])
         return cls(number, int(status["last_enqueued_collective"]), completed if completed >= 0 else None)
 
     def as_entries_tell(self, entries: Sequence[Mapping[str, Any]]) -> "Group":
-        """The same with what its entries say has ended: all before the first that has not."""
+        """The same, with completion read from its entries: all before the first incomplete one."""
         own = [entry for entry in entries if str(entry["pg_id"]) == self.number and "retired" in entry]
         if not own:
             return self
         done = {int(entry["collective_seq_id"]): bool(entry["retired"]) for entry in own}
         pending = [number for number, is_retired in done.items() if not is_retired]
-        # The newest are not among them where the recorder keeps few, or was read in the middle of a call.
+        # The newest are missing if the recorder keeps few, or was read during a call.
         known = self.completed or 0 if self.enqueued not in done else 0
         completed = min(pending) - 1 if pending else max(*done, known)
         return replace(self, completed=completed or None)
 
     @property
     def waits(self) -> bool:
-        """Whether one was begun and is not done."""
+        """Whether one began and is not completed."""
         return self.enqueued > (self.completed or 0)
 
     @property
     def first(self) -> int:
-        """The number of the first that is not completed; of the last, where all are. In a live run gloo may still count one that has ended."""
+        """The number of the first incomplete one, or of the last if all are completed. In a live run gloo may still count one that has ended."""
         return (self.completed or 0) + 1 if self.waits else self.enqueued
 
     def entry(self, entries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """The youngest that has the number of the last that was begun."""
+        """The newest entry with the number of the last one that began."""
         for entry in reversed(entries):
             if str(entry["pg_id"]) == self.number and int(entry["collective_seq_id"]) == self.enqueued:
                 return entry
@@ -129,7 +129,7 @@ class Group:
 
 
 def _recurs(entry: Mapping[str, Any] | None, entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether an earlier one of its group has its name and its sizes."""
+    """Whether an earlier one of its group has the same name and sizes."""
     if entry is None:
         return False
     like = [(one["pg_id"], one["profiling_name"], one["input_sizes"]) for one in entries]
@@ -158,14 +158,14 @@ _CUT_SHORT = "..."
 
 
 def main_thread_of_faulthandler(text: str, *, trains: int | None = None) -> tuple[str, ...]:
-    """The main thread's frames, innermost first, as "file:line in function"; empty where there is none, or the text is torn.
+    """The main thread's frames, innermost first, as "file:line in function"; empty if there are none, or the text is incomplete.
 
     Args:
-        text: that faulthandler has written.
-        trains: the number of the thread that does the main one's work, if it is among them.
+        text: faulthandler's output.
+        trains: the number of the thread that trains instead of the main one, if any.
 
-    faulthandler writes the youngest thread first, so the main thread comes last, unless there are more than a hundred: those are left out.
-    It calls that one "Current" which got the signal, and that is nearly always the main thread.
+    faulthandler writes the newest thread first, so the main thread comes last, unless there are more than a hundred: the rest is omitted.
+    "Current" marks the thread that received the signal, which is nearly always the main thread.
     """
     threads: list[tuple[bool, list[str]]] = []
     is_cut, trained = False, None
@@ -188,7 +188,7 @@ def main_thread_of_faulthandler(text: str, *, trains: int | None = None) -> tupl
 
 
 def main_thread_of_py_spy(text: str, *, pid: int) -> tuple[str, ...]:
-    """The same from what `py-spy dump --json` prints; a process's main thread has the process's number."""
+    """The same from the output of `py-spy dump --json`; a process's main thread has the process's number."""
     try:
         threads: Any = json.loads(text[text.index("[") :])
         frames = next(thread["frames"] for thread in threads if thread["os_thread_id"] == pid)

@@ -30,7 +30,7 @@ _READINGS = 20
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """How long a rank went without a beat in a phase, as seen so far; the first step's are left out. Seconds."""
+    """Observed durations between heartbeats in a phase, without those of the first step. Seconds."""
 
     count: int
     total_s: float
@@ -39,29 +39,29 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a rank's record says.
+    """A heartbeat as read from a rank's record.
 
     Attributes:
         version: grows with every beat of the main thread, at both ends of a full garbage collection in it, and with torch's own count of
             collectives where a second thread writes that.
         at_ns: of that beat, monotonic.
         phase: its name.
-        step: the optimizer step that it works on, from 1; 0 before.
+        step: the current optimizer step, from 1; 0 before.
         micro: the micro step in it, from 1.
-        comm: collectives that it has begun, through unisono's group.
+        comm: number of collectives begun through unisono's group.
         kind: of the last one.
         elements: of the last one's tensor.
         done: progress in a long phase.
         total: of that.
         digest: of the sequences of the step's global batch.
         shares_s: seconds in data, compute, comm and other, since the second step of this start.
-        pulse_ns: when the second thread was last alive, monotonic; 0: never.
+        pulse_ns: time of the second thread's last pulse, monotonic; 0: none.
         answered: the last request that the second thread has answered.
-        times: of the phase that it is in.
-        begun: collectives that all process groups have begun, by torch's own count: also those that nobody calls from Python.
-        pending: how many of them are not done, as far as was looked: where the main thread has been silent for a second.
-        still_s: for how long the process and those that it has started have used no processor and read and written nothing.
-        is_foreign: whether the rank is one of somebody else's program; see unisono.watch.mismatch.
+        times: of the current phase.
+        begun: collectives begun in all process groups, by torch's own count, including those not called from Python.
+        pending: how many of them are not completed; counted once the main thread has been silent for a second.
+        still_s: seconds in which the process and its children used no CPU and did no I/O.
+        is_foreign: whether the rank belongs to a foreign program; see unisono.watch.mismatch.
     """
 
     version: int
@@ -86,7 +86,7 @@ class Beat:
 
 
 class BeatMemory:
-    """The front's end of one rank's record, and where the rank leaves what it is asked for. Nothing of it has a name, so nothing stays.
+    """The front's end of one rank's record, with the files for stacks and answers. They have no path, so nothing is left behind.
 
     Attributes:
         record_fd: the record.
@@ -108,7 +108,7 @@ class BeatMemory:
 
     @classmethod
     def opened(cls, record_fd: int, stacks_fd: int, answers_fd: int) -> Self:
-        """Of files that a rank of somebody else's program has made; they are closed with it.
+        """A reader of files that a rank of a foreign program created; they are closed with it.
 
         Raises:
             ValueError: if the record is too short.
@@ -128,44 +128,44 @@ class BeatMemory:
         return self.record_fd, self.stacks_fd, self.answers_fd
 
     def read(self) -> Beat | None:
-        """The record as it is now; None before the first beat, and where it changes faster than it can be read: in a loop that only beats."""
+        """The current heartbeat; None before the first, or if the record changes faster than it can be read."""
         return read_beat(self._map)
 
     def rows(self) -> list[int]:
-        """The sequences of the micro batch that the rank works on, the first MOST_ROWS of them; of a rank that stands still."""
+        """The sequences of the current micro batch, at most MOST_ROWS; valid for a rank that is stalled."""
         (count,) = WORD.unpack_from(self._map, ROWS_AT)
         count = min(count, MOST_ROWS)
         return list(words(count).unpack_from(self._map, ROWS_AT + WORD.size))
 
     def ask(self) -> int:
-        """Asks the rank's second thread for the flight recorder's dump; gives the request's number. See `Beat.answered`."""
+        """Requests the flight recorder's dump from the rank's second thread; returns the request's number. See `Beat.answered`."""
         self._requests += 1
         os.ftruncate(self.answers_fd, 0)
         WORD.pack_into(self._map, REQUEST_AT, self._requests)
         return self._requests
 
     def answer(self) -> bytes:
-        """What the rank has left in answer to the last request."""
+        """The rank's answer to the last request."""
         return os.pread(self.answers_fd, os.fstat(self.answers_fd).st_size, 0)
 
     def stacks(self, *, since: int = 0) -> bytes:
-        """What faulthandler has written after the first `since` bytes."""
+        """faulthandler's output after the first `since` bytes."""
         return os.pread(self.stacks_fd, max(0, self.stacks_bytes - since), since)
 
     @property
     def stacks_bytes(self) -> int:
-        """How much faulthandler has written in all."""
+        """Size of faulthandler's output."""
         return os.fstat(self.stacks_fd).st_size
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Releases the memory."""
         self._map.close()
         for fd in self.fds:
             os.close(fd)
 
 
 def read_beat(memory: "mmap.mmap | bytearray") -> Beat | None:
-    """What a record says; None where nothing was written, or where it changes in every one of some readings."""
+    """The heartbeat in a record; None if nothing was written, or if it changed in each of several readings."""
     main = _newest(memory, MAIN, MAIN_AT)
     if main is None or main[0] == 0:
         return None
@@ -199,7 +199,7 @@ def read_beat(memory: "mmap.mmap | bytearray") -> Beat | None:
 def _newest(
     memory: "mmap.mmap | bytearray", form: struct.Struct, slots: tuple[int, int]
 ) -> tuple[int, ...] | None:
-    """The newest record that is whole; None where both slots were written anew in every reading."""
+    """The newest complete record; None if both slots were rewritten in every reading."""
     for _ in range(_READINGS):
         found = [(form.unpack_from(memory, slot), slot) for slot in slots]
         record, slot = max(found, key=_number_if_whole)

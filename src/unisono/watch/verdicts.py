@@ -1,4 +1,4 @@
-"""The words of a finding on a run that is going: what, who, since when, by what it is seen, what to do."""
+"""Verdicts on a running job: what, which ranks, since when, evidence, fix."""
 
 from collections.abc import Iterable, Sequence
 
@@ -21,7 +21,7 @@ _OWN_RUN_FIXES = {
         "Look at the network between the hosts, and, with GPUs, at `dmesg` and `nvidia-smi` on each of them.",
     ),
 }
-"""What helps in a run of our own, in place of what the catalogue says for any program's."""
+"""Fixes for our own runs, instead of those in the catalogue for any program."""
 _STATES = {
     "R": "runs",
     "S": "sleeps",
@@ -45,19 +45,19 @@ def verdict(
     severity: str = "fatal",
     hosts: Sequence[str] = (),
 ) -> Verdict:
-    """A verdict on some ranks, with what is known of them and of those that wait for them.
+    """A verdict on some ranks, with evidence of them and of those that wait for them.
 
     Args:
         cause: of the catalogue.
         summary: one line.
         picture: of the run.
         ranks: the culprits.
-        since_s: seconds for which it has been so.
-        evidence: beside what is known of every rank.
+        since_s: seconds since it began.
+        evidence: in addition to that of every rank.
         confidence: 0 to 1.
-        fix: what to do first, before what the catalogue says.
+        fix: the first lines, before those of the catalogue.
         severity: as in Verdict.
-        hosts: where no ranks but nodes are to blame.
+        hosts: culprits, if they are nodes and not ranks.
     """
     known = find_cause(cause)
     views = [picture.views[rank] for rank in ranks if rank in picture.views]
@@ -86,7 +86,7 @@ def verdict(
 
 
 def describe_activity(view: RankView) -> str:
-    """What a rank does, for people: "in forward and backward of step 12"."""
+    """The activity of a rank, for people: "in forward and backward of step 12"."""
     beat = view.beat
     if beat is None:
         return "starting"
@@ -100,7 +100,7 @@ def describe_activity(view: RankView) -> str:
 
 
 def rank_evidence(view: RankView, picture: Picture) -> list[Evidence]:
-    """What is known of one rank: its phase, its process, its stack, its last collective."""
+    """Evidence of one rank: its phase, its process, its stack, its last collective."""
     where = picture.places[view.rank].label
     process = view.process
     state = (
@@ -123,7 +123,7 @@ def rank_evidence(view: RankView, picture: Picture) -> list[Evidence]:
 
 
 def waiting_evidence(picture: Picture, culprits: Sequence[int]) -> list[Evidence]:
-    """Those who wait for the culprits: victims, told as such."""
+    """Evidence of the ranks that wait for the culprits."""
     found = []
     for rank, view in sorted(picture.views.items()):
         if rank in culprits or view.beat is None or view.has_ended:
@@ -161,7 +161,7 @@ def _inspection_evidence(look: Look, where: str) -> list[Evidence]:
 
 
 def labels(picture: Picture, ranks: Sequence[int]) -> str:
-    """Who they are: "rank 1, node 0 (a)", or of several "ranks 1, 3 and 5"."""
+    """Labels of the ranks: "rank 1, node 0 (a)", or for several "ranks 1, 3 and 5"."""
     places = [picture.places[rank] for rank in ranks]
     if len(places) == 1:
         return places[0].label

@@ -12,14 +12,14 @@ from unisono.watch.rank_record import Beat, PhaseTimes
 
 @dataclass(frozen=True, slots=True)
 class ProcessView:
-    """What the system says of a rank's process.
+    """State of a rank's process as reported by the system.
 
     Attributes:
-        state: of its main thread, as ps(1) has it: R, S, D, T, Z; an empty string where it is gone or not told.
-        waits_in: the kernel's function that the main thread waits in, or an empty string.
-        cpu_s: CPU seconds of all its threads so far.
-        children: states of the processes that it has started, as loaders are: one letter each.
-        gpu_percent: how busy its device is; None without one.
+        state: of its main thread, as in ps(1): R, S, D, T, Z; an empty string if it is gone or unknown.
+        waits_in: the kernel function that the main thread waits in, or an empty string.
+        cpu_s: CPU seconds of all its threads.
+        children: states of its child processes, e.g. loaders: one letter each.
+        gpu_percent: utilization of its device; None without one.
     """
 
     state: str = ""
@@ -31,17 +31,17 @@ class ProcessView:
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """A rank, as its node's front sees it.
+    """A rank as seen by its node's front.
 
     Attributes:
-        rank: which.
-        node_rank: its node.
-        beat: its record; None before its first.
-        idle_s: seconds for which the main thread has not beaten, by the clock of the front; time in which that was stopped itself is none.
-        pulse_idle_s: the same of its second thread.
-        process: what the system says.
-        has_ended: its process is gone, or about to be: it has refused or crashed.
-        told_result: it has handed over its result.
+        rank: of the rank.
+        node_rank: of its node.
+        beat: its last heartbeat; None before the first.
+        idle_s: seconds since the last heartbeat of the main thread, by the clock of the front, without time in which the front was stopped.
+        pulse_idle_s: the same for its second thread.
+        process: the state of its process.
+        has_ended: whether its process is gone or about to exit: it has refused or crashed.
+        told_result: whether it has reported its result.
     """
 
     rank: int
@@ -55,24 +55,24 @@ class RankView:
 
     @property
     def waits(self) -> bool:
-        """Whether its beat says that it waits for others: by its phase; of somebody else's program, which has few, by what it has begun.
+        """Whether it waits for others: by its phase; for a foreign program, which has few phases, also by pending collectives.
 
-        That is a collective that is not done, also one that nobody called from Python, as in DDP's backward.
+        These include collectives that are not called from Python, as in DDP's backward.
         """
         if self.beat is None:
             return False
         return PHASES[phase_named(self.beat.phase)].waits or (self.beat.is_foreign and self.beat.pending > 0)
 
     def to_json(self) -> dict[str, Any]:
-        """For the way to the head."""
+        """A JSON object for the head."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Reads what to_json gave.
+        """Reads the result of to_json.
 
         Raises:
-            KeyError, TypeError, ValueError: if it is no such object.
+            KeyError, TypeError, ValueError: if it is not such an object.
         """
         beat = value["beat"]
         if beat is not None:
@@ -97,13 +97,13 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node, as the head hears it.
+    """A node as seen by the head.
 
     Attributes:
-        node_rank: which.
+        node_rank: of the node.
         host: its name.
-        silent_s: seconds since anything came from it, by the head's clock; 0 for the head's own node.
-        links: connections between ranks of which this node's kernel says that what was sent is not acknowledged: "node 0 (a) → 10.0.0.3:41233: 4
+        silent_s: seconds since its last message, by the head's clock; 0 for the head's own node.
+        links: connections between ranks with unacknowledged data, as reported by this node's kernel: "node 0 (a) → 10.0.0.3:41233: 4
             retransmissions".
     """
 
@@ -135,18 +135,18 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was gathered of one rank after it had been suspected, or had waited for one that was.
+    """Data collected from one rank after it was suspected, or while it waited for a suspected one.
 
     Attributes:
-        rank: which.
-        stack: of its main thread, innermost call first, as "file:line in function"; empty where the process did not answer.
-        how: by what the stack was got: "faulthandler", "py-spy", or why there is none.
-        begun: the last collective that was begun, by the flight recorder; None where it is not known.
-        completed: the number of the last that was completed.
-        recurs: whether one like it has been before.
-        may_step: whether it can still come to where it makes its steps; None where that is not known.
-        rows: the sequences that it works on.
-        note: anything else that a person should read, as a frozen cgroup.
+        rank: of the rank.
+        stack: of its main thread, innermost call first, as "file:line in function"; empty if the process did not respond.
+        how: the source of the stack: "faulthandler", "py-spy", or why there is none.
+        begun: the last collective that began, from the flight recorder; None if unknown.
+        completed: the number of the last completed one.
+        recurs: whether an equal one began before.
+        may_step: whether it can still reach the place where it makes its steps; None if unknown.
+        rows: the sequences that it processes.
+        note: other information for a person, e.g. a frozen cgroup.
     """
 
     rank: int
@@ -160,7 +160,7 @@ class Look:
     may_step: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """For the way to the head."""
+        """A JSON object for the head."""
         begun = self.begun
         return {
             "rank": self.rank,
@@ -178,10 +178,10 @@ class Look:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Reads what to_json gave.
+        """Reads the result of to_json.
 
         Raises:
-            KeyError, TypeError, ValueError: if it is no such object.
+            KeyError, TypeError, ValueError: if it is not such an object.
         """
         begun, completed, may_step = value["begun"], value["completed"], value.get("may_step")
         return cls(
@@ -207,9 +207,9 @@ class Picture:
 
     Attributes:
         places: all ranks of the plan.
-        views: of the ranks that have been heard of.
-        nodes: of a job of several nodes; the head's is among them.
-        looks: of the ranks that were looked at since the last progress.
+        views: of the ranks that have reported.
+        nodes: of a job of several nodes, including the head's.
+        looks: data of the ranks that were inspected since the last progress.
         total_steps: of the plan.
     """
 
@@ -222,14 +222,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """Somebody does not move; the run goes on.
+    """A suspected stall; the run continues.
 
     Attributes:
-        verdict: what it is, as far as is known. It ends nothing.
-        since_s: how long.
-        is_named: whether it is sure enough to be told with cause and rank; before, it is a line that something is looked at.
-        ends_in_s: after how many seconds more without progress the run is ended; None where it is not ended for that.
-        wanted: ranks to be looked at: their stacks and the flight recorder.
+        verdict: the preliminary verdict. It does not stop the run.
+        since_s: seconds without progress.
+        is_named: whether it is certain enough to be reported with cause and rank; before that, only that ranks are inspected is reported.
+        ends_in_s: seconds without progress after which the run is stopped; None if it is not stopped for that.
+        wanted: ranks to inspect: their stacks and flight recorders.
     """
 
     verdict: Verdict
