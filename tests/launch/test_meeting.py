@@ -334,7 +334,7 @@ def test_without_a_head_a_node_says_where_it_called_and_gives_up_in_time(job: Jo
     assert node.wait() == 3
     assert node.verdict.cause == "head_unreachable"
     assert f"127.0.0.1:{job.port}" in node.verdict.summary
-    assert any("calling again" in note for note in node.notes)
+    assert any("retrying" in note for note in node.notes)
 
 
 def test_a_head_that_is_another_machines_address_is_refused(job: Job) -> None:

@@ -273,4 +273,4 @@ def test_who_is_refused_by_a_living_heads_lock_leaves_that_heads_port_alone(fron
     assert second.returncode == 2, said
     assert f"process {os.getpid()} on" in said
     assert listened is not same_job, said
-    assert ("telling the other nodes" in said) is not same_job
+    assert ("reporting this to the other nodes" in said) is not same_job

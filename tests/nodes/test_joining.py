@@ -77,7 +77,7 @@ def first_line(process: "subprocess.Popen[str]") -> str:
 @pytest.mark.fault("a node never comes (--join-timeout 6)")
 def test_a_node_that_never_calls_is_named_early_and_again_at_the_end(trio: Job) -> None:
     early = trio.start(1, json=False)
-    early.wait_for("calling again")  # the head's limit is not one on this front's start
+    early.wait_for("retrying")  # the head's limit is not one on this front's start
     fronts = [trio.start(0, "--join-timeout", "6", json=True), early]
     seen = early.wait_for("node 2 has never connected")
     assert seen - fronts[0].started < 20

@@ -83,7 +83,7 @@ def test_one_command_starts_the_same_program_on_another_node(place: Path) -> Non
     front = typed(place, "--", "torchrun", "--nproc-per-node", "1", "program.py")
     out, err = front.communicate("for the program here", timeout=LIMIT_S)
     assert front.returncode == 0, out + err
-    assert "started over ssh: node 1 on 127.0.0.2" in err
+    assert "started over SSH: node 1 on 127.0.0.2" in err
     assert "world 2 node 0 stdin 'for the program here'" in out
     there = (place / "out" / "logs" / "127.0.0.2-front.log").read_text()
     assert "world 2 node 1 stdin ''" in there  # its own stdin is the lifeline
@@ -116,7 +116,7 @@ def test_a_host_without_an_answer_is_named(place: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", f"{dead}:{os.environ['PATH']}")
     out, err = typed(place, "--", "torchrun", "program.py").communicate(timeout=LIMIT_S)
     assert "[node_missing]" in err, out + err
-    assert "node 1 (127.0.0.2) is not here: ssh could not start it" in err
+    assert "node 1 (127.0.0.2) did not join: ssh could not start it" in err
 
 
 @pytest.mark.parametrize(

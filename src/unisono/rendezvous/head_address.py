@@ -1,4 +1,4 @@
-"""Which address the head has, whether it is this machine's, and how a front that refuses early tells the head so."""
+"""The head's address, whether it belongs to this machine, and how a front that refuses early reports that to the head."""
 
 import contextlib
 import ipaddress
@@ -23,10 +23,10 @@ _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 
 
 def listening_address(party: Party) -> str:
-    """The address of this machine on which the head listens: the one that HOST of --head means here.
+    """The address of this machine on which the head listens: HOST of --head, resolved here.
 
     Raises:
-        Disagreed: dns_failure, hostname_loopback, or head_unreachable where it is another machine's.
+        Disagreed: dns_failure, hostname_loopback, or head_unreachable if the address belongs to a different machine.
     """
     host = party.topology.head_host
     found = _addresses(party)
@@ -34,21 +34,21 @@ def listening_address(party: Party) -> str:
     if not ours:
         raise _refused(
             "head_unreachable",
-            f"{party.label} is the head, and --head {host} means {', '.join(found)}, which no interface of this machine has",
+            f"{party.label} is the head, but --head {host} resolves to {', '.join(found)}, which is not an address of this machine",
             party,
             found,
-            "start node 0 on that machine, or give --head an address of this one (`ip -br addr`) on every node",
+            "start node 0 on that machine, or set --head to an address of this machine (`ip -br addr`) on every node",
         )
     _refuse_loopback_name(party, ours)
     return next((address for address in ours if not is_loopback(address)), ours[0])
 
 
 def refuse_unusable_head(party: Party) -> None:
-    """For the other nodes, before they call.
+    """Checks the head's name on the other nodes, before they connect.
 
     Raises:
-        Disagreed: hostname_loopback, where the head's name leads back to this machine. A name without an address is
-            left to the channel, which asks again until the time is over.
+        Disagreed: hostname_loopback, if the head's name resolves to this machine's loopback. A name without an
+            address is left to the channel, which retries until the timeout.
     """
     found = party.network.resolve(party.topology.head_host)
     if found:
@@ -56,7 +56,7 @@ def refuse_unusable_head(party: Party) -> None:
 
 
 def is_own_address(address: str) -> bool:
-    """Whether an interface of this machine has the address: a socket can be bound to it."""
+    """Whether the address belongs to an interface of this machine: a socket can be bound to it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -69,7 +69,7 @@ def is_own_address(address: str) -> bool:
 def is_this_machine(host: str, network: NetworkProbe) -> bool:
     """Whether an entry of --hosts (`name`, `user@name`, address) is this machine.
 
-    127.0.0.2 and its like count as others: they are how several nodes are tried on one machine.
+    127.0.0.2 and similar addresses count as other machines: tests run several nodes on one machine that way.
     """
     name = host.rpartition("@")[2]
     if name in (*_LOOPBACK_NAMES, "127.0.0.1", "::1", socket.gethostname()):
@@ -78,7 +78,7 @@ def is_this_machine(host: str, network: NetworkProbe) -> bool:
 
 
 def address_towards(host: str, network: NetworkProbe) -> str:
-    """This machine's address on the way to `host`; empty where there is none. Nothing is sent."""
+    """This machine's source address towards `host`; empty if there is no route. Nothing is sent."""
     for address in network.resolve(host.rpartition("@")[2]):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
@@ -96,25 +96,25 @@ def _addresses(party: Party) -> list[str]:
     if not found:
         raise _refused(
             "dns_failure",
-            f"{party.label} is the head, and its name `{host}` has no address here",
+            f"{party.label} is the head, but its name `{host}` does not resolve here",
             party,
             [],
-            f"give an IP address on every node: --head IP:{party.topology.head_port}",
+            f"use an IP address on every node: --head IP:{party.topology.head_port}",
         )
     return found
 
 
 def _refuse_loopback_name(party: Party, found: Sequence[str]) -> None:
-    """A literal 127.0.0.1 or `localhost` is meant so: several nodes on one machine."""
+    """Refuses a host name that resolves to loopback. A literal 127.0.0.1 or `localhost` is intended: several nodes on one machine."""
     host = party.topology.head_host
     if host in _LOOPBACK_NAMES or _is_literal(host) or not all(is_loopback(address) for address in found):
         return
     raise _refused(
         "hostname_loopback",
-        f"{party.label} takes the head's name `{host}` for {', '.join(found)}, which leads back to itself",
+        f"{party.label} resolves the head's name `{host}` to {', '.join(found)}, its own loopback address",
         party,
         found,
-        f"mend the line of {host} in /etc/hosts, or give an IP address on every node: "
+        f"fix the line of {host} in /etc/hosts, or use an IP address on every node: "
         f"--head IP:{party.topology.head_port}",
     )
 
@@ -153,9 +153,9 @@ _ACKNOWLEDGE_S = 1.0
 
 @contextlib.contextmanager
 def refusals_reported(party: Party) -> Iterator[None]:
-    """Around what a front checks before the meeting: an error for people is told to the other nodes, and raised again.
+    """Wraps a front's checks before the meeting: a UnisonoError is reported to the other nodes and raised again.
 
-    This front keeps its own exit code (mostly 2); the others end with 3 and with `node R (HOST) refused: …`.
+    This front keeps its own exit code (usually 2); the others exit with 3 and `node R (HOST) refused: …`.
     """
     try:
         yield
@@ -165,8 +165,8 @@ def refusals_reported(party: Party) -> Iterator[None]:
 
 
 def report_refusal(party: Party, error: UnisonoError) -> None:
-    """Tells the head, or on the head everybody who calls within a few seconds. Never raises: the error itself matters more."""
-    if party.topology.nodes == 1 or party.topology.hosts:  # those of --hosts have not been started
+    """Reports an error to the head, or on the head to every node that connects within a few seconds. Never raises: the error itself matters more."""
+    if party.topology.nodes == 1 or party.topology.hosts:  # the fronts of --hosts are not started yet
         return
     if isinstance(error, LockTaken) and _is_same_job(party, error.holder):
         return
@@ -180,7 +180,7 @@ def report_refusal(party: Party, error: UnisonoError) -> None:
 
 
 def _is_same_job(party: Party, holder: Holder | None) -> bool:
-    """Whether the job lives already, and this is its command typed again: then port and nodes are that head's."""
+    """Whether the lock's holder is the head of this very job, whose command was run a second time: port and nodes are that head's."""
     topology = party.topology
     return (
         topology.is_head
@@ -191,15 +191,19 @@ def _is_same_job(party: Party, holder: Holder | None) -> bool:
 
 
 def answer_callers(party: Party, verdict: Verdict) -> None:
-    """Opens the head's port, says the verdict as the last word to all who call, and closes when all have heard it or time is over.
+    """Opens the head's port, sends the verdict as the last message to every caller, and closes once all nodes have it or the time is over.
 
-    Where the head's name leads to no address that others could reach, it listens on every address of this machine, briefly.
+    If the head's name has no address that others could reach, it listens briefly on every address of this machine.
 
     Raises:
-        UnisonoError: if the port cannot be had at all.
+        UnisonoError: if the port cannot be opened at all.
     """
     party.show(
-        {"kind": "note", "time": time.time(), "text": f"telling the other nodes (at most {_LISTEN_S:.0f} s)"}
+        {
+            "kind": "note",
+            "time": time.time(),
+            "text": f"reporting this to the other nodes (at most {_LISTEN_S:.0f} s)",
+        }
     )
     servers = _open_servers(party)
     message = meeting_end.end_message([verdict])
@@ -246,7 +250,7 @@ def _open_servers(party: Party) -> list[HeadServer]:
 
 
 def _all_addresses(party: Party) -> list[str]:
-    """Of this machine, on which another one could call."""
+    """The addresses of this machine that other machines could reach."""
     found = [
         address
         for interface in party.network.interfaces()
@@ -269,4 +273,4 @@ def _call_the_head(party: Party, error: UnisonoError) -> None:
     try:
         link.send({"kind": "refused", **meeting_end.refusal_of(error)})
     finally:
-        link.close()  # it waits until the head has heard all
+        link.close()  # waits until the head has received everything

@@ -1,4 +1,4 @@
-"""Node 0's side of the meeting: it waits for the others, compares, tries the network, and tells everybody what came of it."""
+"""Node 0's side of the meeting: waits for the other nodes, compares them, tests the network, and sends everybody the outcome."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -43,28 +43,28 @@ def hold_meeting(
     tries_collective: bool = True,
     trial: Callable[[Meeting], None] | None = None,
 ) -> Meeting:
-    """Brings all nodes together, up to the point where each could prepare its data. Called by node 0's front.
+    """The meeting of all nodes, agreed, so that each can prepare its data. Called by node 0's front.
 
-    Use what it gives as a context manager: whatever leaves it is told to all nodes.
+    Use the result as a context manager: an exception that leaves it is reported to all nodes.
 
     Args:
         party: this node.
-        make_report: makes its report, in a thread of its own.
-        welcome: for everybody who comes in; `nonce_file` is the name of the file that `facts.storage.leave_nonce` gave.
-        run_nonce: of this start; made where it is empty.
+        make_report: makes its report, in a background thread.
+        welcome: sent to every node that joins; `nonce_file` is the name of the file from `facts.storage.leave_nonce`.
+        run_nonce: of this start; generated if empty.
         epoch: which attempt of the run this is.
-        record: told what is known of the nodes after each judgement, also of the one that ends the meeting.
-        start_others: with --hosts: starts the other fronts, which call the address that it is given (`ssh.start_others`).
-        compare: judges the reports.
-        tries_collective: whether one process of each node takes part in a collective; the nodes must be told the same.
-        trial: of the network, in the place of dials and collective; the nodes must have their part of it.
+        record: called with the reports and the agreement after each comparison, including the one that ends the meeting.
+        start_others: with --hosts: starts the other fronts, which connect to the given address (`ssh.start_others`).
+        compare: compares the reports.
+        tries_collective: whether one process of each node takes part in a collective; all nodes must pass the same value.
+        trial: a network test that replaces dials and collective; the members must run their part of it.
 
     Raises:
-        Disagreed: with the verdict that all nodes have been told.
+        Disagreed: with the verdict that was sent to all nodes.
     """
     try:
         meeting = Meeting(party, welcome=welcome, run_nonce=run_nonce, epoch=epoch, record=record)
-    except Disagreed as error:  # the others call an address that this machine could still answer on
+    except Disagreed as error:  # the others connect to an address on which this machine can still answer
         if error.verdict is not None and error.verdict.cause == "hostname_loopback":
             report_refusal(party, error)
         raise
@@ -76,7 +76,7 @@ def hold_meeting(
             if len(meeting.reports) > 1:
                 _run_trial(meeting, trial, tries_collective=tries_collective)
         meeting.broadcast({"kind": "agreed"})
-    except BaseException as error:  # told to all nodes, and raised again
+    except BaseException as error:  # reported to all nodes, and raised again
         meeting.__exit__(type(error), error, error.__traceback__)
         raise
     return meeting
@@ -92,10 +92,10 @@ def _run_trial(meeting: Meeting, trial: Callable[[Meeting], None] | None, *, tri
 
 
 def try_network(meeting: Meeting) -> None:
-    """Every node dials the others, and one process on each takes part in a small collective.
+    """Every node connects to the others, and one process on each takes part in a small collective.
 
     Raises:
-        Disagreed: if that shows something that forbids the start.
+        Disagreed: if a result is fatal.
     """
     present = [report.node_rank for report in meeting.reports]
     with collective_task(meeting.reports[0], present, meeting.party.programs) as task:
@@ -104,13 +104,13 @@ def try_network(meeting: Meeting) -> None:
 
 
 def _start_others(meeting: Meeting, start: Callable[[tuple[str, int]], SshFronts] | None) -> SshFronts | None:
-    """Starts the other fronts; they are ended with the meeting."""
+    """Starts the other fronts; they end with the meeting."""
     if start is None:
         return None
     others = start(meeting.server.address)
     meeting.on_close.append(others.close)
     meeting.note(
-        "started over ssh: " + ", ".join(f"node {one.node_rank} on {one.host}" for one in others.fronts)
+        "started over SSH: " + ", ".join(f"node {one.node_rank} on {one.host}" for one in others.fronts)
     )
     return others
 
@@ -118,16 +118,16 @@ def _start_others(meeting: Meeting, start: Callable[[tuple[str, int]], SshFronts
 def _wait_for_nodes(
     meeting: Meeting, make_report: MakeReport, probe_ports: list[int], others: SshFronts | None
 ) -> None:
-    """Waits until all nodes are here and have reported, this one included.
+    """Waits until all nodes have joined and reported, this one included.
 
     Args:
-        meeting: that has just begun.
+        meeting: just opened.
         make_report: makes this node's report.
-        probe_ports: at which this node answers the dial matrix.
+        probe_ports: on which this node answers the dial matrix.
         others: the fronts that this node has started.
 
     Raises:
-        Disagreed: if some never come, one refuses, or one has another token.
+        Disagreed: if nodes are missing, one refuses, or one has a different token.
     """
     standing = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, probe_ports)
     own = BackgroundWork(lambda show: make_report(standing, show))
@@ -147,7 +147,7 @@ def _wait_for_nodes(
 
 
 def _handle_absent_nodes(meeting: Meeting, waited_s: float, others: SshFronts | None) -> None:
-    """Ends the meeting where a node will not come any more, or has not come in time."""
+    """Refuses, or leaves nodes out, if a node cannot join any more or has not joined in time."""
     roll, topology = meeting.roll, meeting.party.topology
     missing = roll.missing
     failures = others.failures() if others and missing else {}
@@ -156,7 +156,7 @@ def _handle_absent_nodes(meeting: Meeting, waited_s: float, others: SshFronts | 
         meeting.refuse(list(lost.values()))
     for rank, verdict in lost.items():
         meeting.leave_out(rank, _LEFT_OUT)
-        meeting.note(f"the job does without node {rank}: {verdict.summary}", everywhere=True)
+        meeting.note(f"the job runs without node {rank}: {verdict.summary}", everywhere=True)
     missing = roll.missing
     if not missing or waited_s <= meeting.party.join_timeout_s:
         return
@@ -181,19 +181,19 @@ def _handle_absent_nodes(meeting: Meeting, waited_s: float, others: SshFronts | 
 # earlier round follows.
 
 _ANSWER_S = 20.0
-"""For a report: most of it is storage, which has five seconds of its own, and as many for the caches of a network file system."""
+"""For a report. Most of it is the storage check, with 5 s of its own and 5 s for the caches of a network file system."""
 
 
 def rejoin_at_head(
     meeting: Meeting, make_report: MakeRestartReport, question: RestartQuestion, *, round_: int
 ) -> Agreement:
-    """One round, at the head; gives what was found, nothing of which is fatal.
+    """The agreement of one round before a restart, at the head; nothing in it is fatal.
 
     Args:
         meeting: with the nodes that take part; their ranks have ended.
-        make_report: makes this node's.
-        question: for all nodes.
-        round_: a number that was not used before in this job.
+        make_report: makes this node's report.
+        question: sent to all nodes.
+        round_: a number not used before in this job.
 
     Raises:
         Disagreed, Objection: as `Meeting.refuse`.
@@ -204,9 +204,9 @@ def rejoin_at_head(
         standing = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, listener.ports)
         own = meeting.run_in_background(lambda _show: make_report(standing, question))
         answers = meeting.gather(
-            restart_report_kind(round_), timeout_s=_ANSWER_S, what="its account before the restart"
+            restart_report_kind(round_), timeout_s=_ANSWER_S, what="its report before the restart"
         )
-        meeting.forget("reached")  # of a round before
+        meeting.forget("reached")  # of an earlier round
         meeting.roll.reports = {0: own}
         for node_rank, message in sorted(answers.items()):
             verdict = meeting.roll.record_report(node_rank, message.get("report"))
@@ -221,10 +221,10 @@ def rejoin_at_head(
 
 
 def _refuse_lost_nodes(meeting: Meeting) -> None:
-    """A node may have left after its ranks had ended, when nobody listened for that."""
-    here = meeting.server.here()
-    gone = [rank for rank in meeting.roll.others if rank not in here]
+    """Refuses if a node left after its ranks had ended, while nobody was listening."""
+    connected = meeting.server.here()
+    gone = [rank for rank in meeting.roll.others if rank not in connected]
     if gone:
-        why = "its connection is over"
+        why = "its connection is closed"
         lost = [node_left(rank, meeting.roll.hosts[rank], why, moment="the restart") for rank in gone]
         meeting.refuse(lost, nodes=gone)

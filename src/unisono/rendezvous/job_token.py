@@ -1,4 +1,4 @@
-"""The job's shared secret: where it comes from, and what is refused. It never enters a command line, a log or a plan."""
+"""The job's shared secret: its sources, and which tokens are refused. It is never part of a command line, a log or a plan."""
 
 import os
 import signal
@@ -20,19 +20,19 @@ LARGEST_BYTES = 4_096
 HOW_TO_MAKE_ONE = (
     '(umask 077; python3 -c "import secrets; print(secrets.token_urlsafe(32))" > ~/.unisono-token)'
 )
-"""A line that can be pasted; the file is then copied to the other nodes, for example with scp."""
+"""A command that can be pasted; the file is then copied to the other nodes, e.g. with scp."""
 
 _FROM_STDIN = "-"
 
 
 @dataclass(frozen=True)
 class Token:
-    """A secret that all nodes of a job share.
+    """The secret that all nodes of a job share.
 
     Attributes:
         secret: the bytes; not in its repr, so that no log or traceback shows them.
-        origin: where it came from, for people.
-        from_stdin: the rest of stdin is the lifeline of who started this front; `watch_lifeline` holds on to it.
+        origin: its source, for messages.
+        from_stdin: the rest of stdin is the lifeline to whoever started this front; see `watch_lifeline`.
     """
 
     secret: bytes = field(repr=False)
@@ -47,16 +47,16 @@ def read_token(
     nodes: int,
     stdin: BinaryIO | None = None,
 ) -> Token | None:
-    """The token, or None for one node, which listens to nobody.
+    """The token, or None for a single node, which opens no port.
 
     Args:
         token_file: `--token-file`; `-`: the first line of stdin.
-        from_environment: UNISONO_TOKEN, which is already out of the environment (`facts.environment.take_token`).
+        from_environment: UNISONO_TOKEN, already removed from the environment (`facts.environment.take_token`).
         nodes: of the job.
         stdin: in place of this process's.
 
     Raises:
-        UsageError: if there is none, it is too short, or others may read the file.
+        UsageError: if there is none, its length is wrong, or other users may read the file.
     """
     if token_file == _FROM_STDIN:
         return _from_stdin(stdin or sys.stdin.buffer)
@@ -68,33 +68,33 @@ def read_token(
     if from_environment:
         return Token(_checked(from_environment.encode(), "UNISONO_TOKEN"), "UNISONO_TOKEN")
     raise UsageError.of(
-        f"{nodes} nodes need a secret that they share, and this one has none",
+        f"{nodes} nodes need a shared token, and this node has none",
         where="--token-file, UNISONO_TOKEN",
-        why="with it they prove to each other that they belong to this job",
-        fix=f"{HOW_TO_MAKE_ONE}; copy the file to every node, and add to the command there: --token-file ~/.unisono-token",
+        why="the nodes authenticate each other with it",
+        fix=f"{HOW_TO_MAKE_ONE}; copy the file to every node, and add to the command: --token-file ~/.unisono-token",
     )
 
 
 def make_token() -> Token:
-    """A new one, for a job whose nodes this front starts itself."""
+    """A new token, for a job whose nodes this front starts itself."""
     return Token(new_token().encode(), "made for this start")
 
 
 def watch_lifeline(on_close: Callable[[], None] | None = None, *, stdin: BinaryIO | None = None) -> None:
-    """Calls `on_close` when stdin ends: whoever started this front over ssh is gone, so the run ends, too.
+    """Calls `on_close` when stdin closes: whoever started this front is gone, so the run ends, too.
 
     Args:
-        on_close: called from another thread; without one, this process gets SIGTERM, as from a scheduler.
+        on_close: called from a different thread; without one, this process gets SIGTERM, as from a scheduler.
         stdin: in place of this process's.
     """
     source = stdin or sys.stdin.buffer
 
     def watch() -> None:
         try:
-            # Not through the buffer, whose lock this thread would hold for ever: Python aborts at its end where it cannot get it.
-            while os.read(source.fileno(), LARGEST_BYTES):  # what comes is nobody's business
+            # Not through the buffer: this thread would hold its lock forever, and Python aborts at exit if it cannot take that lock.
+            while os.read(source.fileno(), LARGEST_BYTES):  # the content is ignored
                 continue
-        except (OSError, ValueError):  # closed under our hands: the same
+        except (OSError, ValueError):  # closed in this process: the same
             pass
         (on_close or _terminate)()
 
@@ -116,7 +116,7 @@ def _read_private(path: Path) -> bytes:
         with open_given(path) as file:
             mode = os.fstat(
                 file.fileno()
-            ).st_mode  # of what is open, so that nobody can exchange it in between
+            ).st_mode  # of the open file, so that it cannot be exchanged in between
             line = b"" if mode & 0o077 else file.readline(LARGEST_BYTES + 2)
     except OSError as error:
         raise UsageError.of(
@@ -127,9 +127,9 @@ def _read_private(path: Path) -> bytes:
         ) from error
     if mode & 0o077:
         raise UsageError.of(
-            f"the token file {path} may be read or changed by others",
+            f"the token file {path} can be read or changed by other users",
             where="--token-file",
-            why=f"its mode is {stat.S_IMODE(mode):04o}; who has the token can command this job",
+            why=f"its mode is {stat.S_IMODE(mode):04o}; whoever has the token controls this job",
             fix=f"chmod 600 {path}",
         )
     return line
@@ -143,6 +143,6 @@ def _checked(line: bytes, source: str) -> bytes:
     raise UsageError.of(
         f"the token in {one_line(source)} is {what}",
         where=one_line(source),
-        why=f"a token has {SMALLEST_BYTES} to {LARGEST_BYTES} bytes, so that nobody guesses it",
+        why=f"a token needs {SMALLEST_BYTES} to {LARGEST_BYTES} bytes, so that it cannot be guessed",
         fix=HOW_TO_MAKE_ONE,
     )

@@ -1,4 +1,4 @@
-"""The nodes of a job, as the head has them together: what they say, what is told to them, and how it ends."""
+"""The meeting at the head: the connected nodes, their messages, what is sent to them, and how the meeting ends."""
 
 import contextlib
 import secrets
@@ -26,7 +26,7 @@ from unisono.supervise.postmortem import node_refused
 
 Result = TypeVar("Result")
 RecordAgreement = Callable[[Sequence[NodeReport], Agreement], None]
-"""Told what is known of the nodes after each judgement, also of the one that ends the meeting; for agreement.json."""
+"""Called with the reports and the agreement after each comparison, including the one that ends the meeting; for agreement.json."""
 
 _POLL_S = 0.2
 _BUSY_POLL_S = 0.02
@@ -35,11 +35,11 @@ _ACKNOWLEDGE_S = 3.0
 
 
 class Objection(Exception):  # noqa: N818 - named for what happened
-    """Something forbids to go on with all of these nodes; raised in place of the end of the job by `Meeting.tentatively`.
+    """The job cannot continue with all of these nodes; raised instead of ending the job inside `Meeting.tentatively`.
 
     Attributes:
-        verdicts: what would be said to all nodes.
-        nodes: the numbers of those that it is about; empty: of none in particular.
+        verdicts: what would be sent to all nodes.
+        nodes: the ranks of the nodes it is about; empty: no particular node.
     """
 
     def __init__(self, verdicts: Sequence[Verdict], nodes: Sequence[int]) -> None:
@@ -49,17 +49,17 @@ class Objection(Exception):  # noqa: N818 - named for what happened
 
 
 class Meeting:
-    """The nodes of a job, as the head has them together. As a context manager it tells every node how it ended.
+    """The nodes of a job, connected to the head. As a context manager it sends every node the outcome.
 
-    An error that leaves it is told to all nodes and becomes Disagreed (exit code 3) here, too, unless `end` has been said.
-    A signal that stops one node stops all of them: Stopped leaves it everywhere.
-    Until `close_joining` is called, nodes may leave and come again.
+    An error that leaves it is sent to all nodes and becomes Disagreed (exit code 3) here as well, unless `end` was called before.
+    A signal that stops one node stops all of them: Stopped is raised on every node.
+    Until `close_joining` is called, nodes may leave and join again.
 
     Attributes:
         party: this node.
-        server: the connections; from the start of the ranks on they are the caller's to read (`server.receive`).
+        server: the connections; once the ranks start, the caller reads them (`server.receive`).
         run_nonce: of this start.
-        roll: who is here, with all reports.
+        roll: which nodes have joined, with their reports.
         agreement: checks and verdicts so far, for agreement.json.
         began: when the port was opened, in monotonic seconds.
         on_close: called once the channel is closed.
@@ -78,8 +78,8 @@ class Meeting:
 
         Args:
             party: this node.
-            welcome: for everybody who comes in, beside `head_host`.
-            run_nonce: of this start; made where it is empty.
+            welcome: sent to every node that joins, beside `head_host`.
+            run_nonce: of this start; generated if empty.
             epoch: which attempt of the run this is.
             record: see RecordAgreement.
 
@@ -90,9 +90,9 @@ class Meeting:
         self.run_nonce = run_nonce or secrets.token_hex(16)
         self.agreement = Agreement()
         self.roll = RollCall(party.topology.nodes)
-        self.began = self._last_news = time.monotonic()
+        self.began = self._last_change = time.monotonic()
         self._joining = True
-        self._settled = False
+        self._ended = False
         self._tentative = False
         self.on_close: list[Callable[[], None]] = []
         self._inbox: dict[str, dict[int, Message]] = {}
@@ -115,19 +115,19 @@ class Meeting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or self._settled:
+        if error is None or self._ended:
             self.close()
         else:
             self.fail(error)
 
     @property
     def is_over(self) -> bool:
-        """Whether the last word has been said."""
-        return self._settled
+        """Whether the outcome has been sent."""
+        return self._ended
 
     @property
     def reports(self) -> list[NodeReport]:
-        """Of all nodes that take part, by node rank."""
+        """The reports of all nodes that take part, by node rank."""
         return [self.roll.reports[rank] for rank in sorted(self.roll.reports)]
 
     def broadcast(self, message: Message) -> None:
@@ -135,20 +135,20 @@ class Meeting:
         self.server.tell_all(message)
 
     def note(self, text: str, *, everywhere: bool = False) -> None:
-        """A line for people, here or on all nodes."""
+        """Shows a note here, or on all nodes."""
         self.party.show({"kind": "note", "time": time.time(), "text": text})
         if everywhere:
             self.broadcast({"kind": "note", "text": text})
 
     def run_in_background(self, work: Callable[[Show], Result], *, everywhere: bool = False) -> Result:
-        """Does something that takes long (a task, digests) and listens to the nodes meanwhile; gives what came of it.
+        """The result of long work (a task, digests), done in a thread while this front listens to the nodes.
 
         Args:
-            work: it shows what it does.
-            everywhere: whether the other nodes, which wait for it, are told its notes and warnings, too.
+            work: called with a function that shows messages.
+            everywhere: whether its notes and warnings are shown on the waiting nodes, too.
 
         Raises:
-            Disagreed: if a node refuses or is lost meanwhile.
+            Disagreed: if a node refuses or is lost in the meantime.
         """
         work_thread = BackgroundWork(work)
         while not work_thread.done:
@@ -163,7 +163,7 @@ class Meeting:
         Args:
             kind: of message.
             timeout_s: from now.
-            what: it is, for people.
+            what: a description of it, for messages.
 
         Raises:
             Disagreed: if a node refuses, is lost, or is silent for too long.
@@ -173,7 +173,7 @@ class Meeting:
         while not wanted <= set(self._inbox.get(kind, {})):
             if time.monotonic() > limit:
                 late = sorted(wanted - set(self._inbox.get(kind, {})))
-                why = f"nothing came within {timeout_s:.0f} s: {what or kind}"
+                why = f"no answer within {timeout_s:.0f} s: {what or kind}"
                 gone = [self._left_verdict(rank, self.roll.hosts.get(rank, "?"), why) for rank in late]
                 after = {"named_after_s": round(timeout_s, 3)}
                 self.refuse([verdict.model_copy(update=after) for verdict in gone], nodes=late)
@@ -181,10 +181,10 @@ class Meeting:
         return self._inbox.pop(kind, {})  # the head may be the only one left
 
     def judge(self, agreement: Agreement) -> None:
-        """Adds what was found. Warnings are said on every node.
+        """Adds an agreement. Its warnings are shown on every node.
 
         Raises:
-            Disagreed: if something of it forbids the start.
+            Disagreed: if a verdict in it is fatal.
         """
         self.agreement = self.agreement.merged(agreement)
         self._record_agreement()
@@ -195,7 +195,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def tentatively(self) -> Iterator[None]:
-        """While it is entered, what forbids to go on raises Objection and ends nothing: perhaps fewer nodes can go on."""
+        """Inside this context a fatal verdict raises Objection instead of ending the job: fewer nodes may be able to continue."""
         self._tentative = True
         try:
             yield
@@ -203,14 +203,14 @@ class Meeting:
             self._tentative = False
 
     def leave_out(self, node_rank: int, why: str) -> None:
-        """The job does without a node from now on; it is not let in again. `why` goes on from `node R (HOST) `."""
+        """Continues without a node, which cannot join again. `why` completes the sentence `node R (HOST) …`."""
         self.roll.leave_out(node_rank)
         self.server.leave_out(node_rank, why)
         for answers in self._inbox.values():
             answers.pop(node_rank, None)
 
     def forget(self, kind: str) -> None:
-        """What has come of a kind does not count any more."""
+        """Drops the messages of a kind that have arrived so far."""
         self._inbox.pop(kind, None)
 
     def refuse(
@@ -220,41 +220,41 @@ class Meeting:
         exit_code: int = Disagreed.exit_code,
         nodes: Sequence[int] | None = None,
     ) -> NoReturn:
-        """Tells all nodes why nothing is started, those that come late included, and raises the same here.
+        """Sends all nodes, including late ones, the reason why nothing starts, and raises it here.
 
         Args:
             verdicts: the decisive one first.
             exit_code: of all nodes.
-            nodes: which it is about; None: those on the hosts that the verdicts name.
+            nodes: the nodes it is about; None: those on the hosts in the verdicts.
 
         Raises:
-            Disagreed: always, but `tentatively`.
-            Objection: then.
+            Disagreed: always, except inside `tentatively`.
+            Objection: inside `tentatively`.
         """
         if self._tentative:
             raise Objection(verdicts, self._nodes_of(verdicts) if nodes is None else nodes)
-        after_s = time.monotonic() - self._last_news  # from the last arrival, or from what ended it
-        said = [
+        after_s = time.monotonic() - self._last_change  # from the last arrival, or from what ended it
+        timed = [
             verdict
             if verdict.named_after_s is not None
             else verdict.model_copy(update={"named_after_s": round(after_s, 3)})
             for verdict in verdicts
         ]
         known = {verdict.summary for verdict in self.agreement.verdicts}
-        new = [verdict for verdict in said if verdict.summary not in known]
+        new = [verdict for verdict in timed if verdict.summary not in known]
         self.agreement = self.agreement.merged(*(Agreement.found("joining", verdict) for verdict in new))
         self._record_agreement()
-        meeting_end.show_verdicts(self.party.show, said[0], [verdict.summary for verdict in said[1:]])
-        self.end(end_message(said, exit_code=exit_code))
-        error = disagreement(said)
+        meeting_end.show_verdicts(self.party.show, timed[0], [verdict.summary for verdict in timed[1:]])
+        self.end(end_message(timed, exit_code=exit_code))
+        error = disagreement(timed)
         error.said = True
         raise error
 
     def fail(self, error: BaseException) -> None:
-        """Tells all nodes of an error here, and ends the meeting.
+        """Sends all nodes an error of this node, and ends the meeting.
 
         Raises:
-            Disagreed: in place of an error with words of its own, so that all nodes end alike.
+            Disagreed: in place of a UnisonoError, so that all nodes end with the same verdict.
         """
         host = self.party.host
         if isinstance(error, Stopped):
@@ -269,11 +269,11 @@ class Meeting:
             raise disagreement([verdict]) from error
 
     def end(self, message: Message) -> None:
-        """Says the last word (`ended`), waits a bounded time until all who are here have it, and closes.
+        """Sends the last message (`ended`), waits a bounded time until all joined nodes have it, and closes.
 
-        Nodes that never came get a few seconds to call and hear it.
+        Missing nodes get a few seconds to connect and receive it.
         """
-        self._settled = True
+        self._ended = True
         self.server.settle(message)
         absent = set(self.roll.missing)
         limit = time.monotonic() + _LINGER_S
@@ -284,27 +284,27 @@ class Meeting:
         self.close()
 
     def close(self) -> None:
-        """Hangs up, once all who are here have had a bounded time to hear the last word."""
-        self.server.close(patience_s=_ACKNOWLEDGE_S if self._settled else 0.0)
+        """Closes the connections, once all joined nodes have had a bounded time to receive the last message."""
+        self.server.close(patience_s=_ACKNOWLEDGE_S if self._ended else 0.0)
         for clean_up in self.on_close:
             clean_up()
         self.on_close = []
 
     def listen(self, timeout_s: float) -> None:
-        """Hears what the nodes say, after waiting for the first word at most `timeout_s`.
+        """Handles the nodes' messages, after waiting at most `timeout_s` for the first one.
 
         Raises:
-            Disagreed: if one refuses, is lost, or proves to be another job's.
+            Disagreed: if a node refuses, is lost, or belongs to a different job.
         """
         for event in self.server.receive(timeout_s):
-            self._take(event)
+            self._handle_event(event)
 
     def close_joining(self) -> None:
-        """Says that all are here: from now on nobody may leave."""
+        """Marks all nodes as present: from now on a node that leaves ends the meeting."""
         self._joining = False
 
     def _nodes_of(self, verdicts: Sequence[Verdict]) -> list[int]:
-        """The nodes on the hosts that verdicts name; none where a host has several, since then it is not sure."""
+        """The nodes on the hosts in the verdicts; empty if a host runs several nodes, since then they are ambiguous."""
         named = {host for verdict in verdicts for host in verdict.hosts}
         found = [rank for rank, host in self.roll.hosts.items() if plain_host(host) in named]
         return found if len(found) == len(named) else []
@@ -313,11 +313,11 @@ class Meeting:
         if self._record is not None:
             self._record(self.reports, self.agreement)
 
-    def _take(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         if not isinstance(event, NodeMessage) or event.message.get("kind") in ("refused", "stop"):
-            # The last arrival counts, not the last report: files may be large. Of a node that fell silent, its last sign of life.
+            # Counted from the last join or leave, not from the last report: files may be large. For a silent node, from its last sign of life.
             silent_s = event.silent_s if isinstance(event, Left) else 0.0
-            self._last_news = time.monotonic() - silent_s
+            self._last_change = time.monotonic() - silent_s
         match event:
             case Joined():
                 self.roll.record_joined(event)
@@ -328,7 +328,7 @@ class Meeting:
             case NodeMessage():
                 self._handle_message(event.node_rank, event.message)
             case FileReceived():
-                pass  # before there are ranks nothing is sent
+                pass  # no files are sent before there are ranks
 
     def _handle_left(self, event: Left) -> None:
         if event.node_rank in self.roll.left_out:
@@ -386,7 +386,7 @@ class Meeting:
         self.broadcast(message)
 
     def show_output(self, work_thread: BackgroundWork[Any], *, everywhere: bool = False) -> None:
-        """Shows what some work has shown, here or on all nodes."""
+        """Shows the messages of background work, here or on all nodes."""
         for message in work_thread.shown():
             self.party.show(message)
             if everywhere and message["kind"] in ("note", "warning"):

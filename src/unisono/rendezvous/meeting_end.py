@@ -1,4 +1,4 @@
-"""The words for what ends a meeting: the same on every node."""
+"""The verdicts and messages that end a meeting: the same on every node."""
 
 import signal
 import time
@@ -17,19 +17,19 @@ _MOST_PROBLEMS = 8
 
 
 def disagreement(verdicts: Sequence[Verdict]) -> Disagreed:
-    """The error that a front ends with: exit code 3, the first verdict, and a problem for each."""
+    """The error with which a front ends: exit code 3, the first verdict, and a problem for each verdict."""
     return Disagreed(*(_as_problem(verdict) for verdict in verdicts), verdict=verdicts[0])
 
 
 def show_verdicts(show: Callable[[Message], None], verdict: Verdict, others: Sequence[str]) -> None:
-    """Shows why nothing is started: the decisive verdict whole, of the others a line each."""
+    """Shows why nothing starts: the decisive verdict in full, one line for each of the others."""
     show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
     for summary in others:
         show({"kind": "note", "time": time.time(), "text": f"also: {summary}"})
 
 
 def end_message(verdicts: Sequence[Verdict], *, exit_code: int = Disagreed.exit_code) -> dict[str, Any]:
-    """The message `ended` for a job of which nothing was trained."""
+    """The message `ended` for a job that trained nothing."""
     return {
         "kind": "ended",
         "exit_code": exit_code,
@@ -39,7 +39,7 @@ def end_message(verdicts: Sequence[Verdict], *, exit_code: int = Disagreed.exit_
 
 
 def stop_message(stopped: Stopped) -> dict[str, Any]:
-    """The message `ended` for a job that somebody stopped before there were ranks: no verdict, for nothing is wrong."""
+    """The message `ended` for a job that was stopped before ranks started: without a verdict, since nothing failed."""
     return {
         "kind": "ended",
         "exit_code": exit_code_of(stopped.number),
@@ -50,69 +50,73 @@ def stop_message(stopped: Stopped) -> dict[str, Any]:
 
 
 def stop_of_message(message: dict[str, Any]) -> Stopped | None:
-    """The signal that an `ended` message tells of, if that is what ended the job."""
-    told = message.get("stopped")
-    return parse_stop(told.get("signal"), str(told.get("where", ""))) if isinstance(told, dict) else None
+    """The signal in an `ended` message, if a signal ended the job."""
+    stopped = message.get("stopped")
+    return (
+        parse_stop(stopped.get("signal"), str(stopped.get("where", "")))
+        if isinstance(stopped, dict)
+        else None
+    )
 
 
 def parse_stop(name: Any, where: str) -> Stopped:
-    """A signal by its name, as another node tells it; one that is not known here is taken for SIGTERM."""
+    """The signal with a name that a different node sent; an unknown name counts as SIGTERM."""
     known = signal.Signals.__members__.get(str(name), signal.SIGTERM)
     return Stopped(known, one_line(where, limit=200))
 
 
 def node_left(node_rank: int, host: str, why: str, *, moment: str = "the start") -> Verdict:
-    """A node was here and is gone, before there were ranks; or, where the moment is the restart, before there were new ones."""
+    """The verdict on a node that left before the ranks started, or before they were restarted."""
     return lost_node(node_rank, host, why, silent=why.startswith("silent"), moment=moment)
 
 
 def bad_report(node_rank: int, host: str, why: str) -> Verdict:
-    """What a node reported cannot be read: it runs other code."""
+    """The verdict on a node whose report cannot be read: it runs a different version."""
     who = name_node(node_rank, host)
     return Verdict(
         cause="code_mismatch",
         when="before",
         hosts=(host,),
         phase="agree.nodes",
-        summary=f"{who} sent a report that the head cannot read: its unisono is another one",
+        summary=f"{who} sent a report that the head cannot read: it runs a different version of unisono",
         evidence=(Evidence(where=who, text=one_line(why, limit=300)),),
         fix=_remedy("code_mismatch"),
     )
 
 
 def node_count_mismatch(why: str, *, hosts: Sequence[str] = ()) -> Verdict:
-    """A node that knows the token means another number of nodes."""
+    """The verdict on a node that has the token but a different number of nodes."""
     return Verdict(
         cause="world_mismatch",
         when="before",
         hosts=tuple(hosts),
         phase="agree.call",
         summary=why,
-        fix=("give the same --nodes to all nodes, and each its own --node-rank from 0",),
+        fix=("set the same --nodes on all nodes, and a different --node-rank on each, from 0",),
     )
 
 
 def head_lost(me: str, head: str, why: str) -> Verdict:
-    """The head was here and is gone, before there were ranks."""
+    """The verdict on a head that was lost before the ranks started."""
     why = one_line(why, limit=200)
     return Verdict(
         cause="head_unreachable",
         when="before",
         phase="agree.call",
-        summary=f"{me} has lost the head at {head} before anything was started: {why}",
-        evidence=(Evidence(where=me, text=f"the connection to the head is over: {why}"),),
+        summary=f"{me} lost the head at {head} before anything was started: {why}",
+        evidence=(Evidence(where=me, text=f"the connection to the head is closed: {why}"),),
         fix=(
-            "look at node 0's own terminal or log: its error is there",
-            "then start the command again on every node",
+            "see node 0's terminal or log for its error",
+            "then run the command again on every node",
         ),
     )
 
 
 def refusal_of(error: BaseException) -> dict[str, Any]:
-    """What is told to others of an error here."""
+    """The message to other nodes about an error of this node."""
     if isinstance(error, UnisonoError):
         return error.to_json()
-    what = f"a defect of unisono: {one_line(repr(error), limit=300)}"
+    what = f"a bug in unisono: {one_line(repr(error), limit=300)}"
     return {
         "exit_code": 1,
         "problems": [{"what": what, "fix": "see the traceback on that node"}],

@@ -1,4 +1,4 @@
-"""The other nodes' side of the meeting: call the head, report, try the network when asked, and hear what came of it."""
+"""The members' side of the meeting: connect to the head, report, test the network on request, and receive the outcome."""
 
 import time
 from collections.abc import Callable
@@ -42,23 +42,23 @@ _HANDLED_AT_ONCE = ("note", "warning", "ended")
 
 
 class Attendance:
-    """This node's place in the meeting. As a context manager it tells the head how this front ended.
+    """This node's connection to the meeting. As a context manager it reports to the head how this front ended.
 
-    An error that leaves it is told to the head, and what the head makes of it is raised in its place, so that all nodes
-    end with the same words and exit code 3.
+    An error that leaves it is sent to the head, and the head's verdict on it is raised in its place, so that all nodes
+    exit with the same message and exit code 3.
 
     Attributes:
         party: this node.
-        link: to the head; from the start of the ranks on it is the caller's to read (`link.receive`).
-        welcome: what the head told everybody: run_nonce, epoch, wall, head_host, and what its caller added.
-        head_gone: the end of the connection to the head; None as long as it is there.
+        link: the connection to the head; once the ranks start, the caller reads it (`link.receive`).
+        welcome: the head's welcome message: run_nonce, epoch, wall, head_host, and what its caller added.
+        head_gone: the end of the connection to the head; None while it is connected.
     """
 
     def __init__(self, party: Party) -> None:
-        """Calls the head until it answers.
+        """Connects to the head, retrying until it answers.
 
         Raises:
-            Disagreed: if it does not, or does not let this node in.
+            Disagreed: if it does not answer in time, or rejects this node.
         """
         refuse_unusable_head(party)
         self.party = party
@@ -70,13 +70,13 @@ class Attendance:
             node_rank=topology.node_rank,
             node_host=party.host,
             timeout_s=party.join_timeout_s,
-            on_wait=_ConnectProgress(party).tell,
+            on_wait=_ConnectProgress(party).show,
             nodes=topology.nodes,
         )
         self.welcome = self.link.welcome
         self.head_gone: Left | None = None
         self._over = False
-        self._kept: list[NodeMessage | Left] = []
+        self._unread: list[NodeMessage | Left] = []
 
     def __enter__(self) -> Self:
         return self
@@ -95,22 +95,22 @@ class Attendance:
         self.link.send(message)
 
     def receive(self, timeout_s: float) -> list[NodeMessage | Left]:
-        """As `link.receive`, with what has come already and was not asked for yet."""
-        kept, self._kept = self._kept, []
-        return [*kept, *self.link.receive(0 if kept else timeout_s)]
+        """As `link.receive`, preceded by messages that arrived earlier and were not read yet."""
+        unread, self._unread = self._unread, []
+        return [*unread, *self.link.receive(0 if unread else timeout_s)]
 
     def fileno(self) -> int:
-        """As `link.fileno`: readable while something waits there."""
+        """As `link.fileno`: readable while messages wait."""
         return self.link.fileno()
 
     def wait_for(self, *kinds: str) -> Message:
-        """The next message of one of these kinds. Notes and warnings that come before it are shown.
+        """The next message of one of these kinds. Notes and warnings before it are shown.
 
-        It has no limit of its own: the head's silence ends it, and the head bounds everything that it waits for. What
-        comes after the message stays for `receive`.
+        There is no timeout here: the head's silence ends the wait, and the head limits everything it waits for. Messages
+        after this one are unread for `receive`.
 
         Raises:
-            Disagreed: with the head's words if it ends the job before anything was trained, or if it is lost.
+            Disagreed: with the head's verdict if it ends the job before training, or if the head is lost.
         """
         while True:
             events = self.receive(_POLL_S)
@@ -120,15 +120,15 @@ class Attendance:
                     and event.message.get("kind") in kinds
                     and not _is_refusal(event)
                 ):
-                    self._kept = events[index + 1 :]
+                    self._unread = events[index + 1 :]
                     return event.message
-                self._hear(event)
+                self._handle(event)
 
     def run_in_background(self, work: Callable[[Show], Result]) -> Result:
-        """Does something that takes long and listens to the head meanwhile; gives what came of it.
+        """The result of long work, done in a thread while this front listens to the head.
 
         Raises:
-            Disagreed: if the head ends the job meanwhile, or is lost.
+            Disagreed: if the head ends the job in the meantime, or is lost.
         """
         work_thread = BackgroundWork(work)
         while not work_thread.done:
@@ -138,37 +138,37 @@ class Attendance:
         return work_thread.result()
 
     def fail(self, error: BaseException) -> None:
-        """Tells the head of an error here.
+        """Reports an error of this node to the head.
 
         Raises:
-            Disagreed: the head's words on it, in place of an error for people.
+            Disagreed: the head's verdict on it, in place of a UnisonoError.
         """
         if isinstance(error, Stopped):
             self.send({"kind": "stop", "signal": error.number.name})
             return
         self.send({"kind": "refused", **meeting_end.refusal_of(error)})
         limit = time.monotonic() + _HEAD_ANSWERS_S
-        while time.monotonic() < limit:  # raises as soon as the head has made its verdict
+        while time.monotonic() < limit:  # raises once the head has sent its verdict
             try:
                 self._listen(_POLL_S)
-            except Disagreed as told:
+            except Disagreed as verdict:
                 if isinstance(error, UnisonoError):
-                    raise told from error
+                    raise verdict from error
                 return
 
     def _listen(self, timeout_s: float) -> None:
-        """Hears what ends the job; what somebody will ask for later is kept."""
+        """Handles notes and the end of the job; other messages are unread for later."""
         for event in self.link.receive(timeout_s):
             if isinstance(event, Left) or event.message.get("kind") in _HANDLED_AT_ONCE:
-                self._hear(event)
+                self._handle(event)
             else:
-                self._kept.append(event)
+                self._unread.append(event)
 
-    def _hear(self, event: NodeMessage | Left) -> None:
+    def _handle(self, event: NodeMessage | Left) -> None:
         if isinstance(event, Left):
             self._over = True
             self.head_gone = event
-            if event.gave_up:  # this process was stopped: as the head says it
+            if event.gave_up:  # this process was suspended: the same verdict as the head's
                 own = meeting_end.node_left(self.party.topology.node_rank, self.party.host, event.why)
                 raise meeting_end.disagreement([own.model_copy(update={"named_after_s": event.silent_s})])
             lost = meeting_end.head_lost(self.party.label, self.party.head, event.why)
@@ -179,15 +179,15 @@ class Attendance:
                 text = one_line(str(message.get("text", "")), limit=1_000)
                 self.party.show({"kind": "note", "time": time.time(), "text": text})
             case "warning":
-                said = {
+                fields = {
                     name: one_line(str(message.get(name, "")), limit=1_000)
                     for name in ("code", "text", "fix")
                 }
-                self.party.show({"kind": "warning", "time": time.time(), **said})
+                self.party.show({"kind": "warning", "time": time.time(), **fields})
             case "ended":
                 self._ended(message)
             case _:
-                return  # of a head of another version
+                return  # from a head of a different version
 
     def _ended(self, message: Message) -> NoReturn:
         self._over = True
@@ -197,9 +197,7 @@ class Attendance:
         verdicts = verdicts_in(message)
         if not verdicts:
             verdicts = [
-                meeting_end.head_lost(
-                    self.party.label, self.party.head, "it ended the job and gave no reason"
-                )
+                meeting_end.head_lost(self.party.label, self.party.head, "it ended the job without a reason")
             ]
         raise meeting_end.disagreement(verdicts)
 
@@ -215,18 +213,18 @@ def attend_meeting(
     tries_collective: bool = True,
     trial: Callable[[Attendance, NodeReport], None] | None = None,
 ) -> Attendance:
-    """Takes part up to the point where each node could prepare its data. Called by the fronts of all nodes but 0.
+    """This node's connection to the meeting, agreed, so that each node can prepare its data. Called by the fronts of all nodes but 0.
 
-    Use what it gives as a context manager: whatever leaves it is told to the head.
+    Use the result as a context manager: an exception that leaves it is reported to the head.
 
     Args:
         party: this node.
-        make_report: makes its report, in a thread of its own.
-        tries_collective: as the head does.
-        trial: this node's part of the head's.
+        make_report: makes its report, in a background thread.
+        tries_collective: the same value as at the head.
+        trial: this node's part of the head's trial.
 
     Raises:
-        Disagreed: with the verdict that all nodes have been told.
+        Disagreed: with the verdict that was sent to all nodes.
     """
     attendance = Attendance(party)
     try:
@@ -240,25 +238,25 @@ def attend_meeting(
             else:
                 try_network(attendance, report, tries_collective=tries_collective)
             attendance.wait_for("agreed")
-    except BaseException as error:  # told to the head, and raised again
+    except BaseException as error:  # reported to the head, and raised again
         attendance.__exit__(type(error), error, error.__traceback__)
         raise
     return attendance
 
 
 def try_network(attendance: Attendance, report: NodeReport, *, tries_collective: bool = True) -> None:
-    """Dials whom the head names, and takes part in a small collective.
+    """Connects to the nodes in the head's request, and takes part in a small collective.
 
     Raises:
-        Disagreed: with the head's words.
+        Disagreed: with the head's verdict.
     """
-    asked = attendance.wait_for("dial")
-    present = nodes_present(asked, own=attendance.party.topology.node_rank)
+    request = attendance.wait_for("dial")
+    present = nodes_present(request, own=attendance.party.topology.node_rank)
     if not tries_collective:
-        node_dials(attendance, asked)
+        node_dials(attendance, request)
         return
     with collective_task(report, present, attendance.party.programs) as task:
-        node_dials(attendance, asked)
+        node_dials(attendance, request)
         node_collective(attendance, task)
 
 
@@ -268,48 +266,48 @@ def _is_refusal(event: NodeMessage) -> bool:
 
 
 class _ConnectProgress:
-    """Says at which address nobody answers: after two seconds, then every ten."""
+    """Shows which address does not answer: after two seconds, then every ten."""
 
     def __init__(self, party: Party) -> None:
         self._party = party
         self._next_s = _FIRST_LINE_S
 
-    def tell(self, who_and_why: str, waited_s: float) -> None:
+    def show(self, target_and_reason: str, waited_s: float) -> None:
         if waited_s < self._next_s:
             return
         self._next_s = waited_s + _NEXT_LINES_S
-        text = f"{one_line(who_and_why, limit=300)} ({waited_s:.0f} s; calling again until {self._party.join_timeout_s:.0f} s)"
+        text = f"{one_line(target_and_reason, limit=300)} ({waited_s:.0f} s; retrying until {self._party.join_timeout_s:.0f} s)"
         self._party.show({"kind": "note", "time": time.time(), "text": text})
 
 
 # ---- Before a restart
 
 
-def rejoin_as_member(attendance: Attendance, asked: Message, make_report: MakeRestartReport) -> Message:
-    """All rounds, on every other node; gives what ends them: `plan`, or `ended` with a result.
+def rejoin_as_member(attendance: Attendance, request: Message, make_report: MakeRestartReport) -> Message:
+    """The message that ends the rounds before a restart, on a member: `plan`, or `ended` with a result.
 
     Args:
-        attendance: this node's place at the head.
-        asked: the first `again`.
+        attendance: this node's connection to the head.
+        request: the first `again`.
         make_report: makes this node's report.
 
     Raises:
-        Disagreed: with the head's words if it ends the job, or if it is lost: then `attendance.head_gone` says why.
+        Disagreed: with the head's verdict if it ends the job, or if the head is lost: then `attendance.head_gone` has the reason.
     """
-    while asked["kind"] == "again":
-        asked = _rejoin_round(attendance, asked, make_report)
-    return asked
+    while request["kind"] == "again":
+        request = _rejoin_round(attendance, request, make_report)
+    return request
 
 
-def _rejoin_round(attendance: Attendance, asked: Message, make_report: MakeRestartReport) -> Message:
+def _rejoin_round(attendance: Attendance, request: Message, make_report: MakeRestartReport) -> Message:
     link, welcome = attendance.link, attendance.welcome
-    question = dict(asked.get("question") or {})
+    question = dict(request.get("question") or {})
     with listen(link.local_address, attendance.party.token, str(welcome["run_nonce"])) as listener:
         standing = ChannelFacts(link.local_address, welcome, link.clock_offset_s, listener.ports)
         report = attendance.run_in_background(lambda _show: make_report(standing, question))
-        attendance.send({"kind": restart_report_kind(asked.get("round")), "report": report.to_json()})
-        told = attendance.wait_for("dial", "again", "plan", "ended")
-        if told["kind"] != "dial":
-            return told
-        node_dials(attendance, told)
+        attendance.send({"kind": restart_report_kind(request.get("round")), "report": report.to_json()})
+        answer = attendance.wait_for("dial", "again", "plan", "ended")
+        if answer["kind"] != "dial":
+            return answer
+        node_dials(attendance, answer)
         return attendance.wait_for("again", "plan", "ended")

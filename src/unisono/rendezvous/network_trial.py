@@ -1,4 +1,4 @@
-"""The network between the nodes, tried before anything is started: every node dials the others, then one small collective with the real back-end."""
+"""A test of the network between the nodes before ranks start: every node connects to the others, then runs one small collective with the real backend."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,16 +29,16 @@ from unisono.supervise.task_process import TaskProcess
 from unisono.text import one_line
 
 _DIALLING_S = 45.0
-"""Three patient trials on each of three ports, and room for a machine that is busy."""
+"""Three attempts on each of three ports, and a margin for a busy machine."""
 
 
 def listen(address: str, token: bytes, run_nonce: str) -> EchoListener:
-    """Answers the other nodes' dialling on this address until it is closed."""
+    """A listener that answers the other nodes' test connections on this address until it is closed."""
     return EchoListener(address, reach_key(token, run_nonce))
 
 
 def head_dials(meeting: HeadSide) -> Agreement:
-    """Lets every node dial its peers, the head too, and judges what they saw.
+    """The agreement on which nodes reach each other: every node, the head included, connects to its peers.
 
     Raises:
         Disagreed: if a node does not answer.
@@ -49,45 +49,47 @@ def head_dials(meeting: HeadSide) -> Agreement:
     ]
     for peer in peers[1:]:
         chosen = choose_peers(peers, peer.node_rank)
-        asked = {
+        request = {
             "kind": "dial",
             "peers": [other.to_json() for other in chosen],
             "present": [one.node_rank for one in peers],
         }
-        meeting.server.send(peer.node_rank, asked)
+        meeting.server.send(peer.node_rank, request)
     key = reach_key(meeting.party.token, meeting.run_nonce)
     own = meeting.run_in_background(lambda _show: dial_all(choose_peers(peers, 0), key, source=0))
-    said = meeting.gather("reached", timeout_s=_DIALLING_S, what="its dialling of the other nodes")
+    answers = meeting.gather(
+        "reached", timeout_s=_DIALLING_S, what="its test of the connections to the other nodes"
+    )
     found = [DialReport.model_validate(asdict(one)) for one in own]
-    for node_rank, message in sorted(said.items()):
+    for node_rank, message in sorted(answers.items()):
         found += _dial_reports(node_rank, message)
     return compare_network(found, meeting.reports)
 
 
-def node_dials(attendance: NodeSide, asked: Message) -> None:
-    """Dials whom the head names in `dial`, and tells it what was seen.
+def node_dials(attendance: NodeSide, request: Message) -> None:
+    """Connects to the nodes in the head's `dial`, and sends it the results.
 
     Raises:
-        Disagreed: with the head's words, if it ends the job first.
+        Disagreed: with the head's verdict, if it ends the job first.
     """
-    peers = _peers(asked)
+    peers = _peers(request)
     key = reach_key(attendance.party.token, str(attendance.welcome["run_nonce"]))
     source = attendance.party.topology.node_rank
     found = attendance.run_in_background(lambda _show: dial_all(peers, key, source=source))
     attendance.send({"kind": "reached", "reached": [asdict(one) for one in found]})
 
 
-def nodes_present(asked: Message, *, own: int) -> list[int]:
-    """The numbers of the nodes that take part, as the head's `dial` names them.
+def nodes_present(request: Message, *, own: int) -> list[int]:
+    """The ranks of the nodes that take part, from the head's `dial`.
 
     Raises:
-        Disagreed: if this node is none of them.
+        Disagreed: if this node is not one of them.
     """
-    found = asked.get("present")
+    found = request.get("present")
     if not isinstance(found, list) or own not in found or not all(isinstance(rank, int) for rank in found):
         raise Disagreed.of(
-            f"the head names the nodes that take part, and node {own} is none of them",
-            why="its unisono is another one",
+            f"node {own} is missing from the head's list of participating nodes",
+            why="the head runs a different version of unisono",
             fix="install the same unisono on all nodes",
         )
     return found
@@ -98,35 +100,37 @@ def _peers(message: Message) -> list[Peer]:
     for value in message.get("peers") or []:
         try:
             found.append(Peer.from_json(value))
-        except ValueError:  # of a head of another version; what it does not hear of is unknown to it
+        except (
+            ValueError
+        ):  # from a head of a different version; a pair it gets no answer about is unknown to it
             continue
     return found
 
 
 def _dial_reports(node_rank: int, message: Mapping[str, Any]) -> list[DialReport]:
-    """What a node says it saw; nobody speaks for another node."""
+    """The results in a node's message, limited to its own connections."""
     found = []
     for value in message.get("reached") or []:
         try:
             one = DialReport.model_validate(value)
-        except ValidationError:  # what cannot be read is as if it had not been tried: the pair is unknown
+        except ValidationError:  # an unreadable result counts as untested: the pair is unknown
             continue
         found += [one] if one.source == node_rank else []
     return found
 
 
 DEADLINE_S = 15.0
-_STARTING_S = 120.0  # for a machine under load to import torch; the deadline counts from there
+_STARTING_S = 120.0  # for a loaded machine to import torch; the deadline starts after that
 _ENDING_S = 10.0
 
 
 @contextmanager
 def collective_task(report: NodeReport, present: Sequence[int], programs: Programs) -> Iterator[TaskProcess]:
-    """The process of this node that will take part. It imports torch meanwhile, and then waits to be told where the store is.
+    """This node's process for the collective. It imports torch in the background, then waits for the store's address.
 
     Args:
         report: of this node.
-        present: the numbers of the nodes that take part, one process each.
+        present: the ranks of the nodes that take part, one process each.
         programs: what is started as task.
     """
     body = {
@@ -145,7 +149,7 @@ def collective_task(report: NodeReport, present: Sequence[int], programs: Progra
 
 
 def head_collective(meeting: HeadSide, task: TaskProcess) -> Agreement:
-    """Lets one process on every node take part in a collective, and judges what came of it.
+    """The agreement on one collective with a process on every node.
 
     Raises:
         Disagreed: if a node does not answer.
@@ -153,35 +157,35 @@ def head_collective(meeting: HeadSide, task: TaskProcess) -> Agreement:
     reports = meeting.reports
     messages = task.messages()
     own = meeting.run_in_background(lambda _show: _until_ready(messages))
-    said = meeting.gather("collective_ready", timeout_s=_STARTING_S, what="a process with torch")
-    starts = {0: own, **said}
-    if all(start.get("ok") is True for start in starts.values()):
+    answers = meeting.gather("collective_ready", timeout_s=_STARTING_S, what="a process with torch")
+    results = {0: own, **answers}
+    if all(result.get("ok") is True for result in results.values()):
         store = [meeting.server.address[0], own["port"]]
         meeting.broadcast({"kind": "collective", "store": store})
         task.send({"kind": "collective", "store": store})
         own = meeting.run_in_background(lambda _show: _outcome(messages))
-        said = meeting.gather("collective", timeout_s=DEADLINE_S + _ENDING_S, what="the collective")
-        starts = {0: own, **said}
-    return _judge(starts, reports)
+        answers = meeting.gather("collective", timeout_s=DEADLINE_S + _ENDING_S, what="the collective")
+        results = {0: own, **answers}
+    return _judge(results, reports)
 
 
 def node_collective(attendance: NodeSide, task: TaskProcess) -> None:
-    """Takes part when the head says so, and tells it what came of it.
+    """Takes part in the collective on the head's request, and sends it the result.
 
     Raises:
-        Disagreed: with the head's words, if it ends the job meanwhile.
+        Disagreed: with the head's verdict, if it ends the job in the meantime.
     """
     messages = task.messages()
     attendance.send(
         {"kind": "collective_ready", **attendance.run_in_background(lambda _show: _until_ready(messages))}
     )
-    asked = attendance.wait_for("collective")
-    task.send({"kind": "collective", "store": asked.get("store")})
+    request = attendance.wait_for("collective")
+    task.send({"kind": "collective", "store": request.get("store")})
     attendance.send({"kind": "collective", **attendance.run_in_background(lambda _show: _outcome(messages))})
 
 
 def _environment(report: NodeReport) -> dict[str, str]:
-    """As the ranks will have it: what the user has set about communication, and the interface that the nodes reach each other on."""
+    """The ranks' environment: the user's communication settings, and the interface on which the nodes reach each other."""
     leftovers = misleading(read_environment().leftovers, world_size=2)
     device = report.places[0] if report.places else None
     environment = child_environment(threads=1, without=leftovers, device=device)
@@ -192,7 +196,7 @@ def _environment(report: NodeReport) -> dict[str, str]:
 
 
 def _until_ready(messages: Iterator[Message]) -> dict[str, Any]:
-    """`ok`, and rank 0's `port`, once torch is imported and the process waits for the store; or `text`, why not."""
+    """`ok`, and rank 0's `port`, once torch is imported and the process waits for the store; otherwise `text` with the reason."""
     port = None
     try:
         for message in messages:
@@ -202,7 +206,7 @@ def _until_ready(messages: Iterator[Message]) -> dict[str, Any]:
                 return {"ok": True, "port": port}
     except UnisonoError as error:
         return {"ok": False, "text": _error_text(error)}
-    return {"ok": False, "text": "it ended before it could take part"}
+    return {"ok": False, "text": "it exited before it could take part"}
 
 
 def _outcome(messages: Iterator[Message]) -> dict[str, Any]:
@@ -212,21 +216,21 @@ def _outcome(messages: Iterator[Message]) -> dict[str, Any]:
                 return {name: message.get(name) for name in ("ok", "text", "seconds", "missing")}
     except UnisonoError as error:
         return {"ok": False, "text": _error_text(error)}
-    return {"ok": False, "text": "it ended without a result"}
+    return {"ok": False, "text": "it exited without a result"}
 
 
 def _error_text(error: UnisonoError) -> str:
     return one_line("; ".join(f"{p.what} {p.why}" for p in error.problems), limit=400)
 
 
-def _judge(said: dict[int, dict[str, Any]], reports: list[NodeReport]) -> Agreement:
-    bad = {rank: message for rank, message in said.items() if message.get("ok") is not True}
+def _judge(results: dict[int, dict[str, Any]], reports: list[NodeReport]) -> Agreement:
+    bad = {rank: message for rank, message in results.items() if message.get("ok") is not True}
     if not bad:
-        slowest = max(float(message.get("seconds") or 0.0) for message in said.values())
+        slowest = max(float(message.get("seconds") or 0.0) for message in results.values())
         return Agreement.noted(
             "network.collective",
             "pass",
-            f"one process on each of {len(reports)} nodes added a number in {slowest:.1f} s",
+            f"an all-reduce with one process on each of {len(reports)} nodes took {slowest:.1f} s",
         )
     hosts = {report.node_rank: report.host for report in reports}
     evidence = tuple(
@@ -235,15 +239,15 @@ def _judge(said: dict[int, dict[str, Any]], reports: list[NodeReport]) -> Agreem
         )
         for rank, message in sorted(bad.items())[:8]
     )
-    odd = sorted(bad) if len(bad) < len(reports) - len(bad) else []
+    culprits = sorted(bad) if len(bad) < len(reports) - len(bad) else []
     known = find_cause("address_unreachable")
     who = ", ".join(name_node(rank, hosts[rank]) for rank in sorted(bad)[:8])
     verdict = Verdict(
         cause="address_unreachable",
         when="before",
-        hosts=tuple(hosts[rank] for rank in odd),
+        hosts=tuple(hosts[rank] for rank in culprits),
         phase="agree.network",
-        summary=f"one process on each node was to add a number with the others, and it failed on {who}: {evidence[0].text}",
+        summary=f"an all-reduce with one process on each node failed on {who}: {evidence[0].text}",
         evidence=evidence,
         fix=known.remedy if known else (),
     )

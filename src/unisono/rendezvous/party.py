@@ -1,4 +1,4 @@
-"""What both sides of a meeting share: what a node brings, what the channel answers, and work in a thread of its own while the front listens."""
+"""Types that both sides of a meeting share: the node, the facts of its channel, and background work while the front listens."""
 
 import queue
 import threading
@@ -19,17 +19,17 @@ NONCE_FILE = "nonce_file"
 
 @dataclass(frozen=True)
 class Party:
-    """This node, as it comes to the meeting.
+    """This node, as it joins the meeting.
 
     Attributes:
-        topology: the shape of the job as this node knows it; `head_host` is set.
+        topology: the job's nodes and ranks as this node knows them; `head_host` is set.
         token: the job's secret.
         host: this machine's name.
-        show: sees notes and warnings; called from the caller's thread only.
+        show: gets notes and warnings; called from the caller's thread only.
         join_timeout_s: how long the nodes wait for each other.
         programs: what is started as task.
         network: resolves names.
-        command: the command line, for the lines that a person is to type.
+        command: the command line, for messages that quote it.
     """
 
     topology: Topology
@@ -43,25 +43,25 @@ class Party:
 
     @property
     def label(self) -> str:
-        """How this node is written."""
+        """This node as it appears in messages."""
         return f"node {self.topology.node_rank} ({self.host})"
 
     @property
     def head(self) -> str:
-        """HOST:PORT of the head, as it was asked for."""
+        """HOST:PORT of the head, as given on the command line."""
         host, port = self.topology.head_host, self.topology.head_port
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True)
 class ChannelFacts:
-    """What a node's report needs to know from the channel.
+    """What a node's report takes from the channel.
 
     Attributes:
-        address: on which this node reaches the head, and is reached.
-        welcome: what the head says to everybody who comes in.
+        address: this node's own address in its connection to the head.
+        welcome: the head's message to every node that joins.
         clock_offset_s: this node's wall clock minus the head's; None: not measured; 0.0 on the head.
-        probe_ports: at which this node answers the dial matrix.
+        probe_ports: on which this node answers the dial matrix.
     """
 
     address: str
@@ -71,8 +71,8 @@ class ChannelFacts:
 
 
 MakeReport = Callable[[ChannelFacts, Show], NodeReport]
-"""Makes this node's report. It runs in a thread of its own, since digests of large files take minutes; what it shows is
-passed on. A UnisonoError that it raises is told to all nodes."""
+"""Makes this node's report. It runs in a background thread, since digests of large files take minutes; the messages it
+shows are displayed. A UnisonoError that it raises is sent to all nodes."""
 
 
 RestartQuestion = dict[str, Any]
@@ -90,7 +90,7 @@ Result = TypeVar("Result")
 
 
 class HeadSide(Protocol):
-    """Node 0's."""
+    """What a network trial uses of the meeting at the head."""
 
     party: Party
     server: HeadServer
@@ -98,7 +98,7 @@ class HeadSide(Protocol):
 
     @property
     def reports(self) -> list[NodeReport]:
-        """Of all nodes, by node rank."""
+        """The reports of all nodes, by node rank."""
         ...
 
     def broadcast(self, message: Message) -> None:
@@ -106,7 +106,7 @@ class HeadSide(Protocol):
         ...
 
     def run_in_background(self, work: Callable[[Show], Result]) -> Result:
-        """Does something that takes long, and listens to the nodes meanwhile."""
+        """The result of long work, done while the front listens to the nodes."""
         ...
 
     def gather(self, kind: str, *, timeout_s: float, what: str = "") -> dict[int, Message]:
@@ -115,7 +115,7 @@ class HeadSide(Protocol):
 
 
 class NodeSide(Protocol):
-    """Every other node's."""
+    """What a network trial uses of a member's connection."""
 
     party: Party
     welcome: dict[str, Any]
@@ -125,7 +125,7 @@ class NodeSide(Protocol):
         ...
 
     def run_in_background(self, work: Callable[[Show], Result]) -> Result:
-        """Does something that takes long, and listens to the head meanwhile."""
+        """The result of long work, done while the front listens to the head."""
         ...
 
     def wait_for(self, *kinds: str) -> Message:
@@ -134,9 +134,9 @@ class NodeSide(Protocol):
 
 
 class BackgroundWork(Generic[Result]):
-    """Starts at once. What the work shows waits in `shown`, so that only the front's own thread speaks to people.
+    """Work in a thread that starts at once. Its messages wait in `shown`, so that only the front's own thread displays them.
 
-    The thread is a daemon: a front that ends does not wait for it, and the task that it may have started ends with it.
+    The thread is a daemon: a front that exits does not wait for it, and a task that it started ends with the front.
     """
 
     def __init__(self, work: Callable[[Callable[[Message], None]], Result]) -> None:
@@ -152,14 +152,14 @@ class BackgroundWork(Generic[Result]):
         return not self._thread.is_alive()
 
     def shown(self) -> list[Message]:
-        """What the work has shown since the last call."""
+        """The messages of the work since the last call."""
         found = []
         while not self._messages.empty():
             found.append(self._messages.get())
         return found
 
     def result(self) -> Result:
-        """What came of it; raises what the work raised."""
+        """The result of the work; raises what the work raised."""
         self._thread.join()
         if self._error:
             raise self._error[0]

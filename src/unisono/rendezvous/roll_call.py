@@ -1,4 +1,4 @@
-"""Who of the nodes is here, who has reported, and who was turned away. No clock, no socket."""
+"""Which nodes have joined, which have reported, and which callers were rejected. No clock, no socket."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,22 +13,22 @@ from unisono.control.events import Joined, Left, Rejected
 from unisono.rendezvous import meeting_end
 from unisono.text import one_line, validation_words
 
-_KEPT = 20
+_MOST_REJECTED = 20
 _LISTED = 6
 
 
 @dataclass
 class RollCall:
-    """The list of nodes that the head keeps.
+    """The head's list of nodes.
 
     Attributes:
-        nodes: how many there are at the most.
-        hosts: of those that are here, by node rank.
-        addresses: from which they call.
-        reports: of those that have reported.
-        left: for a node that was here and is not any more: its host, and why.
-        rejected: who was turned away, the last ones.
-        left_out: nodes that the job does without.
+        nodes: the largest number of nodes.
+        hosts: of the joined nodes, by node rank.
+        addresses: from which they connected.
+        reports: of the nodes that have reported.
+        left: for a node that joined and left: its host, and why.
+        rejected: the most recent rejected callers.
+        left_out: nodes without which the job runs.
     """
 
     nodes: int
@@ -41,47 +41,47 @@ class RollCall:
 
     @property
     def missing(self) -> list[int]:
-        """Nodes that are not here and waited for."""
+        """Nodes that have not joined and are expected."""
         return [rank for rank in range(self.nodes) if rank not in self.hosts and rank not in self.left_out]
 
     @property
     def others(self) -> list[int]:
-        """Nodes that are here, without the head."""
+        """Nodes that have joined, without the head."""
         return sorted(rank for rank in self.hosts if rank != 0)
 
     @property
     def unreported(self) -> list[int]:
-        """Nodes that are here and still look at their files."""
+        """Nodes that have joined and not reported yet."""
         return [rank for rank in sorted(self.hosts) if rank not in self.reports]
 
     @property
     def complete(self) -> bool:
-        """Whether all are here and have reported."""
+        """Whether all nodes have joined and reported."""
         return len(self.reports) == self.nodes - len(self.left_out)
 
     def leave_out(self, node_rank: int) -> None:
-        """The job does without a node from now on."""
+        """Continues the job without a node."""
         self.left_out.add(node_rank)
-        for kept in (self.hosts, self.addresses, self.reports):
-            kept.pop(node_rank, None)
+        for table in (self.hosts, self.addresses, self.reports):
+            table.pop(node_rank, None)
 
     def record_joined(self, event: Joined) -> None:
-        """A node is here."""
+        """Records that a node has joined."""
         self.hosts[event.node_rank] = event.host
         self.addresses[event.node_rank] = event.address
         self.left.pop(event.node_rank, None)
 
     def record_left(self, event: Left) -> str:
-        """A node is gone again, before all were here; it may come back. Gives a line for people."""
+        """Records that a node left before all had joined; it may come back. Gives a line for the screen."""
         self.hosts.pop(event.node_rank, None)
         self.addresses.pop(event.node_rank, None)
         self.reports.pop(event.node_rank, None)
-        why = f"it has given up on the head, which was {event.why}" if event.gave_up else event.why
+        why = f"it gave up on the head, which was {event.why}" if event.gave_up else event.why
         self.left[event.node_rank] = event.host, one_line(why, limit=200)
         return self._has_left(event.node_rank)
 
     def record_report(self, node_rank: int, value: object) -> Verdict | None:
-        """Takes a node's report; a verdict where it cannot be read, or is another node's."""
+        """Records a node's report; gives a verdict if it cannot be read or belongs to a different node."""
         host = self.hosts.get(node_rank, "?")
         try:
             report = NodeReport.model_validate(value)
@@ -93,8 +93,8 @@ class RollCall:
         return None
 
     def record_rejected(self, event: Rejected) -> str:
-        """Somebody was not let in. Gives a line for people."""
-        self.rejected = [*self.rejected, event][-_KEPT:]
+        """Records a rejected caller. Gives a line for the screen."""
+        self.rejected = [*self.rejected, event][-_MOST_REJECTED:]
         text = one_line(event.why, limit=300)
         return f"refused a call from {event.address}: {text}"
 
@@ -113,15 +113,15 @@ class RollCall:
         if busy and not self.missing:
             names = ", ".join(name_node(rank, self.hosts[rank]) for rank in busy[:_LISTED])
             more = f" and {len(busy) - _LISTED} more" if len(busy) > _LISTED else ""
-            parts.append(f"{names}{more} still looking at files and devices")
+            parts.append(f"{names}{more} still checking files and devices")
         return "; ".join(parts)
 
     def absence_verdicts(self, waited_s: float, *, names: Mapping[int, str] | None = None) -> list[Verdict]:
-        """Verdicts on the nodes that are not here, once one does not wait for them any more.
+        """Verdicts on the missing nodes, once the wait is over.
 
         Args:
-            waited_s: for how long one has waited.
-            names: the hosts that nodes should be on, as by --hosts.
+            waited_s: how long the head has waited.
+            names: the hosts on which the nodes should be, from --hosts.
         """
         after = {"named_after_s": round(waited_s, 1)}
         gone = [meeting_end.node_left(rank, *self.left[rank]) for rank in self.missing if rank in self.left]
@@ -135,5 +135,5 @@ class RollCall:
         return f"{name_node(node_rank, host)} was here and has left: {why}"
 
     def is_missing_node(self, event: Rejected) -> bool:
-        """Whether a caller with another token says that it is a node that is still missing."""
+        """Whether a caller with a wrong token claims to be a node that is still missing."""
         return event.kind == "token" and event.claims in self.missing

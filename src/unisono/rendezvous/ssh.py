@@ -1,4 +1,4 @@
-"""Starts the fronts of `--hosts` over ssh, and ends them: each holds on to its stdin, and ends itself when that closes."""
+"""Starts the fronts of `--hosts` over SSH, and ends them: each front exits when its stdin closes."""
 
 import contextlib
 import os
@@ -33,18 +33,18 @@ _PLACEMENT_VARIABLES = (
     *("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_", "RDZV_", "TORCHELASTIC_"),
     *("WORLD_SIZE", "LOCAL_", "GROUP_", "RANK"),
 )
-"""They say what this node is, and nothing of the others."""
+"""Variables that describe this node alone, by prefix: they are not forwarded to other nodes."""
 
 
 @dataclass(frozen=True)
 class RemoteCommand:
-    """What each of the other nodes is to run, besides where it stands.
+    """The command of the other nodes, without the options for their place in the job.
 
     Attributes:
-        words: of `unisono`: `train`, CONFIG, key=value …
-        options: by their names, as `option_words` takes them.
-        tail: what comes after all options: `--` and a program.
-        ssh: the client, with its options; tests have a port and keys of their own.
+        words: arguments of `unisono`: `train`, CONFIG, key=value …
+        options: by name, as `option_words` takes them.
+        tail: arguments after all options: `--` and a program.
+        ssh: the client with its options; tests use their own port and keys.
     """
 
     words: tuple[str, ...]
@@ -55,12 +55,12 @@ class RemoteCommand:
 
 @dataclass
 class SshFront:
-    """One front on another host.
+    """One front on a remote host.
 
     Attributes:
         node_rank: of the node.
-        host: as `--hosts` has it.
-        process: the ssh client here.
+        host: as in `--hosts`.
+        process: the local ssh client.
         output: what the remote front printed.
     """
 
@@ -71,17 +71,17 @@ class SshFront:
 
     @property
     def name(self) -> str:
-        """The host without a user's name."""
+        """The host without the user name."""
         return self.host.rpartition("@")[2]
 
 
 @dataclass
 class SshFronts:
-    """The fronts that this node has started. As a context manager it leaves none behind.
+    """The fronts that this node has started. As a context manager it ends all of them.
 
     Attributes:
         fronts: by node rank, from 1.
-        logs: the folder with what each printed.
+        logs: the folder with their output.
     """
 
     fronts: list[SshFront]
@@ -95,7 +95,7 @@ class SshFronts:
         self.close()
 
     def failures(self) -> dict[int, Verdict]:
-        """A verdict for each front that has ended, by node rank. It counts for a node that is not in the meeting (any more)."""
+        """A verdict for each front that has exited, by node rank. It applies only if the node is not in the meeting."""
         return {
             front.node_rank: self._failure(front) for front in self.fronts if front.process.poll() is not None
         }
@@ -107,7 +107,7 @@ class SshFronts:
         return [line for line in lines if line][-_TAIL_LINES:]
 
     def close(self, *, patience_s: float = 5.0) -> None:
-        """Closes their stdin, on which they end themselves; waits a bounded time, then ends the ssh clients here."""
+        """Closes their stdin, on which they exit; waits a bounded time, then kills the local ssh clients."""
         for front in self.fronts:
             if front.process.stdin is not None:
                 with contextlib.suppress(OSError):
@@ -131,53 +131,53 @@ class SshFronts:
         if code == _SSH_FAILED:
             why, fix = (
                 "ssh could not start it",
-                f"ssh -o BatchMode=yes {front.host} true   # must work without a question",
+                f"ssh -o BatchMode=yes {front.host} true   # must work without a prompt",
             )
         elif code < 0:
-            why, fix = f"its ssh client was killed by signal {-code}", "start the command again"
+            why, fix = f"its ssh client was killed by signal {-code}", "run the command again"
         else:
-            why = f"its front ended with exit code {code} before it had called the head"
-            fix = f"see what it printed, and run the same on {front.host} by hand"
+            why = f"its front exited with code {code} before it had joined the head"
+            fix = f"check its output, and run the command on {front.host} yourself"
         last = f": {tail[-1]}" if tail else ""
         return Verdict(
             cause="node_missing",
             when="before",
             hosts=(front.name,),
             phase="agree.call",
-            summary=f"{who} is not here: {why}{last}",
+            summary=f"{who} did not join: {why}{last}",
             fix=(fix,),
             evidence=tuple(Evidence(where=f"{who}, its output", text=line) for line in tail),
         )
 
 
 def find_head(topology: Topology, network: NetworkProbe) -> Topology:
-    """The topology with the head's address: with --hosts and without --head the one that this machine has towards them.
+    """The topology with the head's address: with --hosts and without --head, this machine's source address towards the hosts.
 
-    Its port is then left to the system (0). A topology that has an address, or no other nodes, stays as it is.
+    The system then chooses the port (0). A topology with an address, or without other nodes, is returned unchanged.
 
     Raises:
-        UsageError: if there is no way to any of the hosts, or no single address for all.
+        UsageError: if a host cannot be resolved or reached, or the hosts need different addresses.
     """
     if not topology.hosts or topology.head_host:
         return topology
     towards = {host: address_towards(host, network) for host in topology.hosts}
-    lost = [host for host, address in towards.items() if not address]
-    if lost:
+    unresolved = [host for host, address in towards.items() if not address]
+    if unresolved:
         raise UsageError.of(
-            f"--hosts: {', '.join(lost)} {'has' if len(lost) == 1 else 'have'} no address here",
+            f"--hosts: {', '.join(unresolved)} cannot be resolved or reached from here",
             where="command line",
-            fix="give names that `getent hosts NAME` knows, or addresses",
+            fix="use names that `getent hosts NAME` resolves, or IP addresses",
         )
     addresses = sorted(set(towards.values()), key=lambda address: (is_loopback(address), address))
     if len(addresses) > 1:
         ways = ", ".join(f"{address} towards {host}" for host, address in towards.items())
         raise UsageError.of(
-            "--hosts: this machine has another address towards each of them",
+            "--hosts: this machine has different source addresses towards these hosts",
             where="command line",
             why=ways,
-            fix=f"name the one that all of them reach: --head {addresses[0]}",
+            fix=f"give the address that all of them reach: --head {addresses[0]}",
         )
-    origins = {**topology.origins, "head": "the address of this machine towards --hosts"}
+    origins = {**topology.origins, "head": "this machine's source address towards --hosts"}
     return replace(topology, head_host=addresses[0], head_port=0, origins=origins)
 
 
@@ -190,18 +190,18 @@ def start_others(
     logs: Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> SshFronts:
-    """Starts a front on each of the topology's hosts, in the same working directory with the same python.
+    """Starts a front on each host of the topology, in the same working directory with the same Python.
 
     Args:
-        remote: what each is to run.
+        remote: the command.
         topology: of this node; its `hosts` are started.
         token: written to each front's stdin, which stays open as its lifeline.
-        head: where they call.
-        logs: a folder for what they print (`HOST-front.log`); None: a private one that goes with `close`.
-        variables: of this node's environment (`Environment.variables`); those that must be equal everywhere are set there.
+        head: the head's address and port.
+        logs: a folder for their output (`HOST-front.log`); None: a private one that `close` removes.
+        variables: of this node's environment (`Environment.variables`); those that must be equal on all nodes are forwarded.
 
     Raises:
-        UsageError: if there is no ssh here.
+        UsageError: if no ssh client is installed.
     """
     folder = tempfile.TemporaryDirectory(prefix="unisono-ssh-") if logs is None else None
     place = Path(folder.name) if folder else logs
@@ -213,7 +213,7 @@ def start_others(
         for node_rank, host in enumerate(topology.hosts, start=1):
             command = remote_command(remote, topology, node_rank, head, variables=carried)
             started.fronts.append(_start(remote.ssh, node_rank, host, command, token, place))
-    except BaseException:  # a start that is half done leaves nobody behind; raised again
+    except BaseException:  # a partial start leaves no front behind; raised again
         started.close()
         raise
     return started
@@ -227,7 +227,7 @@ def remote_command(
     *,
     variables: Mapping[str, str] | None = None,
 ) -> str:
-    """What the remote shell runs: `cd DIR && exec PYTHON -m unisono train …`, every word quoted, without the token."""
+    """The remote shell's command: `cd DIR && exec PYTHON -m unisono train …`, every word quoted, without the token."""
     host, port = head
     place = {
         "--nodes": topology.nodes,
@@ -246,7 +246,7 @@ def remote_command(
 
 
 def forwarded_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those of this node's variables that must be equal on all nodes and say nothing of this one alone."""
+    """The variables of this node that must be equal on all nodes and do not describe this node alone."""
     found = {}
     for name, value in variables.items():
         known = find_variable(name)
@@ -270,13 +270,13 @@ def _start(ssh: Sequence[str], node_rank: int, host: str, command: str, token: b
     except OSError as error:
         output.close()
         raise UsageError.of(
-            f"--hosts needs {ssh[0]}, and it cannot be started",
+            f"--hosts needs {ssh[0]}, which cannot be started",
             where="this machine",
             why=error.strerror or str(error),
             fix="install an ssh client, or run the command on every node with --nodes, --node-rank and --head",
         ) from error
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended already: `failures` says why
+    with contextlib.suppress(BrokenPipeError):  # it has exited already: `failures` gives the reason
         process.stdin.write(token + b"\n")
         process.stdin.flush()
     return SshFront(node_rank, host, process, output)
