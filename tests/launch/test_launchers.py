@@ -15,14 +15,14 @@ from unisono.launch.train_request import TrainRequest
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"launcher": "rai"}, "no launcher rai"),
-        ({"ray_address": "a:6379"}, "--ray-address is for --launcher ray"),
+        ({"launcher": "rai"}, "unknown launcher rai"),
+        ({"ray_address": "a:6379"}, "--ray-address requires --launcher ray"),
         (
             {"launcher": "ray", "hosts": "a,b", "head": "a"},
             "starts the nodes itself, without --head, --hosts",
         ),
         ({"launcher": "ray", "token_file": "t"}, "without --token-file"),
-        ({"launcher": "local", "nodes": "2"}, "--launcher local is for one node"),
+        ({"launcher": "local", "nodes": "2"}, "--launcher local runs on one node"),
     ],
 )
 def test_options_of_another_launcher_are_refused(options: dict[str, Any], words: str) -> None:

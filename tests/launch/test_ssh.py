@@ -308,7 +308,7 @@ def test_the_head_is_the_address_towards_the_hosts_on_a_port_of_the_systems_choi
     assert (found.head_host, found.head_port) == ("127.0.0.1", 0)
     given = topology("127.0.0.2", head="127.0.0.5:1234")
     assert find_head(given, network) == given
-    with pytest.raises(UsageError, match="has no address"):
+    with pytest.raises(UsageError, match="cannot be resolved or reached"):
         find_head(topology("no-such-host.invalid"), network)
 
 

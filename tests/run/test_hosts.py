@@ -145,7 +145,7 @@ def test_arguments_of_the_program_that_cannot_hold_for_all_nodes_are_refused(
         ("slurm", "srun --ntasks-per-node=1 unisono run -- torchrun 'my train.py'"),
         ("ray", "unisono run -- torchrun 'my train.py'"),
         ("slrm", "did you mean `slurm`?"),
-        ("local", "--launcher local is for one node"),
+        ("local", "--launcher local runs on one node"),
     ],
 )
 def test_a_launcher_that_does_not_start_programs_says_what_to_type(name: str, said: str) -> None:

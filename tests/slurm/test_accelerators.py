@@ -39,7 +39,7 @@ def test_where_slurm_gives_out_accelerators_each_rank_asks_for_one(gives_gpus: S
     assert "gpus" not in shown.text("out")
     untold = job.type("--launcher", "slurm", "--dry-run", json=False)
     assert untold.wait() == 2, untold.text()
-    assert "nothing says how many a node needs" in untold.text()
+    assert "the number for each node is not given" in untold.text()
     many = job.type("--launcher", "slurm", "--nproc", "3", json=False)
     assert many.wait() == 2, many.text()
     assert "Slurm says: " in many.text()

@@ -77,17 +77,17 @@ def test_a_killed_follower_leaves_the_job_and_the_same_command_follows_it_again(
     other = job.type(*TWO, "--restarts", "0", json=False)
     assert other.wait() == 2, other.text()
     assert (
-        f"job {number[0]} of this run is running, and was submitted with another config or other options"
+        f"job {number[0]} of this run is running, and was submitted with a different config or different options"
         in other.text()
     )
     again = job.type(*TWO, json=False)
-    again.wait_for(f"job {number[0]} was submitted by an earlier command: it is followed again")
+    again.wait_for(f"job {number[0]} was submitted by an earlier command: following it again")
     again.wait_for("2: 1 on ada (--nproc), 1 on bob (--nproc)")
     again.wait_for("step ")
     assert job.slurm.jobs() == number
     again.signal(signal.SIGINT)
     assert again.wait(limit_s=LONG_S) == 130, again.text()
-    assert "is asked to save a checkpoint and to end (scancel --signal=INT)" in again.text()
+    assert "will save a checkpoint and end (scancel --signal=INT)" in again.text()
     assert job.read("result.json")["outcome"] == "interrupted"
     assert job.read("result.json")["checkpoint"]
     job.until(lambda: not job.slurm.jobs(), what="the queue is empty")
@@ -100,7 +100,7 @@ def test_a_job_that_is_out_of_time_saves_is_queued_again_and_goes_on_bit_equal(
 ) -> None:
     slow(job, FAR, grace="10 seconds")
     front = job.type(*TWO, "--time", "3", json=False)
-    front.wait_for("is back in the queue (once), and goes on from its checkpoint", limit_s=LONG_S)
+    front.wait_for("is back in the queue (once) and resumes from its checkpoint", limit_s=LONG_S)
     saved = len(once_each(job))
     assert saved
     log = "".join(path.read_text() for path in (job.out / "slurm").glob("*.log"))
@@ -120,7 +120,7 @@ def test_a_job_whose_nodes_are_taken_by_a_more_urgent_one_goes_on_afterwards_bit
     front = job.type(*TWO, json=False)
     job.waits_for_step(12)
     job.slurm.run("sbatch", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1")
-    front.wait_for("is back in the queue (once), and goes on from its checkpoint", limit_s=LONG_S)
+    front.wait_for("is back in the queue (once) and resumes from its checkpoint", limit_s=LONG_S)
     assert front.wait(limit_s=LONG_S) == 0, front.text()
     assert once_each(job) == undisturbed(60)
 
@@ -175,7 +175,7 @@ def test_a_node_that_goes_away_is_named_and_the_job_goes_on_when_it_is_back(job:
     front = job.type(*TWO, json=False)
     job.waits_for_step(5)
     job.slurm.stop_node(1)
-    front.wait_for("is back in the queue (once), and goes on from its checkpoint", limit_s=LONG_S)
+    front.wait_for("is back in the queue (once) and resumes from its checkpoint", limit_s=LONG_S)
     front.wait_for("bob is DOWN")
     verdict = job.read("verdict.json")
     assert verdict["hosts"] == ["bob"]

@@ -133,7 +133,7 @@ def test_what_slurm_is_asked_for_comes_from_the_options(tmp_path: Path) -> None:
         "--signal=B:USR1@40",
     ):
         assert f"#SBATCH {wanted}" in lines, wanted
-    with pytest.raises(UsageError, match="how many a node needs"):
+    with pytest.raises(UsageError, match="the number for each node is not given"):
         asked(tmp_path, nodes="2", devices="0")
     for wrong in (
         {"partition": "a b"},

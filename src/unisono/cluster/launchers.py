@@ -1,4 +1,4 @@
-"""Who starts the fronts of a job: this one alone (local), a person or ssh (nodes), Ray, Slurm (`--launcher`)."""
+"""The launchers of a job's fronts (`--launcher`): this front alone (local), the user or SSH (nodes), Ray, Slurm."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 LAUNCHERS = ["local", "nodes", "ray", "slurm"]
 _NODE_OPTIONS = ("node_rank", "head", "hosts", "token_file")
-"""What says which node this is; a launcher that starts the fronts itself knows that."""
+"""Options that describe this node's place; a launcher that starts the fronts itself sets them."""
 
 
 def run_launcher(request: TrainRequest, show: Show) -> dict[str, Any]:
-    """Has the launcher that was asked for carry a start to its end; gives the object of result.json.
+    """The object of result.json, after running a job to its end with its launcher.
 
     Raises:
-        UnisonoError: if it is refused before anything was started.
+        UnisonoError: if the job is refused before anything starts.
     """
     refuse_contradictions(request)
     if request.launcher == "ray":
@@ -38,10 +38,10 @@ def run_launcher(request: TrainRequest, show: Show) -> dict[str, Any]:
 
 
 def plan_only(request: TrainRequest, show: Show) -> "RunPlan":
-    """The plan of a start that is not made, as node 0 would make it: as `session.plan_only`.
+    """The plan of a job that is not started, as node 0 would make it; see `session.plan_only`.
 
     Raises:
-        UnisonoError: whatever the start itself would be refused for before its ranks.
+        UnisonoError: for which the job itself would be refused before its ranks start.
     """
     from unisono.launch import session
 
@@ -55,28 +55,28 @@ def refuse_contradictions(request: TrainRequest) -> None:
     """Checks `--launcher` and the options that belong to one launcher.
 
     Raises:
-        UsageError: if there is no such launcher, or an option is another launcher's.
+        UsageError: if the launcher is unknown, or an option belongs to a different launcher.
     """
     launcher = request.launcher
     if launcher is not None and launcher not in LAUNCHERS:
         near = nearest(launcher, LAUNCHERS)
         raise UsageError.of(
-            f"there is no launcher {launcher}",
+            f"unknown launcher {launcher}",
             where="--launcher",
             fix=f"did you mean `{near}`?" if near else f"choose one of {', '.join(LAUNCHERS)}",
         )
     if request.ray_address is not None and launcher != "ray":
         raise UsageError.of(
-            "--ray-address is for --launcher ray",
+            "--ray-address requires --launcher ray",
             where="command line",
-            fix="add --launcher ray, or leave it out",
+            fix="add --launcher ray, or remove it",
         )
     given = [name for name in ("partition", "time") if getattr(request, name) is not None]
     if given and launcher != "slurm":
         raise UsageError.of(
-            f"--{given[0]} is for --launcher slurm",
+            f"--{given[0]} requires --launcher slurm",
             where="command line",
-            fix="add --launcher slurm, or leave it out",
+            fix="add --launcher slurm, or remove it",
         )
     if launcher in ("ray", "slurm"):
         given = [name for name in _NODE_OPTIONS if getattr(request, name) is not None]
@@ -85,11 +85,11 @@ def refuse_contradictions(request: TrainRequest) -> None:
             raise UsageError.of(
                 f"--launcher {launcher} finds and starts the nodes itself, without {options}",
                 where="command line",
-                fix=f"leave out {options}",
+                fix=f"remove {options}",
             )
     if launcher == "local" and (request.hosts is not None or request.nodes not in (None, "1")):
         raise UsageError.of(
-            "--launcher local is for one node, and several are asked for",
+            "--launcher local runs on one node, but several are requested",
             where="command line",
-            fix="leave out --launcher, or take --launcher nodes, ray or slurm",
+            fix="remove --launcher, or use --launcher nodes, ray or slurm",
         )

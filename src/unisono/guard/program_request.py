@@ -223,7 +223,7 @@ def refuse_launcher(asked: RunRequest) -> None:
     if launcher == "local":
         if asked.hosts is not None or asked.nodes not in (None, "1"):
             raise UsageError.of(
-                "--launcher local is for one node, and several are asked for",
+                "--launcher local runs on one node, but several are requested",
                 where="command line",
                 fix="leave out --launcher",
             )
@@ -235,7 +235,7 @@ def refuse_launcher(asked: RunRequest) -> None:
     else:
         near = nearest(launcher, ["local", "nodes", "ray", "slurm"])
         fix = f"did you mean `{near}`?" if near else "choose one of local, nodes, or leave it out"
-        raise UsageError.of(f"there is no launcher {launcher}", where="--launcher", fix=fix)
+        raise UsageError.of(f"unknown launcher {launcher}", where="--launcher", fix=fix)
     raise UsageError.of(
         f"run does not go to {launcher.capitalize()} by itself, as train does",
         where="--launcher",

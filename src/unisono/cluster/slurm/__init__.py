@@ -1,1 +1,1 @@
-"""Slurm: `--launcher slurm` writes, submits and follows a batch job; `doctor` takes a step of srun."""
+"""Slurm: `--launcher slurm` writes, submits and follows a batch job; `doctor` runs as an srun step."""

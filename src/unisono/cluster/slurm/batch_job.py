@@ -1,4 +1,4 @@
-"""`--launcher slurm`, whole: checked, written, submitted, followed."""
+"""`--launcher slurm` from start to end: the job is checked, written, submitted and end."""
 
 import contextlib
 import fcntl
@@ -50,67 +50,67 @@ _SUBMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job in the queue, or running.
+    """A queued or running job.
 
     Attributes:
         job: its id.
-        again: it was submitted by an earlier command.
+        again: whether an earlier command submitted it.
     """
 
     job: str
     again: bool
 
 
-def script_of(asked: JobRequest) -> Path:
-    """Where the script is kept."""
-    return asked.run.slurm / "job.sh"
+def script_of(spec: JobRequest) -> Path:
+    """The path of the batch script."""
+    return spec.run.slurm / "job.sh"
 
 
 def submit_once(
-    asked: JobRequest, config: str, *, check: Callable[[], None], say: Callable[[str], None]
+    spec: JobRequest, config: str, *, check: Callable[[], None], say: Callable[[str], None]
 ) -> Submitted:
-    """Submits the job, or finds it where an earlier command has submitted the same one.
+    """The job, submitted now or by an earlier command with the same script.
 
     Args:
-        asked: the job.
+        spec: the job.
         config: the text of the config file, which becomes part of the script.
-        check: called before a new job is submitted; raises where there can be none.
-        say: a line for people.
+        check: called before a new job is submitted; raises if it cannot run.
+        say: shows a line.
 
     Raises:
-        UsageError: if sbatch refuses, or another job of this run is in the queue.
+        UsageError: if sbatch refuses, or a different job of this run is queued or running.
         UnfitError: if the controller does not answer.
     """
-    script = batch_script(asked, config)
+    script = batch_script(spec, config)
     digest = hashlib.sha256(script.encode()).hexdigest()
-    if asked.run.slurm.exists():
-        with _submission_lock(asked):
-            found = _find_submitted(asked, digest)
+    if spec.run.slurm.exists():
+        with _submission_lock(spec):
+            found = _find_submitted(spec, digest)
             if found is not None:
                 return found
     check()
-    make_private_dir(asked.run.root)
-    make_private_dir(asked.run.slurm)
-    with _submission_lock(asked):
-        found = _find_submitted(asked, digest)  # of a command that was quicker
+    make_private_dir(spec.run.root)
+    make_private_dir(spec.run.slurm)
+    with _submission_lock(spec):
+        found = _find_submitted(spec, digest)  # submitted by a concurrent command
         if found is not None:
             return found
-        write_text(script_of(asked), script, mode=0o600)
-        # Before it is submitted: a command that is killed in between finds its job by the name, and knows whose it is.
-        write_json(_record(asked), {"schema": 1, "job": None, "digest": digest}, mode=0o600)
-        say(f"the batch script, {script_of(asked)}:")
+        write_text(script_of(spec), script, mode=0o600)
+        # Written before the job is submitted: a command that is killed in between can still find its job by name and identify it.
+        write_json(_record(spec), {"schema": 1, "job": None, "digest": digest}, mode=0o600)
+        say(f"the batch script, {script_of(spec)}:")
         for line in script.splitlines():
             say(f"  {line}")
-        job = _submit(asked)
-        write_json(_record(asked), {"schema": 1, "job": job, "digest": digest}, mode=0o600)
+        job = _submit(spec)
+        write_json(_record(spec), {"schema": 1, "job": job, "digest": digest}, mode=0o600)
     return Submitted(job, again=False)
 
 
-def _submit(asked: JobRequest) -> str:
+def _submit(spec: JobRequest) -> str:
     answer = run_slurm(
         "sbatch",
         "--parsable",
-        str(script_of(asked)),
+        str(script_of(spec)),
         limit_s=_SUBMIT_S,
         environment=submitting_environment(),
         umask=0o077,
@@ -118,57 +118,57 @@ def _submit(asked: JobRequest) -> str:
     job = answer.out.strip().partition(";")[0]
     if answer.ok and job.isdigit():
         return job
-    raise slurm_error("sbatch does not take the job", answer)
+    raise slurm_error("sbatch rejected the job", answer)
 
 
-def _find_submitted(asked: JobRequest, digest: str) -> Submitted | None:
-    """The job of this run that waits or runs.
+def _find_submitted(spec: JobRequest, digest: str) -> Submitted | None:
+    """The queued or running job of this run.
 
     Raises:
-        UsageError: if it is not the job that is asked for now.
-        UnfitError: if the controller does not say what has become of it.
+        UsageError: if it differs from the requested job.
+        UnfitError: if the controller does not answer.
     """
-    record = read_object(_record(asked))
+    record = read_object(_record(spec))
     known = record.get("job")
-    named = jobs_named(asked.name)
+    named = jobs_named(spec.name)
     jobs = dict.fromkeys([*([known] if isinstance(known, str) else []), *(named or [])])
     states = {job: read_job(job) for job in jobs}
     if named is None or None in states.values():
         raise UnfitError.of(
-            "Slurm does not say whether a job of this run lives, so none is submitted",
-            where=str(asked.run.slurm),
+            "Slurm does not report whether a job of this run exists, so none is submitted",
+            where=str(spec.run.slurm),
             why="two jobs would train the same run",
-            fix="scontrol ping   # and the same command again, once it answers",
+            fix="scontrol ping   # run the same command again once it answers",
         )
     for job, state in states.items():
-        if state is None or state.ended or not _is_ours(state, asked):
+        if state is None or state.ended or not _is_ours(state, spec):
             continue
         if record.get("digest") != digest:
             raise UsageError.of(
-                f"job {job} of this run is {state.state.lower()}, and was submitted with another config or other options",
-                where=str(asked.run.slurm),
+                f"job {job} of this run is {state.state.lower()}, and was submitted with a different config or different options",
+                where=str(spec.run.slurm),
                 why="two jobs would train the same run",
-                fix=f"scancel {job}   # then the same command again, or give the earlier command to follow it",
+                fix=f"scancel {job}   # then run this command again; or run the earlier command to follow that job",
             )
         return Submitted(job, again=True)
     return None
 
 
-def _is_ours(state: JobState, asked: JobRequest) -> bool:
-    """Numbers come again, and names do: it is our script that makes it ours."""
+def _is_ours(state: JobState, spec: JobRequest) -> bool:
+    """Whether the job runs our script: job ids and names may be reused."""
     with contextlib.suppress(OSError):
-        return Path(state.script).samefile(script_of(asked))
+        return Path(state.script).samefile(script_of(spec))
     return False
 
 
-def _record(asked: JobRequest) -> Path:
-    return asked.run.slurm / "job.json"
+def _record(spec: JobRequest) -> Path:
+    return spec.run.slurm / "job.json"
 
 
 @contextlib.contextmanager
-def _submission_lock(asked: JobRequest) -> Iterator[None]:
-    """Two commands that are typed at once submit one job."""
-    fd = os.open(asked.run.slurm / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _submission_lock(spec: JobRequest) -> Iterator[None]:
+    """A lock, so that two concurrent commands submit one job."""
+    fd = os.open(spec.run.slurm / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
@@ -185,28 +185,28 @@ _CAUSES = {
     "BOOT_FAIL": "node_unreachable",
     "OUT_OF_MEMORY": "host_oom_killed",
 }
-_END_TEXTS = {
-    "TIMEOUT": "its time limit was over before a checkpoint was saved",
-    "PREEMPTED": "another job took its nodes",
+_STATE_TEXTS = {
+    "TIMEOUT": "its time limit ended before a checkpoint was saved",
+    "PREEMPTED": "a different job took its nodes",
     "CANCELLED": "it was cancelled (scancel)",
-    "DEADLINE": "its deadline was over",
+    "DEADLINE": "its deadline passed",
     "NODE_FAIL": "a node failed",
     "BOOT_FAIL": "a node did not start",
-    "OUT_OF_MEMORY": "a node's memory for it was used up",
+    "OUT_OF_MEMORY": "its memory on a node was exhausted",
     "FAILED": "its script failed",
-    "GONE": "the controller has forgotten it",
+    "GONE": "the controller no longer knows it",
 }
 _TAIL = 6
 
 
-def result_of_job(followed: JobEnd, *, run: RunDir, seconds: float) -> tuple[dict[str, Any], Verdict | None]:
-    """The object of result.json, and a verdict to be told, if the head could not tell one itself."""
-    if followed.result is not None:
-        told = {name: value for name, value in followed.result.items() if name not in ("kind", "time")}
-        return told, None
-    state = followed.state.state
-    if followed.asked is not None or (state == "CANCELLED" and not followed.nodes):
-        code = exit_code_of(followed.asked) if followed.asked is not None else 75
+def result_of_job(end: JobEnd, *, run: RunDir, seconds: float) -> tuple[dict[str, Any], Verdict | None]:
+    """The object of result.json, and a verdict if the head could not report one itself."""
+    if end.result is not None:
+        result = {name: value for name, value in end.result.items() if name not in ("kind", "time")}
+        return result, None
+    state = end.state.state
+    if end.signal is not None or (state == "CANCELLED" and not end.nodes):
+        code = exit_code_of(end.signal) if end.signal is not None else 75
         return result_of(
             Ending(code, _known_progress(run)),
             run_id="",
@@ -214,7 +214,7 @@ def result_of_job(followed: JobEnd, *, run: RunDir, seconds: float) -> tuple[dic
             restarts=[],
             seconds=seconds,
         ), None
-    verdict = _verdict(followed)
+    verdict = _verdict(end)
     cause = find_cause(verdict.cause)
     code = cause.exit_code if cause is not None and verdict.cause != "undetermined" else 5
     ending = Ending(code, _known_progress(run), verdict)
@@ -222,104 +222,103 @@ def result_of_job(followed: JobEnd, *, run: RunDir, seconds: float) -> tuple[dic
 
 
 def _known_progress(run: RunDir) -> dict[str, Any]:
-    """How far the run is: as whoever wrote how it ended has it, else by its files."""
+    """The progress of the run: from its result, otherwise from its other files."""
     before = read_result(run)
     if before is not None:
         return {name: getattr(before, name) for name in NOTHING_DONE}
     try:
         return read_progress(run)
-    except OSError:  # the directory may be of compute nodes alone
+    except OSError:  # the directory may be visible on compute nodes only
         return NOTHING_DONE
 
 
-def _verdict(followed: JobEnd) -> Verdict:
-    job, state = followed.state.job, followed.state.state
-    ill = (
-        [node for node in node_states(",".join(followed.nodes)) if not node.usable] if followed.nodes else []
-    )
-    evidence = [Evidence(where=f"Slurm job {job}", text=_job_line(followed))]
-    evidence += [Evidence(where=f"Slurm node {node.name}", text=node.told) for node in ill]
-    evidence += [Evidence(where=f"output of job {job}", text=line) for line in followed.tail[-_TAIL:]]
+def _verdict(end: JobEnd) -> Verdict:
+    job, state = end.state.job, end.state.state
+    unusable = [node for node in node_states(",".join(end.nodes)) if not node.usable] if end.nodes else []
+    evidence = [Evidence(where=f"Slurm job {job}", text=_job_line(end))]
+    evidence += [Evidence(where=f"Slurm node {node.name}", text=node.told) for node in unusable]
+    evidence += [Evidence(where=f"output of job {job}", text=line) for line in end.tail[-_TAIL:]]
     cause = _CAUSES.get(state, "undetermined")
-    named = _node_list(ill, followed.nodes) if cause == "node_unreachable" else ""
+    named = _node_list(unusable, end.nodes) if cause == "node_unreachable" else ""
     known = find_cause(cause)
     return Verdict(
         cause=cause,
         when="during",
-        hosts=tuple(node.name for node in ill) if cause == "node_unreachable" else (),
-        summary=f"job {job} ended without a word of its head: {_END_TEXTS.get(state, state.lower())}{named}",
+        hosts=tuple(node.name for node in unusable) if cause == "node_unreachable" else (),
+        summary=f"job {job} ended without a result from its head: {_STATE_TEXTS.get(state, state.lower())}{named}",
         evidence=tuple(evidence),
         confidence=0.7 if cause != "undetermined" else 0.3,
         fix=(
-            "start the same command again: the run goes on from its newest checkpoint",
+            "run the same command again: it resumes from the latest checkpoint",
             *(known.remedy if known else ())[:1],
         ),
     )
 
 
-def _job_line(followed: JobEnd) -> str:
-    state = followed.state
+def _job_line(end: JobEnd) -> str:
+    state = end.state
     code = f", exit code {state.code}" if state.code is not None else ""
     reason = f", reason {state.reason}" if state.reason else ""
-    where = f", nodes {','.join(followed.nodes)}" if followed.nodes else ""
+    where = f", nodes {','.join(end.nodes)}" if end.nodes else ""
     return f"{state.state}{reason}{code}{where}, requeued {state.restarts} times"
 
 
-def _node_list(ill: list[NodeState], nodes: list[str]) -> str:
+def _node_list(unusable: list[NodeState], nodes: list[str]) -> str:
     names = [
-        f"node {nodes.index(node.name)} ({node.name})" if node.name in nodes else node.name for node in ill
+        f"node {nodes.index(node.name)} ({node.name})" if node.name in nodes else node.name
+        for node in unusable
     ]
     return f": {', '.join(names)}" if names else ""
 
 
 _NEW_S = 20.0
-"""A job is new for so long: nodes that are out of order then are a reason not to begin; later one waits for them."""
+"""A job counts as new for this long. Unusable nodes are then an error; later the job waits for them."""
 
 
 def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
-    """Carries a start from its config to the end of its job; gives the object of result.json.
+    """The object of result.json, after submitting the job of a request and following it to its end.
 
     Raises:
-        UnisonoError: if it is refused before a job is in the queue, or the job could never start.
+        UnisonoError: if it is refused before a job is queued, or the job could never start.
     """
     began = time.monotonic()
-    take_token()  # the job makes its own, and sbatch would keep this one
+    take_token()  # the job makes its own; sbatch would store this one with the job
     loaded, known = load_asked(request), partitions()
-    asked = job_request(request, loaded.config, gpus=has_gpus(checked_partitions(request)))
+    spec = job_request(request, loaded.config, gpus=has_gpus(checked_partitions(request)))
     config = _text_of(request)
 
     def check() -> None:
         decide_start(
-            asked.run, loaded.config, resume=request.resume, fresh=request.fresh, allow=request.allowed
+            spec.run, loaded.config, resume=request.resume, fresh=request.fresh, allow=request.allowed
         )
-        refuse_impossible(asked, known)
-        if request.fresh and asked.run.root.exists() and any(asked.run.root.iterdir()):
-            say(show, f"the earlier run is now {_renamed(asked.run)}")
+        refuse_impossible(spec, known)
+        if request.fresh and spec.run.root.exists() and any(spec.run.root.iterdir()):
+            say(show, f"the earlier run is now {_renamed(spec.run)}")
 
     _warn_inside_step(request, show)
-    submitted = submit_once(asked, config, check=check, say=lambda text: say(show, text))
+    submitted = submit_once(spec, config, check=check, say=lambda text: say(show, text))
     if submitted.again:
         say(
             show,
-            f"job {submitted.job} was submitted by an earlier command: it is followed again, from its beginning",
+            f"job {submitted.job} was submitted by an earlier command: following it again, from its beginning",
         )
     else:
         say(
             show,
-            f"submitted as job {submitted.job}; its own words, and Slurm's: {log_file(asked.run.slurm, submitted.job)}",
+            f"submitted as job {submitted.job}; its log: {log_file(spec.run.slurm, submitted.job)}",
         )
     follower = JobFollower(
         submitted.job,
-        JobOutput(output_file(asked.run.slurm, submitted.job)),
+        JobOutput(output_file(spec.run.slurm, submitted.job)),
         show,
-        refuse=_WaitCheck(asked, known, began, is_new=not submitted.again),
+        refuse=_WaitCheck(spec, known, began, is_new=not submitted.again),
     )
     try:
-        followed = follower.to_the_end()
+        end = follower.to_the_end()
     except (UsageError, UnfitError):
         run_slurm("scancel", submitted.job)
         raise
-    result, verdict = result_of_job(followed, run=asked.run, seconds=time.monotonic() - began)
+    result, verdict = result_of_job(end, run=spec.run, seconds=time.monotonic() - began)
     if verdict is not None:
         show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
     if result.get("problems") and not result.get("verdict"):
@@ -329,22 +328,22 @@ def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
 
 
 def script_for(request: TrainRequest) -> str:
-    """The script that would be submitted; nothing is.
+    """The script that would be submitted; nothing is submitted.
 
     Raises:
-        UnisonoError: if the job is refused before it is submitted.
+        UnisonoError: if the job would be refused before submission.
     """
     loaded, known = load_asked(request), partitions()
-    asked = job_request(request, loaded.config, gpus=has_gpus(checked_partitions(request)))
-    refuse_impossible(asked, known)
-    return batch_script(asked, _text_of(request))
+    spec = job_request(request, loaded.config, gpus=has_gpus(checked_partitions(request)))
+    refuse_impossible(spec, known)
+    return batch_script(spec, _text_of(request))
 
 
 def _renamed(run: RunDir) -> Path:
-    """Renames the earlier run, if nobody trains it: its lock is taken for that moment.
+    """The new path of the earlier run, renamed while its lock is held.
 
     Raises:
-        UsageError: if it lives, or cannot be renamed.
+        UsageError: if it is running, or cannot be renamed.
     """
     lock = RunLock(run.lock)
     lock.acquire(read_machine(lambda: ([], "")).host, os.getpid())
@@ -355,45 +354,45 @@ def _renamed(run: RunDir) -> Path:
 
 
 def _text_of(request: TrainRequest) -> str:
-    """The config file's text, which has just been read and understood."""
+    """The text of the config file, which was validated just before."""
     return request.config_path.read_text(encoding="utf-8-sig")
 
 
 class _WaitCheck:
-    """Ends what would wait for ever, as soon as the controller says so."""
+    """Refuses a job that would wait forever, as soon as the controller shows it."""
 
-    def __init__(self, asked: JobRequest, known: dict[str, Partition], began: float, *, is_new: bool) -> None:
-        self._asked = asked
+    def __init__(self, spec: JobRequest, known: dict[str, Partition], began: float, *, is_new: bool) -> None:
+        self._spec = spec
         self._known = known
         self._began = began
         self._is_new = is_new
 
     def __call__(self, state: JobState) -> None:
-        """Called with each news of a job that waits.
+        """Checks each new state of a waiting job.
 
         Raises:
-            UsageError: if nothing will ever change its reason.
-            UnfitError: if it is new, and too many nodes are out of order.
+            UsageError: if its reason for waiting never changes.
+            UnfitError: if the job is new and too many nodes are unusable.
         """
         if state.never:
             raise UsageError.of(
-                f"job {state.job} would never start, and is cancelled",
+                f"job {state.job} could never start and is cancelled",
                 where=f"Slurm says: {state.reason}",
-                why="waiting does not change this reason",
+                why="this reason does not change with time",
                 fix="change --nodes, --partition or --time; account and QOS are read from SBATCH_ACCOUNT and SBATCH_QOS",
             )
         if self._is_new and time.monotonic() - self._began < _NEW_S and "NotAvail" in state.reason:
-            chosen = [self._known[name] for name in self._asked.partitions if name in self._known]
+            chosen = [self._known[name] for name in self._spec.partitions if name in self._known]
             refuse_unusable_nodes(
-                self._asked, chosen or [each for each in self._known.values() if each.is_default]
+                self._spec, chosen or [each for each in self._known.values() if each.is_default]
             )
 
 
 def _warn_inside_step(request: TrainRequest, show: Show) -> None:
-    """A job that submits a job is seldom meant."""
+    """Warns inside a Slurm step: a job that submits a job is rarely intended."""
     step = read_environment().slurm_step
     if step is not None:
         say(
             show,
-            f"this is a task of Slurm step {step.name}, and --launcher slurm submits another job; to train here: srun {request.command}",
+            f"this is a task of Slurm step {step.name}, and --launcher slurm submits a new job; to train in this allocation: srun {request.command}",
         )

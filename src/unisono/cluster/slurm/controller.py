@@ -1,4 +1,4 @@
-"""What Slurm's controller says: what the cluster can give, before anything is submitted, and a job with its state, its wait and its nodes."""
+"""Queries to Slurm's controller: what the cluster can provide before a job is submitted, and a job's state, wait and nodes."""
 
 import re
 from dataclasses import dataclass
@@ -17,43 +17,43 @@ from unisono.facts.slurm import (
 
 _SILENT = re.compile(r"contact slurm controller|timed out|Connection refused|did not answer", re.IGNORECASE)
 _NO_CLUSTER = re.compile(r"configuration source|DNS SRV lookup|unable to status file", re.IGNORECASE)
-"""Slurm's programs, where no slurm.conf says which cluster is theirs."""
+"""Messages of Slurm's programs on a machine without a slurm.conf."""
 
 _SHOWN = 8
 
 
 class NodesRequest(Protocol):
-    """What is asked of the cluster, as far as it can be refused before it is submitted."""
+    """The part of a job request that can be checked before submission."""
 
     @property
     def least_nodes(self) -> int:
-        """So many are enough."""
+        """The smallest sufficient number of nodes."""
         ...
 
     @property
     def partitions(self) -> tuple[str, ...]:
-        """Those that are named."""
+        """The requested partitions."""
         ...
 
     @property
     def time(self) -> str | None:
-        """As it was typed; None: the partition's own limit."""
+        """The time limit as given; None: the partition's own limit."""
         ...
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition as the controller has it.
+    """A partition of the cluster.
 
     Attributes:
-        name: of it.
-        up: whether jobs are started in it.
-        state: in Slurm's word.
-        nodes: how many it has.
-        most_nodes: that one job may have; None: any number.
+        name: its name.
+        up: whether it starts jobs.
+        state: Slurm's word for its state.
+        nodes: the number of its nodes.
+        most_nodes: the largest number for one job; None: no limit.
         most_time: a job's limit as Slurm writes it.
         nodelist: its nodes as Slurm writes them.
-        is_default: whether it is taken where none is named.
+        is_default: whether jobs without a partition go there.
     """
 
     name: str
@@ -67,24 +67,24 @@ class Partition:
 
 
 def partitions() -> dict[str, Partition]:
-    """All that there are.
+    """All partitions, by name.
 
     Raises:
         UsageError: if Slurm is not installed here.
-        UnfitError: if its controller does not answer, or does not tell them.
+        UnfitError: if its controller does not answer, or does not list them.
     """
     if not has_slurm():
         raise UsageError.of(
-            "--launcher slurm needs sbatch, and it is not installed here",
+            "--launcher slurm needs sbatch, which is not installed here",
             where="this machine",
-            fix="type the command on a login node of the cluster, or take --launcher nodes and --hosts",
+            fix="run the command on a login node of the cluster, or use --launcher nodes with --hosts",
         )
     answer = run_slurm("scontrol", "show", "partition", "-o")
     if not answer.ok:
         raise _unanswered(answer) or UnfitError.of(
-            "Slurm does not tell its partitions",
+            "Slurm does not list its partitions",
             where=f"Slurm says: {answer.words}",
-            fix="scontrol show partition   # says the same by hand",
+            fix="scontrol show partition   # shows the same error",
         )
     found = {}
     for line in answer.out.splitlines():
@@ -106,42 +106,42 @@ def partitions() -> dict[str, Partition]:
 
 
 def has_gpus(names: tuple[str, ...]) -> bool:
-    """Whether nodes of these partitions, or of any, have accelerators that Slurm gives out."""
+    """Whether Slurm allocates accelerators in these partitions, or in any."""
     words = ["-p", ",".join(names)] if names else []
     return "gpu" in run_slurm("sinfo", "-h", "-o", "%G", *words).out
 
 
-def refuse_impossible(asked: NodesRequest, known: dict[str, Partition]) -> None:
-    """Checks that a partition can give the nodes at all, and now or soon.
+def refuse_impossible(request: NodesRequest, known: dict[str, Partition]) -> None:
+    """Checks that a partition can ever provide the nodes, and can do so now or soon.
 
     Raises:
-        UsageError: if there is no such partition, or it never has so many nodes for one job.
-        UnfitError: if too many of its nodes are out of order.
+        UsageError: if a partition is unknown, or never provides so many nodes to one job.
+        UnfitError: if too many of its nodes are unusable.
     """
-    strange = [name for name in asked.partitions if name not in known]
-    if strange:
+    unknown = [name for name in request.partitions if name not in known]
+    if unknown:
         raise UsageError.of(
-            f"there is no partition {', '.join(strange)}",
+            f"unknown partition {', '.join(unknown)}",
             where="--partition",
             why=f"this cluster has {', '.join(sorted(known)) or 'none'}",
             fix="choose one of them (`sinfo`)",
         )
-    chosen = [known[name] for name in asked.partitions] or [
+    chosen = [known[name] for name in request.partitions] or [
         each for each in known.values() if each.is_default
     ]
     if not chosen:
-        return  # sbatch will say that a partition is to be named
-    problems = [problem for problem in (_too_small(asked, each) for each in chosen) if problem is not None]
+        return  # sbatch reports that a partition is required
+    problems = [problem for problem in (_too_small(request, each) for each in chosen) if problem is not None]
     if len(problems) == len(chosen):
         raise UsageError(*problems)
-    refuse_unusable_nodes(asked, chosen)
+    refuse_unusable_nodes(request, chosen)
 
 
-def refuse_unusable_nodes(asked: NodesRequest, chosen: list[Partition]) -> None:
-    """Node by node, where fewer can be used than are asked for.
+def refuse_unusable_nodes(request: NodesRequest, chosen: list[Partition]) -> None:
+    """Checks node by node that enough nodes are usable.
 
     Raises:
-        UnfitError: in that case.
+        UnfitError: if fewer nodes are usable than requested.
     """
     best: tuple[int, str, list[NodeState]] = (-1, "", [])
     for each in chosen:
@@ -150,7 +150,7 @@ def refuse_unusable_nodes(asked: NodesRequest, chosen: list[Partition]) -> None:
             continue
         nodes = node_states(each.nodelist)
         usable = sum(node.usable for node in nodes)
-        if not nodes or usable >= asked.least_nodes:
+        if not nodes or usable >= request.least_nodes:
             return
         best = max(
             best,
@@ -158,27 +158,27 @@ def refuse_unusable_nodes(asked: NodesRequest, chosen: list[Partition]) -> None:
             key=lambda found: found[0],
         )
     usable, where, bad = best
-    told = "; ".join(node.told for node in bad[:_SHOWN]) + (
+    states = "; ".join(node.told for node in bad[:_SHOWN]) + (
         f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
     )
     if usable < 0:
         raise UnfitError.of(
-            f"no job is started now: {where or 'no partition is up'}",
+            f"no job can start now: {where or 'no partition is up'}",
             where="--partition",
-            fix="choose one that is up (`sinfo`)",
+            fix="choose a partition that is up (`sinfo`)",
         )
     raise UnfitError.of(
-        f"{asked.least_nodes} nodes are asked for, and {usable} of {where} can be used now",
-        where=told,
-        why="a job would wait until they are back",
-        fix=f"--nodes {usable}, another --partition, or ask who looks after them (`sinfo -R`)"
+        f"{request.least_nodes} nodes are requested, and {usable} of {where} are usable now",
+        where=states,
+        why="the job would wait until they are back",
+        fix=f"--nodes {usable}, a different --partition, or ask the administrator (`sinfo -R`)"
         if usable
-        else "another --partition, or ask who looks after them (`sinfo -R`)",
+        else "a different --partition, or ask the administrator (`sinfo -R`)",
     )
 
 
 def slurm_error(what: str, answer: SlurmAnswer) -> UsageError | UnfitError:
-    """An error in Slurm's own words: 6 where it does not answer, 2 where it does not want, or this machine is of no cluster."""
+    """An error with Slurm's message: exit code 6 if it does not answer; 2 if it refuses, or this machine belongs to no cluster."""
     words = answer.words or f"exit code {answer.code}"
     return _unanswered(answer, what) or UsageError.of(
         what,
@@ -188,49 +188,49 @@ def slurm_error(what: str, answer: SlurmAnswer) -> UsageError | UnfitError:
 
 
 def _unanswered(
-    answer: SlurmAnswer, what: str = "its partitions are not told"
+    answer: SlurmAnswer, what: str = "its partitions are unknown"
 ) -> UsageError | UnfitError | None:
-    """The error where no controller has said anything; None where one has."""
+    """The error if no controller answered; None if one did."""
     words = answer.words or f"exit code {answer.code}"
     if _NO_CLUSTER.search(words):
         return UsageError.of(
-            "this machine is of no Slurm cluster: sbatch is here, and nothing says where its controller is",
+            "this machine belongs to no Slurm cluster: sbatch is installed, but no controller is configured",
             where=f"Slurm says: {words}",
-            fix="type the command on a login node of the cluster; or export SLURM_CONF, where its slurm.conf is kept elsewhere",
+            fix="run the command on a login node of the cluster; or export SLURM_CONF if its slurm.conf is in a different place",
         )
     if answer.code is None or _SILENT.search(words):
         return UnfitError.of(
             f"Slurm does not answer: {what}",
             where=words,
-            why="its controller (slurmctld) is down, or cannot be reached from here",
-            fix="scontrol ping   # says which controller is up",
+            why="its controller (slurmctld) is down or unreachable from here",
+            fix="scontrol ping   # shows which controller is up",
         )
     return None
 
 
-def _too_small(asked: NodesRequest, partition: Partition) -> Problem | None:
+def _too_small(request: NodesRequest, partition: Partition) -> Problem | None:
     most = partition.nodes if partition.most_nodes is None else min(partition.nodes, partition.most_nodes)
-    if asked.least_nodes <= most:
-        return _too_long(asked, partition)
+    if request.least_nodes <= most:
+        return _too_long(request, partition)
     has = f"partition {partition.name} has {partition.nodes} node{'' if partition.nodes == 1 else 's'}"
-    one = f"{has}, of which one job may have {most}" if most < partition.nodes else has
+    limit = f"{has}, of which one job can have {most}" if most < partition.nodes else has
     return Problem(
-        f"{asked.least_nodes} nodes are asked for, and {one}",
+        f"{request.least_nodes} nodes are requested, and {limit}",
         where="--nodes",
-        why="the job would wait for ever",
-        fix=f"--nodes {most}, or another --partition (`sinfo`)",
+        why="the job would wait forever",
+        fix=f"--nodes {most}, or a different --partition (`sinfo`)",
     )
 
 
-def _too_long(asked: NodesRequest, partition: Partition) -> Problem | None:
-    limit, wanted = seconds_of(partition.most_time), seconds_of(asked.time or "")
+def _too_long(request: NodesRequest, partition: Partition) -> Problem | None:
+    limit, wanted = seconds_of(partition.most_time), seconds_of(request.time or "")
     if limit is None or wanted is None or wanted <= limit:
         return None
     return Problem(
-        f"--time {asked.time} is longer than partition {partition.name} allows",
+        f"--time {request.time} is longer than partition {partition.name} allows",
         where=f"MaxTime={partition.most_time}",
-        why="the job would wait for ever",
-        fix=f"--time {partition.most_time}: the run goes on in the next job; or another --partition",
+        why="the job would wait forever",
+        fix=f"--time {partition.most_time}: the run continues in the next job; or a different --partition",
     )
 
 
@@ -240,7 +240,7 @@ _ENDED = frozenset(
         *("BOOT_FAIL", "DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"),
     ]
 )
-_NEVER = re.compile(  # what no waiting changes; the rest of Slurm's reasons may
+_NEVER = re.compile(  # reasons that never change; all others may
     r"PartitionTimeLimit|PartitionNodeLimit|PartitionConfig|BadConstraints|InvalidAccount|InvalidQOS|AccountNotAllowed|QOSNotAllowed|QOSUsageThreshold"
     r"|Max(Wall|Node|Cpu|CPU|GRES|Mem|TRES)\w*PerJob|MaxWallDuration|MinCpuNotSatisfied|DependencyNeverSatisfied|can't use this partition|not permitted",
 )
@@ -248,17 +248,17 @@ _NEVER = re.compile(  # what no waiting changes; the rest of Slurm's reasons may
 
 @dataclass(frozen=True)
 class JobState:
-    """What the controller says of a job.
+    """A job as the controller reports it.
 
     Attributes:
         job: its id.
-        state: `PENDING`, `RUNNING`, … ; `GONE`: the controller has forgotten it.
+        state: `PENDING`, `RUNNING`, … ; `GONE`: the controller no longer knows it.
         reason: why it waits, or why it ended.
         restarts: how often it was requeued.
         nodelist: where it runs; empty while it waits.
-        partition: of it.
-        starts: when it is expected to start, or `Unknown`.
-        code: the exit code of its script; None while it has none.
+        partition: its partition.
+        starts: its expected start, or `Unknown`.
+        code: the exit code of its script; None while it runs.
         script: the path of its script.
     """
 
@@ -274,7 +274,7 @@ class JobState:
 
     @property
     def waits(self) -> bool:
-        """Whether it is in the queue, or on its way back into it."""
+        """Whether it is queued, or about to be queued again."""
         return self.state in (
             "PENDING",
             "REQUEUED",
@@ -286,17 +286,17 @@ class JobState:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes of it."""
+        """Whether it has ended for good."""
         return self.state in _ENDED or self.state == "GONE"
 
     @property
     def never(self) -> bool:
-        """Whether it waits for what does not come."""
+        """Whether its reason for waiting never changes."""
         return self.state == "PENDING" and _NEVER.search(self.reason) is not None
 
 
 def read_job(job: str) -> JobState | None:
-    """The job; None if the controller does not answer now."""
+    """The job's state; None if the controller does not answer now."""
     answer = run_slurm("scontrol", "show", "job", "-o", job)
     if not answer.ok:
         return JobState(job, "GONE") if "Invalid job id" in answer.err else None
@@ -317,7 +317,7 @@ def read_job(job: str) -> JobState | None:
 
 
 def queue_position(state: JobState) -> str:
-    """`3 of 7 in partition gpu`; empty where it cannot be told."""
+    """`place 3 of 7 in partition gpu`; empty if unknown."""
     answer = run_slurm("squeue", "-h", "-t", "PENDING", "-p", state.partition, "-S", "-p,i", "-o", "%A")
     waiting = answer.out.split() if answer.ok else []
     if state.job not in waiting:
@@ -326,15 +326,15 @@ def queue_position(state: JobState) -> str:
 
 
 def jobs_named(name: str) -> list[str] | None:
-    """This user's jobs of that name that wait or run; None if the controller does not say."""
+    """This user's queued and running jobs of that name; None if the controller does not answer."""
     answer = run_slurm("squeue", "-h", "--me", "-n", name, "-o", "%A")
     return answer.out.split() if answer.ok else None
 
 
 def _reason(job: str, fields: dict[str, str]) -> str:
-    """As squeue tells it: with the nodes that are not available, and in a sentence where there is one."""
+    """The reason as squeue shows it: with the unavailable nodes, and as a sentence if there is one."""
     short = fields.get("Reason", "").replace("None", "")
     if fields.get("JobState", "").startswith("PENDING"):
-        told = run_slurm("squeue", "-h", "-j", job, "-o", "%r").out.strip()
-        return (told or short).replace("None", "")
+        reason = run_slurm("squeue", "-h", "-j", job, "-o", "%r").out.strip()
+        return (reason or short).replace("None", "")
     return short

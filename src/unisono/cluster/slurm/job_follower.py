@@ -1,4 +1,4 @@
-"""Follows a job to its end: how it waits, what its head says, what becomes of its nodes; and ends it when it is asked to."""
+"""Follows a job to its end: its wait in the queue, its head's messages and the state of its nodes; ends it on a signal."""
 
 import contextlib
 import re
@@ -19,18 +19,18 @@ from unisono.text import one_line
 
 _LABEL = re.compile(rb"^ *(\d{1,9}): ")
 _MOST_BYTES = 8_000_000
-"""At once; a line that is longer is no message of ours."""
+"""Per read; a longer line is not a message of unisono."""
 _PIECE_BYTES = 1_024
-"""With --label srun breaks longer lines into pieces of this size, each with a label and an end of its own (Slurm 22.05 to 24.05)."""
+"""With --label srun splits longer lines into pieces of this size, each with its own label and line end (Slurm 22.05 to 24.05)."""
 
 
 @dataclass(frozen=True)
 class OutputLine:
-    """One line.
+    """One line of a job's output.
 
     Attributes:
-        node: of which node; None: of srun itself.
-        message: the message that it is; None: it is text.
+        node: its node; None: srun itself.
+        message: the parsed message; None: the line is plain text.
         text: the line, safe to show.
     """
 
@@ -41,20 +41,20 @@ class OutputLine:
 
 @dataclass
 class JobOutput:
-    """A file that grows.
+    """The output file of a job, read as it grows.
 
     Attributes:
-        path: of it; it need not be there yet.
+        path: of the file, which may not exist yet.
     """
 
     path: Path
     _at: int = 0
     _rest: bytes = field(default=b"", repr=False)
     _pieces: dict[int, bytes] = field(default_factory=dict, repr=False)
-    """What has come of a message that is longer than a piece, by node."""
+    """The first pieces of a message longer than one piece, by node."""
 
     def news(self) -> list[OutputLine]:
-        """The whole lines that have come since the last call; none where the file cannot be read now."""
+        """The complete lines since the last call; none if the file cannot be read now."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._at)
@@ -64,26 +64,26 @@ class JobOutput:
         self._at += len(read)
         *whole, rest = (self._rest + read).split(b"\n")
         self._rest = rest if len(rest) < _MOST_BYTES else b""
-        return [spoken for line in whole if (spoken := self._spoken(line)) is not None]
+        return [parsed for line in whole if (parsed := self._parsed(line)) is not None]
 
-    def _spoken(self, line: bytes) -> OutputLine | None:
-        """What a line says; None for a piece of a message that goes on."""
+    def _parsed(self, line: bytes) -> OutputLine | None:
+        """A line, parsed; None for a piece of a message that continues."""
         label = _LABEL.match(line)
         if label is None:
             return OutputLine(None, None, _shown(line))
         node, piece = int(label[1]), line[label.end() :]
-        said = self._pieces.pop(node, b"") + piece
-        if not said.startswith(b"{"):
-            return OutputLine(node, None, _shown(said))
+        content = self._pieces.pop(node, b"") + piece
+        if not content.startswith(b"{"):
+            return OutputLine(node, None, _shown(content))
         try:
-            value: Any = parse_json(said)
+            value: Any = parse_json(content)
         except ValueError:
-            if len(piece) == _PIECE_BYTES and len(said) < _MOST_BYTES:
-                self._pieces[node] = said
+            if len(piece) == _PIECE_BYTES and len(content) < _MOST_BYTES:
+                self._pieces[node] = content
                 return None
-            return OutputLine(node, None, _shown(said))
+            return OutputLine(node, None, _shown(content))
         is_message = isinstance(value, dict) and isinstance(value.get("kind"), str)
-        return OutputLine(node, value if is_message else None, _shown(said))
+        return OutputLine(node, value if is_message else None, _shown(content))
 
 
 def _shown(text: bytes) -> str:
@@ -91,45 +91,45 @@ def _shown(text: bytes) -> str:
 
 
 _LINES_S = 0.2
-_STATE_S = (1.0, 10.0)  # of a job that waits or has just begun; of one that runs
+_STATE_S = (1.0, 10.0)  # of a job that waits or has just started; of a running job
 _YOUNG_S = 60.0
 _QUEUE_S = 60.0
 _NODES_S = 15.0
-_SETTLED_S = 120.0  # a job whose head has ended, and is not to be queued again, leaves the controller by then
+_SETTLED_S = 120.0  # by then the controller has ended a job whose head has ended and that is not requeued
 _SILENT_S = 60.0
-_LAST_WORDS_S = 5.0  # for what was written on other machines to be seen here
-_KEPT = 30
+_LAST_WORDS_S = 5.0  # until files written on other machines are visible here
+_TAIL_LINES = 30
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass
 class JobEnd:
-    """What is known of a job that has ended.
+    """How a job ended.
 
     Attributes:
-        state: the controller's last word.
-        result: the last that the head said; None if it said none.
-        tail: the last lines that were no messages.
-        asked: the signal that this command passed on; None if it did not.
+        state: the last state from the controller.
+        result: the last result message of the head; None if there was none.
+        tail: the last lines that were not messages.
+        signal: the stop signal that this command received; None if there was none.
         nodes: where it ran.
     """
 
     state: JobState
     result: Message | None
     tail: list[str]
-    asked: signal.Signals | None
+    signal: signal.Signals | None
     nodes: list[str]
 
 
 @dataclass
 class JobFollower:
-    """Reads a job's lines and state in turn, and shows what is new.
+    """Reads a job's output and state in turn, and shows what is new.
 
     Attributes:
         job: its id.
-        lines: what its fronts say.
-        show: sees their messages, and lines of ours.
-        refuse: called while it waits, with what the controller says of it; raises where it would wait for ever.
+        lines: the output of its fronts.
+        show: gets their messages, and notes of this command.
+        refuse: called with the state of a waiting job; raises if it would wait forever.
     """
 
     job: str
@@ -137,29 +137,29 @@ class JobFollower:
     show: Show
     refuse: Callable[[JobState], None] = lambda _: None
     result: Message | None = None
-    asked: signal.Signals | None = None
-    _tail: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    stop_signal: signal.Signals | None = None
+    _tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
     _state: JobState | None = None
     _nodes: list[str] = field(default_factory=list)
-    _ran_on: str = ""
-    _greets: bool = False
-    _told: str = ""
-    _told_at: float = 0.0
-    _ill: set[str] = field(default_factory=set)
+    _nodelist: str = ""
+    _expects_first_step: bool = False
+    _queue_shown: str = ""
+    _queue_shown_at: float = 0.0
+    _unusable_shown: set[str] = field(default_factory=set)
     _next_nodes: float = 0.0
-    _asked_at: float = 0.0
+    _stopped_at: float = 0.0
     _result_at: float = 0.0
     _answered_at: float = field(default_factory=time.monotonic)
     _planned: bool = False
     _passed_on: bool = False
-    _again: bool = False
+    _stopped_twice: bool = False
     _cancelled: bool = False
 
     def to_the_end(self) -> JobEnd:
-        """Until nothing more comes of the job.
+        """How the job ended, once nothing more comes of it.
 
         Raises:
-            UnisonoError: what `refuse` raises; the job is cancelled then.
+            UnisonoError: from `refuse`; the caller then cancels the job.
         """
         began, next_state = time.monotonic(), 0.0
         with self._signals():
@@ -167,104 +167,102 @@ class JobFollower:
                 now = time.monotonic()
                 if now >= next_state:
                     state = read_job(self.job)
-                    self._hear_state(state)
+                    self._take_state(state)
                     young = (
                         self._state is None
                         or self._state.waits
                         or now - began < _YOUNG_S
-                        or self.asked is not None
+                        or self.stop_signal is not None
                     )
                     next_state = now + _STATE_S[0 if young or self.result is not None else 1]
-                self._hear_lines()
+                self._take_lines()
                 self._pass_on()
                 if self._state is not None and self._state.ended:
                     return self._last_words(self._state)
                 if self._has_settled(now):
                     say(
                         self.show,
-                        f"job {self.job} has said its last word, and Slurm does not end it: scontrol show job {self.job}",
+                        f"job {self.job} has sent its result, but Slurm does not end it: scontrol show job {self.job}",
                     )
                     return JobEnd(
                         self._state or JobState(self.job, "?"),
                         self.result,
                         list(self._tail),
-                        self.asked,
+                        self.stop_signal,
                         self._nodes,
                     )
                 time.sleep(_LINES_S)
 
     def _has_settled(self, now: float) -> bool:
-        """Whether nothing more will come, though the controller does not say that the job has ended: it is gone, or a node is."""
+        """Whether the result is final although the controller does not report the job's end: the controller or a node is gone."""
         final = self.result is not None and self.result.get("exit_code") != 75
         return final and now - self._result_at > _SETTLED_S
 
     def _last_words(self, state: JobState) -> JobEnd:
         limit = time.monotonic() + _LAST_WORDS_S
         while self.result is None and time.monotonic() < limit:
-            self._hear_lines()
+            self._take_lines()
             time.sleep(_LINES_S)
-        return JobEnd(state, self.result, list(self._tail), self.asked, self._nodes)
+        return JobEnd(state, self.result, list(self._tail), self.stop_signal, self._nodes)
 
-    def _hear_lines(self) -> None:
-        for spoken in self.lines.news():
-            self._hear(spoken)
+    def _take_lines(self) -> None:
+        for line in self.lines.news():
+            self._take_line(line)
 
-    def _hear(self, spoken: OutputLine) -> None:
-        message = spoken.message
+    def _take_line(self, line: OutputLine) -> None:
+        message = line.message
         if message is None:
-            if spoken.text:
-                self._tail.append(
-                    spoken.text if spoken.node is None else f"node {spoken.node}: {spoken.text}"
-                )
+            if line.text:
+                self._tail.append(line.text if line.node is None else f"node {line.node}: {line.text}")
             return
-        if spoken.node != 0:
+        if line.node != 0:
             return
         kind = message["kind"]
-        if kind == "result":  # the last word of this start; of the job only if it is not queued again
+        if kind == "result":  # the result of this start, and of the job unless it is requeued
             self.result, self._result_at = message, time.monotonic()
             return
         if kind == "plan":
-            self._greets, self._planned, self.result = True, True, None
-        elif self._greets and kind in ("step", "eval", "checkpoint"):
+            self._expects_first_step, self._planned, self.result = True, True, None
+        elif self._expects_first_step and kind in ("step", "eval", "checkpoint"):
             self.show({"kind": "ready", "time": time.time(), "facts": {}})
-            self._greets = False
+            self._expects_first_step = False
         self.show(message)
 
-    def _hear_state(self, state: JobState | None) -> None:
-        if state is None:  # the controller is restarted now and then
+    def _take_state(self, state: JobState | None) -> None:
+        if state is None:  # controllers restart from time to time
             if time.monotonic() - self._answered_at > _SILENT_S:
                 self._answered_at = time.monotonic()
                 say(
                     self.show,
-                    f"Slurm's controller does not answer (scontrol ping); job {self.job} goes on without it, and is still followed",
+                    f"Slurm's controller does not answer (scontrol ping); job {self.job} continues without it and is still followed",
                 )
             return
         self._answered_at = time.monotonic()
         before, self._state = self._state, state
         if before is not None and state.restarts > before.restarts:
-            self._hear_lines()
+            self._take_lines()
             self.result, self._planned = None, False
-            self._passed_on = False  # a wish to stop that came together with the requeue still stands
+            self._passed_on = False  # a stop request that arrived together with the requeue still holds
             say(
                 self.show,
-                f"job {self.job} is back in the queue ({_times(state.restarts)}), and goes on from its checkpoint",
+                f"job {self.job} is back in the queue ({_times(state.restarts)}) and resumes from its checkpoint",
             )
         if state.waits:
             self._nodes = []
             self.result, self._planned = None, False  # of an earlier start
             self.refuse(state)
-            self._tell_queue(state)
+            self._show_queue(state)
         elif state.nodelist and not state.ended:
             if not self._nodes:
-                self._nodes, self._ran_on = hosts_of(state.nodelist), state.nodelist
+                self._nodes, self._nodelist = hosts_of(state.nodelist), state.nodelist
                 say(self.show, f"job {self.job} runs on {', '.join(self._nodes)}")
-            self._look_at_nodes(state)
+            self._check_nodes(state)
 
-    def _tell_queue(self, state: JobState) -> None:
+    def _show_queue(self, state: JobState) -> None:
         now = time.monotonic()
-        if state.reason == self._told and now < self._told_at + _QUEUE_S:
+        if state.reason == self._queue_shown and now < self._queue_shown_at + _QUEUE_S:
             return
-        self._told, self._told_at = state.reason, now
+        self._queue_shown, self._queue_shown_at = state.reason, now
         starts = state.starts if state.starts not in ("", "Unknown", "N/A") else ""
         parts = [queue_position(state), f"expected to start {starts}" if starts else "", *self._lost_nodes()]
         more = "; ".join(part for part in parts if part)
@@ -275,25 +273,27 @@ class JobFollower:
         )
 
     def _lost_nodes(self) -> list[str]:
-        """Nodes on which it ran and that are out of order now."""
-        return [node.told for node in node_states(self._ran_on) if not node.usable] if self._ran_on else []
+        """The nodes of its last start that are unusable now."""
+        return (
+            [node.told for node in node_states(self._nodelist) if not node.usable] if self._nodelist else []
+        )
 
-    def _look_at_nodes(self, state: JobState) -> None:
+    def _check_nodes(self, state: JobState) -> None:
         now = time.monotonic()
         if now < self._next_nodes:
             return
         self._next_nodes = now + _NODES_S
         for node in node_states(state.nodelist):
             ill = not node.usable
-            if ill and node.told not in self._ill:
-                self._ill.add(node.told)
+            if ill and node.told not in self._unusable_shown:
+                self._unusable_shown.add(node.told)
                 number = f"node {self._nodes.index(node.name)} " if node.name in self._nodes else ""
                 say(
                     self.show,
                     f"{number}({node.name}) of this job is {node.state}"
                     + (f": {one_line(node.reason)}" if node.reason else "")
                     + (
-                        "; the job goes on until its end, and no new one is put there"
+                        "; the job continues to its end, and no new job starts there"
                         if "DRAIN" in node.state
                         else ""
                     ),
@@ -309,33 +309,36 @@ class JobFollower:
         ]
         for number in before:
             if number not in ignored:
-                signal.signal(number, self._note)
+                signal.signal(number, self._note_signal)
         try:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler if self.asked is None else signal.SIG_IGN)
+                signal.signal(number, handler if self.stop_signal is None else signal.SIG_IGN)
 
-    def _note(self, number: int, _frame: Any) -> None:
-        """Only notes it: the loop may be in the middle of a line."""
+    def _note_signal(self, number: int, _frame: Any) -> None:
+        """Only records the signal: the loop may be in the middle of a line."""
         now = time.monotonic()
-        if self.asked is None:
-            self.asked, self._asked_at = signal.Signals(number), now
-        elif now - self._asked_at >= AGAIN_AFTER_S:
-            self._again = True
+        if self.stop_signal is None:
+            self.stop_signal, self._stopped_at = signal.Signals(number), now
+        elif now - self._stopped_at >= AGAIN_AFTER_S:
+            self._stopped_twice = True
 
     def _pass_on(self) -> None:
-        """Does what was asked for since the last time."""
-        if self.asked is not None and not self._passed_on:
+        """Acts on the signals since the last call."""
+        if self.stop_signal is not None and not self._passed_on:
             self._passed_on = True
-            self._stop_politely(self.asked)
-        if self._again and not self._cancelled:
+            self._request_stop(self.stop_signal)
+        if self._stopped_twice and not self._cancelled:
             self._cancelled = True
-            say(self.show, f"again: job {self.job} is cancelled at once; its newest checkpoint stays")
+            say(
+                self.show,
+                f"second signal: job {self.job} is cancelled immediately; its latest checkpoint is kept",
+            )
             run_slurm("scancel", self.job)
 
-    def _stop_politely(self, number: signal.Signals) -> None:
-        """Asks the fronts, which save and end; a job that has none yet is cancelled."""
+    def _request_stop(self, number: signal.Signals) -> None:
+        """Signals the fronts, which save and exit; a job without fronts is cancelled."""
         running = self._state is not None and self._state.state == "RUNNING" and self._planned
         if not running:
             say(
@@ -347,8 +350,8 @@ class JobFollower:
         name = "INT" if number is signal.SIGINT else "TERM"
         say(
             self.show,
-            f"{number.name}: job {self.job} is asked to save a checkpoint and to end (scancel --signal={name}); once more: at once. "
-            f"To leave it alone, end this command with SIGKILL, and give it again to come back",
+            f"{number.name}: job {self.job} will save a checkpoint and end (scancel --signal={name}); a second signal cancels it immediately. "
+            f"To leave it running, end this command with SIGKILL, and run it again to follow the job",
         )
         answer = run_slurm("scancel", f"--signal={name}", self.job)
         if not answer.ok:

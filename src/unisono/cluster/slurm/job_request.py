@@ -1,4 +1,4 @@
-"""What a batch job is to be, read from the command line and the config, and its batch script. Pure but for the checks of the machine here."""
+"""A batch job from the command line and the config, and its batch script. Pure, except for the working directory and the Python path."""
 
 import math
 import re
@@ -18,10 +18,10 @@ from unisono.text import one_line, parse_seconds
 
 _WORD = re.compile(r"[A-Za-z0-9_.@:][A-Za-z0-9_.@:-]*")
 _SIGNAL_MARGIN_S = 15
-"""Between the end of `grace` and the end of the job: ranks and fronts are gone by then, and the script asks for its requeue."""
+"""Between the end of `grace` and the end of the job: ranks and fronts exit, and the script requests its requeue."""
 
-_CONFIG = "/dev/stdin"  # srun gives it to every node: as it was when the job was submitted, also where no disk is shared
-_EARLY_S = 30  # Slurm looks at limits every half minute, and rounds towards early
+_CONFIG = "/dev/stdin"  # srun sends it to every node: the config at submission, even without a shared disk
+_EARLY_S = 30  # Slurm checks limits every 30 s and may signal that much earlier
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class JobRequest:
     """One batch job.
 
     Attributes:
-        name: of the job, as squeue shows it.
+        name: the job name that squeue shows.
         run: the run's directory.
-        folder: where the commands are given; paths of the config are relative to it.
-        least_nodes: so many are enough.
-        nodes: how many.
-        nproc: ranks on each node; None: as many as its devices.
-        gpus: accelerators that each node is asked for; 0: none.
-        partition: as it was typed; None: the cluster's own choice.
-        time: as it was typed; None: the partition's own limit.
-        signal_s: seconds before the end of the job at which it is told.
-        words: of the command that each node runs, without `--launcher` and its like.
-        typed: the command, for people.
+        folder: the working directory; paths of the config are relative to it.
+        least_nodes: the smallest sufficient number of nodes.
+        nodes: the largest number of nodes.
+        nproc: ranks on each node; None: one for each device.
+        gpus: accelerators requested on each node; 0: none.
+        partition: as given; None: the cluster's default.
+        time: the time limit as given; None: the partition's own limit.
+        signal_s: seconds before the end of the job at which Slurm signals it.
+        words: the command of each node, without `--launcher` and related options.
+        typed: the user's command, for messages.
     """
 
     name: str
@@ -58,20 +58,20 @@ class JobRequest:
 
     @property
     def partitions(self) -> tuple[str, ...]:
-        """Those that are named."""
+        """The requested partitions."""
         return tuple(self.partition.split(",")) if self.partition else ()
 
 
 def job_request(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobRequest:
-    """The job that a request stands for.
+    """The batch job of a request.
 
     Args:
         request: with `--launcher slurm`.
-        config: its paths absolute.
-        gpus: whether the cluster gives out accelerators.
+        config: with absolute paths.
+        gpus: whether the cluster allocates accelerators.
 
     Raises:
-        UsageError: if an option cannot be one of Slurm's.
+        UsageError: if an option is not valid for Slurm.
     """
     least, nodes = nodes_of(request.nodes)
     run = RunDir(Path(config.output_dir))
@@ -80,13 +80,15 @@ def job_request(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobR
     limit_s = seconds_of(request.time or "")
     if limit_s is not None and limit_s < signal_s + _EARLY_S:
         raise UsageError.of(
-            f"--time {request.time} is over before anything could be trained",
+            f"--time {request.time} ends before anything could be trained",
             where="command line",
-            why=f"{signal_s} s before the end the run begins to save, and Slurm may say so {_EARLY_S} s earlier",
-            fix="ask for more, as --time 8:00:00",
+            why=f"the run starts to save {signal_s} s before the end, and Slurm may signal {_EARLY_S} s earlier",
+            fix="set a longer limit, e.g. --time 8:00:00",
         )
     if any(character in str(path) for path in (run.root, Path.cwd()) for character in "\n\r\0"):
-        raise UsageError.of("a path has a line break in it", where="output_dir", fix="set another output_dir")
+        raise UsageError.of(
+            "a path contains a line break", where="output_dir", fix="set a different output_dir"
+        )
     return JobRequest(
         name=f"unisono-{re.sub(r'[^A-Za-z0-9_.-]', '-', run.root.name)[:60]}",
         run=run,
@@ -104,10 +106,10 @@ def job_request(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobR
 
 
 def checked_partitions(request: TrainRequest) -> tuple[str, ...]:
-    """The partitions that are named. They and the time limit are checked: they become words of Slurm's commands.
+    """The requested partitions, checked together with the time limit: they become words of Slurm's commands.
 
     Raises:
-        UsageError: if one cannot be a word of Slurm's.
+        UsageError: if one has characters that Slurm does not use.
     """
     for name, value in (("--partition", request.partition), ("--time", request.time)):
         for word in value.split(",") if value is not None else ():
@@ -116,10 +118,10 @@ def checked_partitions(request: TrainRequest) -> tuple[str, ...]:
 
 
 def nodes_of(text: str | None) -> tuple[int, int]:
-    """The fewest nodes and all of them, of `--nodes`; one where it is absent.
+    """The smallest and the largest number of nodes in `--nodes`; 1 if it is absent.
 
     Raises:
-        UsageError: if it is no such number.
+        UsageError: if it is not N or MIN:MAX.
     """
     low, colon, high = (text or "1").partition(":")
     least = positive(low, "--nodes")
@@ -128,7 +130,7 @@ def nodes_of(text: str | None) -> tuple[int, int]:
         raise UsageError.of(
             f"--nodes {text}: the first number is larger than the second",
             where="command line",
-            why="MIN:MAX are the fewest nodes that the job can do with, and all of them",
+            why="MIN:MAX are the smallest and the largest number of nodes",
             fix=f"--nodes {most}:{least}",
         )
     return least, most
@@ -138,35 +140,35 @@ def _check(word: str, name: str) -> None:
     if _WORD.fullmatch(word) and len(word) <= 100:
         return
     raise UsageError.of(
-        f"{name} {one_line(word, limit=80)!r} is nothing that Slurm knows",
+        f"{name} {one_line(word, limit=80)!r} is not a valid name or limit for Slurm",
         where="command line",
-        why="it has letters, digits and _ . @ : -, and does not begin with -",
-        fix=f"as in {name} {'gpu' if name == '--partition' else '8:00:00'}",
+        why="valid are letters, digits and _ . @ : -, with no - at the start",
+        fix=f"e.g. {name} {'gpu' if name == '--partition' else '8:00:00'}",
     )
 
 
 def gpus_of(nproc: int | None, config: RunConfig) -> int:
-    """How many accelerators a node needs: on a cluster that gives them out, a rank without one would train on the CPU.
+    """The number of accelerators for a node: where Slurm allocates them, a rank without one would train on the CPU.
 
     Raises:
-        UsageError: if nothing says it.
+        UsageError: if the number of ranks is not given.
     """
     if config.device == "cpu":
         return 0
     if nproc is None:
         raise UsageError.of(
-            "this cluster gives out accelerators, and nothing says how many a node needs",
+            "this cluster allocates accelerators, but the number for each node is not given",
             where="command line",
-            why="every rank has one of its own",
+            why="every rank needs one",
             fix="pass --nproc N, or device=cpu to train on the CPU",
         )
     return nproc
 
 
 def _node_command(request: TrainRequest) -> tuple[str, ...]:
-    """The command of each node. `--fresh` is not in it: a job that is requeued would rename its own run.
+    """The command of each node. It lacks `--fresh`: a requeued job would rename its own run.
 
-    Nor is `--nodes`: the step says how many there are, and of MIN:MAX the script knows how many Slurm has given.
+    It lacks `--nodes` as well: the step defines their number, and for MIN:MAX the script reads how many Slurm allocated.
     """
     options = {
         "--nproc": request.nproc,
@@ -188,26 +190,26 @@ def _node_command(request: TrainRequest) -> tuple[str, ...]:
 
 
 def quoted(words: tuple[str, ...]) -> str:
-    """The words as a shell reads them."""
+    """The words, quoted for a shell."""
     return shlex.join(words)
 
 
-_MAKE_TOKEN = "import secrets; print(secrets.token_urlsafe(32))"  # noqa: S105 - it makes one
+_MAKE_TOKEN = "import secrets; print(secrets.token_urlsafe(32))"  # noqa: S105 - a command, not a token
 _BODY = """\
 umask 077
 mkdir -p -m 700 -- {folder}
-# The nodes' shared secret: made here for each start, and handed on in srun's environment. No file and no command line has it.
+# The nodes' shared secret: made here for each start and passed in srun's environment. It is in no file and no command line.
 UNISONO_TOKEN="$({python} -c {make_token})"; export UNISONO_TOKEN
 newest() {{ ls -- {checkpoints} 2>/dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }}
 before="$(newest)"
 
-# One front on each node; node 0 is the head. Lines of JSON, each behind the number of its node. All get the config below.
+# One front on each node; node 0 is the head. Output: lines of JSON, prefixed with the node's number. All fronts get the config below.
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1{cpus}{no_kill} --kill-on-bad-exit=0 --wait=0 --label \\
   {command}{at_least} >>{output}."$SLURM_JOB_ID" 2>&1 <<'{end}' &
 {config}{end}
 step=$!
 
-# USR1 comes {signal_s} s before the time limit, by --signal: the fronts save a checkpoint and leave with 75, and the job is queued again.
+# --signal sends USR1 {signal_s} s before the time limit: the fronts save a checkpoint and exit with 75, and the job is requeued.
 out_of_time=
 trap 'out_of_time=1; kill -USR1 "$step" 2>/dev/null' USR1
 trap 'kill -USR1 "$step" 2>/dev/null' TERM
@@ -215,9 +217,9 @@ while :; do wait "$step"; kill -0 "$step" 2>/dev/null || break; done
 wait "$step"; code=$?
 if [ "$code" -eq 75 ] && [ -n "$out_of_time" ]; then
   if [ "$(newest)" = "$before" ]; then
-    echo "unisono: no new checkpoint in this time limit, so the job is not queued again: ask for more --time"
+    echo "unisono: no new checkpoint within this time limit, so the job is not requeued: set a longer --time"
   else
-    echo "unisono: the time is over; the job goes back into the queue, and on from $(newest)"
+    echo "unisono: the time limit is reached; the job is requeued and will resume from $(newest)"
     scontrol requeue "$SLURM_JOB_ID" && sleep 60
   fi
 fi
@@ -225,44 +227,44 @@ exit "$code"
 """
 
 
-def batch_script(asked: JobRequest, config: str) -> str:
-    """The whole script; every word that somebody chose is quoted.
+def batch_script(spec: JobRequest, config: str) -> str:
+    """The complete batch script; every word from the user is quoted.
 
     Args:
-        asked: the job.
+        spec: the job.
         config: the text of the config file.
     """
-    number = str(asked.nodes) if asked.least_nodes == asked.nodes else f"{asked.least_nodes}-{asked.nodes}"
-    elastic = asked.least_nodes < asked.nodes
+    number = str(spec.nodes) if spec.least_nodes == spec.nodes else f"{spec.least_nodes}-{spec.nodes}"
+    elastic = spec.least_nodes < spec.nodes
     options = {
-        "--job-name": asked.name,
+        "--job-name": spec.name,
         "--nodes": number,
-        # With a number of tasks Slurm gives no more nodes than the fewest have tasks; srun says below that it is one a node.
+        # With a number of tasks Slurm allocates only the smallest number of nodes; srun below sets one task for each node.
         "--ntasks-per-node": None if elastic else "1",
-        "--mincpus": str(asked.nproc) if elastic and asked.nproc else None,
-        "--cpus-per-task": str(asked.nproc) if asked.nproc else None,
-        "--gpus-per-node": str(asked.gpus) if asked.gpus else None,
-        "--partition": asked.partition,
-        "--time": asked.time,
-        "--signal": f"B:USR1@{asked.signal_s}",
-        "--chdir": str(asked.folder),
-        "--output": f"{_literal(asked.run.slurm)}/%j.log",
+        "--mincpus": str(spec.nproc) if elastic and spec.nproc else None,
+        "--cpus-per-task": str(spec.nproc) if spec.nproc else None,
+        "--gpus-per-node": str(spec.gpus) if spec.gpus else None,
+        "--partition": spec.partition,
+        "--time": spec.time,
+        "--signal": f"B:USR1@{spec.signal_s}",
+        "--chdir": str(spec.folder),
+        "--output": f"{_literal(spec.run.slurm)}/%j.log",
         "--open-mode": "append",
     }
-    lines = ["#!/bin/bash", f"# Written by unisono for: {' '.join(asked.typed.split())}"]
+    lines = ["#!/bin/bash", f"# Written by unisono for: {' '.join(spec.typed.split())}"]
     lines += [f"#SBATCH {name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
     lines += ["#SBATCH --requeue", *(["#SBATCH --no-kill"] if elastic else []), ""]
     body = _BODY.format(
-        folder=shlex.quote(str(asked.run.slurm)),
+        folder=shlex.quote(str(spec.run.slurm)),
         python=shlex.quote(sys.executable),
         make_token=shlex.quote(_MAKE_TOKEN),
-        checkpoints=shlex.quote(str(asked.run.checkpoints)),
-        cpus=f" --cpus-per-task={asked.nproc}" if asked.nproc else "",
+        checkpoints=shlex.quote(str(spec.run.checkpoints)),
+        cpus=f" --cpus-per-task={spec.nproc}" if spec.nproc else "",
         no_kill=" --no-kill" if elastic else "",
-        at_least=f' --nodes {asked.least_nodes}:"$SLURM_JOB_NUM_NODES"' if elastic else "",
-        command=quoted(asked.words),
-        output=shlex.quote(str(asked.run.slurm / "lines")),
-        signal_s=asked.signal_s,
+        at_least=f' --nodes {spec.least_nodes}:"$SLURM_JOB_NUM_NODES"' if elastic else "",
+        command=quoted(spec.words),
+        output=shlex.quote(str(spec.run.slurm / "lines")),
+        signal_s=spec.signal_s,
         config=config if config.endswith("\n") else config + "\n",
         end=_end_of(config),
     )
@@ -270,7 +272,7 @@ def batch_script(asked: JobRequest, config: str) -> str:
 
 
 def _end_of(config: str) -> str:
-    """A line that the config does not have."""
+    """An end marker that does not occur in the config."""
     end = "END_OF_CONFIG"
     while end in config:
         end += "_"
@@ -278,15 +280,15 @@ def _end_of(config: str) -> str:
 
 
 def output_file(folder: Path, job: str) -> Path:
-    """The file into which the script has the fronts of a job speak."""
+    """The file with the output of a job's fronts."""
     return folder / f"lines.{job}"
 
 
 def log_file(folder: Path, job: str) -> Path:
-    """The file of the script's own words, and of Slurm's on the job."""
+    """The file with the output of the script itself and of Slurm."""
     return folder / f"{job}.log"
 
 
 def _literal(path: Path) -> str:
-    """A path in which Slurm replaces nothing."""
+    """A path without Slurm's replacement patterns."""
     return str(path).replace("%", "%%")
