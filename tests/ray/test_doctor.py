@@ -54,7 +54,7 @@ def test_one_node_of_ray_is_looked_at_alone_and_the_table_names_it(cluster: RayC
 def test_what_the_cluster_cannot_give_is_said_node_by_node(cluster: RayCluster) -> None:
     front = cluster.type("doctor", "--launcher", "ray", "--nodes", "3", "--nproc", "1", speaks_json=False)
     assert front.wait(limit_s=_LIMIT_S) == 6, front.text()
-    assert "the Ray cluster has no place for 3 nodes" in front.text()
+    assert "the Ray cluster has no room for 3 nodes" in front.text()
     for node in range(3):
         assert cluster.ground.host(node) in front.text()
     cluster.nothing_left()

@@ -63,5 +63,5 @@ def test_its_end_is_told_with_the_cluster_and_nothing_is_left(
     assert front.returncode == 5, said
     assert "the process that is connected to Ray ended: killed by SIGKILL" in said
     assert f"where: Ray cluster {address}" in said
-    assert "the same command goes on from the newest checkpoint" in said
+    assert "the same command resumes from the latest checkpoint" in said
     assert not (tmp_path / "out").exists()

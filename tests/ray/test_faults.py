@@ -200,12 +200,12 @@ def test_a_driver_with_another_ray_or_python_is_refused_with_both_versions(
     )
     assert front.wait(limit_s=_LIMIT_S) == 2, front.text()
     said = front.text("err")
-    assert "another version of Ray or Python than the cluster's" in said
+    assert "the version of Ray or Python differs from the cluster's" in said
     assert re.search(r"Ray: (?!2\.59\.1).* Ray: 2\.59\.1", said)
     front = cluster.type("train", config(cluster), *_TWO, python=other_python, PYTHONPATH=packages())
     assert front.wait(limit_s=_LIMIT_S) == 2, front.text()
     said = front.text("err")
-    assert "another version of Ray or Python than the cluster's" in said
+    assert "the version of Ray or Python differs from the cluster's" in said
     assert f"Python: {sys.version.split()[0]}" in said
     cluster.nothing_left()
 

@@ -91,12 +91,12 @@ def test_a_head_that_goes_is_silent_from_then_on_and_is_named() -> None:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         now = itertools.count(10.0)
         head = RayHead(address, "ada", lambda: next(now))
-        head.look()
+        head.probe()
         assert (head.silent_s, head.why) == (0.0, "")
-    head.look()
-    head.look()
+    head.probe()
+    head.probe()
     assert head.silent_s > 0
-    verdict = ray_head_lost(head, words="GCS is gone")
+    verdict = ray_head_lost(head, message="GCS is gone")
     assert verdict.hosts == ("ada",)
     assert f"Ray's head (ada, {address}) is lost: Connection refused" in verdict.summary
     assert [item.text for item in verdict.evidence] == ["Connection refused", "GCS is gone"]
@@ -106,10 +106,10 @@ def test_a_head_that_is_back_is_not_silent_any_more() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     head = RayHead(f"127.0.0.1:{port}")
-    head.look()
+    head.probe()
     assert head.silent_s > 0
     with socket.create_server(("127.0.0.1", port)):
-        head.look()
+        head.probe()
     assert (head.silent_s, head.why) == (0.0, "")
 
 
@@ -123,6 +123,6 @@ def test_a_head_that_ends_a_moment_later_is_seen_to_end() -> None:
 
         ending = threading.Thread(target=end)
         ending.start()
-        head.look_for(60.0)
+        head.probe_for(60.0)
         ending.join()
     assert head.why == "Connection refused"

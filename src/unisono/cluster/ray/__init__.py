@@ -1,9 +1,9 @@
-"""`--launcher ray`: the nodes of a job are places in a Ray cluster. Ray starts our fronts and carries files; the run is ours alone.
+"""`--launcher ray`: the nodes of a job run in a Ray cluster. Ray starts the fronts and transfers files; unisono controls the run.
 
-front (session)     what was typed: config, lock, screen, signals                     never imports ray
-└ driver            a process of its own, since Ray may abort whoever is connected     cluster, job, mirror
-  └ keeper          an actor on each node: starts and ends what runs there             standard library alone
-    └ warden        outlives the actor for a moment, to leave nothing behind
-      └ node        the same front as everywhere, node 0 being the head                session.train
+front (ray_job)         the user's command: config, lock, screen, signals                 never imports ray
+└ driver                a separate process, since Ray may abort a connected process       ray_cluster, job_attempt, mirror
+  └ node_actor          an actor on each node: starts and ends the node's front           standard library only
+    └ process_guard     outlives the actor briefly, to clean up
+      └ node_main       a front as everywhere, node 0 being the head                      launch.session.train
         └ ranks
 """

@@ -1,4 +1,4 @@
-"""`python -m unisono.cluster.ray driver|look REQUEST.json`: see driver.py and look.py."""
+"""`python -m unisono.cluster.ray driver|look REQUEST.json`: the process that is connected to Ray; see driver.py."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Whether Ray's own head still answers, and what Ray reports of lost nodes."""
+"""Whether Ray's head node still answers, and Ray's reports about lost nodes."""
 
 import socket
 import threading
@@ -18,7 +18,7 @@ _AGAIN_S = 0.3
 
 
 def connect_error(address: str) -> str:
-    """Why nobody takes up a call at HOST:PORT; empty where somebody does."""
+    """Why a connection to HOST:PORT fails; empty if it succeeds."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
@@ -29,11 +29,11 @@ def connect_error(address: str) -> str:
 
 @dataclass
 class RayHead:
-    """Calls Ray's head now and then, in a thread of its own.
+    """Probes Ray's head node regularly, in a background thread.
 
     Attributes:
         address: HOST:PORT.
-        host: its name, where Ray has told it.
+        host: its name, if Ray reports one.
     """
 
     address: str
@@ -52,22 +52,22 @@ class RayHead:
 
     @property
     def label(self) -> str:
-        """How it is written."""
+        """The head as it appears in messages."""
         return f"Ray's head ({f'{plain(self.host)}, ' if self.host else ''}{plain(self.address)})"
 
     @property
     def silent_s(self) -> float:
-        """For how long it has not answered; 0 while it does."""
+        """Seconds since it last answered; 0 while it answers."""
         since = self._silent_since
         return 0.0 if since is None else self._clock() - since
 
     @property
     def why(self) -> str:
-        """What calling it came to last; empty while it answers."""
+        """The error of the last probe; empty while it answers."""
         return self._why
 
-    def look(self) -> None:
-        """Calls it once."""
+    def probe(self) -> None:
+        """Probes it once."""
         began = self._clock()
         self._why = connect_error(self.address)
         if not self._why:
@@ -75,26 +75,26 @@ class RayHead:
         elif self._silent_since is None:
             self._silent_since = began
 
-    def look_for(self, limit_s: float) -> None:
-        """Calls it until it does not answer, or for so long."""
+    def probe_for(self, limit_s: float) -> None:
+        """Probes it until a probe fails, at most for `limit_s`."""
         began = self._clock()
-        self.look()
+        self.probe()
         while not self._why and self._clock() - began < limit_s:
             time.sleep(_AGAIN_S)
-            self.look()
+            self.probe()
 
     def _call(self) -> None:
         while not self._over.wait(_EVERY_S):
-            self.look()
+            self.probe()
 
 
-def ray_head_lost(head: RayHead, *, words: str = "", after_s: float | None = None) -> Verdict:
-    """The verdict where it is gone.
+def ray_head_lost(head: RayHead, *, message: str = "", after_s: float | None = None) -> Verdict:
+    """The verdict on a lost head of the Ray cluster.
 
     Args:
-        head: that was called.
-        words: Ray's own, where a process of ours has ended with them.
-        after_s: seconds from its silence to the word on it.
+        head: the probed head.
+        message: Ray's message, if one of our processes ended with it.
+        after_s: seconds from its silence to the verdict.
     """
     known = find_cause("node_unreachable")
     place = plain_host(head.host or head.address.rpartition(":")[0].strip("[]"))
@@ -104,42 +104,42 @@ def ray_head_lost(head: RayHead, *, words: str = "", after_s: float | None = Non
         hosts=(place,),
         phase="ray",
         named_after_s=after_s,
-        summary=f"{head.label} is lost: {head.why or 'it was silent for too long'}; a Ray cluster ends its nodes a minute after its head",
+        summary=f"{head.label} is lost: {head.why or 'it did not answer for too long'}; a Ray cluster ends its nodes a minute after its head",
         evidence=(
             Evidence(where=f"Ray cluster {plain(head.address)}", text=head.why or "it answers again"),
             *(
-                [Evidence(where="Ray, where the command was typed", text=one_line(words, limit=400))]
-                if words
+                [Evidence(where="Ray, on the machine of the command", text=one_line(message, limit=400))]
+                if message
                 else ()
             ),
         ),
         fix=(
-            "start the cluster again (`ray start --head` there, then its nodes), and type the same command: it goes on from the newest checkpoint that is here",
+            "restart the cluster (`ray start --head` there, then its nodes), and run the same command: it resumes from the latest checkpoint here",
             *(known.remedy[:1] if known else ()),
         ),
     )
 
 
 _PATIENCE_S = 3.0
-"""Ray tells of an actor that it has ended within a second; of a node that is gone only after a quarter of a minute, for which a verdict does not wait."""
+"""Ray reports an ended actor within a second, but a lost node only after about 15 s: a verdict does not wait for that."""
 _POLL_S = 0.05
 
 
 def loss_file(folder: str | Path, node_rank: int) -> str:
-    """Where it lies."""
+    """The path of Ray's report about a lost node."""
     return f"{folder}/lost-{node_rank}.json"
 
 
 class RayLossFiles:
-    """The head's side of it; a launch.train_request."""
+    """Reads Ray's reports about lost nodes, at the head; the `witness` of a TrainRequest."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Looks into a folder of the head's front."""
+        """Reads from a folder of the head's front."""
         self._folder = folder
         self._clock = clock
 
     def of_lost(self, node_rank: int) -> tuple[Verdict, float] | None:
-        """What Ray says of a node, waited for a bounded time, and how long that was."""
+        """Ray's verdict on a node and the seconds it took; None if none arrives in time."""
         began = self._clock()
         while True:
             found = _read(Path(loss_file(self._folder, node_rank)))
@@ -152,7 +152,7 @@ class RayLossFiles:
 
 
 def _read(path: Path) -> Verdict | None:
-    """A file that is not there, or not whole yet, is none."""
+    """The verdict in a file; None if the file is missing or incomplete."""
     try:
         return Verdict.from_json(read_json(path))
     except (FileNotFoundError, ValueError):

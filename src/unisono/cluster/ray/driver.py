@@ -1,4 +1,4 @@
-"""The driver of a job on Ray, or of a look (`unisono doctor`): `python -m unisono.cluster.ray driver REQUEST.json`, a child of the front that was typed."""
+"""The Ray driver of a job, or of `unisono doctor` on its nodes: `python -m unisono.cluster.ray driver REQUEST.json`, a child of the user's command."""
 
 import contextlib
 import os
@@ -43,24 +43,24 @@ _TOKEN_SIGN = b"InvalidAuthToken"
 
 
 def drive(reporter: Reporter, body: dict[str, Any]) -> dict[str, Any]:
-    """Carries the job to its end; gives `result` (or None) and `lost`, the verdict on node 0's node.
+    """The outcome of a job, run to its end: `last`, the head's last message (or None), and `lost`, the verdict on a lost head node.
 
     Raises:
-        UnisonoError: if it is refused before anything was started, or files cannot be brought here.
+        UnisonoError: if the job is refused before anything starts, or files cannot be copied here.
     """
-    asked = RayJobRequest.from_json(body)
+    request = RayJobRequest.from_json(body)
     front = _FrontInput()
     connecting = threading.Event()
     threading.Thread(target=refuse_wrong_token, args=(reporter, connecting), daemon=True).start()
-    with connected(asked.address):
+    with connected(request.address):
         connecting.set()
         with find_ray_head() as head:
             reporter.send("connected", address=head.address, host=head.host)
-            return _Driver(reporter, asked, front, head).run()
+            return _Driver(reporter, request, front, head).run()
 
 
 class _FrontInput:
-    """What the front says on stdin."""
+    """The front's messages on stdin."""
 
     def __init__(self) -> None:
         self.signals: list[str] = []
@@ -79,80 +79,80 @@ class _FrontInput:
 @dataclass
 class _Driver:
     reporter: Reporter
-    asked: RayJobRequest
+    request: RayJobRequest
     front: _FrontInput
     ray_head: RayHead
     restarts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def run_dir(self) -> RunDir:
-        return RunDir(Path(self.asked.config.output_dir))
+        return RunDir(Path(self.request.config.output_dir))
 
     def run(self) -> dict[str, Any]:
-        """One start after the other, until one ends by itself or no other is allowed."""
+        """The outcome after all attempts: until one ends by itself or no restart is left."""
         lost: Verdict | None = None
         while True:
             try:
-                start = self._start()
+                attempt = self._start()
             except UnfitError as error:
                 if lost is None:
                     raise
-                self._note(f"it cannot start again: {error}")
-                return self._told(AttemptEnd(lost=lost))
-            lost = start.lost
+                self._note(f"cannot restart: {error}")
+                return self._outcome(AttemptEnd(lost=lost))
+            lost = attempt.lost
             if lost is not None:
                 self.reporter.send("verdict", **lost.to_json())
-            if lost is None or self.front.signals or len(self.restarts) >= self.asked.config.restarts:
-                return self._told(start)
+            if lost is None or self.front.signals or len(self.restarts) >= self.request.config.restarts:
+                return self._outcome(attempt)
             if self.ray_head.silent_s:
-                self._note(f"it cannot start again: {self.ray_head.label} does not answer")
-                return self._told(start)
+                self._note(f"cannot restart: {self.ray_head.label} does not answer")
+                return self._outcome(attempt)
             self.restarts.append(
-                {"verdict": lost.to_json(), "from_step": start.saved_step, "seconds": start.seconds}
+                {"verdict": lost.to_json(), "from_step": attempt.saved_step, "seconds": attempt.seconds}
             )
             self.reporter.send("restarting", restart=self.restarts[-1])
             self._note(
-                f"starting again on the nodes that are left ({len(self.restarts)} of {self.asked.config.restarts})"
+                f"restarting on the remaining nodes ({len(self.restarts)} of {self.request.config.restarts})"
             )
 
-    def _told(self, start: AttemptEnd) -> dict[str, Any]:
-        lost = start.lost.to_json() if start.lost is not None else None
-        return {"last": start.last, "lost": lost, "restarts": self.restarts, "step": start.step}
+    def _outcome(self, attempt: AttemptEnd) -> dict[str, Any]:
+        lost = attempt.lost.to_json() if attempt.lost is not None else None
+        return {"last": attempt.last, "lost": lost, "restarts": self.restarts, "step": attempt.step}
 
     def _start(self) -> AttemptEnd:
-        wanted = resources_for(self.asked.nproc, self.asked.config.device, living_nodes())
-        several = "node" if self.asked.nodes == 1 else "nodes"
-        self._note(f"asking the Ray cluster for {self.asked.nodes} {several}: {wanted}")
+        wanted = resources_for(self.request.nproc, self.request.config.device, living_nodes())
+        unit = "node" if self.request.nodes == 1 else "nodes"
+        self._note(f"requesting {self.request.nodes} {unit} from the Ray cluster: {wanted}")
         with reserved(
             wanted,
-            nodes=self.asked.nodes,
-            least=self.asked.least,
-            timeout_s=self.asked.join_timeout_s,
+            nodes=self.request.nodes,
+            least=self.request.least,
+            timeout_s=self.request.join_timeout_s,
             note=self._note,
             stopped=lambda: bool(self.front.signals),
         ) as actors:
-            places = identify_nodes(actors, cluster=self.asked.address)
-            refuse_different_install(places)
-            self._see_who_shares(places)
-            # Each start: the head's node may be another one, which sees the directory where the last did not.
+            nodes = identify_nodes(actors, cluster=self.request.address)
+            refuse_different_install(nodes)
+            self._detect_shared(nodes)
+            # In each attempt: the head may run on a different node, which sees the directory although the last one did not.
             self.front.go.clear()
-            self.reporter.send("placed", shared=places[0].shares, hosts=[place.host for place in places])
+            self.reporter.send("placed", shared=nodes[0].shares, hosts=[node.host for node in nodes])
             self.front.go.wait()
-            return JobAttempt(self.reporter, self.asked, self.front, places, self.ray_head).run()
+            return JobAttempt(self.reporter, self.request, self.front, nodes, self.ray_head).run()
 
-    def _see_who_shares(self, places: list[JobNode]) -> None:
-        """Which nodes have the run's directory themselves, by a file that is left in it for a moment."""
+    def _detect_shared(self, nodes: list[JobNode]) -> None:
+        """Detects which nodes share the run's directory, by a temporary file in it."""
         nonce = leave_nonce(self.run_dir.root)
         try:
-            for place in places:
+            for node in nodes:
                 try:
-                    place.shares = bool(place.call("sees", str(self.run_dir.root / nonce)))
+                    node.shares = bool(node.call("sees", str(self.run_dir.root / nonce)))
                 except ActorLost as error:
                     raise UnfitError.of(
-                        f"{place.label} was lost before anything was started",
-                        where=place.address,
+                        f"{node.label} was lost before anything was started",
+                        where=node.address,
                         why=error.why,
-                        fix="the same command again; `ray status` says what became of that node",
+                        fix="run the same command again; `ray status` shows the state of that node",
                     ) from error
         finally:
             remove_nonce(self.run_dir.root, nonce)
@@ -162,17 +162,17 @@ class _Driver:
 
 
 def refuse_wrong_token(reporter: Reporter, connected_: threading.Event) -> None:
-    """Ends this process where the cluster wants another token. Ray asks again for twenty seconds, and then says that it could not connect. What it writes on stderr meanwhile tells why."""
+    """Ends this process if the cluster rejects its token: Ray retries for 20 s and then only reports a failed connection; the reason is in its stderr."""
     read = 0
     while not connected_.wait(0.2):
         text = os.pread(sys.stderr.fileno(), 1 << 16, read)
         read += max(0, len(text) - len(_TOKEN_SIGN))
         if _TOKEN_SIGN in text:
             error = UsageError.of(
-                "the Ray cluster refuses this driver: its token is missing here, or another one",
+                "the Ray cluster refuses this driver: its token is missing or different",
                 where="RAY_AUTH_TOKEN, RAY_AUTH_MODE",
-                why="Ray says InvalidAuthToken: the cluster was started with RAY_AUTH_MODE=token",
-                fix="export RAY_AUTH_MODE=token and the cluster's own RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH), here as on its nodes",
+                why="Ray reports InvalidAuthToken: the cluster was started with RAY_AUTH_MODE=token",
+                fix="export RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH), here and on its nodes",
             )
             reporter.send("refused", **error.to_json())
             os._exit(error.exit_code)
@@ -183,18 +183,18 @@ _POLL_S = 0.3
 
 @dataclass(frozen=True)
 class InspectionRequest:
-    """What the front asks for.
+    """The front's request for `unisono doctor` on the nodes.
 
     Attributes:
-        job: a name that no other has, for folders on the nodes.
+        job: a unique name, for folders on the nodes.
         address: of the cluster.
-        config: its text; None: there is none.
-        device: as the config has it.
-        words: of `unisono doctor`, without its place; null where the config stands.
-        nodes: at the most.
-        least: as few will do.
-        nproc: ranks on each.
-        join_timeout_s: how long to wait for room.
+        config: its text; None: no config.
+        device: from the config.
+        words: arguments of `unisono`, without the node's node; null in node of the config.
+        nodes: the largest number of nodes.
+        least: the smallest sufficient number of nodes.
+        nproc: ranks on each node.
+        join_timeout_s: how long to wait for resources.
         variables: of the environment, for all nodes.
     """
 
@@ -211,79 +211,79 @@ class InspectionRequest:
 
 
 def inspect_nodes(reporter: Reporter, body: dict[str, Any]) -> dict[str, Any]:
-    """Has the nodes look; gives `lines` (what node 0 printed), `code` (its exit code), `said` (the last on its stderr) and `hosts`.
+    """The result of `unisono doctor` on the nodes: `lines` (output of node 0), `code` (its exit code), `said` (the end of its stderr) and `hosts`.
 
     Raises:
-        UnisonoError: if the cluster cannot give the nodes, they are unlike this machine, or one is lost.
+        UnisonoError: if the cluster cannot provide the nodes, their installation differs, or one is lost.
     """
-    asked = InspectionRequest(**body)
+    request = InspectionRequest(**body)
     connecting = threading.Event()
     threading.Thread(target=refuse_wrong_token, args=(reporter, connecting), daemon=True).start()
 
     def note(text: str) -> None:
         reporter.send("note", text=text)
 
-    with connected(asked.address):
+    with connected(request.address):
         connecting.set()
-        wanted = resources_for(asked.nproc, asked.device, living_nodes())
+        wanted = resources_for(request.nproc, request.device, living_nodes())
         with reserved(
             wanted,
-            nodes=asked.nodes,
-            least=asked.least,
-            timeout_s=asked.join_timeout_s,
+            nodes=request.nodes,
+            least=request.least,
+            timeout_s=request.join_timeout_s,
             note=note,
             stopped=lambda: False,
         ) as actors:
-            places = identify_nodes(actors, cluster=asked.address)
-            refuse_different_install(places)
-            note(f"placed by Ray: {', '.join(place.label for place in places)}")
-            with _folders_removed(places):
+            nodes = identify_nodes(actors, cluster=request.address)
+            refuse_different_install(nodes)
+            note(f"placed by Ray: {', '.join(node.label for node in nodes)}")
+            with _folders_removed(nodes):
                 try:
-                    _start(asked, places)
-                    return _collect_output(places)
+                    _start(request, nodes)
+                    return _collect_output(nodes)
                 except ActorLost as error:
-                    place = error.place or places[0]
-                    place.lost = place.lost or error.why
-                    raise _lost(place) from error
+                    node = error.node or nodes[0]
+                    node.lost = node.lost or error.why
+                    raise _node_lost(node) from error
 
 
-def _start(asked: InspectionRequest, places: list[JobNode]) -> None:
+def _start(request: InspectionRequest, nodes: list[JobNode]) -> None:
     token = new_token().encode()
     key = user_key(read_environment().settings_dir).hex()
-    head = head_endpoint(places)
-    for place in places:
-        place.folder = str(place.call("make_place", asked.job))
-        several = ["--nodes", str(len(places)), "--node-rank", str(place.node_rank), "--head", head]
-        words = [*asked.words, "--token-file", "-", *(several if len(places) > 1 else [])]
-        place.call("start", asked.config or "", {"look": words}, token, key, asked.variables)
+    head = head_endpoint(nodes)
+    for node in nodes:
+        node.folder = str(node.call("make_place", request.job))
+        place_options = ["--nodes", str(len(nodes)), "--node-rank", str(node.node_rank), "--head", head]
+        words = [*request.words, "--token-file", "-", *(place_options if len(nodes) > 1 else [])]
+        node.call("start", request.config or "", {"look": words}, token, key, request.variables)
 
 
-def _collect_output(places: list[JobNode]) -> dict[str, Any]:
-    """Hears node 0 to its end. The others end with it."""
+def _collect_output(nodes: list[JobNode]) -> dict[str, Any]:
+    """The output of node 0, read to its end. The other nodes end with it."""
     lines: list[str] = []
-    fronts = NodeFronts(places, None, lines.append)
-    head = places[0]
+    fronts = NodeFronts(nodes, None, lines.append)
+    head = nodes[0]
     while not head.ended:
         fronts.listen(_POLL_S)
-        lost = next((place for place in places if place.lost), None)
+        lost = next((node for node in nodes if node.lost), None)
         if lost is not None:
-            raise _lost(lost)
+            raise _node_lost(lost)
     fronts.wait_gone()
-    return {"lines": lines, "code": head.code, "said": head.tail, "hosts": [place.host for place in places]}
+    return {"lines": lines, "code": head.code, "said": head.tail, "hosts": [node.host for node in nodes]}
 
 
 @contextlib.contextmanager
-def _folders_removed(places: list[JobNode]) -> Iterator[None]:
+def _folders_removed(nodes: list[JobNode]) -> Iterator[None]:
     try:
         yield
     finally:
-        for place in places:
+        for node in nodes:
             with contextlib.suppress(
                 ActorLost
-            ):  # its folder goes with its warden, or when the next job comes there
-                place.call("leave")
+            ):  # its process guard removes the folder, or the next job there does
+                node.call("leave")
 
 
-def _lost(place: JobNode) -> UnfitError:
-    verdict = lost_node_verdict(place)
-    return UnfitError.of(verdict.summary, where=place.address, why=place.lost, fix=verdict.fix[0])
+def _node_lost(node: JobNode) -> UnfitError:
+    verdict = lost_node_verdict(node)
+    return UnfitError.of(verdict.summary, where=node.address, why=node.lost, fix=verdict.fix[0])

@@ -1,4 +1,4 @@
-"""One start of a job on its places: fronts, the directory that follows, and how it ended. In the driver's process."""
+"""One attempt of a job on its nodes: the fronts, the mirrored directory, and the outcome. Runs in the driver's process."""
 
 import contextlib
 import json
@@ -28,17 +28,17 @@ from unisono.text import one_line
 
 @dataclass
 class RayJobRequest:
-    """What the front asks for.
+    """The front's request for a job.
 
     Attributes:
-        job: a name that no other has, for folders on the nodes.
+        job: a unique name, for folders on the nodes.
         address: of the cluster.
         config: the resolved config.
         options: for the TrainRequest of each node.
-        nodes: at the most.
-        least: as few will do.
-        nproc: ranks on each.
-        join_timeout_s: how long to wait for room, and nodes for each other.
+        nodes: the largest number of nodes.
+        least: the smallest sufficient number of nodes.
+        nproc: ranks on each node.
+        join_timeout_s: how long to wait for resources, and nodes for each other.
         variables: of the environment, for all nodes.
     """
 
@@ -54,12 +54,12 @@ class RayJobRequest:
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> "RayJobRequest":
-        """Reads what the front wrote."""
+        """The request in the front's JSON."""
         return cls(**{**body, "config": RunConfig.model_validate(body["config"])})
 
     @property
     def output_dir(self) -> Path:
-        """The run's directory here."""
+        """The run's directory on the machine of the command."""
         return Path(self.config.output_dir)
 
 
@@ -67,26 +67,26 @@ _POLL_S = 0.3
 _WITHOUT_HEAD_S = 15.0
 _SILENT_S = 3.0
 _WITHOUT_RAY_S = 20.0
-"""A minute after its head Ray ends its nodes: until then what was trained is to be saved, and here."""
-_OF_RANKS = ("logs/", "events/")
-_LAST_WORDS = ("result", "start_refused")
+"""Ray ends its nodes a minute after its head: by then the run must be saved and copied here."""
+_RANK_FOLDERS = ("logs/", "events/")
+_FINAL_KINDS = ("result", "start_refused")
 
 
 class SignalSource(Protocol):
-    """What the front that was typed passes on."""
+    """The signals that the user's command passes on."""
 
     signals: list[str]
 
 
 @dataclass
 class AttemptEnd:
-    """How a start ended.
+    """How an attempt ended.
 
     Attributes:
-        last: the head's last word: `result`, or `start_refused`; None where there was none.
-        lost: the verdict on the head's node, where that is gone.
-        step: the last one that was told.
-        saved_step: of the newest checkpoint that is here.
+        last: the head's final message, `result` or `start_refused`; None if there was none.
+        lost: the verdict on the head's node, if that was lost.
+        step: the last reported step.
+        saved_step: the step of the latest checkpoint here.
         seconds: how long the fronts ran.
     """
 
@@ -99,271 +99,271 @@ class AttemptEnd:
 
 @dataclass
 class JobAttempt:
-    """A start on places that were given.
+    """An attempt on reserved nodes.
 
     Attributes:
-        reporter: to the front that was typed.
-        asked: what it asks for.
-        wishes: signals that it got.
-        places: by node rank.
-        ray_head: by which the cluster stands.
+        reporter: sends messages to the user's command.
+        request: of the job.
+        front: the signals of the user's command.
+        nodes: by node rank.
+        ray_head: the probed head of the cluster.
     """
 
     reporter: Reporter
-    asked: RayJobRequest
-    wishes: SignalSource
-    places: list[JobNode]
+    request: RayJobRequest
+    front: SignalSource
+    nodes: list[JobNode]
     ray_head: RayHead
     _ended: AttemptEnd = field(default_factory=AttemptEnd)
     _planned: bool = False
-    _gone: JobNode | None = None
-    _missing: JobNode | None = None
-    _headless: Verdict | None = None
-    _silence_told: bool = False
+    _lost_node: JobNode | None = None
+    _missing_node: JobNode | None = None
+    _ray_head_lost: Verdict | None = None
+    _silence_shown: bool = False
     _plan: Message = field(default_factory=dict)
-    _unsaid: dict[int, Verdict] = field(default_factory=dict)
-    _told: set[int] = field(default_factory=set)
-    _named: set[str] = field(default_factory=set)
-    _passed: int = 0
+    _pending_losses: dict[int, Verdict] = field(default_factory=dict)
+    _reported: set[int] = field(default_factory=set)
+    _hosts_in_verdicts: set[str] = field(default_factory=set)
+    _signals_sent: int = 0
 
     def run(self) -> AttemptEnd:
-        """Starts the fronts, hears them to their end, and brings here what they made.
+        """How the attempt ended, after starting the fronts, following them to their end and copying their files here.
 
         Raises:
-            UnfitError: if that cannot be written here, or a node has no room for its folder.
+            UnfitError: if files cannot be written here, or a node has no room for its folder.
         """
         began = time.monotonic()
         try:
             self._run()
         except ActorLost as error:
-            self._gone = error.place or self.places[0]
-            self._gone.lost = self._gone.lost or error.why
+            self._lost_node = error.node or self.nodes[0]
+            self._lost_node.lost = self._lost_node.lost or error.why
             if (self._ended.last or {}).get("kind") == "result" and not self._result_is_here():
-                self._ended.last = None  # what it told of did not come
+                self._ended.last = None  # the files of that result did not arrive
         except OSError as error:
             raise UnfitError.of(
-                f"the run's files cannot be kept: {one_line(error.strerror or str(error), limit=400)}",
-                where=str(error.filename or self.asked.output_dir),
-                why="what the head's node writes is copied to output_dir while it runs",
-                fix="make room there, and start the same command again: it goes on from the newest checkpoint that is here",
+                f"the run's files cannot be written: {one_line(error.strerror or str(error), limit=400)}",
+                where=str(error.filename or self.request.output_dir),
+                why="the files of the head's node are copied to output_dir during the run",
+                fix="free space there, and run the same command again: it resumes from the latest checkpoint here",
             ) from error
         finally:
             self._leave()
-        for node_rank in list(self._unsaid):
-            self._say_unsaid(node_rank)
-        head, ended = self.places[0], self._ended
+        for node_rank in list(self._pending_losses):
+            self._show_pending_loss(node_rank)
+        head, ended = self.nodes[0], self._ended
         ended.seconds = time.monotonic() - began
         ended.saved_step = _newest_step(self._run_dir)
         if (
-            self._headless is not None
-            and not self.wishes.signals
+            self._ray_head_lost is not None
+            and not self.front.signals
             and (ended.last or {}).get("exit_code") != 0
         ):
-            ended.last, ended.lost = None, self._headless
+            ended.last, ended.lost = None, self._ray_head_lost
         elif ended.last is None:
-            gone = self._gone or head
-            gone.lost = gone.lost or f"its front ended with exit code {gone.code}, without a word"
+            gone = self._lost_node or head
+            gone.lost = gone.lost or f"its front exited with code {gone.code}, without a message"
             ended.lost = lost_node_verdict(gone, self._ranks_on(gone))
-        elif self._missing is not None and not self.wishes.signals and ended.last.get("exit_code") == 75:
+        elif self._missing_node is not None and not self.front.signals and ended.last.get("exit_code") == 75:
             ended.last = _never_joined(
-                self._missing
-            )  # it was this driver that ended the head, which waited for that node
+                self._missing_node
+            )  # this driver ended the head, which waited for that node
         return ended
 
     def _result_is_here(self) -> bool:
-        """Whether the result that the head told of is the one in the run's directory here."""
-        told = (self._ended.last or {}).get("wall_time_s")
+        """Whether the result in the head's message is the one in the run's directory here."""
+        reported = (self._ended.last or {}).get("wall_time_s")
         found = read_result(self._run_dir)
-        return found is not None and found.wall_time_s == told
+        return found is not None and found.wall_time_s == reported
 
     @property
     def _run_dir(self) -> RunDir:
-        return RunDir(self.asked.output_dir)
+        return RunDir(self.request.output_dir)
 
     def _run(self) -> None:
         mirrors = self._mirrors()
-        self._start_fronts({place.node_rank: mirror.there for place, mirror in mirrors})
-        head_is_far = not self.places[0].shares
+        self._start_fronts({node.node_rank: mirror.remote for node, mirror in mirrors})
+        head_is_remote = not self.nodes[0].shares
         logs = self._run_dir.log("", 0).parent
-        hear = self._hearing(mirrors[0][1] if head_is_far else None)
-        fronts = NodeFronts(self.places, logs if head_is_far else None, hear)
+        on_line = self._message_handler(mirrors[0][1] if head_is_remote else None)
+        fronts = NodeFronts(self.nodes, logs if head_is_remote else None, on_line)
         with contextlib.ExitStack() as stack:
             following = [stack.enter_context(MirrorThread(mirror)) for _, mirror in mirrors]
             self._follow(fronts, following)
             fronts.wait_gone()
-            # The head's, with its last word, last.
-            for (place, _), one in reversed(list(zip(mirrors, following, strict=True))):
-                self._finish(place, one)
+            # The head comes last: it has the result.
+            for (node, _), one in reversed(list(zip(mirrors, following, strict=True))):
+                self._finish(node, one)
 
-    def _finish(self, place: JobNode, following: MirrorThread) -> None:
-        """Brings the last of a node's files.
+    def _finish(self, node: JobNode, following: MirrorThread) -> None:
+        """Copies the last changes of a node's files.
 
         Raises:
-            KeeperLost: if it was the head's node, and it is gone; of another one only the logs of its ranks stay away.
+            ActorLost: if the head's node is gone; without a different node only its ranks' logs are missing.
         """
-        is_head = place is self.places[0]
-        if place.lost:
+        is_head = node is self.nodes[0]
+        if node.lost:
             if is_head:
-                raise ActorLost(place.lost, place)
+                raise ActorLost(node.lost, node)
             return
         try:
             following.finish()
         except ActorLost as error:
             if is_head:
                 raise
-            place.lost = error.why
+            node.lost = error.why
 
     def _mirrors(self) -> list[tuple[JobNode, Mirror]]:
-        """For the head, if it does not have the run's directory itself, all of it; for the others the logs of their ranks.
+        """Mirrors of nodes that do not share the run's directory: all of it for the head, the ranks' logs for the others.
 
-        What is here already is sent there first, so that it is gone on with.
+        An existing run is sent to the node first, so that it can be resumed there.
         """
         found = []
-        job = (
-            f"{self.asked.job}-{secrets.token_hex(4)}"  # what an earlier start has left may be going only now
-        )
-        for place in self.places:
-            folder = place.folder = str(place.call("make_place", job))
-            if place.shares:
+        job = f"{self.request.job}-{secrets.token_hex(4)}"  # folders of an earlier attempt may still be in deletion
+        for node in self.nodes:
+            folder = node.folder = str(node.call("make_place", job))
+            if node.shares:
                 continue
-            only = _OF_RANKS if place is not self.places[0] else ()
-            mirror = Mirror(place, f"{folder}/{self.asked.output_dir.name}", self._run_dir, only)
+            only = _RANK_FOLDERS if node is not self.nodes[0] else ()
+            mirror = Mirror(node, f"{folder}/{self.request.output_dir.name}", self._run_dir, only)
             if self._run_dir.plan.exists():
-                self.reporter.send("phase", phase="push", text=f"sending the run to {place.label}")
+                self.reporter.send("phase", phase="push", text=f"sending the run to {node.label}")
                 mirror.push()
-            found.append((place, mirror))
+            found.append((node, mirror))
         return found
 
     def _start_fronts(self, output_dirs: dict[int, str]) -> None:
-        """Starts all, the head first; those that do not see the run's directory with another one."""
+        """Starts all fronts, the head first; nodes without the run's directory use a local one."""
         token = new_token().encode()
         key = user_key(read_environment().settings_dir).hex()
-        head = head_endpoint(self.places)
-        for place in self.places:
-            output_dir = output_dirs.get(place.node_rank, self.asked.config.output_dir)
-            config = self.asked.config.model_copy(update={"output_dir": output_dir})
-            options: dict[str, Any] = {**self.asked.options, "nodes": "1"}
-            if len(self.places) > 1:
-                least = self.asked.least
-                nodes = str(len(self.places)) if least >= len(self.places) else f"{least}:{len(self.places)}"
-                options |= {"nodes": nodes, "node_rank": place.node_rank, "head": head}
+        head = head_endpoint(self.nodes)
+        for node in self.nodes:
+            output_dir = output_dirs.get(node.node_rank, self.request.config.output_dir)
+            config = self.request.config.model_copy(update={"output_dir": output_dir})
+            options: dict[str, Any] = {**self.request.options, "nodes": "1"}
+            if len(self.nodes) > 1:
+                least = self.request.least
+                count = str(len(self.nodes)) if least >= len(self.nodes) else f"{least}:{len(self.nodes)}"
+                options |= {"nodes": count, "node_rank": node.node_rank, "head": head}
             text = config_yaml(config, command="unisono train, by --launcher ray")
-            place.call("start", text, {"asked": options}, token, key, self.asked.variables)
+            node.call("start", text, {"options": options}, token, key, self.request.variables)
 
-    def _hearing(self, mirror: Mirror | None) -> Callable[[str], None]:
-        def hear(text: str) -> None:
-            message = read_message(mirror.named_here(text.encode()).decode() if mirror is not None else text)
+    def _message_handler(self, mirror: Mirror | None) -> Callable[[str], None]:
+        def handle(text: str) -> None:
+            message = read_message(
+                mirror.with_local_path(text.encode()).decode() if mirror is not None else text
+            )
             if message is None or message["kind"] == "front_ended":
                 return
             kind = message["kind"]
-            if kind in _LAST_WORDS:
+            if kind in _FINAL_KINDS:
                 self._ended.last = message
                 return
             if kind == "plan":
                 self._planned, self._plan = True, message
             if kind == "verdict":
-                self._note_named(message)
+                self._note_verdict(message)
             if kind == "step":
                 self._ended.step = int(message["step"])
             self.reporter.send(**{name: value for name, value in message.items() if name != "time"})
 
-        return hear
+        return handle
 
     def _follow(self, fronts: NodeFronts, following: list[MirrorThread]) -> None:
-        """Until the head has ended."""
-        head_is_far = not self.places[0].shares
+        """Handles output, signals and losses until the head has ended."""
+        head_is_remote = not self.nodes[0].shares
         missing_since: float | None = None
         while not fronts.head.ended:
             fronts.listen(_POLL_S)
             self._pass_on(fronts.head)
-            self._tell_who_is_lost()
-            self._see_ray_head(fronts.head)
-            head_is_silent = head_is_far and following[0].trouble is not None
-            if head_is_silent or any(isinstance(one.trouble, OSError) for one in following):
-                return  # or the disk here; `finish` raises it
-            early = [place for place in fronts.places[1:] if place.lost or place.code not in (None, 0)]
-            if len(self.places) - len(early) >= self.asked.least or self._planned:
+            self._report_losses()
+            self._check_ray_head(fronts.head)
+            head_is_silent = head_is_remote and following[0].error is not None
+            if head_is_silent or any(isinstance(one.error, OSError) for one in following):
+                return  # or the local disk failed; `finish` raises the error
+            early = [node for node in fronts.nodes[1:] if node.lost or node.code not in (None, 0)]
+            if len(self.nodes) - len(early) >= self.request.least or self._planned:
                 continue
             missing_since = missing_since or time.monotonic()
             if (
                 time.monotonic() - missing_since > _WITHOUT_HEAD_S
-            ):  # else the head would wait for it until its time is over
-                self._note(f"{early[0].label} is not here: {'; '.join(early[0].tail[-2:]) or early[0].lost}")
-                fronts.head.ask("signal SIGTERM")
-                self._missing = early[0]
+            ):  # otherwise the head would wait for it until its timeout
+                self._note(f"{early[0].label} did not join: {'; '.join(early[0].tail[-2:]) or early[0].lost}")
+                fronts.head.command("signal SIGTERM")
+                self._missing_node = early[0]
                 self._planned = True
 
     def _pass_on(self, head: JobNode) -> None:
-        for name in self.wishes.signals[self._passed :]:
-            head.ask(f"signal {name}")
-            self._passed += 1
+        for name in self.front.signals[self._signals_sent :]:
+            head.command(f"signal {name}")
+            self._signals_sent += 1
 
-    def _tell_who_is_lost(self) -> None:
-        """The head names the node that is gone; what Ray says of it may be why, so the head is told. Where Ray says it later, it is a warning."""
-        for place in self.places[1:]:
-            if not place.lost or place.node_rank in self._told:
+    def _report_losses(self) -> None:
+        """Passes Ray's message about a lost node to the head, whose verdict names the node. If it arrives after the verdict, it is shown as a warning."""
+        for node in self.nodes[1:]:
+            if not node.lost or node.node_rank in self._reported:
                 continue
-            self._told.add(place.node_rank)
-            verdict = lost_node_verdict(place)
-            head = self.places[0]
-            head.leave_word(loss_file(head.folder, place.node_rank), json.dumps(verdict.to_json()))
-            self._unsaid[place.node_rank] = verdict
-        for node_rank, verdict in list(self._unsaid.items()):
-            if self._named.intersection(verdict.hosts):
-                self._say_unsaid(node_rank)
+            self._reported.add(node.node_rank)
+            verdict = lost_node_verdict(node)
+            head = self.nodes[0]
+            head.write_async(loss_file(head.folder, node.node_rank), json.dumps(verdict.to_json()))
+            self._pending_losses[node.node_rank] = verdict
+        for node_rank, verdict in list(self._pending_losses.items()):
+            if self._hosts_in_verdicts.intersection(verdict.hosts):
+                self._show_pending_loss(node_rank)
 
-    def _see_ray_head(self, head: JobNode) -> None:
-        """Without Ray's head the ranks can go on for a while, but not for long: they are asked to save and to end."""
+    def _check_ray_head(self, head: JobNode) -> None:
+        """Has the run saved and ended if Ray's head is lost: the ranks continue only for a short time without it."""
         silent_s, rays = self.ray_head.silent_s, self.ray_head
         if silent_s < _SILENT_S:
-            self._silence_told = False
-        elif not self._silence_told:
-            self._silence_told = True
+            self._silence_shown = False
+        elif not self._silence_shown:
+            self._silence_shown = True
             self._note(
-                f"{rays.label} does not answer: {rays.why}; if it is not back in {_WITHOUT_RAY_S:g} s, the run is saved and ends"
+                f"{rays.label} does not answer: {rays.why}; if it is not back within {_WITHOUT_RAY_S:g} s, the run is saved and ends"
             )
-        if silent_s > _WITHOUT_RAY_S and self._headless is None:
-            self._headless = ray_head_lost(rays, after_s=silent_s)
-            head.ask("signal SIGTERM")
+        if silent_s > _WITHOUT_RAY_S and self._ray_head_lost is None:
+            self._ray_head_lost = ray_head_lost(rays, after_s=silent_s)
+            head.command("signal SIGTERM")
 
-    def _note_named(self, message: Message) -> None:
-        """The head has named nodes; of those whose loss it explains in Ray's words nothing more is to be said."""
+    def _note_verdict(self, message: Message) -> None:
+        """Records the hosts in the head's verdict; a loss that it already explains with Ray's message is not shown again."""
         where = {str(item["where"]) for item in message["evidence"]}
-        for place in self.places:
-            if ray_label(place) in where:
-                self._told.add(place.node_rank)
-                self._unsaid.pop(place.node_rank, None)
-        self._named.update(map(str, message["hosts"]))
+        for node in self.nodes:
+            if ray_label(node) in where:
+                self._reported.add(node.node_rank)
+                self._pending_losses.pop(node.node_rank, None)
+        self._hosts_in_verdicts.update(map(str, message["hosts"]))
 
-    def _say_unsaid(self, node_rank: int) -> None:
-        verdict = self._unsaid.pop(node_rank)
+    def _show_pending_loss(self, node_rank: int) -> None:
+        verdict = self._pending_losses.pop(node_rank)
         text = f"{verdict.summary}: {verdict.evidence[0].text}"
         self.reporter.send("warning", code=verdict.cause, text=text, fix="; ".join(verdict.fix))
 
-    def _ranks_on(self, place: JobNode) -> list[int]:
-        """Those of a node, by the last plan; none before the first."""
+    def _ranks_on(self, node: JobNode) -> list[int]:
+        """The ranks of a node in the last plan; none before the first plan."""
         ranks = self._plan.get("ranks", [])
-        return [int(rank["rank"]) for rank in ranks if rank["node_rank"] == place.node_rank]
+        return [int(rank["rank"]) for rank in ranks if rank["node_rank"] == node.node_rank]
 
     def _leave(self) -> None:
-        for place in self.places:
-            if not place.lost:
+        for node in self.nodes:
+            if not node.lost:
                 try:
-                    place.call("leave")
+                    node.call("leave")
                 except ActorLost as error:
-                    place.lost = error.why
+                    node.lost = error.why
 
     def _note(self, text: str) -> None:
         self.reporter.send("note", text=text)
 
 
-def _never_joined(place: JobNode) -> Message:
-    """The refusal of a start for which a node's front ended before it had joined."""
-    verdict = lost_node_verdict(place).model_copy(update={"cause": "node_missing", "when": "before"})
+def _never_joined(node: JobNode) -> Message:
+    """The refusal of an attempt in which a node's front exited before it joined."""
+    verdict = lost_node_verdict(node).model_copy(update={"cause": "node_missing_node", "when": "before"})
     problem = {
         "what": verdict.summary,
-        "where": place.label,
-        "why": "; ".join(place.tail[-2:]) or place.lost,
+        "where": node.label,
+        "why": "; ".join(node.tail[-2:]) or node.lost,
         "fix": "; ".join(verdict.fix),
     }
     return {"kind": "start_refused", "exit_code": 3, "verdict": verdict.to_json(), "problems": [problem]}

@@ -1,8 +1,8 @@
-"""The run's directory, kept here as the head has it on its node.
+"""A local mirror of the run's directory on the head's node.
 
-The head is a front like every other: it writes its run's directory on its own disk. Where that is not the disk of who typed the
-command, each file is brought here as soon as it has changed: a checkpoint appears whole or not at all, a log grows by what is
-new. Before the start the directory goes the other way, so that a run goes on wherever the head's node is this time.
+The head writes its run's directory on its own disk. If the machine of the command does not share that disk, each file is
+copied here as soon as it changes: a checkpoint appears complete or not at all, and a log grows by its new lines. Before the
+start the directory is sent to the node, so that the run resumes on whichever node the head is placed.
 """
 
 import contextlib
@@ -27,28 +27,28 @@ from unisono.rundir import RunDir
 _PART_BYTES = 8 << 20
 _TAIL_BYTES = 256
 _EVERY_S = 1.0
-_MOST_SILENT = 3  # a node may be slow for a minute
+_MOST_FAILURES = 3  # consecutive failures, of a minute each: a node may be slow
 _GROWS = (".jsonl", ".log")
 _LAST = ("result.json", "verdict.json")
 _NOT_TAKEN = re.compile(
     r"-front\.log$|(^|/)(run\.lock|\.bringing|\.unisono-head-[^/]*|\..+\.tmp-[^/]*|\.trash-[^/]*)($|/)|\.tmp-[0-9a-f]+($|/)|^nodes/"
 )
-"""Of the head's own business, or not finished yet."""
+"""Files that concern the head alone, or are incomplete."""
 _CHECKPOINT = re.compile(r"checkpoints/(step-\d+[^/]*)/.+")
 
 Stamp = tuple[int, int, int]
-"""Size in bytes, time of change in ns, inode."""
+"""Size in bytes, modification time in ns, inode."""
 
 
 class NodeFiles(Protocol):
-    """A node's disk."""
+    """Access to the files of a node."""
 
     def listing(self, root: str) -> dict[str, Stamp]:
         """Each file below a folder."""
         ...
 
     def read(self, path: str, offset: int, size: int) -> bytes:
-        """A part of a file; FileNotFoundError where it is gone."""
+        """A part of a file; FileNotFoundError if it is gone."""
         ...
 
     def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
@@ -58,7 +58,7 @@ class NodeFiles(Protocol):
 
 @dataclass
 class _CopiedPrefix:
-    """How far a file that grows has been brought: its stamp, the bytes that were taken, and the last of them."""
+    """How much of a growing file was copied: its stamp, the number of bytes, and the last of them."""
 
     stamp: Stamp
     taken: int = 0
@@ -67,17 +67,17 @@ class _CopiedPrefix:
 
 @dataclass
 class Mirror:
-    """Brings `there` on a node to `run` here.
+    """Copies the directory `remote` of a node to `run` here.
 
     Attributes:
-        node: whose disk.
-        there: the directory on it. Where it is named in a file, `run` is written in its place.
+        node: its files.
+        remote: the directory on it. In files that contain this path, it is replaced by that of `run`.
         run: the directory here.
         only: folders of it; empty: all of it.
     """
 
     node: NodeFiles
-    there: str
+    remote: str
     run: RunDir
     only: tuple[str, ...] = ()
     _seen: dict[str, Stamp] = field(default_factory=dict)
@@ -86,12 +86,12 @@ class Mirror:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def push(self) -> None:
-        """Sends what is here to the node."""
+        """Sends the local files to the node."""
         for path in sorted(self.run.root.rglob("*")):
             name = path.relative_to(self.run.root).as_posix()
             if path.is_symlink() or not path.is_file() or not self._takes(name):
                 continue
-            self._send(path, f"{self.there}/{name}")
+            self._send(path, f"{self.remote}/{name}")
         for name, stamp in self._listing().items():
             self._seen[name] = stamp
             if name.endswith(_GROWS):
@@ -99,41 +99,41 @@ class Mirror:
                 self._grown[name] = _CopiedPrefix(stamp, size, self._tail_here(name))
 
     def sync(self, *, final: bool = False) -> None:
-        """Brings what has changed; what is gone there goes here, too.
+        """Copies the changed files, and deletes files that are gone on the node.
 
         Args:
-            final: nothing will change any more.
+            final: whether nothing will change any more.
 
         Raises:
             OSError: if it cannot be written here.
-            KeeperLost: if the node does not answer, or its directory is gone: that is no reason to delete what is here.
+            ActorLost: if the node does not answer, or its directory is gone: then nothing is deleted here.
         """
         with self._lock:
             self._final = final
             now = self._listing()
             if self._seen and not now:
-                raise ActorLost(f"the run's directory on it, {self.there}, is gone")
+                raise ActorLost(f"the run's directory on it, {self.remote}, is gone")
             changed = [name for name, stamp in now.items() if self._seen.get(name) != stamp]
             steps = sorted({found[1] for name in changed if (found := _CHECKPOINT.fullmatch(name))})
             others = sorted(name for name in changed if not _CHECKPOINT.fullmatch(name))
-            # What is gone on from at a checkpoint, the metrics of its steps, is here before it; and the result is the last word.
+            # The metrics of a checkpoint's steps, which a resume needs, come before it; the result comes last.
             for name in [name for name in others if name not in _LAST]:
-                self._bring(name, now[name])
+                self._copy(name, now[name])
             for step in steps:
-                self._bring_checkpoint(step, now)
+                self._copy_checkpoint(step, now)
             for name in [name for name in others if name in _LAST]:
-                self._bring(name, now[name])
+                self._copy(name, now[name])
             for name in sorted(set(self._seen) - set(now)):
                 self._remove(name, {found[1] for one in now if (found := _CHECKPOINT.fullmatch(one))})
 
     def _listing(self) -> dict[str, Stamp]:
-        found = self.node.listing(self.there)
+        found = self.node.listing(self.remote)
         return {name: (s[0], s[1], s[2]) for name, s in found.items() if self._takes(name)}
 
     def _takes(self, name: str) -> bool:
         return not _NOT_TAKEN.search(name) and (not self.only or name.startswith(self.only))
 
-    def _bring_checkpoint(self, step: str, now: dict[str, Stamp]) -> None:
+    def _copy_checkpoint(self, step: str, now: dict[str, Stamp]) -> None:
         prefix = f"checkpoints/{step}/"
         names = [name for name in now if name.startswith(prefix)]
         target = self.run.checkpoints / step
@@ -151,12 +151,12 @@ class Mirror:
         except FileNotFoundError:  # pruned meanwhile
             shutil.rmtree(temporary, ignore_errors=True)
             return
-        except BaseException:  # half a checkpoint is not left; raised again
+        except BaseException:  # leaves no partial checkpoint; raised again
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         self._seen |= {name: now[name] for name in names}
 
-    def _bring(self, name: str, stamp: Stamp) -> None:
+    def _copy(self, name: str, stamp: Stamp) -> None:
         target = self.run.root / name
         if not target.parent.exists():
             make_private_dir(target.parent)
@@ -164,11 +164,11 @@ class Mirror:
             if name.endswith(_GROWS):
                 self._grow(name, stamp, target)
             elif name == "config.yaml":
-                self._bring_config(target)
+                self._copy_config(target)
             else:
                 with whole_file(target, mode=0o600) as temporary:
                     self._fetch(name, temporary)
-                    self._rename_inside(temporary, name)
+                    self._replace_path_inside(temporary, name)
         except FileNotFoundError:  # gone meanwhile
             return
         known = self._grown.get(name)
@@ -178,7 +178,7 @@ class Mirror:
     def _grow(self, name: str, stamp: Stamp, target: Path) -> None:
         """Adds what is new to a file that only grows; one that was cut or replaced is brought anew."""
         known = self._grown.get(name)
-        path = f"{self.there}/{name}"
+        path = f"{self.remote}/{name}"
         if known is not None and known.stamp[2] == stamp[2] and stamp[0] >= known.taken and target.exists():
             start = known.taken - len(known.tail)
             if self.node.read(path, start, len(known.tail)) == known.tail:
@@ -190,51 +190,49 @@ class Mirror:
             self._append(path, temporary, fresh)
 
     def _append(self, path: str, target: Path, known: _CopiedPrefix) -> None:
-        """Whole lines, since one may name the directory; at the end also one that is torn."""
+        """Appends complete lines, since a line may contain the directory; at the end an incomplete one, too."""
         with target.open("ab") as file:
-            while data := self.node.read(
-                path, known.taken, _PART_BYTES
-            ):  # to its end, which may be further by now
+            while data := self.node.read(path, known.taken, _PART_BYTES):  # to its end, which may have moved
                 line_ends = data.rfind(b"\n") + 1
                 data = data if self._final else data[: line_ends or len(data) // _PART_BYTES * _PART_BYTES]
                 if not data:
                     return
-                file.write(self._named_here(data, json_text=path.endswith(".jsonl")))
+                file.write(self._with_local_path(data, json_text=path.endswith(".jsonl")))
                 known.taken += len(data)
                 known.tail = (known.tail + data)[-_TAIL_BYTES:]
 
-    def _bring_config(self, target: Path) -> None:
+    def _copy_config(self, target: Path) -> None:
         body = yaml.safe_load(self._whole("config.yaml"))
         config = RunConfig.model_validate({**body, "output_dir": str(self.run.root)})
         write_text(target, config_yaml(config, command=f"unisono train {target}"), mode=0o600)
 
-    def _rename_inside(self, path: Path, name: str) -> None:
-        """In JSON of the run's directory itself; what a model's own files hold is left alone."""
+    def _replace_path_inside(self, path: Path, name: str) -> None:
+        """Replaces the path in JSON files of the run's directory itself; files of models are not changed."""
         if name.endswith(".json") and (
             len(PurePosixPath(name).parts) == 1 or name.startswith(("verdicts/", "evidence/"))
         ):
             data = path.read_bytes()
-            renamed = self._named_here(data, json_text=True)
+            renamed = self._with_local_path(data, json_text=True)
             if renamed != data:
                 path.write_bytes(renamed)
 
-    def named_here(self, text: bytes) -> bytes:
-        """A line of JSON with this directory in place of the node's."""
-        return self._named_here(text, json_text=True)
+    def with_local_path(self, text: bytes) -> bytes:
+        """A line of JSON with the local directory in place of the node's."""
+        return self._with_local_path(text, json_text=True)
 
-    def _named_here(self, data: bytes, *, json_text: bool) -> bytes:
+    def _with_local_path(self, data: bytes, *, json_text: bool) -> bytes:
         here = str(self.run.root)
-        return data.replace(self.there.encode(), (json.dumps(here)[1:-1] if json_text else here).encode())
+        return data.replace(self.remote.encode(), (json.dumps(here)[1:-1] if json_text else here).encode())
 
     def _whole(self, name: str) -> bytes:
         found = b""
-        while data := self.node.read(f"{self.there}/{name}", len(found), _PART_BYTES):
+        while data := self.node.read(f"{self.remote}/{name}", len(found), _PART_BYTES):
             found += data
         return found
 
     def _fetch(self, name: str, target: Path) -> None:
         with target.open("wb") as file:
-            while data := self.node.read(f"{self.there}/{name}", file.tell(), _PART_BYTES):
+            while data := self.node.read(f"{self.remote}/{name}", file.tell(), _PART_BYTES):
                 file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -259,7 +257,7 @@ class Mirror:
             return file.read()
 
     def _remove(self, name: str, kept: set[str]) -> None:
-        """A checkpoint goes only as a whole, and only while the head has another one."""
+        """Deletes a file; a checkpoint only as a whole, and only while the head has a different one."""
         path = self.run.root / name
         del self._seen[name]
         self._grown.pop(name, None)
@@ -275,15 +273,15 @@ class Mirror:
 
 
 class MirrorThread:
-    """Has a mirror follow, in a thread of its own, while it is entered. At the end everything is brought once more.
+    """Synchronizes a mirror regularly in a background thread, inside its context; `finish` synchronizes it once more.
 
     Attributes:
-        trouble: what keeps it from going on: the disk here; or that the node is gone.
+        error: why it stopped: the local disk failed, or the node is gone.
     """
 
     def __init__(self, mirror: Mirror) -> None:
         self.mirror = mirror
-        self.trouble: Exception | None = None
+        self.error: Exception | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
 
@@ -296,43 +294,43 @@ class MirrorThread:
         self._thread.join()
 
     def finish(self) -> None:
-        """Brings what has changed since.
+        """Copies the last changes.
 
         Raises:
-            OSError: if it cannot be written here.
-            KeeperLost: if the node does not answer.
+            OSError: if files cannot be written here.
+            ActorLost: if the node does not answer.
         """
         self._over.set()
         self._thread.join()
-        if self.trouble is not None:
-            raise self.trouble
-        for silent in range(1, _MOST_SILENT + 1):
+        if self.error is not None:
+            raise self.error
+        for attempt in range(1, _MOST_FAILURES + 1):
             try:
                 self.mirror.sync(final=True)
             except ActorLost:
-                if silent == _MOST_SILENT:
+                if attempt == _MOST_FAILURES:
                     raise
             else:
                 return
 
     def _follow(self) -> None:
-        silent = 0
+        failures = 0
         while not self._over.wait(_EVERY_S):
             try:
                 self.mirror.sync()
-                silent = 0
+                failures = 0
             except ActorLost as error:
-                silent += 1
-                if silent == _MOST_SILENT:
-                    self.trouble = error
+                failures += 1
+                if failures == _MOST_FAILURES:
+                    self.error = error
                     return
-            except Exception as error:  # noqa: BLE001 - of another thread: kept, and raised by `finish`
-                self.trouble = error
+            except Exception as error:  # noqa: BLE001 - of a background thread: stored, and raised by `finish`
+                self.error = error
                 return
 
 
 def _discard(folder: Path) -> None:
-    """Takes a checkpoint away: at once from sight, and then from the disk."""
+    """Deletes a checkpoint: renames it first, so that it disappears at once."""
     trash = folder.with_name(f".trash-{folder.name.removeprefix('step-')[:8]}-{secrets.token_hex(4)}")
     folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""The actor on a node: starts its front, hands on what it says, and reads and writes files there.
+"""The actor on a node: starts the node's front, passes on its output, and reads and writes files.
 
-It is sent to the node as it stands here, since unisono may be missing or be another version there, and has to be able to say so.
-So it needs nothing but the standard library.
+Ray sends its code to the node, since unisono may be missing there or have a different version, and the actor reports that.
+So it needs only the standard library.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ _PROCESS_VARIABLES = ("UNISONO_TOKEN", "XDG_CONFIG_HOME")
 
 
 class NodeActor:
-    """What a driver has on one node. Its methods run in threads, several at a time."""
+    """The driver's actor on one node. Its methods run in several threads at the same time."""
 
     def __init__(self) -> None:
         self._place: Path | None = None
-        self._held: int | None = None
+        self._lock_fd: int | None = None
         self._input: IO[bytes] | None = None
         self._lines: list[tuple[str, bytes]] = []
         self._open = 0
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
 
     def facts(self) -> dict[str, Any]:
-        """What runs here: host, python, unisono and a digest of its code; `trouble` where there is none."""
+        """The installation here: host, Python, unisono and the digests of its code; `trouble` if unisono is missing."""
         found = {
             "host": socket.gethostname(),
             "python": ".".join(map(str, sys.version_info[:3])),
@@ -44,7 +44,7 @@ class NodeActor:
             "trouble": "",
             "cpus": os.cpu_count() or 1,
         }
-        import ray  # here it runs inside of Ray
+        import ray  # this process is a worker of Ray
 
         found["ray_node"] = ray.get_runtime_context().get_node_id()
         try:
@@ -57,11 +57,11 @@ class NodeActor:
         return found
 
     def sees(self, path: str) -> bool:
-        """Whether a file is here, too, in a folder that can be written."""
+        """Whether a file exists here as well, in a writable folder."""
         return Path(path).exists() and os.access(Path(path).parent, os.W_OK | os.X_OK)
 
     def free_port(self, address: str) -> int:
-        """A port of this node that nobody listens on."""
+        """A free port of this node."""
         with socket.socket(
             socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM
         ) as probe:
@@ -69,7 +69,7 @@ class NodeActor:
             return int(probe.getsockname()[1])
 
     def make_place(self, job: str) -> str:
-        """Makes this job's own folder here; folders of jobs that were killed are removed."""
+        """Makes this job's folder here, and removes those of killed jobs."""
         home = Path(os.environ.get("XDG_CACHE_HOME", ""))
         base = (home if home.is_absolute() else Path("~/.cache").expanduser()) / "unisono" / "ray"
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -78,12 +78,12 @@ class NodeActor:
                 shutil.rmtree(old, ignore_errors=True)
         self._place = base / job
         self._place.mkdir(mode=0o700)
-        self._held = os.open(self._place / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._held, fcntl.LOCK_SH)
+        self._lock_fd = os.open(self._place / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
         return str(self._place)
 
     def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
-        """Writes a part of a file, whose folder is made where it is missing."""
+        """Writes a part of a file, and makes its folder if it is missing."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, mode)
@@ -99,58 +99,58 @@ class NodeActor:
         Args:
             config: the text of its config.
             request: for `unisono.cluster.ray.node_main`.
-            token: the job's secret; it goes by a pipe.
-            key: the user's, under which checkpoints are signed.
-            variables: of the environment, that are to be equal everywhere.
+            token: the job's secret; passed through a pipe.
+            key: the user's key, which signs checkpoints.
+            variables: of the environment, equal on all nodes.
         """
         assert self._place is not None, "make_place comes first"
-        assert self._held is not None
+        assert self._lock_fd is not None
         settings = self._place / "settings"
         for name, text in (("settings/unisono/checkpoint.key", key + "\n"), ("config.yaml", config)):
             self.write(str(self._place / name), 0, text.encode(), 0o600)
-        asked = {**request, "config": str(self._place / "config.yaml")}
-        self.write(str(self._place / "request.json"), 0, json.dumps(asked).encode(), 0o600)
-        kept = {name: value for name, value in os.environ.items() if not _is_of_ray(name)}
-        kept |= {**variables, "XDG_CONFIG_HOME": str(settings)}
+        body = {**request, "config": str(self._place / "config.yaml")}
+        self.write(str(self._place / "request.json"), 0, json.dumps(body).encode(), 0o600)
+        environment = {name: value for name, value in os.environ.items() if not _is_of_ray(name)}
+        environment |= {**variables, "XDG_CONFIG_HOME": str(settings)}
         process = subprocess.Popen(
             [sys.executable, "-m", "unisono.cluster.ray.process_guard", str(self._place)],
             cwd=self._place,
-            env=kept,
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(self._held,),
+            pass_fds=(self._lock_fd,),
         )
         assert process.stdin is not None
         self._input, self._open = process.stdin, 2
         self._send(token)
         for name, stream in (("out", process.stdout), ("err", process.stderr)):
             threading.Thread(target=self._read, args=(name, stream), daemon=True).start()
-        process.wait()  # the warden goes on by itself, so that Ray, which ends an actor's children first, does not know it
+        process.wait()  # the guard has detached: Ray kills an actor's children first, and does not know this process
 
     def poll(self, since: int, timeout_s: float) -> tuple[list[tuple[str, bytes]], bool]:
-        """The lines from number `since` on, each with `out` or `err`, after waiting for one; and whether there will be no more."""
-        with self._news:
+        """The lines from number `since` on, each with `out` or `err`, after waiting for one; and whether the output has ended."""
+        with self._changed:
             limit = time.monotonic() + timeout_s
             while len(self._lines) <= since and self._open and time.monotonic() < limit:
-                self._news.wait(limit - time.monotonic())
+                self._changed.wait(limit - time.monotonic())
             found = self._lines[since : since + _MOST_LINES]
             return found, not self._open and since + len(found) >= len(self._lines)
 
-    def ask(self, word: str) -> None:
-        """Tells the warden: `signal NAME`, or `end`."""
+    def command(self, text: str) -> None:
+        """Sends a command to the process guard: `signal NAME`, or `end`."""
         with contextlib.suppress(OSError):
-            self._send(word.encode())
+            self._send(text.encode())
 
     def listing(self, root: str) -> dict[str, tuple[int, int, int]]:
-        """Each file below a folder, by its path from there: size in bytes, time of change in ns, inode."""
+        """Each file below a folder, by relative path: size in bytes, modification time in ns, inode."""
         found = {}
         for folder, _, names in os.walk(root, onerror=_unless_gone):
             for name in names:
                 path = str(Path(folder, name))
-                with contextlib.suppress(FileNotFoundError):  # gone meanwhile
-                    known = os.lstat(path)
-                    found[os.path.relpath(path, root)] = (known.st_size, known.st_mtime_ns, known.st_ino)
+                with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
+                    status = os.lstat(path)
+                    found[os.path.relpath(path, root)] = (status.st_size, status.st_mtime_ns, status.st_ino)
         return found
 
     def read(self, path: str, offset: int, size: int) -> bytes:
@@ -174,22 +174,22 @@ class NodeActor:
 
     def _read(self, name: str, stream: IO[bytes]) -> None:
         for line in stream:
-            with self._news:
+            with self._changed:
                 self._lines.append((name, line.rstrip(b"\n")))
-                self._news.notify_all()
-        with self._news:
+                self._changed.notify_all()
+        with self._changed:
             self._open -= 1
-            self._news.notify_all()
+            self._changed.notify_all()
 
 
 def _unless_gone(error: OSError) -> None:
-    """What cannot be read is not taken for deleted."""
+    """Raises unless the file is gone: an unreadable folder does not count as deleted."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 def _is_of_ray(name: str) -> bool:
-    """Ray's own variables, its token among them; and the threads that it sets for its workers, where nobody else has."""
+    """Whether a variable is Ray's own (its token, or the number of threads that it sets for workers) or private to a process."""
     if name == "OMP_NUM_THREADS":
         return not _raylet_has(name)
     return name.startswith("RAY_") or name in _PROCESS_VARIABLES
@@ -206,7 +206,7 @@ def _raylet_has(name: str) -> bool:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether nobody holds a job's folder any more."""
+    """Whether no process holds the lock of a job's folder any more."""
     try:
         fd = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

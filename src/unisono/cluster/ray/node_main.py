@@ -1,4 +1,4 @@
-"""`python -m unisono.cluster.ray.node_main REQUEST.json PID`: a node's front under Ray. Its messages go to stdout, a line each."""
+"""`python -m unisono.cluster.ray.node_main REQUEST.json PID`: a node's front under Ray. It writes its messages to stdout, one on each line."""
 
 import json
 import os
@@ -18,15 +18,15 @@ from unisono.rendezvous.job_token import watch_lifeline
 LIFELINE = "-"
 
 
-def main(request: dict[str, Any], warden: int) -> int:
-    """Carries the node's part to its end; gives the exit code.
+def main(request: dict[str, Any], guard: int) -> int:
+    """The exit code of the node's front, run to its end.
 
     Args:
-        request: config, and in `asked` the fields of a TrainRequest; or in `look` the words of `unisono`, null in place of the config.
-        warden: the process that started this one, and with which it ends.
+        request: the config, and in `options` the fields of a TrainRequest; or in `look` the arguments of `unisono`, null in place of the config.
+        guard: the pid of the process that started this one; this front ends with it.
     """
-    end_with_front(warden)
-    if "look" in request:  # it speaks for itself
+    end_with_front(guard)
+    if "look" in request:  # the program writes its own output
         words = [request["config"] if word is None else word for word in request["look"]]
         os.execv(sys.executable, [sys.executable, "-m", "unisono", *words])  # noqa: S606 - no shell
     reporter = Reporter(_own_stdout())
@@ -35,17 +35,17 @@ def main(request: dict[str, Any], warden: int) -> int:
         reporter.send(**{name: value for name, value in message.items() if name != "time"})
 
     config = Path(request["config"])
-    asked = TrainRequest(
-        config_path=config, token_file=LIFELINE, witness=RayLossFiles(config.parent), **request["asked"]
+    training = TrainRequest(
+        config_path=config, token_file=LIFELINE, witness=RayLossFiles(config.parent), **request["options"]
     )
-    if asked.nodes == "1":  # with others it is watched by whoever reads the token
+    if training.nodes == "1":  # with several nodes the reader of the token watches it
         watch_lifeline()
     try:
-        return int(train(asked, show)["exit_code"])
+        return int(train(training, show)["exit_code"])
     except UnisonoError as error:
         reporter.send("start_refused", **error.to_json())
         return error.exit_code
-    except Exception as error:  # noqa: BLE001 - the edge of a process: told, and printed whole
+    except Exception as error:  # noqa: BLE001 - the edge of a process: reported, with traceback
         traceback.print_exc()
         reporter.send(
             "start_refused",
@@ -53,7 +53,7 @@ def main(request: dict[str, Any], warden: int) -> int:
             verdict=None,
             problems=[
                 {
-                    "what": f"a defect of unisono: {error!r}",
+                    "what": f"a bug in unisono: {error!r}",
                     "fix": "see the traceback in the log of that front",
                 }
             ],
@@ -62,7 +62,7 @@ def main(request: dict[str, Any], warden: int) -> int:
 
 
 def _own_stdout() -> int:
-    """The pipe for messages. What anybody prints goes to stderr."""
+    """A descriptor for messages. Other output to stdout is redirected to stderr."""
     fd = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return fd

@@ -1,8 +1,8 @@
-"""`python -m unisono.cluster.ray.process_guard FOLDER`: runs a node's front, and sees that nothing of it stays.
+"""`python -m unisono.cluster.ray.process_guard FOLDER`: runs a node's front, and removes everything it leaves.
 
-Ray kills an actor at once, with the processes that it has started itself. So this one leaves the actor's family, and lives for as long as the actor holds the
-other end of its stdin, whose lines are: the job's token; then `signal NAME`, or `end`. When that closes, the job is over or the
-actor is dead: then a front that still runs is killed, with its ranks, and the job's folder is removed.
+Ray kills an actor at once, together with its child processes. So this process detaches from the actor, and lives as long as the
+actor holds the other end of its stdin, whose lines are: the job's token; then `signal NAME`, or `end`. When stdin closes, the job
+is over or the actor is dead: a front that still runs is killed with its ranks, and the job's folder is removed.
 Its last line on stdout is {"kind": "front_ended", "code": N}.
 """
 
@@ -17,11 +17,11 @@ import threading
 from pathlib import Path
 
 _PATIENCE_S = 60.0
-"""For the front's own end, once it was asked for: a checkpoint in flight is finished."""
+"""For the front to exit on request: a checkpoint in progress is finished."""
 
 
 def main(folder: Path) -> int:
-    """Runs the front to its end, and waits for the actor's; gives the front's exit code."""
+    """The front's exit code, after its end and that of the actor."""
     token = sys.stdin.buffer.readline()
     front = subprocess.Popen(
         [
@@ -38,27 +38,27 @@ def main(folder: Path) -> int:
     assert front.stdin is not None
     front.stdin.write(token)
     front.stdin.flush()
-    obeying = threading.Thread(target=_follow_commands, args=(front, folder), daemon=True)
-    obeying.start()
+    commands = threading.Thread(target=_follow_commands, args=(front, folder), daemon=True)
+    commands.start()
     code = front.wait()
-    with contextlib.suppress(OSError):  # the actor is dead: there is still the folder to be removed
-        print(json.dumps({"kind": "front_ended", "code": code}), flush=True)  # noqa: T201 - this is how it speaks
+    with contextlib.suppress(OSError):  # the actor is dead, but the folder still has to be removed
+        print(json.dumps({"kind": "front_ended", "code": code}), flush=True)  # noqa: T201 - the protocol of this process
     nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, sys.stdout.fileno())  # the actor has read all
+    os.dup2(nowhere, sys.stdout.fileno())  # the actor has read everything
     os.dup2(nowhere, sys.stderr.fileno())
-    obeying.join()  # what the front has left is fetched meanwhile
+    commands.join()  # the driver fetches the front's files in the meantime
     return code
 
 
 def _follow_commands(front: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """Does what the lines of stdin say, until they end; then nothing is left."""
+    """Executes the commands on stdin until it closes; then removes everything."""
     for line in sys.stdin.buffer:
         word, _, rest = line.decode("utf-8", "replace").strip().partition(" ")
         if word == "signal" and front.poll() is None:
             front.send_signal(signal.Signals.__members__.get(rest, signal.SIGTERM))
         elif word == "end":
             _end(front)
-    front.kill()  # its ranks and tasks end with it: the kernel sees to that
+    front.kill()  # the kernel ends its ranks and tasks with it
     front.wait()
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -73,7 +73,7 @@ def _end(front: "subprocess.Popen[bytes]") -> None:
 
 
 def _detach() -> None:
-    """Goes on as nobody's child, and hears signals again: Ray has its workers, and what they start, block SIGINT."""
+    """Continues as a detached process, with signals unblocked: Ray's workers and their children block SIGINT."""
     if os.fork():
         os._exit(0)
     os.setsid()

@@ -1,4 +1,4 @@
-"""The Ray cluster: connecting to it, what its nodes have, and the places of a job on them. Only the driver's process calls this."""
+"""The Ray cluster: the connection to it, its nodes' resources, and the reservation of nodes for a job. Only the driver calls this."""
 
 import contextlib
 import secrets
@@ -19,7 +19,7 @@ from unisono.text import one_line, show_bytes
 
 MEMORY_OF_A_RANK_BYTES = 1_000_000_000
 RESERVE_BYTES = 500_000_000
-"""Beside the ranks, on each node: for the front, the actor, and Ray's own processes."""
+"""Memory beside the ranks on each node: for the front, the actor, and Ray's own processes."""
 
 _REACH_S = 3.0
 _NOTE_EVERY_S = 10.0
@@ -29,11 +29,11 @@ _SPREAD = "STRICT_SPREAD"
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What is asked for on each node.
+    """The resources requested on each node.
 
     Attributes:
         nproc: ranks.
-        gpus: accelerators; one a rank, or none.
+        gpus: accelerators; one for each rank, or none.
     """
 
     nproc: int
@@ -41,7 +41,7 @@ class ResourceRequest:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """As Ray has it."""
+        """The request as a bundle of Ray."""
         memory = self.nproc * MEMORY_OF_A_RANK_BYTES + RESERVE_BYTES
         found: dict[str, float] = {"CPU": self.nproc, "memory": memory}
         return found | ({"GPU": self.gpus} if self.gpus else {})
@@ -55,14 +55,14 @@ class ResourceRequest:
 
 @dataclass(frozen=True)
 class RayNode:
-    """A living node of the cluster.
+    """A live node of the cluster.
 
     Attributes:
-        id: Ray's.
-        host: its name.
-        address: Ray's for it.
+        id: Ray's id.
+        host: its host name.
+        address: its address in Ray.
         total: its resources.
-        free: of them, now.
+        free: its free resources.
     """
 
     id: str
@@ -72,34 +72,34 @@ class RayNode:
     free: dict[str, float]
 
     def could_have(self, bundle: Mapping[str, float]) -> bool:
-        """Whether it is large enough, if nothing else ran there."""
+        """Whether it is large enough when idle."""
         return all(self.total.get(name, 0.0) >= amount for name, amount in bundle.items())
 
     def has_free(self, bundle: Mapping[str, float]) -> bool:
-        """Whether there is room on it now."""
+        """Whether it has enough free resources now."""
         return all(self.free.get(name, 0.0) >= amount for name, amount in bundle.items())
 
     def describe(self, bundle: Mapping[str, float]) -> str:
-        """`ada (10.0.0.1): 2 of 4 CPU free, …`, of what is asked for."""
+        """`ada (10.0.0.1): 2 of 4 CPU free, …`, for the requested resources."""
         parts = [_free_of(name, self.free.get(name, 0.0), self.total.get(name, 0.0)) for name in bundle]
         return f"{self.host} ({self.address}): {', '.join(parts)}"
 
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """This process is a driver of the cluster while it is entered.
+    """Connects this process to the cluster as a driver, inside the context.
 
     Args:
-        address: HOST:PORT, or `auto`: the one that runs on this machine.
+        address: HOST:PORT, or `auto`: the cluster of this machine.
 
     Raises:
-        UsageError: if Ray is not installed, the address is none, or nobody answers there.
+        UsageError: if Ray is not installed, the address is not valid, or no cluster answers there.
     """
     try:
         import ray
     except ImportError as error:
         raise UsageError.of(
-            "--launcher ray needs Ray, and it is not installed here",
+            "--launcher ray needs Ray, which is not installed here",
             where="this machine",
             why=str(error),
             fix="pip install 'ray[default]', in the version of the cluster",
@@ -117,20 +117,20 @@ def connected(address: str) -> Iterator[None]:
 
 
 def _leave_signals_to_the_front() -> None:
-    """Terminals and `ray job stop` signal all processes of a command, and Ray has its drivers end by SIGTERM; what is to be saved comes through this one."""
+    """Ignores signals here: terminals and `ray job stop` signal all processes of a command, and Ray's drivers exit on SIGTERM, but files are saved through this one."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _bounded(work: Callable[[], object]) -> None:
-    """Asks Ray for an end, for a few seconds: where its head is gone it would wait for that, and what it is asked for ends with the cluster."""
+    """Runs a clean-up call for a few seconds at most: without its head Ray would wait, and what the call ends also ends with the cluster."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(_END_S)
 
 
 def find_ray_head() -> RayHead:
-    """Where Ray's own head is; needs a connection."""
+    """Ray's head node; needs a connection."""
     import ray
 
     address = str(ray.get_runtime_context().gcs_address)
@@ -139,11 +139,11 @@ def find_ray_head() -> RayHead:
 
 
 def living_nodes() -> list[RayNode]:
-    """The nodes of the cluster, by host."""
+    """The live nodes of the cluster, sorted by host."""
     import ray
     from ray._private.state import (
         available_resources_per_node,
-    )  # 2.60: no public way to what is free on each node
+    )  # 2.60: no public function gives the free resources of each node
 
     free = available_resources_per_node()
     found = [
@@ -161,10 +161,10 @@ def living_nodes() -> list[RayNode]:
 
 
 def refuse_too_small(nodes: Sequence[RayNode], wanted: ResourceRequest, least: int) -> None:
-    """Whether the cluster could carry the job at all, if nothing else ran on it.
+    """Checks that the cluster could run the job when idle.
 
     Raises:
-        UnfitError: with what was asked for, and what there is, node by node.
+        UnfitError: with the requested resources and those of each node.
     """
     fit = [node for node in nodes if node.could_have(wanted.bundle)]
     if len(fit) < least:
@@ -174,13 +174,13 @@ def refuse_too_small(nodes: Sequence[RayNode], wanted: ResourceRequest, least: i
 
 
 def no_room(nodes: Sequence[RayNode], wanted: ResourceRequest, least: int, *, why: str) -> UnfitError:
-    """What is said of a cluster that does not give the places."""
-    there = "; ".join(node.describe(wanted.bundle) for node in nodes) or "no living node"
+    """The error for a cluster that cannot provide the nodes."""
+    available = "; ".join(node.describe(wanted.bundle) for node in nodes) or "no live node"
     return UnfitError.of(
-        f"the Ray cluster has no place for {least} node{'' if least == 1 else 's'}: {why}",
-        where=f"asked for: {wanted}",
-        why=f"there is: {there}",
-        fix="ask for fewer with --nodes or --nproc, wait for what else runs there (`ray status`), or add nodes",
+        f"the Ray cluster has no room for {least} node{'' if least == 1 else 's'}: {why}",
+        where=f"requested: {wanted}",
+        why=f"available: {available}",
+        fix="lower --nodes or --nproc, wait for other jobs there (`ray status`), or add nodes",
     )
 
 
@@ -194,18 +194,18 @@ def reserved(
     note: Callable[[str], None],
     stopped: Callable[[], bool],
 ) -> Iterator[list[Any]]:
-    """One actor on each of so many nodes, in one placement group; both are gone when it is left.
+    """One actor on each reserved node, in one placement group; both are removed on exit.
 
     Args:
-        wanted: on each node.
-        nodes: how many at the most.
-        least: so many will do where there is no room for more now.
-        timeout_s: how long to wait for room that others have.
-        note: is told how the waiting goes.
-        stopped: whether nobody wants it any more.
+        wanted: resources on each node.
+        nodes: the largest number of nodes.
+        least: the smallest sufficient number, used if there is no room for more now.
+        timeout_s: how long to wait for resources in use by others.
+        note: shows the progress of the wait.
+        stopped: whether a stop was requested.
 
     Raises:
-        UnfitError: if there is not enough, or it is stopped.
+        UnfitError: if the resources are missing, or a stop was requested.
     """
     import ray
     from ray.util.placement_group import remove_placement_group
@@ -238,10 +238,10 @@ def reserved(
 
 
 def _reserve(wanted: ResourceRequest, *, nodes: int, least: int, patience: "_Waiting") -> tuple[Any, int]:
-    """A placement group that is there, and the number of its places.
+    """A ready placement group, and the number of its nodes.
 
     Raises:
-        UnfitError: if the time is over, the cluster is too small, or it is stopped.
+        UnfitError: on timeout, if the cluster is too small, or if a stop was requested.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -256,10 +256,10 @@ def _reserve(wanted: ResourceRequest, *, nodes: int, least: int, patience: "_Wai
         try:
             if _wait_for_group(group, wanted, count, patience):
                 return group, count
-        except BaseException:  # not there, and not wanted any more; raised again
+        except BaseException:  # not ready and no longer needed; raised again
             remove_placement_group(group)
             raise
-        remove_placement_group(group)  # Ray takes a quarter of a minute to see that a node is gone
+        remove_placement_group(group)  # Ray takes about 15 s to detect a lost node
 
 
 @dataclass
@@ -271,24 +271,27 @@ class _Waiting:
 
 
 def _wait_for_group(group: Any, wanted: ResourceRequest, count: int, patience: _Waiting) -> bool:
-    """Waits until the places are there; False where the cluster has become too small for so many.
+    """Waits until the placement group is ready; False if the cluster has become too small for it.
 
     Raises:
-        UnfitError: if the time is over, or it is stopped.
+        UnfitError: on timeout, or if a stop was requested.
     """
-    told = time.monotonic() - _NOTE_EVERY_S + 2.0
+    noted = time.monotonic() - _NOTE_EVERY_S + 2.0
     while not group.wait(0.5):
         nodes, now = living_nodes(), time.monotonic()
         if sum(node.could_have(wanted.bundle) for node in nodes) < count:
             return False
         if patience.stopped():
-            raise no_room(nodes, wanted, count, why="it was asked to stop while it waited")
+            raise no_room(nodes, wanted, count, why="it was stopped while it waited")
         if now > patience.until:
             raise no_room(
-                nodes, wanted, count, why=f"no room came within {patience.until - patience.began:.0f} s"
+                nodes,
+                wanted,
+                count,
+                why=f"no room became free within {patience.until - patience.began:.0f} s",
             )
-        if now - told > _NOTE_EVERY_S:
-            told = now
+        if now - noted > _NOTE_EVERY_S:
+            noted = now
             patience.note(
                 f"waiting for room on {count} nodes of the Ray cluster ({now - patience.began:.0f} s): "
                 + "; ".join(node.describe(wanted.bundle) for node in nodes)
@@ -312,12 +315,12 @@ def _free_of(name: str, free: float, total: float) -> str:
 
 
 def _refuse_address(address: str) -> None:
-    """Ray itself tries for twenty seconds and more to reach what is not there."""
+    """Checks the address first: Ray itself retries for 20 s or more."""
     if address.startswith("ray://"):
         raise UsageError.of(
             "--launcher ray does not work through Ray Client",
             where=f"--ray-address {address}",
-            why="files would have to go through its proxy",
+            why="files would have to pass through its proxy",
             fix="run it on a node of the cluster, or by `ray job submit`",
         )
     if address == "auto":
@@ -325,9 +328,9 @@ def _refuse_address(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit():
         raise UsageError.of(
-            f"{address} is no address of a Ray cluster",
+            f"{address} is not a valid address of a Ray cluster",
             where="--ray-address",
-            fix="as in --ray-address 10.0.0.1:6379",
+            fix="e.g. --ray-address 10.0.0.1:6379",
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
@@ -336,70 +339,70 @@ def _refuse_address(address: str) -> None:
             f"no Ray cluster answers at {address}",
             where="--ray-address, RAY_ADDRESS",
             why=str(error),
-            fix="start one there (`ray start --head`), or give the address that it printed",
+            fix="start one there (`ray start --head`), or use the address that it printed",
         ) from error
 
 
 def _not_connected(address: str, text: str) -> UsageError:
     if "Version mismatch" in text:
         return UsageError.of(
-            "this is another version of Ray or Python than the cluster's",
+            "the version of Ray or Python differs from the cluster's",
             where=address,
             why=one_line(text, limit=500),
-            fix="install the cluster's version of ray here, under the cluster's version of python",
+            fix="install the cluster's version of Ray here, under the cluster's version of Python",
         )
     return UsageError.of(
         "there is no Ray cluster here"
         if address == "auto"
-        else f"the Ray cluster at {address} does not take this driver",
+        else f"the Ray cluster at {address} rejects this driver",
         where="--ray-address, RAY_ADDRESS",
         why=one_line(text, limit=500),
-        fix="start one (`ray start --head`), or name it: --ray-address HOST:6379; the command runs on one of its nodes",
+        fix="start one (`ray start --head`), or set --ray-address HOST:6379; run the command on one of its nodes",
     )
 
 
 def resources_for(nproc: int, device: str, nodes: list[RayNode]) -> ResourceRequest:
-    """What each node is asked for: one accelerator a rank, where the config does not say otherwise and the cluster has any."""
+    """The resources for each node: one accelerator for each rank, if the config allows it and the cluster has any."""
     has_any = any(node.total.get("GPU", 0) for node in nodes)
     return ResourceRequest(nproc, nproc if device == "cuda" or (device == "auto" and has_any) else 0)
 
 
 def identify_nodes(actors: list[Any], *, cluster: str) -> list[JobNode]:
-    """The places, by node rank.
+    """The nodes of the job, by node rank.
 
     Args:
-        actors: the keepers' handles.
-        cluster: its address, for people.
+        actors: their handles.
+        cluster: its address, for messages.
 
     Raises:
-        UnfitError: if a keeper does not answer.
+        UnfitError: if an actor does not answer.
     """
-    nodes = {node.id: node for node in living_nodes()}
-    places = [JobNode(rank, actor) for rank, actor in enumerate(actors)]
-    for place in places:
+    ray_nodes = {ray_node.id: ray_node for ray_node in living_nodes()}
+    nodes = [JobNode(rank, actor) for rank, actor in enumerate(actors)]
+    for node in nodes:
         try:
-            place.facts = place.call("facts")
+            node.facts = node.call("facts")
         except ActorLost as error:
             raise UnfitError.of(
-                f"Ray could not start anything for node {place.node_rank}",
-                where=place.address or cluster,
+                f"Ray could not start an actor for node {node.node_rank}",
+                where=node.address or cluster,
                 why=error.why,
-                fix="look at `ray status`, and at the raylet's log on that node",
+                fix="see `ray status`, and the raylet's log on that node",
             ) from error
-        node = nodes.get(str(place.facts["ray_node"]))
-        place.address = node.address if node is not None else ""
-    places.sort(key=lambda place: (place.host, place.address))  # Ray deals bundles out as it likes
-    for node_rank, place in enumerate(places):
-        place.node_rank = node_rank
-    return places
+        ray_node = ray_nodes.get(str(node.facts["ray_node"]))
+        node.address = ray_node.address if ray_node is not None else ""
+    nodes.sort(key=lambda node: (node.host, node.address))  # Ray assigns bundles in any order
+    for node_rank, node in enumerate(nodes):
+        node.node_rank = node_rank
+    return nodes
 
 
-def head_endpoint(places: list[JobNode]) -> str:
-    """HOST:PORT of node 0, on a port that is free there.
+def head_endpoint(nodes: list[JobNode]) -> str:
+    """HOST:PORT for the head on node 0, with a free port there.
 
     Raises:
-        KeeperLost: if it does not answer.
+        ActorLost: if node 0 does not answer.
     """
-    head = places[0]
+    head = nodes[0]
     host = f"[{head.address}]" if ":" in head.address else head.address
     return f"{host}:{head.call('free_port', head.address)}"

@@ -1,4 +1,4 @@
-"""`unisono train --launcher ray`, in the front that was typed: config, lock, the driver's process, and how it ended."""
+"""`unisono train --launcher ray`, in the front of the user's command: config, lock, the driver's process, and the outcome."""
 
 import contextlib
 import secrets
@@ -31,14 +31,14 @@ from unisono.supervise.task_process import TaskProcess, refusal
 DRIVER = Programs(task=(sys.executable, "-m", "unisono.cluster.ray"))
 _POLL_S = 0.1
 _HEAD_GOES_S = 3.0
-"""A cluster's head does not end in one moment with what is connected to it."""
+"""The cluster's head may end slightly later than the processes connected to it."""
 
 
 def train(request: TrainRequest, show: Show) -> dict[str, Any]:
-    """Carries a start on a Ray cluster from its config to its end; gives the object of result.json.
+    """The object of result.json, after running a job on a Ray cluster to its end.
 
     Raises:
-        UnisonoError: if it is refused before anything was started.
+        UnisonoError: if it is refused before anything starts.
     """
     began = time.monotonic()
     environment = read_environment()
@@ -70,14 +70,14 @@ class _Session:
     ray_head: RayHead | None = None
     step: int = 0
     restarts: list[dict[str, Any]] = field(default_factory=list)
-    """Of the driver's; with it and what is above, a driver that dies can be done without."""
+    """The driver's restarts; with these fields the outcome is known even if the driver dies."""
 
     @property
     def run_dir(self) -> RunDir:
         return RunDir(Path(self.loaded.config.output_dir))
 
     def run(self) -> dict[str, Any]:
-        """With the run's directory claimed, until it is known that the nodes have it themselves."""
+        """The job's result. The run's directory stays claimed until the nodes turn out to share it."""
         config, request = self.loaded.config, self.request
         with contextlib.ExitStack() as stack:
             claimed = stack.enter_context(
@@ -92,16 +92,16 @@ class _Session:
             )
             try:
                 with TaskProcess("driver", self.body, talks=True, programs=DRIVER) as driver:
-                    last = self._hear(driver, stack, claimed)
+                    last = self._follow(driver, stack, claimed)
             except RankDied as error:
                 last = self._without_driver(error)
             finally:
                 claimed.worth_keeping = _has_something(self.run_dir)
             return self._ended(last)
 
-    def _hear(self, driver: TaskProcess, stack: contextlib.ExitStack, claimed: Claim) -> Message:
-        """Shows what the driver says until its last word; signals go to it."""
-        passed = 0
+    def _follow(self, driver: TaskProcess, stack: contextlib.ExitStack, claimed: Claim) -> Message:
+        """The driver's result. Its other messages are shown; signals are passed to it."""
+        sent = 0
         while True:
             for message in driver.news():
                 match message["kind"]:
@@ -111,11 +111,11 @@ class _Session:
                         )
                         say(self.show, f"placed by Ray: {hosts}")
                         self.interrupts.collect()
-                        claimed.trained = True  # what is here from now on is what the head has
-                        if message["shared"]:  # its front takes the directory itself
+                        claimed.trained = True  # from now on the files here come from the head
+                        if message["shared"]:  # the head's front claims the directory itself
                             claimed.worth_keeping = _has_something(
                                 self.run_dir
-                            )  # what an earlier start brought
+                            )  # files of an earlier attempt
                             stack.close()
                         driver.send({"kind": "go"})
                     case "connected":
@@ -127,24 +127,24 @@ class _Session:
                     case _:
                         self.step = int(message["step"]) if message["kind"] == "step" else self.step
                         self.show(message)
-            wished = (self.interrupts.first is not None) + self.interrupts.twice
-            while passed < wished and self.interrupts.first is not None:
+            wanted = (self.interrupts.first is not None) + self.interrupts.twice
+            while sent < wanted and self.interrupts.first is not None:
                 driver.send({"kind": "signal", "name": self.interrupts.first.name})
-                passed += 1
+                sent += 1
             time.sleep(_POLL_S)
 
     def _without_driver(self, error: RankDied) -> Message:
-        """The last word in place of a driver's that has ended without one: Ray ends it at once where the cluster's head is gone.
+        """The result in place of a driver that exited without one: Ray ends it at once if the cluster's head is gone.
 
         Raises:
-            RankDied: if it is not.
+            RankDied: if the head still answers.
         """
         head = self.ray_head
         if head is not None:
-            head.look_for(_HEAD_GOES_S)
+            head.probe_for(_HEAD_GOES_S)
         if head is None or not head.why:
             raise _driver_died(error, str(self.body["address"])) from error
-        verdict = ray_head_lost(head, words=error.problems[0].why, after_s=round(head.silent_s, 3))
+        verdict = ray_head_lost(head, message=error.problems[0].why, after_s=round(head.silent_s, 3))
         self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
         return {
             "kind": "result",
@@ -154,15 +154,15 @@ class _Session:
             "restarts": self.restarts,
         }
 
-    def _ended(self, told: Message) -> dict[str, Any]:
-        """What became of it, from the driver's last word.
+    def _ended(self, outcome: Message) -> dict[str, Any]:
+        """The result of the job, from the driver's result.
 
         Raises:
             UnisonoError: if the head's front refused.
         """
-        last, lost, restarts = told["last"], told["lost"], list(told["restarts"])
+        last, lost, restarts = outcome["last"], outcome["lost"], list(outcome["restarts"])
         if last is None:
-            return self._lost(Verdict.from_json(lost), int(told["step"]), restarts)
+            return self._lost(Verdict.from_json(lost), int(outcome["step"]), restarts)
         if last["kind"] == "start_refused":
             raise refusal(last)
         result = {name: value for name, value in last.items() if name not in ("kind", "time")}
@@ -172,7 +172,7 @@ class _Session:
         return result
 
     def _lost(self, verdict: Verdict, step: int, restarts: list[dict[str, Any]]) -> dict[str, Any]:
-        """The head's node is gone, and no other start is allowed. What it had saved is here."""
+        """The result if the head's node is lost and no restart is left. Its saved files are here."""
         known = find_cause(verdict.cause)
         fields = read_progress(self.run_dir)
         fields["step"] = max(step, fields["step"])
@@ -194,26 +194,26 @@ class _Session:
 
 
 def ray_topology(request: TrainRequest, environment: Environment) -> Topology:
-    """How many nodes and ranks Ray is asked for.
+    """The nodes and ranks to request from Ray.
 
     Raises:
-        UsageError: if an option does not go with Ray.
+        UsageError: if an option does not work with Ray.
     """
     if request.devices is not None:
         raise UsageError.of(
-            "--devices does not go with --launcher ray: Ray gives each node its devices",
+            "--devices does not work with --launcher ray: Ray assigns the devices of each node",
             where="command line",
-            fix="leave it out; --nproc N asks for N accelerators a node",
+            fix="remove it; --nproc N requests N accelerators on each node",
         )
     variables = {name: value for name, value in environment.leftovers.items() if name == "NPROC_PER_NODE"}
-    several = request.nodes not in (None, "1")
+    has_others = request.nodes not in (None, "1")
     return read_topology(
         TopologyRequest(
             nproc=request.nproc,
             nodes=request.nodes,
             command=request.command,
-            node_rank=0 if several else None,
-            head="ray" if several else None,
+            node_rank=0 if has_others else None,
+            head="ray" if has_others else None,
         ),
         variables,
         Accelerators(0),
@@ -221,15 +221,15 @@ def ray_topology(request: TrainRequest, environment: Environment) -> Topology:
 
 
 def cluster_address(request: TrainRequest, environment: Environment) -> str:
-    """Of the cluster; `auto`: the one that runs here."""
+    """The address of the cluster; `auto`: the cluster of this machine."""
     return request.ray_address or environment.ray_address or "auto"
 
 
 def _driver_request(request: TrainRequest, loaded: LoadedConfig, environment: Environment) -> dict[str, Any]:
-    """What the driver's process gets.
+    """The request for the driver's process.
 
     Raises:
-        UsageError: if an option does not go with Ray.
+        UsageError: if an option does not work with Ray.
     """
     shape = ray_topology(request, environment)
     options = {
@@ -257,18 +257,18 @@ def _driver_request(request: TrainRequest, loaded: LoadedConfig, environment: En
 
 
 def _driver_died(error: RankDied, address: str) -> RankDied:
-    """Ray ends a driver by abort() where the cluster's head, or the raylet beside it, is gone; others end it by a signal."""
-    told = error.problems[0]
+    """The error for a dead driver: Ray calls abort() if the cluster's head or the local raylet is gone; others may signal it."""
+    problem = error.problems[0]
     return RankDied.of(
-        told.what.replace("the task driver", "the process that is connected to Ray"),
+        problem.what.replace("the task driver", "the process that is connected to Ray"),
         where=f"Ray cluster {address}",
-        why=told.why,
-        fix="`ray status` says whether the cluster is still there; the same command goes on from the newest checkpoint that is here",
+        why=problem.why,
+        fix="`ray status` shows whether the cluster is still up; the same command resumes from the latest checkpoint here",
     )
 
 
 def _has_something(run: RunDir) -> bool:
-    """Whether anything of a run is here, beside what this front holds itself."""
+    """Whether a run's files are here, besides those of this front."""
     return any(path.exists() for path in (run.plan, run.result, run.verdict, run.agreement, run.metrics))
 
 
@@ -277,5 +277,5 @@ def _without_run(ending: Ending, began: float) -> dict[str, Any]:
 
 
 def _no_devices() -> tuple[list[Gpu], str]:
-    """A probe that asks no driver: only the host's name is wanted."""
+    """An empty device probe: only the host name is needed."""
     return [], ""
