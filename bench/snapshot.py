@@ -65,7 +65,7 @@ def job(work: Path, way: str, *, steps: int, batch: int) -> list[dict[str, Any]]
 
 
 _LOST = re.compile(
-    r"step (\d+) was kept in memory and is now checkpoint \S+; (?:nothing is lost|the (\d+) after it are lost)"
+    r"step (\d+) was saved from memory as checkpoint \S+; (?:nothing is lost|the (\d+) after it are lost)"
 )
 _PROMISED = re.compile(r"a death costs [^\n]*")
 

@@ -122,10 +122,10 @@ def test_a_copy_that_comes_back_otherwise_ends_the_run_and_counts_no_more(
     assert error is not None
     assert error.exit_code == 7
     (problem,) = error.problems
-    assert problem.what.startswith("the first copy is not read back as it was written: ")
+    assert problem.what.startswith("the first copy differs when read back: ")
     assert problem.where == f"{run.uploading.url}/{run.plan.run_id}/step-00000001"
     assert "are in the manifest" in problem.why
-    assert "checkpoint.storage=null. The same command then goes on" in problem.fix
+    assert "checkpoint.storage=null. The same command then resumes" in problem.fix
     assert not (run.there / MANIFEST).exists(), "the next start uploads it again"
 
 
@@ -164,7 +164,7 @@ def test_a_first_copy_that_does_not_move_is_waited_for_as_long_as_any_other(
     error = run.judge()
     assert error is not None
     assert error.exit_code == 6
-    assert "the first copy was not made: nothing moved for 0.2 s" in error.problems[0].what
+    assert "the first copy was not made: no progress for 0.2 s" in error.problems[0].what
 
 
 def test_a_child_that_dies_says_nothing_of_the_storage(beside: Callable[[Programs], Beside]) -> None:

@@ -113,7 +113,7 @@ class Ground:
             self.run,
             self.plan,
             self.attempt,
-            RescuedStep.here(self.memory),
+            RescuedStep.of_node(self.memory),
             store=self.store,
             show=self.said.append,
         )
@@ -144,7 +144,7 @@ def test_the_newest_step_becomes_a_checkpoint_and_it_is_said(ground: Ground) -> 
     assert values == {"train": {"step": 2}, "optimizer": {}}
     (said,) = ground.of_kind("note")
     assert "rank 1" in said
-    assert "died: step 2 was kept in memory and is now checkpoint step-00000002; nothing is lost" in said
+    assert "died: step 2 was saved from memory as checkpoint step-00000002; nothing is lost" in said
     assert (ground.attempt.step, ground.attempt.checkpoint) == (2, str(path))
 
 

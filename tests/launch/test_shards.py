@@ -64,14 +64,14 @@ def test_a_part_waits_no_longer_where_rank_0_has_given_up_or_the_start_is_over(
     assert placed.waits(), "another attempt at the same step was given up"
     arrivals.given_up(STEP) if end == "given up" else arrivals.close()
     placed.end()
-    assert "rank 0 does not write checkpoint step-00000001" in placed.why
+    assert "rank 0 is not writing checkpoint step-00000001" in placed.why
 
 
 def test_progress_of_what_arrives_is_told_now_and_then_and_not_where_there_is_none(tmp_path: Path) -> None:
     arrivals = arrivals_in(tmp_path)
     assert arrivals.moves() is None
     receiving: Any = SimpleNamespace(moved=1000.0)
-    arrivals.watches(receiving)
+    arrivals.watch(receiving)
     (tmp_path / STEP).mkdir()
     arrivals.place(OFFER)
     told = []

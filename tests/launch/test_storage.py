@@ -123,7 +123,7 @@ def test_another_machine_goes_on_from_there(front: Any, copies: Path) -> None:
     shutil.rmtree(front.out)
     done = front.run("--resume")
     assert done.returncode == 0, done.stderr
-    assert f"step 6 of run {run_id} is back from" in done.stderr
+    assert f"step 6 of run {run_id} is downloaded from" in done.stderr
     assert front.read("plan.json")["run_id"] == run_id
     assert front.read("plan.json")["resume"]["step"] == 6
     assert front.steps() == list(range(1, 11))
@@ -201,7 +201,7 @@ def test_a_full_storage_is_a_warning_and_nothing_there_counts(front: Any, small_
     assert done.returncode == 0, done.stderr
     assert front.steps() == list(range(1, 11))
     assert "No space left on device" in done.stderr
-    assert "it is whole in the output_dir; a start that goes on with the run uploads it" in done.stderr
+    assert "it is complete in output_dir; the next start that resumes the run uploads it" in done.stderr
     assert stored(small_disk, front) == []
 
 
@@ -228,7 +228,7 @@ def test_a_storage_that_cannot_be_written_any_more_is_a_warning(
     assert process.returncode == 75, told
     assert f"was not copied to file://{copies}/out: " in told
     assert "check the URL, the room there, the network and the credentials" in told
-    assert "it is whole in the output_dir" in told
+    assert "it is complete in output_dir" in told
 
 
 def test_a_start_that_comes_to_nothing_leaves_nothing_in_the_storage(front: Any, copies: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_storage_that_does_not_answer_is_not_waited_for_beyond_its_time(tmp_pa
     assert [message["kind"] for message in said] == ["note", "warning"]
     assert said[0]["text"].startswith(f"waiting for file://{tmp_path}/out to answer; at most ")
     assert "was not tried before the first step: it has not answered within 6.0 s" in said[1]["text"]
-    assert "training begins, and each copy that fails will be told" in said[1]["text"]
+    assert "training starts, and each failed copy is reported" in said[1]["text"]
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_a_storage_that_blocks_is_named_and_not_waited_for_beyond_grace(
     _, told = process.communicate(timeout=30)
     assert process.returncode == 75, told
     assert "step-00000002, is not in" in told
-    assert "it is whole in the output_dir" in told
+    assert "it is complete in output_dir" in told
     assert findings(front.out / "checkpoints" / "step-00000002", front) == []
     assert stored(copies, front) == []
 

@@ -128,7 +128,7 @@ def test_a_real_run_goes_on_from_the_bucket_on_another_machine(place: Any, bucke
         assert done.returncode == 0, done.stderr
         said += done.stdout + done.stderr
     run_id = place.read("plan.json")["run_id"]
-    assert f"step 6 of run {run_id} is back from s3://bucket/runs/out" in said
+    assert f"step 6 of run {run_id} is downloaded from s3://bucket/runs/out" in said
     assert f"step-00000009 is in s3://bucket/runs/out/{run_id}: " in said
     assert "warning" not in said
     assert place.read("plan.json")["resume"]["step"] == 6
@@ -261,7 +261,7 @@ def test_a_bucket_that_refuses_while_the_run_goes_on_is_a_warning(
     (line,) = [line for line in told.splitlines() if "step-00000002 was not copied to s3://" in line]
     assert "PermissionError: " in line
     assert "check the URL, the room there, the network and the credentials in the environment" in line
-    assert "it is whole in the output_dir; a start that goes on with the run uploads it" in line
+    assert "it is complete in output_dir; the next start that resumes the run uploads it" in line
     assert not [word for word in (KEY, SECRET) if word in told]
 
 

@@ -138,7 +138,7 @@ def test_a_flipped_bit_is_found_told_once_and_recorded(store: CheckpointStore) -
     (warning,) = said
     assert (warning["kind"], warning["code"]) == ("warning", "checkpoint_damaged")
     assert (
-        "step-00000010 is damaged since it was written: weights.safetensors: its content" in warning["text"]
+        "step-00000010 was damaged after it was written: weights.safetensors: its content" in warning["text"]
     )
     assert str(store.path(10)) in warning["text"]
     assert "the run goes on" in warning["fix"]
@@ -229,7 +229,7 @@ def test_a_run_says_that_a_checkpoint_of_its_has_rotted_and_goes_on(
             if line.startswith("warning: checkpoint"):
                 break
         assert lines[-1].startswith(
-            "warning: checkpoint step-00000020 is damaged since it was written: trainable.safetensors: "
+            "warning: checkpoint step-00000020 was damaged after it was written: trainable.safetensors: "
         ), "".join(lines)
         assert str(file.parent) in lines[-1]
         reached = max(front.steps())

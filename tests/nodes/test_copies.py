@@ -56,7 +56,7 @@ def test_a_fetch_that_takes_longer_than_the_join_timeout_is_waited_for_with_a_li
     assert [front.exit_code for front in fronts] == [None, None], pair.told()
     child.resume()
     assert together(fronts) == [0, 0], pair.told()
-    assert f"step 2 of run {run_id} is back from" in fronts[1].text()
+    assert f"step 2 of run {run_id} is downloaded from" in fronts[1].text()
     assert pair.read("plan.json")["resume"]["step"] == 2
     assert [line["step"] for line in pair.metrics()] == [1, 2, 3, 4]
 

@@ -165,7 +165,7 @@ def test_a_run_that_ends_with_an_exception_goes_on_from_its_last_step(solo: Job)
     solo.ranks()[1].send_signal(injected.RAISE)
     assert front.wait() == 5, front.text()
     step = solo.metrics()[-1]["step"]
-    said = f"rank 1, {front.label} died: step {step} was kept in memory and is now checkpoint step-{step:08d}; nothing is lost"
+    said = f"rank 1, {front.label} died: step {step} was saved from memory as checkpoint step-{step:08d}; nothing is lost"
     assert said in front.text()
     result = solo.read("result.json")
     assert (result["step"], Path(result["checkpoint"]).name) == (step, f"step-{step:08d}")
@@ -206,7 +206,7 @@ def test_where_it_costs_too_much_fewer_steps_are_kept_and_a_death_costs_no_more_
     solo.ranks()[0].send_signal(signal.SIGKILL)
     assert front.wait() == 0, front.text()
     said = re.search(
-        r"step (\d+) was kept in memory and is now checkpoint step-\d+; (?:nothing is lost|the (\d+) after it are lost)",
+        r"step (\d+) was saved from memory as checkpoint step-\d+; (?:nothing is lost|the (\d+) after it are lost)",
         front.text(),
     )
     assert said is not None, front.text()

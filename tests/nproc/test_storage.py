@@ -48,7 +48,7 @@ def test_two_ranks_go_on_elsewhere_from_the_copies_as_if_nothing_had_been(
 
     front = start(second, "--resume")
     assert front.wait() == 0, front.text()
-    assert f"step {stopped} of run {run_id} is back from file://{copies}/out" in front.text()
+    assert f"step {stopped} of run {run_id} is downloaded from file://{copies}/out" in front.text()
     plan = second.read("plan.json")
     assert (plan["run_id"], plan["resume"]["step"], plan["world_size"]) == (run_id, stopped, 2)
     assert [line["step"] for line in second.metrics()] == list(range(1, STEPS + 1))

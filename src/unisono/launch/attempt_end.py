@@ -120,7 +120,7 @@ class AttemptEnd:
     def _rescue(self, plan: RunPlan, attempt: Attempt, kept: SharedMemory) -> bool:
         """Makes a checkpoint of the newest step in memory, on this node or others; gives whether there is one now."""
         store = checkpoints_of(self.run, self.here)
-        found = RescuedStep.here(kept)
+        found = RescuedStep.of_node(kept)
         if self.others is not None and needs_other_nodes(plan, attempt):
             collect = partial(
                 self.others.collect,

@@ -140,7 +140,7 @@ class Serving:
     def _take_outcome(self, outcome: TransferOutcome) -> None:
         for sender in (self._shards, self._kept):
             if sender is not None:
-                sender.ended(outcome)
+                sender.transfer_ended(outcome)
 
     def _make_senders(self, transfers: FileSender) -> None:
         if self.checkpoints is not None:
@@ -181,7 +181,7 @@ class Serving:
             case "look":
                 self._telling.look(message)
             case "kept_wanted" if self._kept is not None:
-                self._kept.wanted()
+                self._kept.send_all()
             case "verdict":
                 self._say_verdict(message)
             case "note":

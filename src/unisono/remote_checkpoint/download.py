@@ -1,4 +1,4 @@
-"""`--resume` where nothing is left here: the newest complete checkpoint is brought back from checkpoint.storage."""
+"""`--resume` without a local checkpoint: downloads the latest complete one from checkpoint.storage."""
 
 import os
 import secrets
@@ -21,31 +21,31 @@ from unisono.supervise.child_process import Programs
 from unisono.supervise.task_process import run_task
 from unisono.text import show_bytes, show_seconds
 
-_SAYS_AFTER_S, _SAYS_EVERY_S = 2.0, 10.0
-_BESIDE = ".brought.tmp-"
+_NOTE_AFTER_S, _NOTE_EVERY_S = 2.0, 10.0
+_RUN_FILES = ".brought.tmp-"
 
 
 def download_newest(
     config: RunConfig, environment: Environment, *, who: str, programs: Programs, trust: bool, show: Show
 ) -> bool:
-    """Fills an output_dir that has no intact checkpoint from the storage, so that the run there goes on; else does nothing.
+    """Downloads a checkpoint into an output_dir without an intact one, so that the run can resume there.
 
-    Called by who holds the directory's lock. A kill at any moment leaves what `remove_partial_download` removes, or the whole.
+    The caller holds the directory's lock. A kill at any time leaves a complete download, or what `remove_partial_download` removes.
 
     Args:
-        config: with checkpoint.storage or without.
+        config: with or without checkpoint.storage.
         environment: for the user's key.
-        who: this node, for the others; empty where there are none.
-        programs: what is started.
-        trust: `--trust`: take a checkpoint that is not signed by this user, too.
-        show: sees what is said.
+        who: this node, for notes on other nodes; empty for a single node.
+        programs: the program of the task.
+        trust: `--trust`: accept a checkpoint without this user's signature.
+        show: gets messages.
 
     Returns:
-        Whether something was brought.
+        Whether a checkpoint was downloaded.
 
     Raises:
-        UnfitError: if the storage cannot be read: that it holds nothing is then not known.
-        IntegrityError: if what it holds is a stranger's, or is damaged.
+        UnfitError: if the storage cannot be read, so that its content is unknown.
+        IntegrityError: if its checkpoint is damaged or signed with a different key.
     """
     run = RunDir(Path(config.output_dir))
     if config.checkpoint.storage is None:
@@ -55,53 +55,53 @@ def download_newest(
     run_id = plan.get("run_id") if isinstance(plan.get("run_id"), str) else None
     if (run_id is None and store.list()) or store.newest_intact(run_id=run_id, trust=trust) is not None:
         return False
-    bringing = _Download(run, store, storage_url(config.checkpoint.storage, run.root), who, programs, show)
+    download = _Download(run, store, storage_url(config.checkpoint.storage, run.root), who, programs, show)
     before, damage = None, None
-    while (manifest := bringing.look(run_id, before=before)) is not None:
+    while (manifest := download.look(run_id, before=before)) is not None:
         if not trust and not manifest.is_signed_by(user_key(environment.settings_dir)):
-            raise _not_signed(manifest, bringing.url)
+            raise _not_signed(manifest, download.url)
         try:
-            bringing.do(manifest, is_new=not plan)
+            download.do(manifest, is_new=not plan)
         except IntegrityError as error:
             damage, before, run_id = error, manifest.step, manifest.run_id
-            bringing.warn(error)
+            download.warn(error)
             continue
         return True
     if damage is not None:
         raise damage
-    _say(
+    _note(
         show,
-        f"{bringing.url} holds no complete checkpoint of {f'run {run_id}' if run_id else 'a run of this name'}",
+        f"{download.url} holds no complete checkpoint of {f'run {run_id}' if run_id else 'a run of this name'}",
     )
     return False
 
 
 def remove_partial_download(run: RunDir) -> bool:
-    """Removes what a killed start had begun to bring into a directory in which there was no run; under the directory's lock.
+    """Removes a download that a killed start left in a directory without a run. The caller holds the directory's lock.
 
     Returns:
-        Whether there was such a thing. A copy whose plan is there is whole, and stays.
+        Whether one was removed. A download with its plan is complete, and stays.
     """
-    for folder in run.root.glob(f"{_BESIDE}*"):
+    for folder in run.root.glob(f"{_RUN_FILES}*"):
         shutil.rmtree(folder, ignore_errors=True)
     if not run.bringing.exists():
         return False
-    is_whole = run.plan.exists()
-    if not is_whole:
+    is_complete = run.plan.exists()
+    if not is_complete:
         shutil.rmtree(run.checkpoints, ignore_errors=True)  # there were none before
         for path in (run.config, run.environment, run.data, run.metrics):
             path.unlink(missing_ok=True)
         fsync_dir(run.root)
     run.bringing.unlink()
-    return not is_whole
+    return not is_complete
 
 
 def _not_signed(manifest: Manifest, url: str) -> IntegrityError:
     return IntegrityError.of(
         f"the checkpoint of step {manifest.step} in the storage is not signed with your key",
         where=f"{url}/{manifest.run_id}",
-        why="a checkpoint of somebody else's is not read unasked",
-        fix=f"copy {KEY_FILE} of the machine that wrote it into your folder of settings (~/.config/unisono), or pass --trust",
+        why="checkpoints signed with a different key need --trust",
+        fix=f"copy {KEY_FILE} from the machine that wrote it to your settings folder (~/.config/unisono), or pass --trust",
     )
 
 
@@ -117,16 +117,16 @@ class _Download:
         self._show = show
 
     def look(self, run_id: str | None, *, before: int | None) -> Manifest | None:
-        """The manifest of the newest complete checkpoint there: of one run or of the newest, before a step or of all."""
+        """The manifest of the latest complete checkpoint in the storage, of one run or of the latest run; optionally before a step."""
         request = {"action": "look", "url": self.url, "run_id": run_id, "before": before}
-        _say(self._show, f"looking into {self.url} for a checkpoint to go on from")
+        _note(self._show, f"looking in {self.url} for a checkpoint to resume from")
         found = self._ask(request)["manifest"]
         return Manifest.from_bytes(found.encode()) if found else None
 
     def warn(self, error: IntegrityError) -> None:
-        """Says what is wrong with one; an older one is looked for."""
+        """Warns of a damaged checkpoint, before an older one is tried."""
         problem = error.problems[0]
-        text = f"{problem.what}: {problem.why}; an older one is looked for"
+        text = f"{problem.what}: {problem.why}; trying an older one"
         self._show(
             {
                 "kind": "warning",
@@ -138,17 +138,19 @@ class _Download:
         )
 
     def do(self, manifest: Manifest, *, is_new: bool) -> None:
-        """Brings one here; leaves nothing half.
+        """Downloads a checkpoint, completely or not at all.
 
         Args:
             manifest: of the checkpoint.
-            is_new: there is no run here, nor a checkpoint: what stands beside it comes along.
+            is_new: whether there is no run here: its files besides the checkpoint are downloaded, too.
         """
         nonce = secrets.token_hex(4)
         temporary = self._run.checkpoints / temporary_name(manifest.step, nonce)
-        beside = self._run.root / f"{_BESIDE}{os.getpid()}-{nonce}"
+        beside = self._run.root / f"{_RUN_FILES}{os.getpid()}-{nonce}"
         if is_new:
-            self._run.plan.unlink(missing_ok=True)  # one that cannot be read: it would make half a copy whole
+            self._run.plan.unlink(
+                missing_ok=True
+            )  # an unreadable plan would make a partial download look complete
             body = {"schema": 1, "url": self.url, "run_id": manifest.run_id, "step": manifest.step}
             write_json(self._run.bringing, body, mode=0o600)
         try:
@@ -159,7 +161,7 @@ class _Download:
             self._store.adopt(temporary, manifest)
             if is_new:
                 self._place(beside)
-        except BaseException:  # also Ctrl-C: nothing half is left; raised again
+        except BaseException:  # including Ctrl-C: leaves nothing partial; raised again
             remove_partial_download(self._run)
             raise
         finally:
@@ -177,17 +179,17 @@ class _Download:
             "to": str(temporary),
             "beside": str(beside),
         }
-        line = f"{self._who} is fetching" if self._who else "fetching"
+        line = f"{self._who} is downloading" if self._who else "downloading"
         line += f" step {step} of run {run_id} from {self.url}"
-        _say(self._show, f"{line} ({show_bytes(manifest.total_bytes)})")
+        _note(self._show, f"{line} ({show_bytes(manifest.total_bytes)})")
         result = self._ask(request, _FetchProgress(self._show, line))
         took = f"{show_bytes(result['bytes'])} in {show_seconds(result['seconds'])}"
-        _say(self._show, f"step {step} of run {run_id} is back from {self.url}: {took}")
+        _note(self._show, f"step {step} of run {run_id} is downloaded from {self.url}: {took}")
 
     def _ask(
         self, request: dict[str, Any], on_message: Callable[[Message], None] | None = None
     ) -> dict[str, Any]:
-        """What the storage's task gives; a storage that hangs is not waited for."""
+        """The result of a storage task; a hanging storage is an error."""
         try:
             return run_task(
                 "storage", request, on_message=on_message, programs=self._programs, silence_s=STALLED_S
@@ -198,12 +200,12 @@ class _Download:
             raise UnfitError.of(
                 f"{self.url} does not answer: {error.problems[0].what}",
                 where="checkpoint.storage",
-                why="the run would go on from it",
-                fix="mend it, or start without --resume to begin anew here",
+                why="the run would resume from it",
+                fix="fix the storage, or start without --resume to begin a new run here",
             ) from error
 
     def _place(self, beside: Path) -> None:
-        """What a run's directory needs besides; the plan last, since with it the directory counts as the run's."""
+        """Moves the run's other files into its directory; the plan last, since it marks the directory as complete."""
         names = sorted((path.name for path in beside.iterdir()), key=lambda name: name == self._run.plan.name)
         for name in names:
             (beside / name).rename(self._run.root / name)
@@ -211,19 +213,19 @@ class _Download:
 
 
 class _FetchProgress:
-    """Says how far a fetch is: after two seconds, then every ten."""
+    """Shows the progress of a download: after two seconds, then every ten."""
 
     def __init__(self, show: Show, line: str) -> None:
         self._show = show
         self._line = line
-        self._next = time.monotonic() + _SAYS_AFTER_S
+        self._next = time.monotonic() + _NOTE_AFTER_S
 
     def __call__(self, message: Message) -> None:
         if message["kind"] != "progress" or time.monotonic() < self._next:
             return
-        self._next = time.monotonic() + _SAYS_EVERY_S
-        _say(self._show, f"{self._line}: {show_bytes(message['bytes'])} of {show_bytes(message['of'])}")
+        self._next = time.monotonic() + _NOTE_EVERY_S
+        _note(self._show, f"{self._line}: {show_bytes(message['bytes'])} of {show_bytes(message['of'])}")
 
 
-def _say(show: Show, text: str) -> None:
+def _note(show: Show, text: str) -> None:
     show({"kind": "note", "time": time.time(), "text": text})

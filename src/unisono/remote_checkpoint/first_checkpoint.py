@@ -1,6 +1,6 @@
-"""The first checkpoint of several ranks, tried whole while training goes on: is it read back as it was written, and will all of them fit?
+"""The rehearsal of the first checkpoint of several ranks during training: it is read back, and all later ones must fit on disk.
 
-What would break after ten hours breaks in the first minute. (`--rehearse` is another thing: a small run, elsewhere.)
+A failure that would come after ten hours comes in the first minute. (`plan --rehearse` is different: a small run elsewhere.)
 """
 
 import time
@@ -22,25 +22,25 @@ from unisono.text import show_bytes, show_seconds
 
 _PATIENCE_S = 60.0
 _TIMES_WRITING = 20.0
-"""Reading back is slow when it has taken longer than this many times the writing, and longer than the patience."""
+"""Reading back counts as slow after this many times the seconds of writing, and not before the patience."""
 
 
 def with_rehearsal(plan: RunPlan, run: RunDir, *, wanted: bool) -> RunPlan:
-    """The plan, with the rehearsal where it is due: in a new run of several ranks, where they are laid out otherwise than before, and after a failure of storage.
+    """The plan, with the rehearsal if due: in a new run of several ranks, with a changed layout of ranks, and after a storage failure.
 
     Args:
         plan: of this start.
-        run: whose plan.json is still that of the start before.
-        wanted: whether it was not turned off.
+        run: whose plan.json is still that of the previous start.
+        wanted: whether it is enabled.
     """
     same_ranks = _rank_layout(plan.to_json()) == _rank_layout(read_object(run.plan))
-    failed = read_object(run.result).get("outcome") in ("unfit", "corrupt")  # perhaps at this very point
+    failed = read_object(run.result).get("outcome") in ("unfit", "corrupt")  # possibly in the rehearsal
     due = wanted and plan.world_size > 1 and (plan.resume is None or failed or not same_ranks)
     return plan.model_copy(update={"rehearse": due})
 
 
 def still_due(plan: RunPlan, resume: ResumePoint | None) -> bool:
-    """Whether a start that died is to rehearse again: it has left no checkpoint of its own."""
+    """Whether a restart repeats the rehearsal: the failed start has left no checkpoint of its own."""
     before = plan.resume.step if plan.resume else None
     return plan.rehearse and before == (resume.step if resume else None)
 
@@ -52,7 +52,7 @@ def _rank_layout(plan: dict[str, Any]) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What the ranks said of a checkpoint: where it is, its size, the seconds it took, and those in which nothing else was done."""
+    """A checkpoint as the ranks report it: its path, size, duration, and the seconds in which it blocked training."""
 
     step: int
     path: Path
@@ -62,16 +62,16 @@ class SavedCheckpoint:
 
 
 class FirstCheckpoint:
-    """Beside the ranks: has the first checkpoint read back, and says what all of them will take."""
+    """The rehearsal, beside the ranks: has the first checkpoint read back, and estimates the cost of all checkpoints."""
 
     def __init__(self, plan: RunPlan, *, programs: Programs, leftovers: dict[str, str], show: Show) -> None:
         """For one start of the ranks.
 
         Args:
             plan: of the start.
-            programs: what is started to read it back.
-            leftovers: variables that a task is not to see.
-            show: sees what is said.
+            programs: the program of the task that reads it back.
+            leftovers: variables to hide from the task.
+            show: gets messages.
         """
         self._plan = plan
         self._programs = programs
@@ -86,7 +86,7 @@ class FirstCheckpoint:
         self._is_over = not plan.rehearse
 
     def heard(self, rank: int, message: Message) -> None:
-        """Waits for what becomes of the rehearsed step's checkpoint."""
+        """Records the outcome of the rehearsed step's checkpoint."""
         if rank != 0 or self._saved is not None or message.get("step") != self._plan.rehearsed_step:
             return
         if message["kind"] == "checkpoint":
@@ -101,7 +101,7 @@ class FirstCheckpoint:
             self._error = _not_written(message, host=self._plan.host)
 
     def pass_on(self, message: Message) -> None:
-        """Shows a message. The first checkpoint's waits until it is read back, and then has `estimate`: what all of them will take."""
+        """Shows a message. That of the first checkpoint waits until it is read back, and then includes `estimate`: the cost of all checkpoints."""
         if (
             message["kind"] == "checkpoint"
             and message["step"] == self._plan.rehearsed_step
@@ -112,7 +112,7 @@ class FirstCheckpoint:
             self._show(message)
 
     def look(self) -> UnisonoError | None:
-        """What the run cannot live with, once that is known."""
+        """The error that ends the run, once there is one."""
         if self._is_over or self._error is not None or self._saved is None:
             return self._error
         try:
@@ -121,7 +121,7 @@ class FirstCheckpoint:
             assert self._task is not None
             for message in self._task.news():
                 self._take(message, self._saved)
-        except RankDied as error:  # it says nothing of the checkpoint; one that is damaged is refused
+        except RankDied as error:  # says nothing about the checkpoint; a damaged one is refused
             self._end()
             self._warn(
                 "rehearsal_died", f"the first checkpoint was not read back: {error}", error.problems[0].fix
@@ -130,15 +130,15 @@ class FirstCheckpoint:
             self._end()
             if self._saved.path.exists():  # else it was pruned meanwhile: in a run that saves at every step
                 self._error = _not_read_back(self._saved, error)
-        self._tell_if_slow(self._saved)
+        self._warn_if_slow(self._saved)
         return self._error
 
     def finish(self) -> None:
-        """A run that is over before its rehearsal has nothing to fear for."""
+        """Ends the rehearsal with the run."""
         self._end()
 
     def _start(self, saved: SavedCheckpoint) -> None:
-        environment = child_environment(threads=1, without=self._leftovers)  # the ranks have the other cores
+        environment = child_environment(threads=1, without=self._leftovers)  # the ranks use the other cores
         request = {"path": str(saved.path), "run_id": self._plan.run_id}
         self._began = time.monotonic()
         try:
@@ -172,7 +172,7 @@ class FirstCheckpoint:
             text = summary(self._plan, saved, self._room, read_s=read_s)
             self._show({"kind": "note", "time": time.time(), "text": text})
 
-    def _tell_if_slow(self, saved: SavedCheckpoint) -> None:
+    def _warn_if_slow(self, saved: SavedCheckpoint) -> None:
         patience = slow_after(saved.seconds)
         if self._is_over or time.monotonic() - self._began < patience:
             return
@@ -180,7 +180,7 @@ class FirstCheckpoint:
         self._warn(
             "rehearsal_is_slow",
             f"the first checkpoint was not read back within {show_seconds(patience)}: {saved.path} took {show_seconds(saved.seconds)} to write",
-            "look at the storage; `unisono checkpoint verify RUN` reads it again",
+            "check the storage; `unisono checkpoint verify RUN` reads it again",
         )
 
     def _warn(self, code: str, text: str, fix: str) -> None:
@@ -188,7 +188,7 @@ class FirstCheckpoint:
 
 
 def summary(plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace, *, read_s: float) -> str:
-    """What is known now about all checkpoints of the run, in a line."""
+    """A line about the cost of all checkpoints of the run."""
     due = steps_due(plan, saved.step)
     line = (
         f"rehearsal: checkpoint of {show_bytes(saved.bytes)} in {show_seconds(saved.seconds)} ({show_seconds(saved.blocking_s)} of it blocking),"
@@ -206,7 +206,7 @@ def summary(plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace, *, read_s: f
 def estimate(
     plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace, *, read_s: float | None
 ) -> dict[str, Any]:
-    """The same for programs. `read_back_s` is null where it was not read to its end, since they do not fit."""
+    """The fields of `summary` for programs. `read_back_s` is null if it was not read to its end, since the checkpoints do not fit."""
     due = steps_due(plan, saved.step)
     at_once = at_most(plan, room.steps, due) if due else len(room.steps)
     return {
@@ -220,7 +220,7 @@ def estimate(
 
 
 def slow_after(writing_s: float) -> float:
-    """The seconds after which reading back is slow, by those that writing took."""
+    """The seconds after which reading back counts as slow, from the seconds of writing."""
     return max(_PATIENCE_S, _TIMES_WRITING * writing_s)
 
 
@@ -232,31 +232,31 @@ def how_many_more(plan: RunPlan, due: Sequence[int]) -> str:
 
 
 def steps_due(plan: RunPlan, step: int) -> list[int]:
-    """The steps of the checkpoints after one; those of a best evaluation come beside."""
+    """The steps of the checkpoints after a step, without those of the best evaluation."""
     every, last = plan.checkpoint_every, plan.total_steps
     steps = list(range((step // every + 1) * every, last + 1, every))
     return steps if last <= step or last in steps[-1:] else [*steps, last]
 
 
 def at_most(plan: RunPlan, there: Sequence[int], due: Sequence[int], *, keep: int | None = None) -> int:
-    """How many checkpoints there are at the same time at the most, with what is there and with those that are due."""
+    """The largest number of checkpoints on disk at the same time, from the existing and the due ones."""
     section = plan.config.checkpoint
     rules = Rules(keep or section.keep, plan.keep_every)
     return max_on_disk(there, due, rules, best=section.best is not None)
 
 
 def _refusal(plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace) -> UnfitError | None:
-    """Why the checkpoints of the whole run do not fit; None if they do."""
+    """The error if the checkpoints of the whole run do not fit; None if they do."""
     due = steps_due(plan, saved.step)
     at_once = at_most(plan, room.steps, due)
     needed = at_once * saved.bytes
     if not due or needed <= room.bytes:
         return None
     section = plan.config.checkpoint
-    stay = [f"checkpoint.keep is {section.keep}, and one more is there while it is written"]
-    stay += ["the last one that was read back stays until a newer one was"]
-    stay += ["the best stays, too"] if section.best else []
-    stay += [f"those at every {plan.keep_every} steps stay for ever"] if plan.keep_every else []
+    kept = [f"checkpoint.keep is {section.keep}, plus the one being written"]
+    kept += ["the last one that was read back is kept until a newer one was read back"]
+    kept += ["the best is kept, too"] if section.best else []
+    kept += [f"those at every {plan.keep_every} steps are kept for good"] if plan.keep_every else []
     missing = show_bytes(needed - room.bytes)
     lower = next(
         (
@@ -268,19 +268,19 @@ def _refusal(plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace) -> UnfitErr
     )
     fix = f"free {missing} there" + (f", or set checkpoint.keep={lower}" if lower else "")
     if plan.keep_every:
-        fix += ", or leave out checkpoint.keep_every"
+        fix += ", or remove checkpoint.keep_every"
     problem = Problem(
-        f"the checkpoints of this run do not fit: up to {at_once} at a time take {show_bytes(needed)}, and there are {show_bytes(room.bytes)}",
+        f"the checkpoints of this run do not fit: up to {at_once} at the same time need {show_bytes(needed)}, and {show_bytes(room.bytes)} are available",
         str(saved.path.parent),
-        f"the one of step {saved.step} took {show_bytes(saved.bytes)}; {'; '.join(stay)}; {show_bytes(room.free_bytes)} are free"
-        f" beside the {show_bytes(room.own_bytes)} of those that are there",
-        f"{fix}, or set output_dir to a larger disk; then run the same command again, which goes on from step {saved.step}",
+        f"the one of step {saved.step} took {show_bytes(saved.bytes)}; {'; '.join(kept)}; {show_bytes(room.free_bytes)} are free"
+        f" besides the {show_bytes(room.own_bytes)} of the existing ones",
+        f"{fix}, or set output_dir to a larger disk; then run the same command again, which resumes from step {saved.step}",
     )
     return UnfitError(problem, verdict=_storage_unfit(problem, plan.host, saved.step))
 
 
 def _storage_unfit(problem: Problem, host: str, step: int) -> Verdict:
-    """The verdict on the head's disk, which all checkpoints would end on."""
+    """The verdict on the head's disk, which is to hold all checkpoints."""
     return Verdict(
         cause="storage_unfit",
         when="during",
@@ -294,29 +294,29 @@ def _storage_unfit(problem: Problem, host: str, step: int) -> Verdict:
 
 
 def _not_written(message: Message, *, host: str) -> UnfitError:
-    told = message.get("verdict")
+    value = message.get("verdict")
     fatal = {"severity": "fatal", "hosts": (host,)}
-    verdict = Verdict.from_json(told).model_copy(update=fatal) if isinstance(told, dict) else None
+    verdict = Verdict.from_json(value).model_copy(update=fatal) if isinstance(value, dict) else None
     return UnfitError.of(
         f"the first checkpoint could not be written: {message.get('text', '')}",
         where=str(message.get("where", "")),
-        why="it is made after the first step so that what cannot be saved is not trained for hours",
+        why="it is written after the first step so that a run that cannot be saved does not train for hours",
         fix=str(message.get("fix", "")),
         verdict=verdict,
     )
 
 
 def _not_read_back(saved: SavedCheckpoint, error: UnisonoError) -> UnisonoError:
-    """In the class of what was found: damage, or a storage that fails."""
+    """The error in its class: damage, or a storage failure."""
     kind = type(error) if isinstance(error, UnfitError) else IntegrityError
     problems = [
         Problem(
-            f"the first checkpoint is not read back as it was written: {problem.what}",
+            f"the first checkpoint differs when read back: {problem.what}",
             problem.where,
             problem.why
-            or f"step {saved.step} was read again in a fresh process, from the disk: a later one would be damaged as well",
+            or f"step {saved.step} was read from the disk in a new process: later checkpoints would be damaged as well",
             problem.fix
-            or "test this disk and the memory of this machine, or set output_dir to another one; then start again with --fresh",
+            or "test this disk and the memory of this machine, or set output_dir to a different disk; then start again with --fresh",
         )
         for problem in error.problems
     ]

@@ -1,4 +1,4 @@
-"""After a death: makes a checkpoint of the newest step that the ranks have kept in memory, where it is newer than what is on disk."""
+"""After a rank's death: writes a checkpoint of the latest step in the ranks' shared memory, if it is newer than the one on disk."""
 
 import contextlib
 import secrets
@@ -32,19 +32,19 @@ from unisono.text import parse_seconds
 
 @dataclass
 class RescuedStep:
-    """What the ranks have left in memory.
+    """The snapshots that the ranks left in memory.
 
     Attributes:
-        steps: of each rank, the whole ones, newest first.
-        damage: of each rank, what is wrong with the rest.
+        steps: of each rank, the intact snapshots, newest first.
+        damage: of each rank, the errors of the others.
     """
 
     steps: dict[int, list[StepSnapshot]] = field(default_factory=dict)
     damage: dict[int, list[str]] = field(default_factory=dict)
 
     @classmethod
-    def here(cls, memory: SharedMemory) -> "RescuedStep":
-        """What the ranks of this node, which have ended, have left."""
+    def of_node(cls, memory: SharedMemory) -> "RescuedStep":
+        """The snapshots of this node's ranks, which have ended."""
         found = cls()
         for rank in memory.ranks:
             found.steps[rank], found.damage[rank] = memory.read(rank)
@@ -54,55 +54,55 @@ class RescuedStep:
 def choose_pieces(
     steps: Mapping[int, Sequence[StepSnapshot]], *, holders: Sequence[int]
 ) -> list[StepSnapshot]:
-    """The newest state that is whole: one piece for each holder. Empty where there is none.
+    """The latest complete state: one snapshot for each holder. Empty if there is none.
 
     Args:
-        steps: of each rank, what it has kept.
-        holders: the ranks that hold a part each; none where every rank holds everything.
+        steps: the snapshots of each rank.
+        holders: the ranks that hold a shard each; empty if every rank holds the full state.
     """
     if not holders:
-        everything = [kept for rank in sorted(steps) for kept in steps[rank]]
-        return [max(everything, key=lambda kept: kept.sequence)] if everything else []
-    of_each = [{kept.sequence: kept for kept in steps.get(rank, ())} for rank in holders]
+        everything = [snapshot for rank in sorted(steps) for snapshot in steps[rank]]
+        return [max(everything, key=lambda snapshot: snapshot.sequence)] if everything else []
+    of_each = [{snapshot.sequence: snapshot for snapshot in steps.get(rank, ())} for rank in holders]
     common = set.intersection(*map(set, of_each))
-    return [kept[max(common)] for kept in of_each] if common else []
+    return [by_sequence[max(common)] for by_sequence in of_each] if common else []
 
 
 def ended_with_result(attempt: Attempt) -> bool:
-    """Whether the ranks have saved what there was themselves."""
+    """Whether the ranks ended with a result, having saved their state themselves."""
     return attempt.last is not None and attempt.last["kind"] == "result" and attempt.decision is None
 
 
 def needs_other_nodes(plan: RunPlan, attempt: Attempt) -> bool:
-    """Whether other nodes hold parts of what is to be rescued."""
-    away = any(keeping_ranks(plan, node.node_rank) for node in plan.nodes if node.node_rank != 0)
-    return away and attempt.ready and not ended_with_result(attempt)
+    """Whether other nodes hold parts of the state."""
+    has_remote = any(keeping_ranks(plan, node.node_rank) for node in plan.nodes if node.node_rank != 0)
+    return has_remote and attempt.ready and not ended_with_result(attempt)
 
 
 def rescue(
     run: RunDir, plan: RunPlan, attempt: Attempt, found: RescuedStep, *, store: CheckpointStore, show: Show
 ) -> bool:
-    """Makes the checkpoint where the ranks died, and says so. Gives whether there is a new one; `attempt` then knows of it.
+    """Whether a new checkpoint was written from memory after the ranks died; it is then recorded in `attempt`.
 
     Args:
         run: the run's directory.
-        plan: that the ranks had.
+        plan: of the ranks.
         attempt: how they ended; all of them are gone.
-        found: what they have left.
+        found: their snapshots.
         store: of the run.
-        show: sees what is said.
+        show: gets messages.
     """
     if ended_with_result(attempt):
         return False
     for rank, damage in found.damage.items():
         for what in damage:
-            _warn(show, "snapshot_refused", f"what rank {rank} kept in memory is not used: {what}")
+            _warn(show, "snapshot_refused", f"the snapshot of rank {rank} in memory is not used: {what}")
     holders = [place.rank for place in plan.ranks] if plan.strategy == "fsdp" else []
     pieces = choose_pieces(found.steps, holders=holders)
     if not pieces:
         missing = [str(rank) for rank in holders if not found.steps.get(rank)]
         if missing and any(found.steps.values()):
-            _say(show, f"what is left in memory is not whole: nothing of rank {', '.join(missing)}")
+            _say(show, f"the state in memory is incomplete: nothing from rank {', '.join(missing)}")
         return False
     step, began = pieces[0].step, time.monotonic()
     try:
@@ -111,8 +111,8 @@ def rescue(
             return False
         _complete_metrics(run, pieces[0], show)
         path = _save(plan, pieces, store=store)
-    except (StorageFailed, OSError, ValueError) as error:  # ValueError: another node sent no rank's state
-        _warn(show, "checkpoint_failed", f"step {step}, kept in memory, cannot be saved: {_why(error)}")
+    except (StorageFailed, OSError, ValueError) as error:  # ValueError: a node sent an invalid snapshot
+        _warn(show, "checkpoint_failed", f"step {step} from memory cannot be saved: {_why(error)}")
         return False
     _report_checkpoint(plan, attempt, pieces[0], path, seconds=time.monotonic() - began, show=show)
     return True
@@ -127,14 +127,14 @@ def _why(error: StorageFailed | OSError | ValueError) -> str:
     return str(error)
 
 
-def _complete_metrics(run: RunDir, kept: StepSnapshot, show: Show) -> None:
-    """Puts the lines of the step in place of those that are there: some, one that is torn, or none."""
-    warning = truncate_after(run.metrics, kept.step - 1).warning()
+def _complete_metrics(run: RunDir, snapshot: StepSnapshot, show: Show) -> None:
+    """Writes the metrics of the step, in place of missing or partial lines."""
+    warning = truncate_after(run.metrics, snapshot.step - 1).warning()
     if warning is not None:
         show({"kind": "warning", "time": time.time(), **warning})
     writer = MetricsWriter(run.metrics)
     try:
-        for line in kept.lines:
+        for line in snapshot.lines:
             writer.append(line)
         writer.sync()
     finally:
@@ -166,18 +166,18 @@ def _save(plan: RunPlan, pieces: Sequence[StepSnapshot], *, store: CheckpointSto
 
 
 def _report_checkpoint(
-    plan: RunPlan, attempt: Attempt, kept: StepSnapshot, path: Path, *, seconds: float, show: Show
+    plan: RunPlan, attempt: Attempt, snapshot: StepSnapshot, path: Path, *, seconds: float, show: Show
 ) -> None:
-    """Says what came of it, to people and to those who count steps and checkpoints."""
-    lost = attempt.step - kept.step
+    """Reports the checkpoint in a note and as messages for consumers of steps and checkpoints."""
+    lost = attempt.step - snapshot.step
     messages: list[dict[str, Any]] = []
-    if lost < 0:  # it was done, but its message did not come through
-        messages += [{"kind": "step", **line} for line in kept.lines if "eval_loss" not in line]
+    if lost < 0:  # the step was finished, but its message did not arrive
+        messages += [{"kind": "step", **line} for line in snapshot.lines if "eval_loss" not in line]
     size = sum(file.stat().st_size for file in path.iterdir())
     messages.append(
         {
             "kind": "checkpoint",
-            "step": kept.step,
+            "step": snapshot.step,
             "path": str(path),
             "bytes": size,
             "seconds": seconds,
@@ -189,7 +189,7 @@ def _report_checkpoint(
         show({**message, "time": time.time()})
     rest = "nothing is lost" if lost <= 0 else f"the {lost} after it are lost"
     who = _culprit_label(plan, attempt)
-    _say(show, f"{who}: step {kept.step} was kept in memory and is now checkpoint {path.name}; {rest}")
+    _say(show, f"{who}: step {snapshot.step} was saved from memory as checkpoint {path.name}; {rest}")
 
 
 def _culprit_label(plan: RunPlan, attempt: Attempt) -> str:
@@ -213,13 +213,13 @@ WANTED = "kept_wanted"
 SENT = "kept_sent"
 _KEPT = "kept"
 _LIMIT_S = 60.0
-"""Without a piece for so long, nothing more comes."""
+"""Without a new piece for this long, the collection ends."""
 _AT_LEAST_S = 2.0
-_FOR_THE_RESCUE_S = 1.0
+_RESCUE_S = 1.0
 
 
 class MemorySender:
-    """On a node that is not the head.
+    """Sends the head the snapshots of a member's ranks.
 
     Args:
         transfers: to the head.
@@ -231,22 +231,22 @@ class MemorySender:
         self._transfers = transfers
         self._memory = memory
         self._send = send
-        self._waits_for: set[int] = set()
+        self._pending: set[int] = set()
 
-    def wanted(self) -> None:
-        """The head asks; the ranks have ended."""
+    def send_all(self) -> None:
+        """Sends the snapshots on the head's request, after the ranks have ended."""
         for rank in self._memory.ranks:
             content = self._memory.content(rank)
             if content is not None:
-                self._waits_for.add(self._transfers.send(content, {"kind": _KEPT, "rank": rank}))
-        if not self._waits_for:
+                self._pending.add(self._transfers.send(content, {"kind": _KEPT, "rank": rank}))
+        if not self._pending:
             self._send({"kind": SENT})
 
-    def ended(self, outcome: TransferOutcome) -> None:
-        """One of them is at the head, or it is not; the head knows."""
-        if outcome.transfer in self._waits_for:
-            self._waits_for.discard(outcome.transfer)
-            if not self._waits_for:
+    def transfer_ended(self, outcome: TransferOutcome) -> None:
+        """Records the end of a transfer, successful or not; after the last one the head gets a message."""
+        if outcome.transfer in self._pending:
+            self._pending.discard(outcome.transfer)
+            if not self._pending:
                 self._send({"kind": SENT})
 
 
@@ -259,15 +259,15 @@ def collect(
     checkpoints: Path,
     interrupts: Interrupts,
 ) -> None:
-    """Adds what the ranks of the other nodes have kept. A node that is lost meanwhile is noted in `attempt`.
+    """Adds the snapshots of other nodes' ranks to `found`. A node lost in the meantime is recorded in `attempt`.
 
     Args:
-        plan: that the ranks had; all of them have ended.
+        plan: of the ranks; all of them have ended.
         server: the connections of the nodes.
         attempt: how it ended.
-        found: what is known; more is added.
-        checkpoints: the head's directory of checkpoints, in which files are until they are read.
-        interrupts: a wish to stop that a node tells meanwhile is noted there.
+        found: the snapshots so far; more are added.
+        checkpoints: the head's directory of checkpoints, where received files stay until they are read.
+        interrupts: records a stop signal that a node reports in the meantime.
     """
     waiting = {node.node_rank for node in plan.nodes[1:]} - {loss.node_rank for loss in attempt.lost}
     began = time.monotonic()
@@ -291,27 +291,27 @@ def collect(
                         waiting.discard(event.node_rank)
                         attempt.lost.append(NodeLoss.at_head(event))
                     case _:
-                        pass  # the last words of ranks that are gone
+                        pass  # last messages of ranks that are gone
 
 
 def _limit(plan: RunPlan, interrupts: Interrupts, began: float, moved: float) -> float:
-    """When it goes on with what has come, in monotonic seconds: a job that is asked to stop has its grace time, and no more."""
+    """When the collection ends at the latest, in monotonic seconds: a stopping job has only its grace time."""
     if interrupts.first is None:
         return moved + _LIMIT_S
     grace = 0.0 if interrupts.twice else parse_seconds(plan.config.grace)
-    return min(moved + _LIMIT_S, max(began + _AT_LEAST_S, interrupts.at + grace - _FOR_THE_RESCUE_S))
+    return min(moved + _LIMIT_S, max(began + _AT_LEAST_S, interrupts.at + grace - _RESCUE_S))
 
 
 def _place(plan: RunPlan, folder: Path, offer: Offer) -> Path:
     rank: Any = offer.label.get("rank")
     if rank not in [place.rank for place in plan.on_node(offer.node_rank)]:
-        raise OfferRefused(f"rank {rank!r:.20} is none of node {offer.node_rank}")
+        raise OfferRefused(f"rank {rank!r:.20} is not on node {offer.node_rank}")
     return folder / f"kept-{int(rank):05d}"
 
 
 @contextlib.contextmanager
 def _folder(checkpoints: Path) -> Iterator[Path]:
-    """One that is swept at the next start, should this front die."""
+    """A temporary folder; the next start removes it if this front dies."""
     folder = checkpoints / temporary_name(0, secrets.token_hex(4))
     folder.mkdir(mode=0o700, parents=True)
     try:

@@ -1,4 +1,4 @@
-"""checkpoint.storage tried before there are ranks, and the first copy of a rehearsed start read back: failures of hours later happen here."""
+"""Tests of checkpoint.storage: a small object before the ranks start, and the first copy read back during the rehearsal."""
 
 import contextlib
 import time
@@ -22,14 +22,14 @@ from unisono.text import show_bytes, show_seconds
 def storage_companions(
     plan: RunPlan, uploading: Uploads | None, *, programs: Programs, leftovers: dict[str, str], show: Show
 ) -> tuple[Companion, ...]:
-    """What is beside the ranks of one start where there is a storage: the uploads, and this look at the first."""
+    """The companions of one attempt with a storage: the uploads, and the check of the first copy."""
     if uploading is None:
         return ()
     return uploading, FirstCopy(plan, uploading, programs=programs, leftovers=leftovers, show=show)
 
 
 class FirstCopy:
-    """Beside the ranks: takes what came of the first upload, and has the copy read back."""
+    """The rehearsal of the copies, beside the ranks: takes the result of the first upload, and has the copy read back."""
 
     def __init__(
         self, plan: RunPlan, uploading: Uploads, *, programs: Programs, leftovers: dict[str, str], show: Show
@@ -38,10 +38,10 @@ class FirstCopy:
 
         Args:
             plan: of the start.
-            uploading: makes the copies, and tells of the first one here instead of on the screen where it fails.
-            programs: what is started to read it back.
-            leftovers: variables that a task is not to see.
-            show: sees what is said.
+            uploading: makes the copies, and reports a failure of the first one here instead of on the screen.
+            programs: the program of the task that reads it back.
+            leftovers: variables to hide from the task.
+            show: gets messages.
         """
         self._plan = plan
         self._uploading = uploading
@@ -56,10 +56,10 @@ class FirstCopy:
             uploading.expect(plan.rehearsed_step)
 
     def heard(self, rank: int, message: Message) -> None:
-        """Nothing: the uploads tell when one is done."""
+        """Nothing: `Uploads` reports when a copy is done."""
 
     def look(self) -> UnisonoError | None:
-        """What the run cannot live with, once that is known."""
+        """The error that ends the run, once there is one."""
         copied = self._uploading.first
         if self._is_over or copied is None:
             return self._error
@@ -69,17 +69,17 @@ class FirstCopy:
                 self._error = self._not_copied(copied, copied.error)
             else:
                 self._read_back(copied)
-        except RankDied as error:  # it says nothing of the copy
+        except RankDied as error:  # says nothing about the copy
             self._end()
             self._warn("rehearsal_died", f"the first copy was not read back: {error}", error.problems[0].fix)
         except UnisonoError as error:
             self._end()
-            if copied.path.exists():  # else it was pruned meanwhile, and perhaps there as well
+            if copied.path.exists():  # otherwise it was pruned, possibly in the storage as well
                 self._error = self._not_read_back(copied, error)
         return self._error
 
     def finish(self) -> None:
-        """A run that is over before its rehearsal has nothing to fear for."""
+        """Ends the rehearsal with the run."""
         self._end()
 
     def _read_back(self, copied: CopyResult) -> None:
@@ -101,7 +101,7 @@ class FirstCopy:
             "step": copied.step,
             "checksum": copied.checksum,
         }
-        environment = child_environment(threads=1, without=self._leftovers)  # the ranks have the other cores
+        environment = child_environment(threads=1, without=self._leftovers)  # the ranks use the other cores
         self._began = time.monotonic()
         try:
             self._task = TaskProcess("storage", request, programs=self._programs, environment=environment)
@@ -122,8 +122,8 @@ class FirstCopy:
         if free is not None and needed > free:
             self._warn(
                 "copies_do_not_fit",
-                f"the copies of this run do not fit into {self._uploading.url}: {show_bytes(needed)} will come on top of what is there, and {show_bytes(free)} are free",
-                "free some there, or lower checkpoint.keep; a copy that finds no room costs a warning, and training goes on",
+                f"the copies of this run do not fit into {self._uploading.url}: they need {show_bytes(needed)} more, and {show_bytes(free)} are free",
+                "free space there, or lower checkpoint.keep; a copy without space is a warning, and training continues",
             )
 
     def _tell_if_slow(self, copied: CopyResult) -> None:
@@ -134,12 +134,12 @@ class FirstCopy:
         self._warn(
             "rehearsal_is_slow",
             f"the first copy was not read back within {show_seconds(patience)}: {self._place(copied)} took {show_seconds(copied.seconds)} to write",
-            "look at the storage and the network: to go on from a copy takes as long",
+            "check the storage and the network: resuming from a copy takes as long",
         )
 
     def _not_copied(self, copied: CopyResult, error: UnisonoError) -> UnisonoError:
         problem = error.problems[0]
-        why = "it is made after the first step so that a run which relies on copies does not train for hours without"
+        why = "it is made after the first step so that a run that relies on copies does not train for hours without them"
         fix = problem.fix or "test this disk and the memory of this machine, then start again with --fresh"
         return self._refusal(
             copied,
@@ -151,12 +151,12 @@ class FirstCopy:
 
     def _not_read_back(self, copied: CopyResult, error: UnisonoError) -> UnisonoError:
         problem = error.problems[0]
-        why = "; ".join(filter(None, (problem.why, "it was read again in a fresh process, from the storage")))
-        fix = problem.fix or "look at that storage, or set checkpoint.storage to another one"
+        why = "; ".join(filter(None, (problem.why, "it was read from the storage in a new process")))
+        fix = problem.fix or "check that storage, or set checkpoint.storage to a different one"
         return self._refusal(
             copied,
             error,
-            what=f"the first copy is not read back as it was written: {problem.what}",
+            what=f"the first copy differs when read back: {problem.what}",
             why=why,
             fix=fix,
         )
@@ -164,8 +164,10 @@ class FirstCopy:
     def _refusal(
         self, copied: CopyResult, error: UnisonoError, *, what: str, why: str, fix: str
     ) -> UnisonoError:
-        """In the class of what was found: damage, or a storage that fails. The storage is named for all nodes."""
-        ways = f"{fix}; or train without copies: checkpoint.storage=null. The same command then goes on with the run"
+        """The error in its class: damage, or a storage failure. Its location names the storage, as on all nodes."""
+        ways = (
+            f"{fix}; or train without copies: checkpoint.storage=null. The same command then resumes the run"
+        )
         problem = Problem(what, self._place(copied), why, ways)
         if isinstance(error, IntegrityError):
             return IntegrityError(problem)
@@ -189,17 +191,17 @@ class FirstCopy:
 
 
 def summary(plan: RunPlan, copied: CopyResult, found: dict[str, Any], *, place: str) -> str:
-    """What is known now about all copies of the run, in a line.
+    """A line about the cost of all copies of the run.
 
     Args:
         plan: of the start.
         copied: the first copy.
-        found: what reading it back gave: seconds, bytes, steps that are there, free_bytes or None.
-        place: where it is.
+        found: the result of reading it back: seconds, bytes, existing steps, free_bytes or None.
+        place: its location.
     """
     size, took = show_bytes(found["bytes"]), show_seconds(copied.seconds)
     rate = f"{show_bytes(copied.bytes / max(copied.seconds, 1e-3))}/s"
-    made = f"{size} in {took} ({rate})" if copied.bytes else f"{size}, there already"
+    made = f"{size} in {took} ({rate})" if copied.bytes else f"{size}, already there"
     line = f"rehearsal: copy of {made}, read back whole from {place} in {show_seconds(found['seconds'])}"
     due = steps_due(plan, copied.step)
     if not due:
@@ -211,14 +213,14 @@ def summary(plan: RunPlan, copied: CopyResult, found: dict[str, Any], *, place: 
 
 
 def more_bytes(plan: RunPlan, copied: CopyResult, found: dict[str, Any]) -> int:
-    """What the copies will take at the most beside those that are there."""
+    """The bytes that the copies need at most, besides the existing ones."""
     more = at_most(plan, found["steps"], steps_due(plan, copied.step)) - len(found["steps"])
     return max(0, more) * int(found["bytes"])
 
 
 PATIENCE_S = 60.0
-"""How long the storage is waited for once all else is prepared."""
-_SAYS_AFTER_S = 2.0
+"""How long to wait for the storage once everything else is prepared."""
+_NOTE_AFTER_S = 2.0
 _POLL_S = 0.02
 
 
@@ -233,18 +235,18 @@ def storage_tried(
     show: Show,
     patience_s: float = PATIENCE_S,
 ) -> Iterator[None]:
-    """Has a small object written where the copies will be, read back and removed, beside what is done in the context; waits for it at the end.
+    """Writes, reads and removes a small object in the storage, in a task beside the context; waits for it at the end.
 
-    Without checkpoint.storage nothing happens. One that does not answer, or cannot be tried, is a warning: it does not hold up the run.
+    Without checkpoint.storage nothing happens. A storage that does not answer or cannot be tested is a warning and does not stop the run.
 
     Args:
         config: with the storage.
-        run: the run's directory; its name is part of the copies' place.
+        run: the run's directory; its name is part of the copies' URL.
         run_id: of the run.
-        programs: what is started.
-        leftovers: variables that a task is not to see.
-        show: sees what is said.
-        patience_s: how long it is waited for at the end.
+        programs: the program of the task.
+        leftovers: variables to hide from the task.
+        show: gets messages.
+        patience_s: how long to wait for it at the end.
 
     Raises:
         UnfitError: if the storage cannot be reached, written, read or deleted from, or its package is missing.
@@ -270,30 +272,30 @@ def storage_tried(
 
 
 def _wait(task: TaskProcess, url: str, show: Show, patience_s: float) -> None:
-    began, said = time.monotonic(), False
+    began, noted = time.monotonic(), False
     while (waited := time.monotonic() - began) < patience_s:
         try:
             if any(message["kind"] == "result" for message in task.news()):
                 return
-        except RankDied as error:  # it says nothing of the storage
+        except RankDied as error:  # says nothing about the storage
             _warn(show, url, str(error))
             return
         except UnfitError as error:
             raise UnfitError(*map(_with_local_option, error.problems)) from error
-        if waited > _SAYS_AFTER_S and not said:
-            said = True
+        if waited > _NOTE_AFTER_S and not noted:
+            noted = True
             say(show, f"waiting for {url} to answer; at most {show_seconds(patience_s - waited)} more")
         time.sleep(_POLL_S)
-    _warn(show, url, f"it has not answered within {show_seconds(patience_s)}")
+    _warn(show, url, f"no answer within {show_seconds(patience_s)}")
 
 
 def _with_local_option(problem: Problem) -> Problem:
-    """The same, with the way to train without it."""
+    """The problem, with the option to train without copies."""
     fix = f"{problem.fix}; or train without copies: checkpoint.storage=null"
     return Problem(problem.what, problem.where, problem.why, fix)
 
 
 def _warn(show: Show, url: str, why: str) -> None:
-    text = f"{url} was not tried before the first step: {why}; training begins, and each copy that fails will be told"
-    fix = "look at the storage and the network"
+    text = f"{url} was not tested before the first step: {why}; training starts, and each failed copy is reported"
+    fix = "check the storage and the network"
     show({"kind": "warning", "time": time.time(), "code": "storage_untried", "text": text, "fix": fix})

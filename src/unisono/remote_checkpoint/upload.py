@@ -1,4 +1,4 @@
-"""Beside the ranks: copies of published checkpoints go to checkpoint.storage, by a child process, one at a time."""
+"""Uploads published checkpoints to checkpoint.storage beside the ranks, in a child process, one at a time."""
 
 import math
 import time
@@ -15,27 +15,27 @@ from unisono.supervise.task_process import TaskProcess, cannot_start
 from unisono.text import parse_seconds, show_bytes, show_seconds
 
 STALLED_S = 120.0
-"""An upload that has made no progress for so long is ended, and tried again with the next checkpoint."""
-_STAYS = "it is whole in the output_dir; a start that goes on with the run uploads it"
-_FOR_THE_RESULT_S = 0.5
-_SAYS_EVERY_S = 10.0
+"""An upload without progress for this long is ended; the next checkpoint is uploaded again."""
+_STAYS = "it is complete in output_dir; the next start that resumes the run uploads it"
+_RESULT_S = 0.5
+_NOTE_EVERY_S = 10.0
 
 
 def storage_url(storage: str, output_dir: Path) -> str:
-    """Where copies of this run's directory are: below the storage, under the directory's name."""
+    """The URL of this run's copies: the storage and the directory's name."""
     return f"{storage.rstrip('/')}/{output_dir.name}"
 
 
 @dataclass(frozen=True)
 class CopyResult:
-    """What came of one upload.
+    """The result of one upload.
 
     Attributes:
-        path: the checkpoint, here.
-        bytes: that went up; 0 if it was there already.
-        seconds: that took.
+        path: the local checkpoint.
+        bytes: the uploaded bytes; 0 if it was already there.
+        seconds: the duration.
         checksum: of its manifest.
-        error: why it is not there; None if it is.
+        error: why it failed; None if it succeeded.
     """
 
     path: Path
@@ -46,12 +46,12 @@ class CopyResult:
 
     @property
     def step(self) -> int:
-        """Whose it is."""
+        """The step of the checkpoint."""
         return _step_of(self.path)
 
 
 class Uploads:
-    """A companion that lives over all starts of the ranks in one start of the run. Use it as a context: it leaves no child behind."""
+    """A companion for all attempts of one start of the run. As a context manager it ends its child process."""
 
     def __init__(
         self,
@@ -63,15 +63,15 @@ class Uploads:
         interrupts: Interrupts,
         show: Show,
     ) -> None:
-        """Begins with what was published before and may not be there yet.
+        """Starts with the latest published checkpoint, which may not be uploaded yet.
 
         Args:
             plan: of the run.
             run: its directory.
-            programs: what is started.
-            leftovers: variables that a task is not to see.
-            interrupts: wishes to stop.
-            show: sees what is said.
+            programs: the program of the task.
+            leftovers: variables to hide from the task.
+            interrupts: stop signals.
+            show: gets messages.
         """
         assert plan.config.checkpoint.storage is not None
         self._plan = plan
@@ -89,12 +89,12 @@ class Uploads:
         self._ending = False
         self._expected: int | None = None
         self.first: CopyResult | None = None
-        """What came of the copy that is expected."""
+        """The result of the expected copy."""
         self.uploaded: Path | None = None
 
     @property
     def url(self) -> str:
-        """Where the copies of all runs of this name are."""
+        """The URL of the copies of all runs in this directory."""
         return self._url
 
     def __enter__(self) -> "Uploads":
@@ -104,23 +104,23 @@ class Uploads:
         self._close()
 
     def heard(self, rank: int, message: Message) -> None:
-        """A checkpoint is published: it is the next to go."""
+        """Queues a published checkpoint as the next upload."""
         if rank == 0 and message["kind"] == "checkpoint":
             if self._due is not None and self._task is not None:
-                text = f"{self._due.name} is not copied to {self._url}: uploads are slower than checkpoints, and a newer one is there"
+                text = f"{self._due.name} is not copied to {self._url}: uploads are slower than checkpoints, and there is a newer one"
                 self._say(text)
             self._due = Path(str(message["path"]))
 
     def expect(self, step: int) -> None:
-        """Somebody else judges the next copy of this step or a later one: what comes of it is in `first`, and a failure is not warned of."""
+        """Puts the result of the next copy of this step or a later one into `first`, for the caller to check; a failure is then no warning."""
         self._expected, self.first = step, None
 
     def expect_nothing(self) -> None:
-        """From here on each failure is a warning again."""
+        """Makes each failure a warning again."""
         self._expected = None
 
     def look(self) -> UnisonoError | None:
-        """Goes on; a storage that fails does not end the run."""
+        """Continues the upload; a failing storage does not end the run."""
         if self._task is None:
             self._begin()
             return None
@@ -157,7 +157,7 @@ class Uploads:
             if self._interrupts.twice or time.monotonic() >= limit:
                 break
             self.look()
-            if time.monotonic() - said > _SAYS_EVERY_S:
+            if time.monotonic() - said > _NOTE_EVERY_S:
                 said = time.monotonic()
                 at_most = f"; at most {show_seconds(limit - said)} more" if limit < math.inf else ""
                 self._say(f"waiting for {self._progress()}{at_most}")
@@ -171,10 +171,10 @@ class Uploads:
         self._close()
 
     def _end_of_grace(self) -> float:
-        """In monotonic seconds; the wish to stop may come while the end is waited for."""
+        """The end of the wait in monotonic seconds; a stop signal may arrive during it."""
         if self._interrupts.first is None:
             return math.inf
-        return self._interrupts.at + parse_seconds(self._plan.config.grace) - _FOR_THE_RESULT_S
+        return self._interrupts.at + parse_seconds(self._plan.config.grace) - _RESULT_S
 
     def _newest(self) -> Path | None:
         found = [path for path in self._run.checkpoints.glob("step-*") if path.name[5:].isdigit()]
@@ -184,7 +184,7 @@ class Uploads:
         if self._due is None:
             return
         self._path, self._due = self._due, None
-        if not self._path.is_dir():  # pruned before its turn came
+        if not self._path.is_dir():  # pruned before its upload started
             return
         request = {
             "action": "upload",
@@ -200,7 +200,7 @@ class Uploads:
         self._done_bytes = self._of_bytes = 0
         try:
             self._task = TaskProcess("storage", request, programs=self._programs, environment=environment)
-        except OSError as error:  # no room in /tmp, no more processes: nothing that training should end for
+        except OSError as error:  # /tmp is full or there are no more processes: no reason to end training
             self._failed(cannot_start("storage", error))
         self._moved = time.monotonic()
 
@@ -211,7 +211,7 @@ class Uploads:
         elif message["kind"] == "result":
             self._close()
             if message["pruned"]:
-                text = f"{self._path.name} is not copied to {self._url}: it was pruned here before its copy began; checkpoints come faster than uploads"
+                text = f"{self._path.name} is not copied to {self._url}: it was pruned here before its upload started; checkpoints are faster than uploads"
                 self._say(text)
                 return
             self.uploaded = self._path
@@ -226,13 +226,15 @@ class Uploads:
         return self._expected is not None and _step_of(self._path) >= self._expected
 
     def _stalled(self) -> UnfitError:
-        text = f"nothing moved for {show_seconds(STALLED_S)} ({self._progress()})"
-        return UnfitError.of(text, where="checkpoint.storage", fix="look at the storage and the network")
+        text = f"no progress for {show_seconds(STALLED_S)} ({self._progress()})"
+        return UnfitError.of(text, where="checkpoint.storage", fix="check the storage and the network")
 
     def _failed(self, error: UnisonoError) -> None:
-        """Says what, where, why and how to mend it, or leaves that to whoever expects this copy."""
+        """Warns of a failed upload, or stores it as the result of the expected copy."""
         self._close()
-        if self._is_expected() and not isinstance(error, RankDied):  # a death says nothing of the storage
+        if self._is_expected() and not isinstance(
+            error, RankDied
+        ):  # a dead task says nothing about the storage
             self.first, self._expected = CopyResult(self._path, error=error), None
             return
         what = f"{self._path.name} was not copied to {self._url}: "
@@ -243,7 +245,7 @@ class Uploads:
         )
 
     def _and_then(self) -> str:
-        return _STAYS if self._ending else "training goes on, and the next checkpoint is tried again"
+        return _STAYS if self._ending else "training continues, and the next checkpoint is uploaded again"
 
     def _progress(self) -> str:
         share = (
@@ -268,5 +270,5 @@ class Uploads:
 
 
 def _step_of(path: Path) -> int:
-    """Of a checkpoint's directory."""
+    """The step in the name of a checkpoint's directory."""
     return int(path.name[len("step-") :])

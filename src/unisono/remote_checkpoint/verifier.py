@@ -1,6 +1,6 @@
-"""Reads a run's checkpoints again while the run goes on: disks rot, and that is to be known while there is another one.
+"""Reads a run's checkpoints again during the run, so that disk damage is detected while there is a different checkpoint.
 
-A thread in the head's front, slow on purpose: at a bounded rate, at the lowest priority, and never while a checkpoint is being written.
+A thread in the head's front, slow on purpose: at a limited rate, at the lowest priority, and never while a checkpoint is written.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ from unisono.facts.storage import responds
 from unisono.text import one_line
 
 _HOURS = 3600.0
-_FINISH_S = 1.0  # for a read in flight to come back; one that a dead disk holds ends with the process
-_SAVE_AT_MOST_S = 600.0  # what a writer that died has left behind holds up nobody for longer
+_FINISH_S = 1.0  # for a read in progress; one that hangs on a dead disk ends with the process
+_SAVE_AT_MOST_S = 600.0  # leftovers of a dead writer do not delay reading for longer
 _LAST_PRIORITY = 19
 
 
 @dataclass(frozen=True)
 class ReadingRate:
-    """How fast and how often.
+    """The rate and frequency of reading.
 
     Attributes:
-        bytes_per_s: at most.
-        look_every_s: seconds between looks for something to read.
-        again_after_s: seconds after which a checkpoint is read once more.
+        bytes_per_s: the largest rate.
+        look_every_s: seconds between searches for a checkpoint to read.
+        again_after_s: seconds after which a checkpoint is read again.
     """
 
     bytes_per_s: float = 50e6
@@ -49,12 +49,12 @@ class _RunEndedError(Exception):
 
 @dataclass
 class Pace:
-    """Keeps a reader to so many bytes a second, and off the disk while a checkpoint is being written.
+    """Limits the rate of a reader, and pauses it while a checkpoint is written.
 
     Attributes:
-        bytes_per_s: at most, over the whole reading.
-        clock: measures.
-        wait: waits so many seconds; True: the reading is to end.
+        bytes_per_s: the largest rate over the whole reading.
+        clock: measures time.
+        wait: waits for some seconds; True: the reading must end.
         is_saving: whether a checkpoint is being written.
     """
 
@@ -66,10 +66,10 @@ class Pace:
     """When the next bytes may be read, in monotonic seconds."""
 
     def __call__(self, n_bytes: int) -> None:
-        """Takes the time that the bytes which were read just now may take.
+        """Waits as long as the bytes just read must take at this rate.
 
         Raises:
-            _EndedError: if the reading is to end.
+            _EndedError: if the reading must end.
         """
         now = self.clock.monotonic()
         self._next = max(now, self._next or now) + n_bytes / self.bytes_per_s
@@ -82,14 +82,14 @@ class Pace:
 
 @dataclass
 class Verifier:
-    """The companion of a start: begins once the ranks train.
+    """A companion of an attempt that reads checkpoints once the ranks train.
 
     Attributes:
         root: the directory of checkpoints.
-        key: the user's.
-        show: sees what is damaged, from the thread that calls `look`.
-        rhythm: how fast and how often.
-        clock: measures, and tells when a checkpoint was read last.
+        key: the user's key.
+        show: gets warnings of damage, in the thread that calls `look`.
+        rhythm: the rate and frequency of reading.
+        clock: measures time, and dates the last reading of a checkpoint.
     """
 
     root: Path
@@ -99,24 +99,24 @@ class Verifier:
     clock: Clock = field(default_factory=SystemClock)
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
-    _told: "queue.SimpleQueue[Message]" = field(default_factory=queue.SimpleQueue, init=False)
+    _warnings: "queue.SimpleQueue[Message]" = field(default_factory=queue.SimpleQueue, init=False)
     _read: dict[tuple[str, int], float | None] = field(default_factory=dict, init=False)
-    """When each was read last, in seconds since 1970, by name and inode: a step may be saved anew."""
+    """When each was last read, in seconds since 1970, by name and inode: a step may be saved again."""
     _saves: dict[str, float] = field(default_factory=dict, init=False)
-    """When a directory that is being written was first seen, in monotonic seconds."""
+    """When a directory in progress was first seen, in monotonic seconds."""
     _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
 
     def heard(self, rank: int, message: Message) -> None:
-        """Begins when rank 0 is ready."""
+        """Starts when rank 0 is ready."""
         if rank == 0 and message["kind"] == "ready" and self._thread is None and not self._stop.is_set():
             self._thread = threading.Thread(target=self._run, name="verifier", daemon=True)
             self._thread.start()
 
     def look(self) -> UnisonoError | None:
-        """Shows what was found; never ends the run."""
+        """Shows the warnings; never ends the run."""
         with contextlib.suppress(queue.Empty):
             while True:
-                self.show(self._told.get_nowait())
+                self.show(self._warnings.get_nowait())
         return None
 
     def finish(self) -> None:
@@ -127,17 +127,19 @@ class Verifier:
         self.look()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # of this thread alone; a system that cannot
+        with contextlib.suppress(
+            OSError, AttributeError
+        ):  # for this thread only; not possible on every system
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LAST_PRIORITY)
         try:
             while not self._stop.wait(self.rhythm.look_every_s):
                 with contextlib.suppress(
                     OSError
-                ):  # the storage is away: whoever saves says so, and we look again
+                ):  # the storage is unavailable: saving reports that, and this thread tries again
                     self._look_for_work()
         except _RunEndedError:
             return
-        except Exception as error:  # noqa: BLE001 - the edge of the thread: a run goes on without its verifier, and that is said
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: the run continues without its verifier, with a warning
             self._warn(
                 "verifier_ended",
                 f"checkpoints are no longer read again in the background: {error!r}",
@@ -145,7 +147,7 @@ class Verifier:
             )
 
     def _look_for_work(self) -> None:
-        """Reads what is due, one after the other."""
+        """Reads the due checkpoints, one after the other."""
         while not self._is_saving():
             listed = CheckpointStore(self.root, key=self.key).list()
             marks = {path: mark for path in listed if (mark := _mark_of(path)) is not None}
@@ -157,7 +159,7 @@ class Verifier:
             self._read_again(path, marks[path])
 
     def _last_read(self, path: Path, mark: tuple[str, int]) -> float | None:
-        """When a checkpoint was read last, by us or by an earlier start, in seconds since 1970; None if never since it was written."""
+        """When a checkpoint was last read, by this start or an earlier one, in seconds since 1970; None if not since it was written."""
         if mark in self._read:
             return self._read[mark]
         found = last_verified(self.root, path.name, read_manifest(path))
@@ -172,14 +174,14 @@ class Verifier:
         pace = Pace(self.rhythm.bytes_per_s, self.clock, self._stop.wait, self._is_saving)
         reading = read_through(path, key=self.key, pace=pace)
         self._read[mark] = self.clock.wall()
-        if _mark_of(path) != mark:  # pruned meanwhile
+        if _mark_of(path) != mark:  # pruned in the meantime
             return
-        if responds(self.root):  # a thread that hangs in the kernel would keep this whole process
+        if responds(self.root):  # a thread that hangs in the kernel would block the exit of this process
             record_verified(self.root, [reading])
         if not reading.intact:
-            self._tell_damage(reading)
+            self._warn_of_damage(reading)
 
-    def _tell_damage(self, reading: Reading) -> None:
+    def _warn_of_damage(self, reading: Reading) -> None:
         finding = next(finding for finding in reading.findings if finding.is_fatal)
         mark = (reading.path.name, str(finding))
         if mark in self._warned:
@@ -187,17 +189,17 @@ class Verifier:
         self._warned.add(mark)
         self._warn(
             "checkpoint_damaged",
-            f"checkpoint {reading.path.name} is damaged since it was written: {finding}, in {reading.path}. It no longer counts as kept",
-            "the run goes on; look for errors of the disk (dmesg), and restore the file from a copy if you need that step",
+            f"checkpoint {reading.path.name} was damaged after it was written: {finding}, in {reading.path}. It no longer counts as kept",
+            "the run continues; check for disk errors (dmesg), and restore the file from a copy if you need that step",
         )
 
     def _warn(self, code: str, text: str, fix: str) -> None:
-        self._told.put(
+        self._warnings.put(
             {"kind": "warning", "time": time.time(), "code": code, "text": one_line(text), "fix": fix}
         )
 
     def _is_saving(self) -> bool:
-        """Whether a checkpoint is being written, as far as the directory shows."""
+        """Whether the directory shows a checkpoint in progress."""
         try:
             names = {entry.name for entry in os.scandir(self.root) if ".tmp-" in entry.name}
         except OSError:
@@ -208,7 +210,7 @@ class Verifier:
 
 
 def _mark_of(path: Path) -> tuple[str, int] | None:
-    """What tells this directory from another one of the same name; None if it is gone."""
+    """Name and inode, which distinguish this directory from a different one of the same name; None if it is gone."""
     try:
         return path.name, path.stat().st_ino
     except FileNotFoundError:
@@ -216,16 +218,16 @@ def _mark_of(path: Path) -> tuple[str, int] | None:
 
 
 def next_due(seen: Iterable[tuple[Path, float | None]], *, now: float, again_after_s: float) -> Path | None:
-    """What is to be read next: the newest that nobody has read yet, else the one that was read longest ago, if long enough. Pure.
+    """The checkpoint to read next: the latest unread one, otherwise the one read longest ago, if due again. Pure.
 
     Args:
-        seen: the checkpoints, oldest first, and when each was read last, in seconds since 1970.
+        seen: the checkpoints, oldest first, with the time of their last reading in seconds since 1970.
         now: in seconds since 1970.
-        again_after_s: seconds that a reading is good for.
+        again_after_s: seconds after which a checkpoint is read again.
     """
     listed = list(seen)
     for path, read in reversed(listed):
-        if read is None or read > now + again_after_s:  # a clock that was set back is no reason never to look
+        if read is None or read > now + again_after_s:  # the clock may have been set back
             return path
     due = [(read, path) for path, read in listed if read is not None and now - read >= again_after_s]
     return min(due)[1] if due else None

@@ -136,7 +136,7 @@ class SshFronts:
         elif code < 0:
             why, fix = f"its ssh client was killed by signal {-code}", "run the command again"
         else:
-            why = f"its front exited with code {code} before it had joined the head"
+            why = f"its front exited with exit code {code} before it had joined the head"
             fix = f"check its output, and run the command on {front.host} yourself"
         last = f": {tail[-1]}" if tail else ""
         return Verdict(

@@ -162,7 +162,7 @@ class JobAttempt:
             ended.last, ended.lost = None, self._ray_head_lost
         elif ended.last is None:
             gone = self._lost_node or head
-            gone.lost = gone.lost or f"its front exited with code {gone.code}, without a message"
+            gone.lost = gone.lost or f"its front exited with exit code {gone.code}, without a message"
             ended.lost = lost_node_verdict(gone, self._ranks_on(gone))
         elif self._missing_node is not None and not self.front.signals and ended.last.get("exit_code") == 75:
             ended.last = _never_joined(
