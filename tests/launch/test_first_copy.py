@@ -103,7 +103,7 @@ def test_what_comes_back_whole_is_told_with_what_all_copies_will_take(
     run.upload()
     assert run.judge() is None
     found = re.search(
-        r"rehearsal: copy of 20 kB in .* s \(.*B/s\), read back whole from file://\S+/copies/out/\S+/step-00000001 in .* s;"
+        r"rehearsal: copy of 20 kB in .* s \(.*B/s\), read back completely from file://\S+/copies/out/\S+/step-00000001 in .* s;"
         r" 3 more every 3 steps, at most 4 there: 60 kB more of .*B free; .* s in all",
         run.text(),
     )
@@ -181,7 +181,7 @@ def test_where_the_room_is_not_known_nothing_is_said_of_it(tmp_path: Path) -> No
     found = {"bytes": 3 * 10**9, "seconds": 15.0, "steps": [1], "free_bytes": None}
     line = summary(plan, copied, found, place="s3://bucket/runs/out/r/step-00000001")
     assert line.startswith(
-        "rehearsal: copy of 3 GB in 20 s (150 MB/s), read back whole from s3://bucket/runs/out/r/step-00000001 in 15 s; 800 more"
+        "rehearsal: copy of 3 GB in 20 s (150 MB/s), read back completely from s3://bucket/runs/out/r/step-00000001 in 15 s; 800 more"
     )
     assert "free" not in line
     assert more_bytes(plan, copied, found) >= 9 * 10**9

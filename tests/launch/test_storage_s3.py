@@ -184,7 +184,7 @@ def test_the_first_copy_of_two_ranks_is_read_back_from_the_bucket(
     reader.join(10)
     (line,) = [line for line in said if "rehearsal: copy of " in line]
     run_id = place.read("plan.json")["run_id"]
-    found = rf"/s\), read back whole from s3://bucket/runs/out/{run_id}/step-00000001 in .* s; 4 more every 500 steps, at most \d there: .* more; .* in all"
+    found = rf"/s\), read back completely from s3://bucket/runs/out/{run_id}/step-00000001 in .* s; 4 more every 500 steps, at most \d there: .* more; .* in all"
     assert re.search(found, line), line
     assert f"GET /bucket/runs/out/{run_id}/step-00000001/state.json" in bucket.told()
     assert not [word for word in (KEY, SECRET) if word in "".join(said)]

@@ -51,7 +51,7 @@ def test_the_first_checkpoint_and_its_copy_are_read_back_and_the_run_says_what_a
     )
     assert found, said
     place = f"{storage}/out/{solo.read('plan.json')['run_id']}/step-00000001"
-    assert f", read back whole from {place} in " in front.text()
+    assert f", read back completely from {place} in " in front.text()
     os.kill(front.pid, signal.SIGTERM)
     assert front.wait() == 75, front.text()
     assert saved(solo)[0] == 1

@@ -42,7 +42,7 @@ def test_where_slurm_gives_out_accelerators_each_rank_asks_for_one(gives_gpus: S
     assert "the number for each node is not given" in untold.text()
     many = job.type("--launcher", "slurm", "--nproc", "3", json=False)
     assert many.wait() == 2, many.text()
-    assert "Slurm says: " in many.text()
+    assert "Slurm reports: " in many.text()
     job.type("--launcher", "slurm", "--nodes", "2", "--nproc", "2", env={"SBATCH_ACCOUNT": "physics"})
     job.until(lambda: bool(job.slurm.jobs()), what="a job is there")
     told = job.slurm.run("scontrol", "show", "job", job.slurm.jobs()[0])

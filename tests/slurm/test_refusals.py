@@ -49,7 +49,7 @@ def test_what_would_wait_for_ever_is_cancelled_and_refused_in_slurms_words(job: 
     assert "could never start and is cancelled" in said
     assert "can't use this partition (closed allows nobody)" in said
     said = refused(job, "--time", "tomorrow")
-    assert "Slurm says: " in said
+    assert "Slurm reports: " in said
     assert "Invalid --time specification" in said
 
 

@@ -65,7 +65,7 @@ class FirstCheckpoint:
     """The rehearsal, beside the ranks: has the first checkpoint read back, and estimates the cost of all checkpoints."""
 
     def __init__(self, plan: RunPlan, *, programs: Programs, leftovers: dict[str, str], show: Show) -> None:
-        """For one start of the ranks.
+        """For one attempt.
 
         Args:
             plan: of the start.
@@ -128,7 +128,7 @@ class FirstCheckpoint:
             )
         except UnisonoError as error:
             self._end()
-            if self._saved.path.exists():  # else it was pruned meanwhile: in a run that saves at every step
+            if self._saved.path.exists():  # otherwise it was pruned: in a run that saves at every step
                 self._error = _not_read_back(self._saved, error)
         self._warn_if_slow(self._saved)
         return self._error

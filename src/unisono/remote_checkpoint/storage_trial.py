@@ -34,7 +34,7 @@ class FirstCopy:
     def __init__(
         self, plan: RunPlan, uploading: Uploads, *, programs: Programs, leftovers: dict[str, str], show: Show
     ) -> None:
-        """For one start of the ranks.
+        """For one attempt.
 
         Args:
             plan: of the start.
@@ -202,7 +202,7 @@ def summary(plan: RunPlan, copied: CopyResult, found: dict[str, Any], *, place: 
     size, took = show_bytes(found["bytes"]), show_seconds(copied.seconds)
     rate = f"{show_bytes(copied.bytes / max(copied.seconds, 1e-3))}/s"
     made = f"{size} in {took} ({rate})" if copied.bytes else f"{size}, already there"
-    line = f"rehearsal: copy of {made}, read back whole from {place} in {show_seconds(found['seconds'])}"
+    line = f"rehearsal: copy of {made}, read back completely from {place} in {show_seconds(found['seconds'])}"
     due = steps_due(plan, copied.step)
     if not due:
         return f"{line}; it is the only one"

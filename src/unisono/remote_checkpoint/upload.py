@@ -85,7 +85,7 @@ class Uploads:
         self._task: TaskProcess | None = None
         self._path = Path()
         self._done_bytes = self._of_bytes = 0
-        self._moved = 0.0
+        self._progress_at = 0.0
         self._ending = False
         self._expected: int | None = None
         self.first: CopyResult | None = None
@@ -132,17 +132,17 @@ class Uploads:
         except UnisonoError as error:
             self._failed(error)
             return None
-        if time.monotonic() - self._moved > STALLED_S:
+        if time.monotonic() - self._progress_at > STALLED_S:
             self._failed(self._stalled())
         return None
 
     def finish(self) -> None:
-        """The ranks have ended; the run may go on. Its end is `wait`."""
+        """Nothing: the ranks have ended, but the run may continue. `wait` ends the uploads."""
 
     def wait(self) -> None:
-        """Waits for the newest checkpoint to be there, as long as its upload makes progress; after a wish to stop, for what is left of `grace`.
+        """Waits until the latest checkpoint is uploaded, while its upload makes progress; after a stop signal, for the rest of `grace`.
 
-        Where the run has ended because its first copy failed, nothing is waited for.
+        If the run ended because its first copy failed, it does not wait.
         """
         if self.first is not None and self.first.error is not None:
             self._close()
@@ -151,21 +151,21 @@ class Uploads:
         if newest is not None and newest not in (self.uploaded, self._path if self._task else None):
             self._due = newest
         self._ending = True
-        said = time.monotonic()
+        noted = time.monotonic()
         while self._task is not None or self._due is not None:
             limit = self._end_of_grace()
             if self._interrupts.twice or time.monotonic() >= limit:
                 break
             self.look()
-            if time.monotonic() - said > _NOTE_EVERY_S:
-                said = time.monotonic()
-                at_most = f"; at most {show_seconds(limit - said)} more" if limit < math.inf else ""
+            if time.monotonic() - noted > _NOTE_EVERY_S:
+                noted = time.monotonic()
+                at_most = f"; at most {show_seconds(limit - noted)} more" if limit < math.inf else ""
                 self._say(f"waiting for {self._progress()}{at_most}")
             time.sleep(0.05)
         if self._task is not None or self._due is not None:
             left = self._due or self._path
             self._warn(
-                f"the newest checkpoint, {left}, is not in {self._url}: its upload was not done in time",
+                f"the latest checkpoint, {left}, is not in {self._url}: its upload did not finish in time",
                 _STAYS,
             )
         self._close()
@@ -196,16 +196,16 @@ class Uploads:
             "best": self._plan.config.checkpoint.best is not None,
             "beside": str(self._run.root),
         }
-        environment = child_environment(threads=1, without=self._leftovers)  # the ranks have the other cores
+        environment = child_environment(threads=1, without=self._leftovers)  # the ranks use the other cores
         self._done_bytes = self._of_bytes = 0
         try:
             self._task = TaskProcess("storage", request, programs=self._programs, environment=environment)
         except OSError as error:  # /tmp is full or there are no more processes: no reason to end training
             self._failed(cannot_start("storage", error))
-        self._moved = time.monotonic()
+        self._progress_at = time.monotonic()
 
     def _take(self, message: Message) -> None:
-        self._moved = time.monotonic()
+        self._progress_at = time.monotonic()
         if message["kind"] == "progress":
             self._done_bytes, self._of_bytes = int(message["bytes"]), int(message["of"])
         elif message["kind"] == "result":
@@ -241,10 +241,10 @@ class Uploads:
         problem = error.problems[0]
         self._warn(
             what + "; ".join(part for part in (problem.what, problem.why) if part),
-            f"{problem.fix or 'see there'}; {self._and_then()}",
+            f"{problem.fix or 'see there'}; {self._consequence()}",
         )
 
-    def _and_then(self) -> str:
+    def _consequence(self) -> str:
         return _STAYS if self._ending else "training continues, and the next checkpoint is uploaded again"
 
     def _progress(self) -> str:

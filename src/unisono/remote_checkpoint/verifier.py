@@ -44,7 +44,7 @@ class ReadingRate:
 
 
 class _RunEndedError(Exception):
-    """The run has ended, and the reading with it."""
+    """The run has ended, so the reading ends."""
 
 
 @dataclass

@@ -175,7 +175,7 @@ def _handle_absent_nodes(meeting: Meeting, waited_s: float, others: SshFronts | 
 #     member → head   here_again_ROUND: report     made again; file contents are not digested a second time
 #     head → member   dial, as before the first start
 #     member → head   reached
-#     head → member   plan; or again, if a node was lost meanwhile and enough are left; or ended
+#     head → member   plan; or again, if a node was lost and enough are left; or ended
 #
 # A new round begins when the set of nodes changes. A member answers in order: after its report of a round, nothing of an
 # earlier round follows.

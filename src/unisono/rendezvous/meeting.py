@@ -233,7 +233,7 @@ class Meeting:
         """
         if self._tentative:
             raise Objection(verdicts, self._nodes_of(verdicts) if nodes is None else nodes)
-        after_s = time.monotonic() - self._last_change  # from the last arrival, or from what ended it
+        after_s = time.monotonic() - self._last_change  # since the last join or leave
         timed = [
             verdict
             if verdict.named_after_s is not None

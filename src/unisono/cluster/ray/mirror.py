@@ -148,7 +148,7 @@ class Mirror:
                 _discard(target)
             temporary.rename(target)
             fsync_dir(target.parent)
-        except FileNotFoundError:  # pruned meanwhile
+        except FileNotFoundError:  # pruned in the meantime
             shutil.rmtree(temporary, ignore_errors=True)
             return
         except BaseException:  # leaves no partial checkpoint; raised again
@@ -169,14 +169,14 @@ class Mirror:
                 with whole_file(target, mode=0o600) as temporary:
                     self._fetch(name, temporary)
                     self._replace_path_inside(temporary, name)
-        except FileNotFoundError:  # gone meanwhile
+        except FileNotFoundError:  # deleted in the meantime
             return
         known = self._grown.get(name)
-        if known is None or known.taken == stamp[0]:  # else a line is not finished
+        if known is None or known.taken == stamp[0]:  # otherwise a line is incomplete
             self._seen[name] = stamp
 
     def _grow(self, name: str, stamp: Stamp, target: Path) -> None:
-        """Adds what is new to a file that only grows; one that was cut or replaced is brought anew."""
+        """Appends new data to a growing file; a truncated or replaced file is copied again."""
         known = self._grown.get(name)
         path = f"{self.remote}/{name}"
         if known is not None and known.stamp[2] == stamp[2] and stamp[0] >= known.taken and target.exists():
@@ -202,7 +202,7 @@ class Mirror:
                 known.tail = (known.tail + data)[-_TAIL_BYTES:]
 
     def _copy_config(self, target: Path) -> None:
-        body = yaml.safe_load(self._whole("config.yaml"))
+        body = yaml.safe_load(self._read_all("config.yaml"))
         config = RunConfig.model_validate({**body, "output_dir": str(self.run.root)})
         write_text(target, config_yaml(config, command=f"unisono train {target}"), mode=0o600)
 
@@ -224,7 +224,7 @@ class Mirror:
         here = str(self.run.root)
         return data.replace(self.remote.encode(), (json.dumps(here)[1:-1] if json_text else here).encode())
 
-    def _whole(self, name: str) -> bytes:
+    def _read_all(self, name: str) -> bytes:
         found = b""
         while data := self.node.read(f"{self.remote}/{name}", len(found), _PART_BYTES):
             found += data

@@ -1,6 +1,6 @@
 """`python -m unisono.cluster.ray.process_guard FOLDER`: runs a node's front, and removes everything it leaves.
 
-Ray kills an actor at once, together with its child processes. So this process detaches from the actor, and lives as long as the
+Ray kills an actor at once, together with its child processes. So this process detaches from the actor, and runs as long as the
 actor holds the other end of its stdin, whose lines are: the job's token; then `signal NAME`, or `end`. When stdin closes, the job
 is over or the actor is dead: a front that still runs is killed with its ranks, and the job's folder is removed.
 Its last line on stdout is {"kind": "front_ended", "code": N}.

@@ -49,7 +49,7 @@ class ResourceRequest:
     def __str__(self) -> str:
         return (
             f"on each {show_resources(self.bundle)} (1 CPU{', 1 GPU' if self.gpus else ''} and "
-            f"{show_bytes(MEMORY_OF_A_RANK_BYTES)} a rank, {show_bytes(RESERVE_BYTES)} in reserve)"
+            f"{show_bytes(MEMORY_OF_A_RANK_BYTES)} per rank, {show_bytes(RESERVE_BYTES)} in reserve)"
         )
 
 
@@ -321,7 +321,7 @@ def _refuse_address(address: str) -> None:
             "--launcher ray does not work through Ray Client",
             where=f"--ray-address {address}",
             why="files would have to pass through its proxy",
-            fix="run it on a node of the cluster, or by `ray job submit`",
+            fix="run the command on a node of the cluster, or with `ray job submit`",
         )
     if address == "auto":
         return

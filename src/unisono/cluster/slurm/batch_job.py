@@ -314,7 +314,7 @@ def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
         refuse=_WaitCheck(spec, known, began, is_new=not submitted.again),
     )
     try:
-        end = follower.to_the_end()
+        end = follower.follow()
     except (UsageError, UnfitError):
         run_slurm("scancel", submitted.job)
         raise
@@ -377,7 +377,7 @@ class _WaitCheck:
         if state.never:
             raise UsageError.of(
                 f"job {state.job} could never start and is cancelled",
-                where=f"Slurm says: {state.reason}",
+                where=f"Slurm reports: {state.reason}",
                 why="this reason does not change with time",
                 fix="change --nodes, --partition or --time; account and QOS are read from SBATCH_ACCOUNT and SBATCH_QOS",
             )

@@ -83,7 +83,7 @@ def partitions() -> dict[str, Partition]:
     if not answer.ok:
         raise _unanswered(answer) or UnfitError.of(
             "Slurm does not list its partitions",
-            where=f"Slurm says: {answer.words}",
+            where=f"Slurm reports: {answer.words}",
             fix="scontrol show partition   # shows the same error",
         )
     found = {}
@@ -182,7 +182,7 @@ def slurm_error(what: str, answer: SlurmAnswer) -> UsageError | UnfitError:
     words = answer.words or f"exit code {answer.code}"
     return _unanswered(answer, what) or UsageError.of(
         what,
-        where=f"Slurm says: {words}",
+        where=f"Slurm reports: {words}",
         fix="change --nodes, --partition or --time; account and QOS are read from SBATCH_ACCOUNT and SBATCH_QOS",
     )
 
@@ -195,7 +195,7 @@ def _unanswered(
     if _NO_CLUSTER.search(words):
         return UsageError.of(
             "this machine belongs to no Slurm cluster: sbatch is installed, but no controller is configured",
-            where=f"Slurm says: {words}",
+            where=f"Slurm reports: {words}",
             fix="run the command on a login node of the cluster; or export SLURM_CONF if its slurm.conf is in a different place",
         )
     if answer.code is None or _SILENT.search(words):

@@ -97,7 +97,7 @@ _QUEUE_S = 60.0
 _NODES_S = 15.0
 _SETTLED_S = 120.0  # by then the controller has ended a job whose head has ended and that is not requeued
 _SILENT_S = 60.0
-_LAST_WORDS_S = 5.0  # until files written on other machines are visible here
+_VISIBLE_S = 5.0  # until files written on other machines are visible here
 _TAIL_LINES = 30
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -155,7 +155,7 @@ class JobFollower:
     _stopped_twice: bool = False
     _cancelled: bool = False
 
-    def to_the_end(self) -> JobEnd:
+    def follow(self) -> JobEnd:
         """How the job ended, once nothing more comes of it.
 
         Raises:
@@ -178,7 +178,7 @@ class JobFollower:
                 self._take_lines()
                 self._pass_on()
                 if self._state is not None and self._state.ended:
-                    return self._last_words(self._state)
+                    return self._final_state(self._state)
                 if self._has_settled(now):
                     say(
                         self.show,
@@ -198,8 +198,8 @@ class JobFollower:
         final = self.result is not None and self.result.get("exit_code") != 75
         return final and now - self._result_at > _SETTLED_S
 
-    def _last_words(self, state: JobState) -> JobEnd:
-        limit = time.monotonic() + _LAST_WORDS_S
+    def _final_state(self, state: JobState) -> JobEnd:
+        limit = time.monotonic() + _VISIBLE_S
         while self.result is None and time.monotonic() < limit:
             self._take_lines()
             time.sleep(_LINES_S)
@@ -284,8 +284,7 @@ class JobFollower:
             return
         self._next_nodes = now + _NODES_S
         for node in node_states(state.nodelist):
-            ill = not node.usable
-            if ill and node.told not in self._unusable_shown:
+            if not node.usable and node.told not in self._unusable_shown:
                 self._unusable_shown.add(node.told)
                 number = f"node {self._nodes.index(node.name)} " if node.name in self._nodes else ""
                 say(
