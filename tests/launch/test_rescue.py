@@ -220,8 +220,8 @@ def test_what_was_damaged_is_refused_and_the_step_before_is_taken_and_what_is_lo
     assert ground.rescue()
     assert ground.saved() == [1]
     (warning,) = ground.of_kind("warning")
-    assert "what rank 0 kept in memory is not used" in warning
-    assert "is now checkpoint step-00000001; the 1 after it are lost" in ground.of_kind("note")[0]
+    assert "the snapshot of rank 0 in memory is not used" in warning
+    assert "as checkpoint step-00000001; the 1 after it are lost" in ground.of_kind("note")[0]
 
 
 def test_where_all_is_damaged_the_run_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_where_it_cannot_be_saved_it_is_said_and_the_run_goes_on(ground: Ground)
     ground.run.checkpoints.write_text("a file where the folder belongs")
     assert not ground.rescue()
     (warning,) = ground.of_kind("warning")
-    assert "step 2, kept in memory, cannot be saved" in warning
+    assert "step 2 from memory cannot be saved" in warning
 
 
 def test_parts_of_one_step_make_a_checkpoint_of_parts(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_parts_of_one_step_make_a_checkpoint_of_parts(tmp_path: Path) -> None:
     assert ground.saved() == [2]
     tensors, _ = load_state(ground.store.path(2))
     assert tensors["trainable"]["w"].numpy().tobytes() == random.Random(2).randbytes(4 * 4 * ROWS) * 3
-    assert ground.of_kind("note")[0].startswith("node 1 (b) is lost: step 2 was kept")
+    assert ground.of_kind("note")[0].startswith("node 1 (b) is lost: step 2 was saved")
 
 
 def kept(*sequences: int) -> list[StepSnapshot]:

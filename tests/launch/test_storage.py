@@ -253,7 +253,7 @@ def test_a_storage_that_does_not_answer_is_not_waited_for_beyond_its_time(tmp_pa
         assert not said
     assert [message["kind"] for message in said] == ["note", "warning"]
     assert said[0]["text"].startswith(f"waiting for file://{tmp_path}/out to answer; at most ")
-    assert "was not tried before the first step: it has not answered within 6.0 s" in said[1]["text"]
+    assert "was not tested before the first step: no answer within 6.0 s" in said[1]["text"]
     assert "training starts, and each failed copy is reported" in said[1]["text"]
 
 

@@ -141,7 +141,7 @@ def test_a_flipped_bit_is_found_told_once_and_recorded(store: CheckpointStore) -
         "step-00000010 was damaged after it was written: weights.safetensors: its content" in warning["text"]
     )
     assert str(store.path(10)) in warning["text"]
-    assert "the run goes on" in warning["fix"]
+    assert "the run continues" in warning["fix"]
     assert read_since_written(store)["step-00000010"]["intact"] is False
     assert read_since_written(store)["step-00000020"]["intact"] is True
 

@@ -45,7 +45,7 @@ def test_a_fetch_that_takes_longer_than_the_join_timeout_is_waited_for_with_a_li
     shutil.rmtree(pair.out)
     pair.config(duration="4 steps")
     fronts = pair.start_all("--resume", "--join-timeout", "15", json=False)
-    line = f"{fronts[0].label} is fetching step 2 of run {run_id} from file://{copies}/out ("
+    line = f"{fronts[0].label} is downloading step 2 of run {run_id} from file://{copies}/out ("
     fronts[0].wait_for(line)
     pair.until(lambda: bool(reaching(pair)), what="a child fetches")
     (child,) = reaching(pair)

@@ -91,9 +91,9 @@ def test_without_it_nothing_is_saved_before_its_time_and_with_it_checkpoints_tha
         assert front.wait() == 6, front.text()
         text = front.text()
         assert job.metrics()[-1]["step"] < 500, "long before the disk is full"
-        assert "the checkpoints of this run do not fit: up to 5 at a time take" in text
+        assert "the checkpoints of this run do not fit: up to 5 at the same time need" in text
         assert f"where: {job.out / 'checkpoints'}" in text
-        assert "checkpoint.keep is 3, and one more is there while it is written" in text
+        assert "checkpoint.keep is 3, plus the one being written" in text
         assert "or set checkpoint.keep=2" in text
         result = job.read("result.json")
         assert (result["outcome"], result["exit_code"]) == ("unfit", 6)

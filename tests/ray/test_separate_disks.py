@@ -119,7 +119,7 @@ def test_what_the_cluster_does_not_have_is_refused_in_seconds_node_by_node(
 ) -> None:
     front = cluster.type("train", config(cluster), "--launcher", "ray", "--nodes", "2", "--nproc", "9")
     assert front.wait(limit_s=_LIMIT_S) == 6, front.text()
-    assert "no place for 2 nodes" in front.text("err")
+    assert "no room for 2 nodes" in front.text("err")
     assert "9 CPU" in front.text("err")
     for node in range(3):
         assert re.search(rf"{cluster.ground.host(node)} \(.*?\): \d of \d CPU free", front.text("err"))
@@ -135,7 +135,7 @@ def test_room_that_others_have_is_waited_for_until_the_time_is_over(
     holder.wait_until(lambda: 1.0 if holder.messages("step") else None, limit_s=_LIMIT_S, what="steps")
     front = cluster.type("train", config(cluster), *_TWO, "--join-timeout", "3", speaks_json=False)
     assert front.wait(limit_s=_LIMIT_S) == 6, front.text()
-    assert "no room came within 3 s" in front.text()
+    assert "no room became free within 3 s" in front.text()
     os.kill(holder.pid, signal.SIGINT)
     assert holder.wait(limit_s=_LIMIT_S) == 130, holder.text()
     cluster.nothing_left()

@@ -104,7 +104,7 @@ def test_a_job_that_is_out_of_time_saves_is_queued_again_and_goes_on_bit_equal(
     saved = len(once_each(job))
     assert saved
     log = "".join(path.read_text() for path in (job.out / "slurm").glob("*.log"))
-    assert "the time is over; the job goes back into the queue, and on from step-" in log
+    assert "the time limit is reached; the job is requeued and will resume from step-" in log
     job.waits_for_step(saved + 2)
     front.signal(signal.SIGTERM)
     assert front.wait(limit_s=LONG_S) == 75, front.text()
@@ -159,7 +159,7 @@ def test_a_stopped_rank_is_named_and_a_node_that_drains_is_in_the_evidence(job: 
     front = job.type(*TWO, "--restarts", "0", json=False)
     job.waits_for_step(5)
     job.slurm.run("scontrol", "update", "nodename=bob", "state=drain", "reason=fan is broken")
-    front.wait_for("node 1 (bob) of this job is MIXED+DRAIN: fan is broken; the job goes on until its end")
+    front.wait_for("node 1 (bob) of this job is MIXED+DRAIN: fan is broken; the job continues to its end")
     job.ranks()[1].suspend()
     assert front.wait(limit_s=LONG_S) == 4, front.text()
     verdict = job.read("verdict.json")

@@ -32,7 +32,7 @@ def test_what_is_misspelt_or_too_large_is_refused_before_anything_is_submitted(j
     said = refused(job, "--nodes", "9")
     assert "9 nodes are requested, and partition main has 2 nodes" in said
     said = refused(job, "--nodes", "2", "--partition", "narrow")
-    assert "partition narrow has 2 nodes, of which one job may have 1" in said
+    assert "partition narrow has 2 nodes, of which one job can have 1" in said
     said = refused(job, "--partition", "narrow", "--time", "1:00:00")
     assert "--time 1:00:00 is longer than partition narrow allows" in said
     assert "MaxTime=00:05:00" in said
