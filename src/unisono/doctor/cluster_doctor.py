@@ -32,26 +32,32 @@ from unisono.supervise.task_process import refusal, run_task
 from unisono.text import one_line, plain
 
 OnLine = Callable[[int | None, bytes], None]
-"""Gets the number of the task that said a line (None: srun itself), and the line; of longer ones pieces of a kilobyte, as srun breaks them."""
+"""Called with the number of the task that printed a line (None: srun itself), and the line; srun splits longer lines into pieces of 1 KiB."""
 
 _LABEL = re.compile(rb"^ *(\d{1,9}): ?")
 _PATIENCE_S = 10.0
 
 
 class SrunStep:
-    """A step of this allocation, or of one that srun asks for. As a context manager it leaves no task behind."""
+    """A step in this allocation, or in one that srun requests. As a context manager it ends all of its tasks."""
 
     def __init__(
-        self, options: Sequence[str], command: Sequence[str], text: str, *, hear: OnLine, hear_talk: OnLine
+        self,
+        options: Sequence[str],
+        command: Sequence[str],
+        text: str,
+        *,
+        on_output: OnLine,
+        on_error: OnLine,
     ) -> None:
-        """Notes what is to be started.
+        """Stores the command; `__enter__` starts it.
 
         Args:
-            options: of srun, besides those that label lines and leave the other tasks alone where one fails.
+            options: of srun, besides those for labels and for tasks that continue when one fails.
             command: of each task.
-            text: what all tasks read on stdin.
-            hear: gets the lines of stdout.
-            hear_talk: gets those of stderr. Both are called from threads.
+            text: the stdin of all tasks.
+            on_output: gets the lines of stdout.
+            on_error: gets the lines of stderr. Both are called from threads.
         """
         self._words = [
             *options,
@@ -61,7 +67,7 @@ class SrunStep:
             *command,
         ]
         self._text = text
-        self._hear, self._hear_talk = hear, hear_talk
+        self._on_output, self._on_error = on_output, on_error
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
@@ -71,7 +77,7 @@ class SrunStep:
             UnfitError: if srun cannot be started.
         """
         program = shutil.which("srun") or "srun"
-        # The tasks' shared secret: srun hands it on, and no command line has it.
+        # The tasks' shared secret: srun passes it on, and it is in no command line.
         variables = {**os.environ, "UNISONO_TOKEN": take_token() or new_token()}
         try:
             self._process = subprocess.Popen(
@@ -86,17 +92,17 @@ class SrunStep:
             raise UnfitError.of(
                 f"srun cannot be started: {error.strerror or error}",
                 where=program,
-                fix="look at Slurm's installation on this machine",
+                fix="check Slurm's installation on this machine",
             ) from error
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        self._begin(_read, self._process.stdout, self._hear)
-        self._begin(_read, self._process.stderr, self._hear_talk)
+        self._begin(_read, self._process.stdout, self._on_output)
+        self._begin(_read, self._process.stderr, self._on_error)
         self._begin(self._feed)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the step where it still runs: srun has its tasks ended, and gives back what it was given."""
+        """Ends the step if it still runs: srun ends its tasks and releases its allocation."""
         if self._process.poll() is not None:
             return
         self._process.terminate()
@@ -127,12 +133,12 @@ class SrunStep:
             return  # srun has ended before it read: its own words say why
 
 
-def _read(stream: IO[bytes], hear: OnLine) -> None:
+def _read(stream: IO[bytes], on_line: OnLine) -> None:
     with stream:
         for whole in stream:
             line = whole.rstrip(b"\n")
             label = _LABEL.match(line)
-            hear(int(label[1]) if label else None, line[label.end() :] if label else line)
+            on_line(int(label[1]) if label else None, line[label.end() :] if label else line)
 
 
 _DISAGREE = 3
@@ -271,7 +277,7 @@ def examine_on_slurm(request: DoctorRequest) -> Examination:
     text = request.config_path.read_text(encoding="utf-8-sig") if request.config_path is not None else ""
     heard = _StepOutput(request)
     command = [sys.executable, "-m", "unisono", *_slurm_words(request)]
-    with SrunStep(asked.options(), command, text, hear=heard.take, hear_talk=heard.talk) as step:
+    with SrunStep(asked.options(), command, text, on_output=heard.take, on_error=heard.talk) as step:
         code = step.wait()
     answer = read_answer(heard.printed.decode("utf-8", "replace"))
     if answer is None:
