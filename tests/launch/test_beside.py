@@ -42,7 +42,7 @@ def test_a_signal_while_the_last_upload_is_waited_for_leaves_no_more_than_the_gr
     tmp_path: Path,
 ) -> None:
     interrupts, said = Interrupts(), list[Message]()
-    later = threading.Timer(0.5, lambda: interrupts.ask(signal.SIGTERM, where="node 1 (b)"))
+    later = threading.Timer(0.5, lambda: interrupts.request_stop(signal.SIGTERM, where="node 1 (b)"))
     began = time.monotonic()
     with uploading(tmp_path, interrupts, said) as upload:
         later.start()
@@ -57,7 +57,7 @@ def test_no_room_for_temporary_files_is_said_and_ends_no_training(
     said: list[Message] = []
     plan: Any = SimpleNamespace(rehearse=True, rehearsed_step=1, run_id="r")
     first = FirstCheckpoint(plan, programs=SLEEPS, leftovers={}, show=said.append)
-    first.heard(0, {"kind": "checkpoint", "step": 1, "path": str(tmp_path), "bytes": 1, "seconds": 0.1})
+    first.on_message(0, {"kind": "checkpoint", "step": 1, "path": str(tmp_path), "bytes": 1, "seconds": 0.1})
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     assert first.look() is None
     assert first.look() is None

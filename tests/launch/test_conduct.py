@@ -212,7 +212,7 @@ def test_who_holds_up_an_end_that_was_asked_for_does_not_make_it_a_stall() -> No
     stuck = Verdict(cause="rank_stopped", when="during", summary="rank 1 is stopped", ranks=(1,))
     attempt = Attempt(0, 5, None, decision=Decision(verdict=stuck))
     assert ending_of(attempt, plan(2)).exit_code == 4
-    attempt.asked_to_stop = signal.SIGTERM
+    attempt.stop_signal = signal.SIGTERM
     ending = ending_of(attempt, plan(2))
     assert (ending.exit_code, ending.outcome, ending.verdict) == (75, "preempted", stuck)
 

@@ -99,7 +99,7 @@ def test_a_first_checkpoint_that_finds_no_room_ends_the_run_with_the_full_disk_a
     full = StorageFull(tmp_path / "step-00000001", needed_bytes=2000, free_bytes=500)
     assert full.verdict is not None
     warned = full.verdict.model_copy(update={"severity": "warning"}).to_json()
-    first.heard(
+    first.on_message(
         0, {"kind": "warning", "code": "checkpoint_failed", "step": 1, "text": str(full), "verdict": warned}
     )
     error = first.look()

@@ -63,7 +63,7 @@ class Beside:
         path = CheckpointStore(self.run.checkpoints, key=b"k" * 32).save(
             step, fill, run_id=self.plan.run_id, config_digest="d", world_size=1, threads=1, holder="ada"
         )  # fmt: skip
-        self.uploading.heard(0, {"kind": "checkpoint", "path": str(path), "step": step})
+        self.uploading.on_message(0, {"kind": "checkpoint", "path": str(path), "step": step})
 
     def upload(self) -> None:
         """Until something came of it, or somebody was warned."""

@@ -18,7 +18,7 @@ from unisono.causes import Verdict
 from unisono.causes.signatures import LINE_LIMIT
 from unisono.plan import DeviceChoice, RankPlace
 from unisono.supervise.local_ranks import open_log
-from unisono.supervise.rank_logs import CODE, FollowedLog, Hit, Lines, LogEvents, Rate
+from unisono.supervise.rank_logs import CODE, FollowedLog, LineSplitter, LogEvents, LogMatch, RateLimit
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.64 GiB"
 WARN = "node-b:902:1011 [0] misc/socket.cc:484 NCCL WARN Connect to 172.17.0.1<44123> failed"
@@ -30,10 +30,10 @@ PLACES = [RankPlace(rank=n, node_rank=n, local_rank=0, host=f"h{n}", device=_CPU
 class Log:
     """A real log, and who follows it."""
 
-    def __init__(self, path: Path, rate: Rate | None = None) -> None:
+    def __init__(self, path: Path, rate: RateLimit | None = None) -> None:
         self.file: IO[bytes] = open_log(path)
         self.file.write(f"{OOM}\n".encode())  # of an earlier start
-        self.followed = FollowedLog(self.file, 1, rate or Rate())
+        self.followed = FollowedLog(self.file, 1, rate or RateLimit())
 
     def prints(self, text: str | bytes) -> list[str]:
         """The signatures that are told for what it prints now."""
@@ -109,7 +109,7 @@ def test_a_log_that_was_cut_is_followed_from_there(log: Log) -> None:
 
 def test_at_most_so_many_a_minute_are_told(tmp_path: Path) -> None:
     now = [0.0]
-    rate = Rate(most=2, clock=lambda: now[0])
+    rate = RateLimit(most=2, clock=lambda: now[0])
     followed = Log(tmp_path / "r.log", rate)
     assert followed.prints(f"{OOM}\n{WARN}\nOSError: [Errno 28] No space left on device\n") == [
         "cuda_out_of_memory",
@@ -122,8 +122,8 @@ def test_at_most_so_many_a_minute_are_told(tmp_path: Path) -> None:
 
 @given(st.text(alphabet=st.sampled_from("ab\r\n"), max_size=60), st.lists(st.integers(0, 60), max_size=6))
 def test_lines_are_the_same_however_the_bytes_are_cut(text: str, cuts: list[int]) -> None:
-    whole = Lines().feed((text + "\n").encode())
-    lines, data, found, start = Lines(), (text + "\n").encode(), [], 0
+    whole = LineSplitter().feed((text + "\n").encode())
+    lines, data, found, start = LineSplitter(), (text + "\n").encode(), [], 0
     for cut in [*sorted(cuts), len(data)]:
         found += lines.feed(data[start:cut] if cut > start else b"")
         start = max(start, cut)
@@ -131,7 +131,7 @@ def test_lines_are_the_same_however_the_bytes_are_cut(text: str, cuts: list[int]
 
 
 def test_of_a_line_without_end_the_head_is_kept_and_memory_is_bounded() -> None:
-    lines = Lines()
+    lines = LineSplitter()
     found = [line for _ in range(100) for line in lines.feed(b"y" * LINE_LIMIT)]
     assert len(found) == 1
     assert lines.feed(b"end\nnext\n") == ["next"]
@@ -140,11 +140,13 @@ def test_of_a_line_without_end_the_head_is_kept_and_memory_is_bounded() -> None:
 def test_the_head_keeps_the_last_hits_and_a_verdict_cites_those_of_its_culprits() -> None:
     events = LogEvents(PLACES)
     for number in range(20):
-        events.heard(1, Hit(1, "nccl_warn", None, f"NCCL WARN number {number}", float(number)).to_message())
-    events.heard(0, Hit(0, "nccl_warn", None, "of a victim", 3.0).to_message())
-    events.heard(0, {"kind": "warning", "time": 1.0, "code": "another", "text": "x", "fix": ""})
-    assert [hit.text for hit in events.hits(1)][-1] == "NCCL WARN number 19"
-    assert len(events.hits(1)) == 8
+        events.on_message(
+            1, LogMatch(1, "nccl_warn", None, f"NCCL WARN number {number}", float(number)).to_message()
+        )
+    events.on_message(0, LogMatch(0, "nccl_warn", None, "of a victim", 3.0).to_message())
+    events.on_message(0, {"kind": "warning", "time": 1.0, "code": "another", "text": "x", "fix": ""})
+    assert [hit.text for hit in events.matches(1)][-1] == "NCCL WARN number 19"
+    assert len(events.matches(1)) == 8
     verdict = Verdict(cause="rank_killed", when="during", summary="rank 1 is gone", ranks=(1,))
     cited = events.cited(verdict)
     assert [item.where for item in cited.evidence] == ["the log of rank 1, node 1 (h1)"] * 3

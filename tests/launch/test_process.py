@@ -18,11 +18,11 @@ from unisono.supervise.child_process import ChildProcess
 ENVIRONMENT = {"PATH": os.defpath}
 
 
-def start(script: str, output: IO[bytes], *, talks: bool = False) -> ChildProcess:
+def start(script: str, output: IO[bytes], *, has_input: bool = False) -> ChildProcess:
     def command(fd: int) -> list[str]:
         return [sys.executable, "-c", f"import os, sys, json, signal, time\nfd = {fd}\n{script}"]
 
-    return ChildProcess(command, environment=ENVIRONMENT, output=output, talks=talks)
+    return ChildProcess(command, environment=ENVIRONMENT, output=output, has_input=has_input)
 
 
 def read_all(child: ChildProcess) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def test_patience_lets_it_end_by_itself(tmp_path: Path) -> None:
 
 def test_it_hears_what_is_sent_until_its_input_is_closed() -> None:
     script = "\nfor line in sys.stdin:\n    os.write(fd, json.dumps({'kind': 'echo', 'line': json.loads(line)}).encode() + b'\\n')"
-    with tempfile.TemporaryFile() as log, start(script, log, talks=True) as child:
+    with tempfile.TemporaryFile() as log, start(script, log, has_input=True) as child:
         child.send({"kind": "say", "text": "ü"})
         child.close_input()
         assert [message["line"]["text"] for message in read_all(child)] == ["ü"]
@@ -144,7 +144,7 @@ def test_telling_a_child_that_does_not_listen_blocks_nobody_and_what_it_was_told
         "sizes = [len(json.loads(sys.stdin.readline())['text']) for _ in range(4)]\n"
         "os.write(fd, json.dumps({'kind': 'heard', 'sizes': sizes}).encode() + b'\\n')"
     )
-    with (tmp_path / "log").open("w+b") as log, start(script, log, talks=True) as child:
+    with (tmp_path / "log").open("w+b") as log, start(script, log, has_input=True) as child:
         wait_for(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)
         for _ in range(4):
             child.send({"kind": "shard_written", "text": "x" * (1 << 20)})

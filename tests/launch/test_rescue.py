@@ -18,7 +18,7 @@ from unisono.remote_checkpoint.rescue import RescuedStep, choose_pieces, rescue
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, read_metrics
 from unisono.supervise.decision import Decision, NodeLoss
-from unisono.supervise.local_ranks import RankEnd, SharedMemory, keeping_ranks
+from unisono.supervise.local_ranks import RankEnd, SharedMemory, snapshot_ranks
 from unisono.supervise.rank_supervisor import Attempt
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
@@ -86,7 +86,7 @@ class Ground:
         self.plan = plan
         self.run = RunDir(folder)
         self.store = CheckpointStore(self.run.checkpoints, key=b"k" * 32)
-        self.memory = SharedMemory(keeping_ranks(plan, 0))
+        self.memory = SharedMemory(snapshot_ranks(plan, 0))
         sharded = plan.strategy == "fsdp"
         self.ranks = [
             Rank(fd, rank, plan.world_size, sharded=sharded)
@@ -285,11 +285,11 @@ def test_the_newest_state_that_all_its_holders_have_is_chosen(
 
 
 def test_who_keeps_its_steps() -> None:
-    assert keeping_ranks(plan_of(1, strategy="single"), 0) == [0]
-    assert keeping_ranks(plan_of(8, per_node=4), 0) == [0, 1]
-    assert keeping_ranks(plan_of(8, per_node=4), 1) == []
-    assert keeping_ranks(plan_of(8, per_node=4, strategy="fsdp"), 1) == [4, 5, 6, 7]
-    assert keeping_ranks(plan_of(8, per_node=4, adapter=False), 0) == []
+    assert snapshot_ranks(plan_of(1, strategy="single"), 0) == [0]
+    assert snapshot_ranks(plan_of(8, per_node=4), 0) == [0, 1]
+    assert snapshot_ranks(plan_of(8, per_node=4), 1) == []
+    assert snapshot_ranks(plan_of(8, per_node=4, strategy="fsdp"), 1) == [4, 5, 6, 7]
+    assert snapshot_ranks(plan_of(8, per_node=4, adapter=False), 0) == []
 
 
 def test_the_memory_has_no_name_and_goes_with_its_owner() -> None:

@@ -109,7 +109,7 @@ def test_a_rank_that_does_not_finish_in_the_grace_time_is_ended_and_what_is_lost
     assert process.returncode == 75
     assert time.monotonic() - sent < 20, "it does not wait for the rank, which is deaf"
     assert is_gone(rank)
-    assert "of the 1.0 s that grace allows: ending the ranks" in stderr
+    assert "of a grace period of 1.0 s: ending the ranks" in stderr
     assert "1 step after it is not in it" in stderr
     assert front.read("result.json")["checkpoint"].endswith("step-00000003")
 

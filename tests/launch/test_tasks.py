@@ -95,7 +95,7 @@ def test_a_killed_task_tells_the_signal(programs: Programs) -> None:
 
 
 def test_a_conversation_goes_line_by_line_and_ends_with_its_input(programs: Programs) -> None:
-    with TaskProcess("echo", {}, talks=True, programs=programs) as task:
+    with TaskProcess("echo", {}, has_input=True, programs=programs) as task:
         messages = task.messages()
         assert next(messages)["kind"] == "phase"
         for word in ("one", "two\nlines"):

@@ -125,7 +125,7 @@ def test_a_flipped_bit_is_found_told_once_and_recorded(store: CheckpointStore) -
     verifier = Verifier(store.root, KEY, said.append, HURRY, clock)
     for step in (10, 20):
         save(store, step)
-    verifier.heard(0, READY)
+    verifier.on_message(0, READY)
     until(lambda: set(read_since_written(store)) == {"step-00000010", "step-00000020"})
     verifier.look()
     assert said == []
@@ -149,13 +149,13 @@ def test_a_flipped_bit_is_found_told_once_and_recorded(store: CheckpointStore) -
 def test_what_was_read_a_while_ago_is_not_read_at_every_start(store: CheckpointStore) -> None:
     save(store, 10)
     first = Verifier(store.root, KEY, print, HURRY)
-    first.heard(0, READY)
+    first.on_message(0, READY)
     until(lambda: bool(read_since_written(store)))
     first.finish()
     at = read_since_written(store)["step-00000010"]["at"]
     save(store, 20)
     second = Verifier(store.root, KEY, print, HURRY)
-    second.heard(0, READY)
+    second.on_message(0, READY)
     until(lambda: "step-00000020" in read_since_written(store))
     second.finish()
     assert read_since_written(store)["step-00000010"]["at"] == at
@@ -167,10 +167,10 @@ def test_it_begins_with_the_training_and_ends_at_once_in_the_middle_of_a_reading
     until(lambda: "verifier" not in [thread.name for thread in threading.enumerate()])  # of tests before
     save(store, 10)
     verifier = Verifier(store.root, KEY, print, ReadingRate(bytes_per_s=1.0, look_every_s=0.01))
-    verifier.heard(0, {"kind": "phase"})
-    verifier.heard(1, READY)
+    verifier.on_message(0, {"kind": "phase"})
+    verifier.on_message(1, READY)
     assert "verifier" not in [thread.name for thread in threading.enumerate()]
-    verifier.heard(0, READY)
+    verifier.on_message(0, READY)
     until(lambda: "verifier" in [thread.name for thread in threading.enumerate()])
     began = time.monotonic()
     verifier.finish()
@@ -184,7 +184,7 @@ def test_a_directory_that_goes_away_and_a_record_that_cannot_be_written_end_noth
 ) -> None:
     said: list[dict[str, Any]] = []
     verifier = Verifier(store.root, KEY, said.append, HURRY)
-    verifier.heard(0, READY)  # there is no such directory yet
+    verifier.on_message(0, READY)  # there is no such directory yet
     apart = CheckpointStore(store.root.parent / "apart", key=KEY)
     save(apart, 10)
     (apart.root / "verified.json").mkdir()

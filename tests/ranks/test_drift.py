@@ -38,7 +38,7 @@ def heard(plan: RunPlan, done: Done, *, changed: Mapping[int, str] | None = None
     for rank in range(plan.world_size):
         for message in done.ended.messages[rank]:
             told = {"arithmetic": changed[rank]} if changed and rank in changed else {}
-            drift.heard(rank, {**message, **told})
+            drift.on_message(rank, {**message, **told})
     return drift.look(), shown
 
 

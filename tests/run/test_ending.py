@@ -14,7 +14,6 @@ from unisono.guard.program_end import (
     name_program_death,
     signal_of,
 )
-from unisono.guard.program_signals import Stopping
 from unisono.integrations.inside.loaders import framework_in
 
 PYTHON = read_command(["python", "train.py"])
@@ -79,15 +78,15 @@ def test_a_program_that_leaves_by_itself_and_says_nothing_has_no_verdict() -> No
 
 
 def test_a_second_signal_is_one_to_the_same_node_a_second_later_and_shortens_the_time() -> None:
-    stopping = Stopping(40.0)
-    assert stopping.ask(signal.SIGUSR1, 0, 99.0) is None, "it means what the program makes of it"
-    assert "40 s" in (stopping.ask(signal.SIGTERM, 0, 100.0) or "")
-    assert stopping.ask(signal.SIGTERM, 0, 100.5) is None, "a scheduler's second word for the same wish"
-    assert stopping.ask(signal.SIGTERM, 1, 102.0) is None, "the same wish on another node"
+    stopping = StopDeadline(40.0)
+    assert stopping.take(signal.SIGUSR1, 0, 99.0) is None, "it means what the program makes of it"
+    assert "40 s" in (stopping.take(signal.SIGTERM, 0, 100.0) or "")
+    assert stopping.take(signal.SIGTERM, 0, 100.5) is None, "a scheduler's second word for the same wish"
+    assert stopping.take(signal.SIGTERM, 1, 102.0) is None, "the same wish on another node"
     assert stopping.end_by == 140.0
-    assert "5.0 s" in (stopping.ask(signal.SIGINT, 0, 103.0) or "")
+    assert "5.0 s" in (stopping.take(signal.SIGINT, 0, 103.0) or "")
     assert stopping.end_by == 108.0
-    stopping.ask(signal.SIGINT, 0, 104.5)
+    stopping.take(signal.SIGINT, 0, 104.5)
     assert stopping.end_by == 104.5
 
 

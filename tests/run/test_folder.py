@@ -98,14 +98,14 @@ def test_the_keeper_leaves_the_folder_until_its_front_has_read_the_last_words(tm
     with (
         border() as folder,
         Program(
-            ["true"], environment=os.environ, log=tmp_path / "log", folder=folder, reads=False
+            ["true"], environment=os.environ, log=tmp_path / "log", folder=folder, has_stdin=False
         ) as program,
     ):
         limit = time.monotonic() + 60
         while program.poll(1.0) is None:
             assert time.monotonic() < limit
         with pytest.raises(psutil.TimeoutExpired):
-            psutil.Process(program.keeper_pid).wait(1.0)
+            psutil.Process(program.subreaper_pid).wait(1.0)
         assert folder.exists()
         program.close()
         assert not folder.exists()

@@ -21,7 +21,7 @@ class Group:
 
     def __init__(self, world_size: int, present: int | None = None, **request: Any) -> None:
         self.tasks = [
-            TaskProcess("collective", {"rank": rank, "world_size": world_size, **request}, talks=True)
+            TaskProcess("collective", {"rank": rank, "world_size": world_size, **request}, has_input=True)
             for rank in range(present or world_size)
         ]
         self.streams = [task.messages() for task in self.tasks]

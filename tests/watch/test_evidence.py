@@ -126,7 +126,7 @@ def test_a_node_tells_how_its_ranks_are_and_what_a_look_has_found(watched: Calla
             assert time.monotonic() < limit
             ask()
             ranks.local.poll(0.02)
-            telling.tell()
+            telling.send()
         return found[-1]
 
     until("beats", lambda said: all(view["beat"] is not None for view in said["views"]))
@@ -143,6 +143,6 @@ def test_a_node_tells_how_its_ranks_are_and_what_a_look_has_found(watched: Calla
     ranks.local.end("over")
     ranks.local.poll(0)
     before = len(sent)
-    telling.tell()
+    telling.send()
     assert len(sent) == before, "the head may have begun the next start"
     telling.close()

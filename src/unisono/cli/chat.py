@@ -49,7 +49,7 @@ def chat(
         "seed": seed,
     }
     speak = output()
-    with TaskProcess("chat", request, talks=True) as task:
+    with TaskProcess("chat", request, has_input=True) as task:
         messages = task.messages()
         with Progress(speak) as progress:
             for message in messages:

@@ -27,7 +27,7 @@ from unisono.facts import read_environment, take_token
 from unisono.files import parse_json
 from unisono.launch.train_request import config_yaml
 from unisono.rendezvous.ssh import forwarded_variables
-from unisono.supervise.child_process import option_words
+from unisono.supervise.child_process import option_args
 from unisono.supervise.task_process import refusal, run_task
 from unisono.text import one_line, plain
 
@@ -220,7 +220,7 @@ def _ray_words(request: DoctorRequest) -> list[str | None]:
     """Of each node's `unisono`, null where its config stands; that has the overrides in it."""
     words, options = request.look(None, resolved=True)
     config = [None] if request.config_path is not None else []
-    return ["--json", *words, *config, *option_words(options)]
+    return ["--json", *words, *config, *option_args(options)]
 
 
 _EXIT_LINE = re.compile(r"^srun: (error: .*(Exited with exit code|Terminated)|Terminating|Job step aborted)")
@@ -300,7 +300,7 @@ def _nodes_request(request: DoctorRequest, loaded: LoadedConfig) -> SlurmNodesRe
 def _slurm_words(request: DoctorRequest) -> list[str]:
     """The look of each node; its place it takes from the step."""
     words, options = request.look(_CONFIG if request.config_path is not None else None)
-    return ["--json", *words, *option_words(options)]
+    return ["--json", *words, *option_args(options)]
 
 
 @dataclass

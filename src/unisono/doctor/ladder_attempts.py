@@ -31,7 +31,7 @@ from unisono.facts.accelerators import DevicesDetails
 from unisono.facts.machine import read_processors
 from unisono.files import make_private_dir
 from unisono.plan import DeviceChoice
-from unisono.supervise.child_process import DEBUG_COMM, Programs, child_environment, misleading
+from unisono.supervise.child_process import DEBUG_COMM, Programs, child_environment, misleading_variables
 from unisono.supervise.task_process import TaskProcess
 from unisono.text import one_line
 
@@ -179,14 +179,14 @@ class AttemptRanks:
         return TaskProcess(
             "collective",
             request,
-            talks=True,
+            has_input=True,
             programs=self.programs,
             environment=self._environment(child),
             printed=self.record / f"rank-{child.rank:05d}.log" if self.record else None,
         )
 
     def _environment(self, child: AttemptRank) -> dict[str, str]:
-        leftovers = misleading(read_environment().leftovers, world_size=2)
+        leftovers = misleading_variables(read_environment().leftovers, world_size=2)
         made = {**self.base, **child_environment(threads=1, without=leftovers, device=child.device)}
         for name, value in self.settings.items():
             if value is None and name in self.base:

@@ -203,7 +203,7 @@ class FolderWatch:
         )
 
 
-def is_heads(run: ProgramDir, run_id: str) -> bool:
+def is_head_directory(run: ProgramDir, run_id: str) -> bool:
     """Whether this node's directory is the head's: then the head writes what is there once."""
     return read_object(run.plan).get("run_id") == run_id
 

@@ -9,7 +9,7 @@ Kind = Literal["torchrun", "accelerate", "llamafactory", "deepspeed", "python", 
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Setting:
     """A value as it is written somewhere.
 
     Attributes:
@@ -35,11 +35,11 @@ class Command:
 
     words: tuple[str, ...]
     kind: Kind
-    options: Mapping[str, Said] = field(default_factory=dict)
+    options: Mapping[str, Setting] = field(default_factory=dict)
     script: str = ""
     script_at: int = 0
 
-    def said(self, *names: str) -> Said | None:
+    def option(self, *names: str) -> Setting | None:
         """The first of these options that is given."""
         return next((self.options[name] for name in names if name in self.options), None)
 
@@ -131,7 +131,7 @@ def _of_python(words: Sequence[str]) -> Command:
 def _of_launcher(words: Sequence[str], begin: int, kind: Kind) -> Command:
     if kind == "llamafactory":  # its job is in the environment; its own words are those of the training
         return Command(tuple(words), kind, script="llamafactory", script_at=begin - 1)
-    options: dict[str, Said] = {}
+    options: dict[str, Setting] = {}
     at = begin
     while at < len(words) and words[at].startswith("-") and words[at] != "--":
         name, _, given = words[at].partition("=")
@@ -139,7 +139,7 @@ def _of_launcher(words: Sequence[str], begin: int, kind: Kind) -> Command:
         if "=" not in words[at] and key not in _FLAGS[kind]:
             at += 1
             given = words[at] if at < len(words) else ""
-        options[key] = Said(given, name)
+        options[key] = Setting(given, name)
         at += 1
     at += words[at : at + 1] in (["--"], ("--",))
     script = words[at] if at < len(words) else ""
@@ -168,13 +168,13 @@ class Job:
         restarts: how often the launcher starts the ranks anew by itself.
     """
 
-    nodes: Said | None = None
-    node_rank: Said | None = None
-    nproc: Said | None = None
-    host: Said | None = None
-    port: Said | None = None
-    backend: Said | None = None
-    restarts: Said | None = None
+    nodes: Setting | None = None
+    node_rank: Setting | None = None
+    nproc: Setting | None = None
+    host: Setting | None = None
+    port: Setting | None = None
+    backend: Setting | None = None
+    restarts: Setting | None = None
 
 
 def read_job(command: Command, variables: Mapping[str, str]) -> Job:
@@ -190,7 +190,7 @@ def read_job(command: Command, variables: Mapping[str, str]) -> Job:
     pet = dict(_from(variables, "PET_" if torch else ""))
     plain = dict(_from(variables, ""))
 
-    def first(given: Said | None, *names: str) -> Said | None:
+    def first(given: Setting | None, *names: str) -> Setting | None:
         return (
             given
             or next((pet[n] for n in names if torch and n in pet), None)
@@ -211,14 +211,14 @@ def read_job(command: Command, variables: Mapping[str, str]) -> Job:
     )
 
 
-def _from(variables: Mapping[str, str], prefix: str) -> Iterator[tuple[str, Said]]:
+def _from(variables: Mapping[str, str], prefix: str) -> Iterator[tuple[str, Setting]]:
     """Variables that are set to something, by their names without the prefix."""
     for name, value in variables.items():
         if name.startswith(prefix) and value.strip():
-            yield name.removeprefix(prefix), Said(value.strip(), name)
+            yield name.removeprefix(prefix), Setting(value.strip(), name)
 
 
-def _split(endpoint: Said | None) -> tuple[Said | None, Said | None]:
+def _split(endpoint: Setting | None) -> tuple[Setting | None, Setting | None]:
     """Host and port of HOST:PORT, of HOST, and of [ADDRESS]:PORT."""
     if endpoint is None or not endpoint.text:
         return None, None
@@ -227,30 +227,30 @@ def _split(endpoint: Said | None) -> tuple[Said | None, Said | None]:
     if not colon or not port.isdigit():
         host, port = text, ""
     host = host.strip("[]")
-    return Said(host, endpoint.origin) if host else None, Said(port, endpoint.origin) if port else None
+    return Setting(host, endpoint.origin) if host else None, Setting(port, endpoint.origin) if port else None
 
 
 def _torchrun(command: Command) -> Job:
-    host, port = _split(command.said("rdzv_endpoint"))
+    host, port = _split(command.option("rdzv_endpoint"))
     if "standalone" in command.options:
         return Job(
-            nodes=Said("1", "--standalone"),
-            nproc=command.said("nproc_per_node"),
-            restarts=command.said("max_restarts"),
+            nodes=Setting("1", "--standalone"),
+            nproc=command.option("nproc_per_node"),
+            restarts=command.option("max_restarts"),
         )
     return Job(
-        nodes=command.said("nnodes"),
-        node_rank=command.said("node_rank"),
-        nproc=command.said("nproc_per_node"),
-        host=host or command.said("master_addr"),
-        port=port or command.said("master_port"),
-        backend=command.said("rdzv_backend"),
-        restarts=command.said("max_restarts"),
+        nodes=command.option("nnodes"),
+        node_rank=command.option("node_rank"),
+        nproc=command.option("nproc_per_node"),
+        host=host or command.option("master_addr"),
+        port=port or command.option("master_port"),
+        backend=command.option("rdzv_backend"),
+        restarts=command.option("max_restarts"),
     )
 
 
 def _accelerate(command: Command) -> Job:
-    nodes, together = command.said("num_machines"), command.said("num_processes")
+    nodes, together = command.option("num_machines"), command.option("num_processes")
     nproc = together
     if (
         together is not None
@@ -259,25 +259,25 @@ def _accelerate(command: Command) -> Job:
         and nodes.text.isdigit()
         and int(nodes.text)
     ):
-        nproc = Said(str(int(together.text) // int(nodes.text)), f"{together.origin} / {nodes.origin}")
+        nproc = Setting(str(int(together.text) // int(nodes.text)), f"{together.origin} / {nodes.origin}")
     return Job(
         nodes=nodes,
-        node_rank=command.said("machine_rank"),
+        node_rank=command.option("machine_rank"),
         nproc=nproc,
-        host=command.said("main_process_ip"),
-        port=command.said("main_process_port"),
-        backend=command.said("rdzv_backend"),
-        restarts=command.said("max_restarts"),
+        host=command.option("main_process_ip"),
+        port=command.option("main_process_port"),
+        backend=command.option("rdzv_backend"),
+        restarts=command.option("max_restarts"),
     )
 
 
 def _deepspeed(command: Command) -> Job:
     return Job(
-        nodes=command.said("num_nodes"),
-        node_rank=command.said("node_rank"),
-        nproc=command.said("num_gpus", "num_accelerators"),
-        host=command.said("master_addr"),
-        port=command.said("master_port"),
+        nodes=command.option("num_nodes"),
+        node_rank=command.option("node_rank"),
+        nproc=command.option("num_gpus", "num_accelerators"),
+        host=command.option("master_addr"),
+        port=command.option("master_port"),
     )
 
 

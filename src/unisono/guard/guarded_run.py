@@ -1,4 +1,4 @@
-"""`unisono run`, whole: what is asked, agreement with the other nodes, the program under watch, and how it ended."""
+"""One start of `unisono run`: the request, agreement with the other nodes, the supervised program, and how it ended."""
 
 import contextlib
 import os
@@ -22,9 +22,9 @@ from unisono.facts import Environment, Machine, Probes, read_environment, read_m
 from unisono.facts.environment import all_variables
 from unisono.facts.nvidia import KernelLine, read_kernel_log
 from unisono.files import write_json
-from unisono.guard.border_directory import FolderWatch, border, is_heads, outcome_of, run_dir
+from unisono.guard.border_directory import FolderWatch, border, is_head_directory, outcome_of, run_dir
 from unisono.guard.command import read_command
-from unisono.guard.local_program import LocalProgram, Program, refuse_missing
+from unisono.guard.local_program import LocalProgram, Program, refuse_missing_program
 from unisono.guard.member_program import MemberProgram
 from unisono.guard.program_end import (
     ProgramEnd,
@@ -33,10 +33,10 @@ from unisono.guard.program_end import (
     for_program,
     name_program_death,
 )
-from unisono.guard.program_meeting import find_shape, find_token, make_report, remote_run, with_our_programs
+from unisono.guard.program_meeting import find_shape, find_token, make_report, program_environment, remote_run
 from unisono.guard.program_ranks import ProgramDir, ProgramRanks
-from unisono.guard.program_request import RunRequest, RunShape, refuse_launcher, surroundings_of
-from unisono.guard.program_signals import Signals, Stopping
+from unisono.guard.program_request import RunRequest, RunShape, build_environment, refuse_launcher
+from unisono.guard.program_signals import SignalQueue, StopDeadline
 from unisono.guard.program_supervisor import ProgramSupervisor
 from unisono.integrations.border import Guard
 from unisono.launch.run_records import writing_for_head
@@ -67,13 +67,13 @@ class GuardedRun:
     """One start of `unisono run` on this node.
 
     Attributes:
-        asked: the command.
+        request: the command.
         show: sees notes, warnings, the verdict and the result.
         diagnose: names the cause from what the program has printed.
         probes: of this machine.
     """
 
-    asked: RunRequest
+    request: RunRequest
     show: Show
     diagnose: Diagnose
     probes: Probes = field(default_factory=Probes)
@@ -88,33 +88,33 @@ class GuardedRun:
         Raises:
             UnisonoError: if nothing was started, for a reason of this node alone.
         """
-        refuse_launcher(self.asked)
+        refuse_launcher(self.request)
         token = take_token()
         environment = read_environment()
         machine = read_machine(self.probes.devices)
-        whole = with_our_programs(self.asked, all_variables())
-        shape = self._shape(machine, environment, whole)
-        secret = find_token(self.asked, shape.topology, environment, token)
+        variables = program_environment(self.request, all_variables())
+        shape = self._shape(machine, environment, variables)
+        secret = find_token(self.request, shape.topology, environment, token)
         party = Party(
             topology=shape.topology,
             token=secret.secret if secret is not None else b"",
             host=machine.host,
             show=self.show,
-            join_timeout_s=self.asked.join_timeout_s,
+            join_timeout_s=self.request.join_timeout_s,
             network=self.probes.network,
             command="unisono run",
         )
         with refusals_reported(party):
-            refuse_missing(self.asked.words[0], whole.get("PATH"))
+            refuse_missing_program(self.request.words[0], variables.get("PATH"))
             run, lock = run_dir(
-                self.asked.output_dir,
+                self.request.output_dir,
                 is_head=shape.topology.is_head,
                 host=machine.host,
                 port=shape.topology.head_port if shape.topology.nodes > 1 else 0,
             )
-        for text in (*_described(shape), *shape.notes, f"log and result: {run.root}"):
+        for text in (*_describe(shape), *shape.notes, f"log and result: {run.root}"):
             say(self.show, text)
-        start = _Start(self, shape, run, lock, machine, environment, whole)
+        start = _ProgramStart(self, shape, run, lock, machine, environment, variables)
         with lock, Interrupts() as interrupts:
             try:
                 if shape.topology.nodes == 1:
@@ -132,18 +132,18 @@ class GuardedRun:
                     self.show({"kind": "verdict", "time": time.time(), **error.verdict.to_json()})
                 return self.finish(run, error.exit_code, error.verdict, writes=True)
 
-    def _shape(self, machine: Machine, environment: Environment, whole: Mapping[str, str]) -> RunShape:
-        command = read_command(self.asked.words)
-        visible = self.asked.devices if self.asked.devices is not None else environment.visible_devices
+    def _shape(self, machine: Machine, environment: Environment, variables: Mapping[str, str]) -> RunShape:
+        command = read_command(self.request.words)
+        visible = self.request.devices if self.request.devices is not None else environment.visible_devices
         accelerators = usable_accelerators(machine, wish="auto", visible=visible)
         automatic = command.kind in _ALL_DEVICES or any(
-            one.text in ("gpu", "auto") for one in (command.said("nproc_per_node"),) if one
+            one.text in ("gpu", "auto") for one in (command.option("nproc_per_node"),) if one
         )
         return find_shape(
-            self.asked,
+            self.request,
             command,
             environment,
-            whole,
+            variables,
             accelerators if automatic else Accelerators(0),
             self.probes.network,
         )
@@ -173,8 +173,8 @@ class GuardedRun:
 
 
 @dataclass
-class _Start:
-    whole: GuardedRun
+class _ProgramStart:
+    guarded: GuardedRun
     shape: RunShape
     run: ProgramDir
     lock: RunLock
@@ -186,11 +186,11 @@ class _Start:
     def alone(self) -> dict[str, Any]:
         """On the only node."""
         nodes = [self._place(0, self.machine.host, "127.0.0.1", self.shape.topology.nproc, "")]
-        with self._here(None) as here:
+        with self._local_program(None) as local:
             self._write_plan(
                 nodes
             )  # a program that cannot be started leaves a directory that the next start may have
-            return self._to_the_end(here, nodes, None)
+            return self._supervise(local, nodes, None)
 
     def together(self, party: Party) -> dict[str, Any]:
         """With the other nodes."""
@@ -199,11 +199,11 @@ class _Start:
         return self._as_member(party)
 
     def _as_head(self, party: Party) -> dict[str, Any]:
-        uneven = self.whole.asked.uneven
+        uneven = self.guarded.request.uneven
 
         def start(address: tuple[str, int]) -> SshFronts:
             return start_others(
-                remote_run(self.whole.asked, self.run.root),
+                remote_run(self.guarded.request, self.run.root),
                 party.topology,
                 party.token,
                 address,
@@ -227,47 +227,47 @@ class _Start:
             self._write_plan(nodes)
             host = meeting.server.address[0]
             store = (host, reserved.enter_context(_reserved_port(host)))
-            meeting.broadcast({"kind": "start", "store": list(store), "run_id": self.whole.run_id})
-            say(self.whole.show, f"{len(nodes)} nodes agree; starting the program on each")
-            with self._here(store) as here:
-                return self._to_the_end(here, nodes, meeting)
+            meeting.broadcast({"kind": "start", "store": list(store), "run_id": self.guarded.run_id})
+            say(self.guarded.show, f"{len(nodes)} nodes agree; starting the program on each")
+            with self._local_program(store) as local:
+                return self._supervise(local, nodes, meeting)
 
     def _as_member(self, party: Party) -> dict[str, Any]:
         with attend_meeting(party, self._maker(), tries_collective=False) as attendance:
             message = attendance.wait_for("start")
-            self.whole.run_id = str(message["run_id"])
-            shared = is_heads(self.run, self.whole.run_id)
+            self.guarded.run_id = str(message["run_id"])
+            shared = is_head_directory(self.run, self.guarded.run_id)
             heads = recorded_holder(self.run.lock) if shared else None
             store = (str(message["store"][0]), int(message["store"][1]))
-            with self._here(store) as here:
+            with self._local_program(store) as local:
                 log = self.run.log(self.machine.host, 0)
-                attending = MemberProgram(
+                member = MemberProgram(
                     attendance,
-                    here,
+                    local,
                     self.shape.topology.node_rank,
-                    self.whole.show,
-                    lambda: self.whole.diagnose(log),
+                    self.guarded.show,
+                    lambda: self.guarded.diagnose(log),
                 )
-                attending.run()
-                own = here.program.returncode if here.program is not None else None
-                code = attending.exit_code(own)
+                member.run()
+                own = local.program.returncode if local.program is not None else None
+                code = member.exit_code(own)
                 with contextlib.ExitStack() as stack:
                     writes = not shared
-                    if shared and attending.loss is not None:
-                        writes = stack.enter_context(writing_for_head(self.run.lock, heads, attending.loss))
-                    return self.whole.finish(
-                        self.run, code, attending.verdict, stopped=attending.stopped, writes=writes
+                    if shared and member.loss is not None:
+                        writes = stack.enter_context(writing_for_head(self.run.lock, heads, member.loss))
+                    return self.guarded.finish(
+                        self.run, code, member.verdict, stopped=member.stopped, writes=writes
                     )
 
     def _maker(self) -> MakeReport:
         def make(standing: ChannelFacts, show: Show) -> NodeReport:
             return make_report(
-                self.whole.asked,
+                self.guarded.request,
                 self.shape,
                 standing,
                 machine=self.machine,
                 environment=self.environment,
-                probes=self.whole.probes,
+                probes=self.guarded.probes,
                 output_dir=self.run.root,
                 show=show,
             )
@@ -275,101 +275,103 @@ class _Start:
         return make
 
     @contextlib.contextmanager
-    def _here(self, store: tuple[str, int] | None) -> Iterator[LocalProgram]:
+    def _local_program(self, store: tuple[str, int] | None) -> Iterator[LocalProgram]:
         """The program, started, with its border; nothing of it is left afterwards."""
-        asked, topology = self.whole.asked, self.shape.topology
-        with border() as folder, Signals() as signals:
+        request, topology = self.guarded.request, self.shape.topology
+        with border() as folder, SignalQueue() as signals:
             guard = Guard(
                 folder,
-                self.whole.run_id,
+                self.guarded.run_id,
                 os.getpid(),
                 topology.node_rank,
                 topology.nodes,
                 self.machine.host,
                 store="" if store is None else f"{store[0]}:{store[1]}",
-                uneven=asked.uneven,
+                uneven=request.uneven,
                 options={
-                    "debug_comm": asked.debug_comm,
-                    "json": asked.json,
-                    "join_timeout_s": asked.join_timeout_s,
+                    "debug_comm": request.debug_comm,
+                    "json": request.json,
+                    "join_timeout_s": request.join_timeout_s,
                 },
             )
-            found = surroundings_of(asked, self.shape, self.variables, guard_file=guard.write(), store=store)
+            found = build_environment(
+                request, self.shape, self.variables, guard_file=guard.write(), store=store
+            )
             for note in found.notes:
-                say(self.whole.show, note)
+                say(self.guarded.show, note)
             log = self.run.log(self.machine.host, 0)
             with Program(
-                asked.words,
+                request.words,
                 environment=found.environment,
                 log=log,
                 folder=folder,
-                stdout_is_ours=asked.json,
-                reads=not asked.from_stdin,
+                stdout_is_ours=request.json,
+                has_stdin=not request.from_stdin,
             ) as program:
                 self.pid = program.pid
                 ranks = ProgramRanks(
-                    folder, self.run, topology.node_rank, self.machine.host, program.keeper_pid
+                    folder, self.run, topology.node_rank, self.machine.host, program.subreaper_pid
                 )
-                here = LocalProgram(program, ranks, folder, self.run, signals)
+                local = LocalProgram(program, ranks, folder, self.run, signals)
                 try:
-                    yield here
+                    yield local
                 finally:
-                    here.close()
+                    local.close()
 
-    def _to_the_end(
-        self, here: LocalProgram, nodes: Sequence[NodePlace], meeting: Meeting | None
+    def _supervise(
+        self, local: LocalProgram, nodes: Sequence[NodePlace], meeting: Meeting | None
     ) -> dict[str, Any]:
-        watch = FolderWatch(self.run, self.lock, self.whole.show, lambda: self._write_plan(nodes))
-        judging = self._judging(here, nodes, meeting)
-        judging.beside = watch.look
+        watch = FolderWatch(self.run, self.lock, self.guarded.show, lambda: self._write_plan(nodes))
+        supervisor = self._supervisor(local, nodes, meeting)
+        supervisor.each_poll = watch.look
         try:
-            judging.run()
+            supervisor.run()
         finally:
             watch.settle()
-        return self._head_ends(judging, meeting, writes=not watch.is_lost)
+        return self._finish_as_head(supervisor, meeting, writes=not watch.is_lost)
 
-    def _judging(
-        self, here: LocalProgram, nodes: Sequence[NodePlace], meeting: Meeting | None
+    def _supervisor(
+        self, local: LocalProgram, nodes: Sequence[NodePlace], meeting: Meeting | None
     ) -> ProgramSupervisor:
         restarts = self.shape.job.restarts
         return ProgramSupervisor(
-            here,
+            local,
             nodes,
-            self.whole.reports,
+            self.guarded.reports,
             meeting.server if meeting is not None else None,
-            self.whole.show,
-            uneven=self.whole.asked.uneven,
+            self.guarded.show,
+            uneven=self.guarded.request.uneven,
             restarts=int(restarts.text) if restarts is not None and restarts.text.isdigit() else 0,
             store_host=meeting.server.address[0] if meeting is not None else "",
-            join_timeout_s=self.whole.asked.join_timeout_s,
-            stopping=Stopping(self.whole.asked.grace_s),
+            join_timeout_s=self.guarded.request.join_timeout_s,
+            stopping=StopDeadline(self.guarded.request.grace_s),
         )
 
-    def _head_ends(
-        self, judging: ProgramSupervisor, meeting: Meeting | None, *, writes: bool
+    def _finish_as_head(
+        self, supervisor: ProgramSupervisor, meeting: Meeting | None, *, writes: bool
     ) -> dict[str, Any]:
         """What ended the program: the watch's verdict, else what its own output says; and tells it to the nodes."""
-        verdict = judging.verdict
-        bad = judging.gone_wrong
-        if verdict is None and bad is not None and judging.asked is None:
-            verdict = judging.last_death or self._named(bad, meeting)
+        verdict = supervisor.verdict
+        bad = supervisor.gone_wrong
+        if verdict is None and bad is not None and supervisor.stop_signal is None:
+            verdict = supervisor.last_death or self._name(bad, meeting)
             if verdict is not None:
-                verdict = for_program(verdict, judging.framework)
-                self.whole.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
-        elif verdict is not None and writes and (judging.raw or judging.looks):
-            cited = keep_evidence(self.run, verdict, table=Path(), raw=judging.raw, looks=judging.looks)
+                verdict = for_program(verdict, supervisor.framework)
+                self.guarded.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+        elif verdict is not None and writes and (supervisor.raw or supervisor.looks):
+            cited = keep_evidence(self.run, verdict, table=Path(), raw=supervisor.raw, looks=supervisor.looks)
             verdict = verdict.model_copy(update={"evidence": (*verdict.evidence, *cited)})
-        stopped = judging.asked.name if judging.asked is not None else ""
+        stopped = supervisor.stop_signal.name if supervisor.stop_signal is not None else ""
         code = (
             exit_code_of_verdict(verdict)
             if verdict is not None
-            else exit_code_of_program(judging.programs.get(0, 0))
+            else exit_code_of_program(supervisor.programs.get(0, 0))
         )
         if verdict is None and code == 0 and bad is not None:
             code = exit_code_of_program(bad.returncode)
         if writes:
-            self._write_agreement(judging.agreements)
-        result = self.whole.finish(self.run, code, verdict, stopped=stopped, writes=writes)
+            self._write_agreement(supervisor.agreements)
+        result = self.guarded.finish(self.run, code, verdict, stopped=stopped, writes=writes)
         if meeting is not None:
             word = end_message([verdict] if verdict is not None else [], exit_code=code)
             meeting.end(
@@ -384,10 +386,10 @@ class _Start:
             )
         return result
 
-    def _named(self, end: ProgramEnd, meeting: Meeting | None) -> Verdict | None:
+    def _name(self, end: ProgramEnd, meeting: Meeting | None) -> Verdict | None:
         """What ended the program there: a signal, or what it has printed."""
-        is_here = end.node_rank == 0
-        kernel = _of_process(self.pid, self.whole.began) if is_here and end.returncode < 0 else []
+        is_local = end.node_rank == 0
+        kernel = _of_process(self.pid, self.guarded.began) if is_local and end.returncode < 0 else []
         return name_program_death(
             end, self.shape.command, diagnosed=self._diagnosed(end.node_rank, meeting), kernel=kernel
         )
@@ -395,8 +397,8 @@ class _Start:
     def _diagnosed(self, node_rank: int, meeting: Meeting | None) -> Verdict | None:
         """What the program printed there, read on that node."""
         if node_rank == 0 or meeting is None:
-            say(self.whole.show, "reading what the program printed")
-            return self.whole.diagnose(self.run.log(self.machine.host, 0))
+            say(self.guarded.show, "reading what the program printed")
+            return self.guarded.diagnose(self.run.log(self.machine.host, 0))
         meeting.server.send(node_rank, {"kind": "diagnose"})
         limit = time.monotonic() + _DIAGNOSIS_S
         while time.monotonic() < limit and node_rank in meeting.server.here():
@@ -413,14 +415,14 @@ class _Start:
         return None
 
     def _keep(self, reports: Sequence[NodeReport], agreement: Agreement) -> None:
-        self.whole.keep(reports, agreement)
+        self.guarded.keep(reports, agreement)
         self._write_agreement(Agreement())
 
     def _write_agreement(self, more: Agreement) -> None:
         body = {
             "schema": 1,
-            "nodes": [report.to_json() for report in self.whole.reports],
-            **self.whole.agreement.merged(more).to_json(),
+            "nodes": [report.to_json() for report in self.guarded.reports],
+            **self.guarded.agreement.merged(more).to_json(),
         }
         with contextlib.suppress(OSError):
             write_json(self.run.agreement, body, mode=0o600)
@@ -429,8 +431,8 @@ class _Start:
         """What is about to be started, for who reads the directory later."""
         body = {
             "schema": 1,
-            "run_id": self.whole.run_id,
-            "command": list(self.whole.asked.words),
+            "run_id": self.guarded.run_id,
+            "command": list(self.guarded.request.words),
             "kind": self.shape.command.kind,
             "nodes": [node.model_dump(mode="json") for node in nodes],
             "origins": self.shape.topology.origins,
@@ -464,7 +466,7 @@ def _reserved_port(host: str) -> Iterator[int]:
         yield int(sock.getsockname()[1])
 
 
-def _described(shape: RunShape) -> list[str]:
+def _describe(shape: RunShape) -> list[str]:
     """How the command line was understood, where there is something to understand."""
     topology = shape.topology
     if topology.nodes == 1:

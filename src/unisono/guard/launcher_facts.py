@@ -94,7 +94,7 @@ class LauncherFacts:
     uneven: bool
     store_host: str
     _groups: dict[str, _Group] = field(default_factory=dict)
-    _told: dict[str, float] = field(default_factory=dict)
+    _shown_at: dict[str, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -118,9 +118,9 @@ class LauncherFacts:
         found = []
         for name, group in self._groups.items():
             since_s = now - min(at for _, _, at in group.values())
-            is_due = since_s >= _FIRST_LINE_S and now - self._told.get(name, 0.0) >= _NEXT_LINES_S
+            is_due = since_s >= _FIRST_LINE_S and now - self._shown_at.get(name, 0.0) >= _NEXT_LINES_S
             if is_due:
-                self._told[name] = now
+                self._shown_at[name] = now
             absent = [node for node in self.nodes if node.node_rank not in group]
             if name == LAUNCHER:
                 missing = ", ".join(name_node(node.node_rank, node.host) for node in absent)

@@ -23,13 +23,13 @@ from unisono.errors import UsageError
 from unisono.events import Message
 from unisono.facts.processes import processes_below, variables_of
 from unisono.guard.program_ranks import ProgramRanks
-from unisono.guard.program_signals import Signals
+from unisono.guard.program_signals import SignalQueue
 from unisono.integrations import border
 from unisono.integrations.border import VARIABLE
 from unisono.rundir import RunDir
 from unisono.text import one_line
 
-_KEEPER = Path(__file__).with_name("subreaper.py")
+_SUBREAPER = Path(__file__).with_name("subreaper.py")
 _STARTING_S = 60.0  # of a small process on a machine under load
 _CLOSING_S = 25.0  # more than the keeper takes at the most
 _SIGKILL = -int(signal.SIGKILL)
@@ -42,7 +42,7 @@ class Program:
         pid: of the program.
         returncode: None until it has ended, and all that it printed has been passed on; negative: the signal that ended it.
         gone: the return code of the program alone, as soon as it has ended; what it has started may still be there.
-        is_keeper_lost: whether the keeper has ended first, as by SIGKILL; the kernel ends the program with it.
+        is_subreaper_lost: whether the keeper has ended first, as by SIGKILL; the kernel ends the program with it.
         left: how many processes had outlived it, and were ended.
     """
 
@@ -54,7 +54,7 @@ class Program:
         log: Path,
         folder: Path | None,
         stdout_is_ours: bool = False,
-        reads: bool = True,
+        has_stdin: bool = True,
     ) -> None:
         """Starts it.
 
@@ -64,7 +64,7 @@ class Program:
             log: gets what it prints, beside the front's own streams.
             folder: of the border; the keeper removes it at the end.
             stdout_is_ours: with `--json`: what the program writes to stdout goes to stderr.
-            reads: whether our stdin is the program's; otherwise it finds its end there.
+            has_stdin: whether our stdin is the program's; otherwise it finds its end there.
 
         Raises:
             UsageError: if there is no such program, or it cannot be started.
@@ -72,7 +72,7 @@ class Program:
         self.pid = 0
         self.returncode: int | None = None
         self.gone: int | None = None
-        self.is_keeper_lost = False
+        self.is_subreaper_lost = False
         self._mark = environment.get(VARIABLE, "")
         self.left = 0
         self._rest = b""
@@ -85,7 +85,7 @@ class Program:
             "folder": str(folder or ""),
             "json": stdout_is_ours,
         }
-        self._keeper, self._report = _start(settings, environment, reads=reads)
+        self._subreaper, self._report = _start(settings, environment, has_stdin=has_stdin)
         limit = time.monotonic() + _STARTING_S
         while not (self.pid or self._failed) and time.monotonic() < limit:
             self.poll(0.2)
@@ -104,9 +104,9 @@ class Program:
         self.close()
 
     @property
-    def keeper_pid(self) -> int:
+    def subreaper_pid(self) -> int:
         """The process below which all that belongs to the program is."""
-        return self._keeper.pid
+        return self._subreaper.pid
 
     def fileno(self) -> int:
         """Readable when there is news for `poll`."""
@@ -118,36 +118,36 @@ class Program:
             data = os.read(self._report, 1 << 16)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
-                self._hear(line.decode("utf-8", "replace"))
+                self._take_line(line.decode("utf-8", "replace"))
             if not data and self.returncode is None:  # the keeper itself was killed, and the program with it
-                self.returncode, self.is_keeper_lost = _SIGKILL, True
+                self.returncode, self.is_subreaper_lost = _SIGKILL, True
         return self.returncode
 
     def signal(self, number: signal.Signals) -> None:
         """Sends the program a signal, as a terminal or `kill` would."""
-        self._tell(f"signal {int(number)}")
+        self._write_line(f"signal {int(number)}")
 
-    def note_seen(self) -> None:
+    def end_leftovers(self) -> None:
         """Has what has outlived the program ended, by its keeper or in its place."""
-        if self.is_keeper_lost:
+        if self.is_subreaper_lost:
             self._end_marked()
         else:
-            self._tell("seen")
+            self._write_line("seen")
 
     def end(self) -> None:
         """Ends the program and all that it started, at once; `poll` gives the return code then."""
-        self._tell("end")
+        self._write_line("end")
 
     def close(self) -> None:
         """As `end`, and waits until nothing is left, in bounded time."""
-        if self._keeper.stdin is not None:
+        if self._subreaper.stdin is not None:
             with contextlib.suppress(OSError):
-                self._keeper.stdin.close()
+                self._subreaper.stdin.close()
         try:
-            self._keeper.wait(_CLOSING_S)
+            self._subreaper.wait(_CLOSING_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()  # a process waits in the kernel; it ends as soon as its storage answers
-        if self.is_keeper_lost:
+            self._subreaper.kill()  # a process waits in the kernel; it ends as soon as its storage answers
+        if self.is_subreaper_lost:
             self._end_marked()
         if self._report >= 0:
             os.close(self._report)
@@ -169,7 +169,7 @@ class Program:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
 
-    def _hear(self, line: str) -> None:
+    def _take_line(self, line: str) -> None:
         word, _, rest = line.partition(" ")
         match word:
             case "started":
@@ -186,14 +186,14 @@ class Program:
             case _:
                 pass
 
-    def _tell(self, line: str) -> None:
-        assert self._keeper.stdin is not None
+    def _write_line(self, line: str) -> None:
+        assert self._subreaper.stdin is not None
         with contextlib.suppress(OSError):  # it has ended
-            self._keeper.stdin.write(line.encode() + b"\n")
-            self._keeper.stdin.flush()
+            self._subreaper.stdin.write(line.encode() + b"\n")
+            self._subreaper.stdin.flush()
 
 
-def refuse_missing(word: str, path: str | None) -> None:
+def refuse_missing_program(word: str, path: str | None) -> None:
     """A program that is not there, or cannot be started as it is, is refused before anything is made.
 
     Args:
@@ -239,32 +239,33 @@ def _cannot_start(
 
 
 def _start(
-    settings: dict[str, object], environment: Mapping[str, str], *, reads: bool
+    settings: dict[str, object], environment: Mapping[str, str], *, has_stdin: bool
 ) -> tuple["subprocess.Popen[bytes]", int]:
     """The keeper, and the end of the pipe on which it reports."""
     read_end, write_end = os.pipe()
-    told = os.memfd_create("unisono-run", os.MFD_CLOEXEC)  # not in a file: an environment may hold secrets
-    stdin = os.dup(0) if reads else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    # Not in a file: an environment may hold secrets.
+    settings_fd = os.memfd_create("unisono-run", os.MFD_CLOEXEC)
+    stdin = os.dup(0) if has_stdin else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.write(told, json.dumps({**settings, "report": write_end, "stdin": stdin}).encode())
-        os.lseek(told, 0, os.SEEK_SET)
-        keeper = subprocess.Popen(
-            [sys.executable, "-I", str(_KEEPER), str(told)],
+        os.write(settings_fd, json.dumps({**settings, "report": write_end, "stdin": stdin}).encode())
+        os.lseek(settings_fd, 0, os.SEEK_SET)
+        subreaper = subprocess.Popen(
+            [sys.executable, "-I", str(_SUBREAPER), str(settings_fd)],
             env=dict(environment),
             stdin=subprocess.PIPE,
-            pass_fds=(told, write_end, stdin),
+            pass_fds=(settings_fd, write_end, stdin),
             start_new_session=True,
         )
     except BaseException:  # raised again
         os.close(read_end)
         raise
     finally:
-        for fd in (told, write_end, stdin):
+        for fd in (settings_fd, write_end, stdin):
             os.close(fd)
-    return keeper, read_end
+    return subreaper, read_end
 
 
-PASSED_EVERYWHERE = (signal.SIGINT, signal.SIGTERM)
+JOB_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What stops a program on one node stops it on all; SIGUSR1 means what the program makes of it, there alone."""
 
 
@@ -284,10 +285,10 @@ class LocalProgram:
     ranks: ProgramRanks
     folder: Path
     run: RunDir | None
-    signals: Signals
-    _told: bool = False
+    signals: SignalQueue
+    _end_reported: bool = False
     _is_orphaned: bool = False
-    _brought: dict[str, border.Brought] = field(default_factory=dict)
+    _facts: dict[str, border.Brought] = field(default_factory=dict)
     _events: dict[int, IO[str]] = field(default_factory=dict)
 
     def news(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[Message]:
@@ -301,7 +302,7 @@ class LocalProgram:
             if message["kind"] == "rank_said":
                 self._keep(int(message["rank"]), message["message"])
         messages += [self._as_message(one) for one in self._new_facts()]
-        if self.program is not None and not self._told and self.program.poll(0) is not None:
+        if self.program is not None and not self._end_reported and self.program.poll(0) is not None:
             messages += self.ranks.news(at_once=True)
             messages.append(
                 {
@@ -309,19 +310,19 @@ class LocalProgram:
                     "returncode": self.program.returncode,
                     "left": self.program.left,
                     "oom_killed": self.ranks.oom_killed,
-                    "keeper_lost": self.program.is_keeper_lost,
+                    "keeper_lost": self.program.is_subreaper_lost,
                 }
             )
-            self._told = True
+            self._end_reported = True
         return messages
 
-    def obey(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         """Does what the head wants done here."""
         match message["kind"]:
             case "answer":
-                brought = self._brought.pop(str(message["key"]), None)
-                if brought is not None:
-                    border.answer_facts(self.folder, brought, border.Answer(**message["answer"]))
+                facts = self._facts.pop(str(message["key"]), None)
+                if facts is not None:
+                    border.answer_facts(self.folder, facts, border.Answer(**message["answer"]))
             case "stop" if self.program is not None:
                 self.program.signal(signal.Signals[str(message["signal"])])
             case "end" if self.program is not None:
@@ -332,7 +333,7 @@ class LocalProgram:
     @property
     def has_ended(self) -> bool:
         """Whether the program has ended, and that has been told."""
-        return self._told or self.program is None
+        return self._end_reported or self.program is None
 
     def close(self) -> None:
         """Ends what is left, and closes files."""
@@ -348,11 +349,11 @@ class LocalProgram:
         if self.program is None or self._is_orphaned:
             return []
         self.program.poll(0)
-        if self.program.gone is None and not self.program.is_keeper_lost:
+        if self.program.gone is None and not self.program.is_subreaper_lost:
             return []
         messages = self.ranks.news(at_once=True)
         self._is_orphaned = self.ranks.is_orphaned = True
-        self.program.note_seen()
+        self.program.end_leftovers()
         return messages
 
     def _passed_on(self) -> list[Message]:
@@ -368,8 +369,8 @@ class LocalProgram:
         found = []
         for one in border.brought_facts(self.folder):
             name = f"{one.pid}-{one.name}"
-            if self._brought.get(name) != one:
-                self._brought[name] = one
+            if self._facts.get(name) != one:
+                self._facts[name] = one
                 found.append(one)
         return found
 

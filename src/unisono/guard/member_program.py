@@ -25,7 +25,7 @@ class MemberProgram:
 
     Attributes:
         attendance: at the meeting.
-        here: what runs on this node.
+        local: what runs on this node.
         node_rank: of this node.
         show: sees notes, warnings and the verdict.
         diagnose: names the cause from what the program has printed here.
@@ -35,7 +35,7 @@ class MemberProgram:
     """
 
     attendance: Attendance
-    here: LocalProgram
+    local: LocalProgram
     node_rank: int
     show: Show
     diagnose: Callable[[], Verdict | None]
@@ -48,25 +48,25 @@ class MemberProgram:
 
     def run(self) -> None:
         """Until the head has said its last word, or is lost."""
-        telling = MonitorReports(self.here.ranks, self.node_rank, self.attendance.send)
+        reports = MonitorReports(self.local.ranks, self.node_rank, self.attendance.send)
         attempt = 0
         try:
             while not self._over:
-                for message in self.here.news(_POLL_S, also=[self.attendance.fileno()]):
+                for message in self.local.news(_POLL_S, also=[self.attendance.fileno()]):
                     if message["kind"] == "registered" and message["attempt"] != attempt:
                         attempt = message["attempt"]
-                        telling.close()  # the signs of ranks that were before are not those of the new ones
-                        telling = MonitorReports(self.here.ranks, self.node_rank, self.attendance.send)
+                        reports.close()  # the signs of ranks that were before are not those of the new ones
+                        reports = MonitorReports(self.local.ranks, self.node_rank, self.attendance.send)
                     if message["kind"] == "rank_ended":
-                        telling.tell_views()
+                        reports.send_views()
                     self.attendance.send(message)
-                telling.tell()
+                reports.send()
                 for event in self.attendance.receive(0):
-                    self._take(event, telling)
+                    self._take(event, reports)
                     if self._over:  # what follows the last word is the head's goodbye
                         break
         finally:
-            telling.close()
+            reports.close()
 
     def exit_code(self, own: int | None) -> int:
         """Ours, or the program's.
@@ -80,9 +80,9 @@ class MemberProgram:
             return self._code
         return exit_code_of_program(own)
 
-    def _take(self, event: NodeMessage | Left, telling: MonitorReports) -> None:
+    def _take(self, event: NodeMessage | Left, reports: MonitorReports) -> None:
         if isinstance(event, Left):
-            self._lost(event)
+            self._take_loss(event)
             return
         message = event.message
         match message.get("kind"):
@@ -95,9 +95,9 @@ class MemberProgram:
                     }
                 )
             case "verdict":
-                self._tell(Verdict.from_json(message["verdict"]))
+                self._show_verdict(Verdict.from_json(message["verdict"]))
             case "look":
-                telling.look(message)
+                reports.look(message)
             case "diagnose":
                 say(self.show, "reading what the program printed")
                 found = self.diagnose()
@@ -105,7 +105,7 @@ class MemberProgram:
             case "ended":
                 self._ended(message)
             case _:
-                self.here.obey(message)
+                self.local.handle(message)
 
     def _ended(self, message: Message) -> None:
         self._over = True
@@ -113,25 +113,25 @@ class MemberProgram:
         result = message.get("result") or {}
         self.stopped = str(result.get("signal") or "")
         for verdict in verdicts_in(message):
-            self._tell(verdict)
-        if not self.here.has_ended and self.here.program is not None:
-            self.here.program.end()
-            self.here.program.poll(_ENDING_S)
+            self._show_verdict(verdict)
+        if not self.local.has_ended and self.local.program is not None:
+            self.local.program.end()
+            self.local.program.poll(_ENDING_S)
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _show_verdict(self, verdict: Verdict) -> None:
         self.verdict = verdict
         if verdict.summary not in self._shown:
             self._shown.add(verdict.summary)
             self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
 
-    def _lost(self, event: Left) -> None:
+    def _take_loss(self, event: Left) -> None:
         """The head is not heard any more: nothing here would be told of others, and they wait for us, if they are there."""
         self._over = True
         self.loss = NodeLoss.at_node(event, node_rank=self.node_rank, host=self.attendance.party.host)
         verdict = name_loss(self.loss, head=str(self.attendance.welcome.get("head_host", "")))
         known = find_cause(verdict.cause)
         self._code = known.exit_code if known is not None else 4
-        self._tell(verdict)
-        if self.here.program is not None and not self.here.has_ended:
-            self.here.program.end()
-            self.here.program.poll(_ENDING_S)
+        self._show_verdict(verdict)
+        if self.local.program is not None and not self.local.has_ended:
+            self.local.program.end()
+            self.local.program.poll(_ENDING_S)

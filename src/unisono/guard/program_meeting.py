@@ -31,7 +31,7 @@ from unisono.rendezvous.ssh import RemoteCommand, find_head
 
 
 def find_shape(
-    asked: RunRequest,
+    request: RunRequest,
     command: Command,
     environment: Environment,
     variables: Mapping[str, str],
@@ -41,7 +41,7 @@ def find_shape(
     """The job of a command line, with `--hosts` and with the place that a Slurm step gives.
 
     Args:
-        asked: our options.
+        request: our options.
         command: the program's.
         environment: of this process.
         variables: all of them.
@@ -52,55 +52,55 @@ def find_shape(
         UsageError: as `read_shape`, or if there is no way to a host.
     """
     shape = read_shape(
-        asked,
+        request,
         command,
         variables,
         accelerators,
         is_here=lambda host: is_this_machine(host, network),
         placed=placed_by_slurm(environment.slurm_step, network),
     )
-    refuse_lone_node(asked.launcher, asked.nodes, shape.topology)
+    refuse_lone_node(request.launcher, request.nodes, shape.topology)
     return replace(shape, topology=find_head(shape.topology, network))
 
 
 def find_token(
-    asked: RunRequest, topology: Topology, environment: Environment, given: str | None
+    request: RunRequest, topology: Topology, environment: Environment, given: str | None
 ) -> Token | None:
     """The job's secret; None for one node. A front that was started over ssh ends with who started it.
 
     Raises:
         UsageError: if several nodes have none, or it is not private.
     """
-    if topology.hosts and asked.token_file is None and given is None:
+    if topology.hosts and request.token_file is None and given is None:
         return make_token()
-    found = read_token(asked.token_file, given or token_of_step(environment), nodes=topology.nodes)
+    found = read_token(request.token_file, given or token_of_step(environment), nodes=topology.nodes)
     if found is not None and found.from_stdin:
         watch_lifeline()
     return found
 
 
-def with_our_programs(asked: RunRequest, variables: Mapping[str, str]) -> dict[str, str]:
+def program_environment(request: RunRequest, variables: Mapping[str, str]) -> dict[str, str]:
     """The program's environment: ssh gives a front a bare PATH, and torchrun and its like are beside the python that was asked for."""
-    if not asked.from_stdin:
+    if not request.from_stdin:
         return dict(variables)
     path = [str(Path(sys.executable).parent), *filter(None, [variables.get("PATH")])]
     return {**variables, "PATH": os.pathsep.join(path)}
 
 
-def remote_run(asked: RunRequest, output_dir: Path) -> RemoteCommand:
+def remote_run(request: RunRequest, output_dir: Path) -> RemoteCommand:
     """The same program under the same guard, on another node; its directory there has the same path."""
     return RemoteCommand(
         ("run",),
         {
-            "--join-timeout": f"{asked.join_timeout_s:g}",
-            "--nproc": asked.nproc,
-            "--devices": asked.devices,
+            "--join-timeout": f"{request.join_timeout_s:g}",
+            "--nproc": request.nproc,
+            "--devices": request.devices,
             "--output-dir": output_dir,
-            "--uneven": asked.uneven or None,
-            "--debug-comm": asked.debug_comm or None,
+            "--uneven": request.uneven or None,
+            "--debug-comm": request.debug_comm or None,
         },
-        ("--", *asked.words),
-        asked.ssh,
+        ("--", *request.words),
+        request.ssh,
     )
 
 
@@ -108,7 +108,7 @@ _MOST_BYTES = 64 << 20
 
 
 def make_report(
-    asked: RunRequest,
+    request: RunRequest,
     shape: RunShape,
     standing: ChannelFacts,
     *,
@@ -121,7 +121,7 @@ def make_report(
     """This node's report.
 
     Args:
-        asked: the command.
+        request: the command.
         shape: of the job, as this node knows it.
         standing: what the channel has told.
         machine: this one.
@@ -132,9 +132,9 @@ def make_report(
     """
     del show
     topology = shape.topology
-    ours = runs_in_our_environment(asked.words)
+    ours = runs_in_our_environment(request.words)
     packages = probes.packages() if ours else {}
-    named = asked.devices if asked.devices is not None else environment.visible_devices
+    named = request.devices if request.devices is not None else environment.visible_devices
     visible = visible_gpus(machine.gpus, named)
     addresses = (
         [probes.network.resolve(name) for name in (machine.host, topology.head_host)]
@@ -162,7 +162,7 @@ def make_report(
         environment_digest=versions_digest(packages) if packages else "",
         packages=packages,
         code={**code_digests(), **_script(shape)},
-        config=_words(asked, shape),
+        config=_words(request, shape),
         data_files=[],
         tokenizer_files=[],
         model_files=[],
@@ -184,13 +184,13 @@ def runs_in_our_environment(words: tuple[str, ...]) -> bool:
     return found is None or Path(found).parent == Path(sys.executable).parent
 
 
-def _words(asked: RunRequest, shape: RunShape) -> dict[str, str]:
+def _words(request: RunRequest, shape: RunShape) -> dict[str, str]:
     """The command without what says which node it is, without secrets and without the way to files that every node may keep elsewhere."""
     words = keyed_arguments(comparable(shape.command))
     found = {
         key: redact(f"{key}={value}").removeprefix(f"{key}=") for key, value in words.items()
     }  # some secrets only their name gives away
-    if asked.uneven:
+    if request.uneven:
         found["--uneven"] = "given"
     return found
 

@@ -16,7 +16,7 @@ from unisono.integrations import border
 from unisono.integrations.border import Registration, start_of
 from unisono.plan import DeviceChoice, RankPlace
 from unisono.rundir import RunDir
-from unisono.supervise.local_ranks import LAST_WORDS, RankEnd
+from unisono.supervise.local_ranks import FINAL_KINDS, RankEnd
 from unisono.watch import BeatMemory
 
 _VARIABLES = (
@@ -53,7 +53,7 @@ class Search:
     """
 
     parents: Mapping[int, int]
-    said: Mapping[int, tuple[int, int]]
+    claims: Mapping[int, tuple[int, int]]
     found: tuple[FoundRank, ...]
 
     def is_below(self, pid: int, other: int) -> bool:
@@ -67,7 +67,7 @@ class Search:
     def launcher_of(self, pid: int) -> int | None:
         """The process that has started a rank, perhaps by way of a shell; None where the rank is not there."""
         parent = self.parents.get(pid)
-        while parent is not None and parent in self.said and self.said[parent] == self.said.get(pid):
+        while parent is not None and parent in self.claims and self.claims[parent] == self.claims.get(pid):
             parent = self.parents.get(parent)
         return parent
 
@@ -80,7 +80,7 @@ def search(root: int, host: str) -> Search:
         host: this node's name.
     """
     parents: dict[int, int] = {}
-    said: dict[int, tuple[int, int]] = {}
+    claims: dict[int, tuple[int, int]] = {}
     found: list[FoundRank] = []
     for pid, parent in processes_below(root):
         parents[pid] = parent
@@ -93,9 +93,9 @@ def search(root: int, host: str) -> Search:
             restarts = int(variables.get("TORCHELASTIC_MAX_RESTARTS") or 0)
         except (KeyError, ValueError):
             continue
-        said[pid] = (rank, world_size)
+        claims[pid] = (rank, world_size)
         started = start_of(pid)
-        if said.get(parent) == (rank, world_size) or not 0 <= rank < world_size or started is None:
+        if claims.get(parent) == (rank, world_size) or not 0 <= rank < world_size or started is None:
             continue
         registration = Registration(
             pid,
@@ -110,7 +110,7 @@ def search(root: int, host: str) -> Search:
             restarts=restarts,
         )
         found.append(FoundRank(registration, parent))
-    return Search(parents, said, tuple(found))
+    return Search(parents, claims, tuple(found))
 
 
 UNKNOWN_END = "how it ended is not known"
@@ -232,7 +232,7 @@ class ProgramRanks:
         known = self._ranks.get(rank)
         return known.registration.pid if known is not None and known.end is None else None
 
-    def last_word(self, rank: int) -> Message | None:
+    def final_message(self, rank: int) -> Message | None:
         """What a rank said last of itself, if that was its last word."""
         known = self._ranks.get(rank)
         return known.last if known is not None else None
@@ -255,7 +255,7 @@ class ProgramRanks:
             return ended
         self._looked = now
         news, others = self._find(now)
-        said = [message for number in sorted(self._ranks) for message in self._hear(number)]
+        said = [message for number in sorted(self._ranks) for message in self._read_messages(number)]
         if news:
             places = [place.model_dump(mode="json") for place in self.places]
             others.insert(
@@ -285,31 +285,31 @@ class ProgramRanks:
             for found in seen.found:
                 changed |= self._take(found.registration, registered=False)
             changed |= self._keep_to_one_launcher(seen)
-            others = [text for found in seen.found for text in self._of_another_launcher(found, seen)]
+            others = [text for found in seen.found for text in self._unwatched_launchers(found, seen)]
         return changed, others
 
     def _take(self, one: border.Registration, *, registered: bool) -> bool:
         known = self._ranks.get(one.rank)
-        if known is not None and _who(known.registration) == _who(one):
-            return self._again(known, one, registered=registered)
+        if known is not None and _identity(known.registration) == _identity(one):
+            return self._update(known, one, registered=registered)
         start = self._start_of(one, known, registered=registered)
         rank = self._open_process(one) if start is not None else None
         if start is None or rank is None:
             return False
         if start > self.newest:
-            self._gone |= {_who(other.registration) for other in self._ranks.values()}
+            self._gone |= {_identity(other.registration) for other in self._ranks.values()}
             self.close()
             self.newest, self._starts_before = start, start - one.attempt
         elif known is not None:
             known.close()
         self._ranks[one.rank] = rank
         if registered:
-            self._open(rank)
+            self._attach(rank)
         return True
 
     def _start_of(self, one: border.Registration, known: Rank | None, *, registered: bool) -> int | None:
         """Which start a process belongs to; None where it is not to be watched: of two that say they are the same rank the first counts."""
-        if _who(one) in self._gone:
+        if _identity(one) in self._gone:
             return None
         start = self._starts_before + one.attempt
         if start <= self.newest and self._follows(one, known, registered=registered):
@@ -348,7 +348,7 @@ class ProgramRanks:
                 changed = True
         return changed
 
-    def _of_another_launcher(self, found: FoundRank, seen: Search) -> list[Message]:
+    def _unwatched_launchers(self, found: FoundRank, seen: Search) -> list[Message]:
         """Says it, once for a launcher, where a rank of another one lives."""
         known = self._ranks.get(found.registration.rank)
         if known is None or known.end is not None or found.launcher in (self.root, *self._unwatched):
@@ -363,7 +363,7 @@ class ProgramRanks:
         )
         return [{"kind": "unwatched", "text": text}]
 
-    def _again(self, known: Rank, one: border.Registration, *, registered: bool) -> bool:
+    def _update(self, known: Rank, one: border.Registration, *, registered: bool) -> bool:
         """One that is known says more of itself."""
         if not registered or known.end is not None:
             return False
@@ -371,7 +371,7 @@ class ProgramRanks:
         known.registration = one
         known.grouped |= one.grouped
         if not known.registered:
-            self._open(known)
+            self._attach(known)
         return is_new
 
     @staticmethod
@@ -386,7 +386,7 @@ class ProgramRanks:
         os.close(pidfd)
         return None
 
-    def _open(self, rank: Rank) -> None:
+    def _attach(self, rank: Rank) -> None:
         rank.registered = True
         rank.events = border.EventsOf(self.folder, rank.registration.pid)
         with contextlib.suppress(OSError):
@@ -404,11 +404,11 @@ class ProgramRanks:
 
     # --- what they say, and how they end
 
-    def _hear(self, number: int) -> list[Message]:
+    def _read_messages(self, number: int) -> list[Message]:
         rank = self._ranks[number]
         said = rank.events.new() if rank.events is not None else []
         for message in said:
-            if message["kind"] in LAST_WORDS:
+            if message["kind"] in FINAL_KINDS:
                 rank.last = message
             elif message["kind"] == "phase":
                 rank.phase = str(message.get("phase"))
@@ -419,7 +419,7 @@ class ProgramRanks:
         news: list[Message] = []
         for pidfd in select.select(list(alive), [], [], 0)[0] if alive else []:
             number = alive[pidfd]
-            news += self._hear(number)
+            news += self._read_messages(number)
             rank = self._ranks[number]
             rank.end = self._end_of(number, rank)
             rank.ended_at = _ticks()
@@ -449,16 +449,18 @@ class ProgramRanks:
         """Whether its end says nothing of why."""
         if self.is_orphaned:
             return last is None or last["kind"] != "result"
-        return last is None and (code is None or self._was_done(rank, code))
+        return last is None and (code is None or self._had_left_group(rank, code))
 
-    def _was_done(self, rank: Rank, code: int) -> bool:
+    def _had_left_group(self, rank: Rank, code: int) -> bool:
         """Whether nobody counted on it any more: it had left its process group. Ray ends its workers so, with status 1; the program's own code tells."""
-        said = (one for one in border.registrations(self.folder) if _who(one) == _who(rank.registration))
+        said = (
+            one for one in border.registrations(self.folder) if _identity(one) == _identity(rank.registration)
+        )
         now = next(said, rank.registration)
         return code > 0 and rank.grouped and not now.grouped
 
 
-def _who(one: border.Registration) -> tuple[int, int]:
+def _identity(one: border.Registration) -> tuple[int, int]:
     """A process, also where its number is used again."""
     return one.pid, one.started
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unisono.errors import Problem, UsageError
-from unisono.guard.command import Command, Job, Said, read_job
+from unisono.guard.command import Command, Job, Setting, read_job
 from unisono.guard.program_signals import GRACE_S
 from unisono.integrations.inside import injected, why_deaf
 from unisono.plan.topology import (
@@ -90,7 +90,7 @@ class RunShape:
 
 
 def read_shape(
-    asked: RunRequest,
+    request: RunRequest,
     command: Command,
     variables: Mapping[str, str],
     accelerators: Accelerators,
@@ -101,7 +101,7 @@ def read_shape(
     """The job of a command line.
 
     Args:
-        asked: our options.
+        request: our options.
         command: the program's.
         variables: of the environment.
         accelerators: that the program would see here.
@@ -112,8 +112,8 @@ def read_shape(
         UsageError: if two sources contradict each other, naming both; or if something is missing, or cannot be read.
     """
     job = read_job(command, variables)
-    _refuse_contradictions(asked, job, variables)
-    _refuse_elastic(asked, job)
+    _refuse_contradictions(request, job, variables)
+    _refuse_elastic(request, job)
     own = (
         command.kind in ("accelerate", "deepspeed")
         or job.backend is not None
@@ -123,28 +123,28 @@ def read_shape(
     try:
         topology = read_topology(
             TopologyRequest(
-                nproc=asked.nproc,
-                nodes=asked.nodes,
-                node_rank=asked.node_rank,
-                head=asked.head,
-                hosts=parse_hosts(asked.hosts),
+                nproc=request.nproc,
+                nodes=request.nodes,
+                node_rank=request.node_rank,
+                head=request.head,
+                hosts=parse_hosts(request.hosts),
                 command="unisono run",
             ),
             merged,
-            replace(accelerators, count=0) if asked.nproc is not None or job.nproc else accelerators,
+            replace(accelerators, count=0) if request.nproc is not None or job.nproc else accelerators,
             is_here=is_here,
             placed=placed,
         )
     except UsageError as error:
         raise UsageError(*(_in_its_words(problem, origins) for problem in error.problems)) from error
-    _refuse_other_hosts(asked, job, topology, variables)
+    _refuse_other_hosts(request, job, topology, variables)
     topology = replace(
         topology,
         origins={k: _as_said(v, origins) for k, v in topology.origins.items()},
         nproc_origin=origins.get(topology.nproc_origin, topology.nproc_origin),
-        nproc_declared=topology.nproc_declared and not _is_automatic(job, asked),
+        nproc_declared=topology.nproc_declared and not _is_automatic(job, request),
     )
-    topology, notes = _ports(asked, job, topology, own=own)
+    topology, notes = _ports(request, job, topology, own=own)
     return RunShape(topology, command, job, own, notes)
 
 
@@ -153,8 +153,8 @@ def _as_said(origin: str, origins: Mapping[str, str]) -> str:
     return ", ".join(origins.get(name, name) for name in origin.split(", "))
 
 
-def _is_automatic(job: Job, asked: RunRequest) -> bool:
-    return asked.nproc is None and job.nproc is not None and not job.nproc.text.isdigit()
+def _is_automatic(job: Job, request: RunRequest) -> bool:
+    return request.nproc is None and job.nproc is not None and not job.nproc.text.isdigit()
 
 
 def _merged(job: Job) -> tuple[dict[str, str], dict[str, str]]:
@@ -185,13 +185,13 @@ def _in_its_words(problem: Problem, origins: Mapping[str, str]) -> Problem:
     return Problem(**texts)
 
 
-def _refuse_contradictions(asked: RunRequest, job: Job, variables: Mapping[str, str]) -> None:
+def _refuse_contradictions(request: RunRequest, job: Job, variables: Mapping[str, str]) -> None:
     """Our option and the program's argument, where both are given, must mean the same. A variable gives way to either."""
-    host, port = parse_head(asked.head, "--head") if asked.head is not None else (None, None)
-    pairs: list[tuple[str, object, Said | None]] = [
-        ("--nodes", asked.nodes, job.nodes),
-        ("--node-rank", asked.node_rank, job.node_rank),
-        ("--nproc", asked.nproc, job.nproc),
+    host, port = parse_head(request.head, "--head") if request.head is not None else (None, None)
+    pairs: list[tuple[str, object, Setting | None]] = [
+        ("--nodes", request.nodes, job.nodes),
+        ("--node-rank", request.node_rank, job.node_rank),
+        ("--nproc", request.nproc, job.nproc),
         ("--head", host, job.host),
     ]
     problems = []
@@ -211,17 +211,17 @@ def _refuse_contradictions(asked: RunRequest, job: Job, variables: Mapping[str, 
         raise UsageError(*problems)
 
 
-def refuse_launcher(asked: RunRequest) -> None:
+def refuse_launcher(request: RunRequest) -> None:
     """A front of `run` stands beside the program on its own node: Ray and Slurm start fronts by the command that is typed there.
 
     Raises:
         UsageError: if `--launcher` names none, or one that contradicts the other options, or one that is asked for otherwise.
     """
-    launcher, program = asked.launcher, shlex.join(asked.words)
+    launcher, program = request.launcher, shlex.join(request.words)
     if launcher in (None, "nodes"):
         return
     if launcher == "local":
-        if asked.hosts is not None or asked.nodes not in (None, "1"):
+        if request.hosts is not None or request.nodes not in (None, "1"):
             raise UsageError.of(
                 "--launcher local runs on one node, but several are requested",
                 where="command line",
@@ -245,10 +245,10 @@ def refuse_launcher(asked: RunRequest) -> None:
 
 
 def _refuse_other_hosts(
-    asked: RunRequest, job: Job, topology: Topology, variables: Mapping[str, str]
+    request: RunRequest, job: Job, topology: Topology, variables: Mapping[str, str]
 ) -> None:
     """With `--hosts` one command line is for all nodes: the program's own arguments must not say another number, or which node it is."""
-    if asked.hosts is None:
+    if request.hosts is None:
         return
     rank, nodes = job.node_rank, job.nodes
     if rank is not None and rank.origin not in variables:
@@ -272,10 +272,10 @@ def _is_same(ours: str, theirs: str) -> bool:
     return theirs in spans or (theirs.isdigit() and ours.isdigit() and int(theirs) == int(ours))
 
 
-def _refuse_elastic(asked: RunRequest, job: Job) -> None:
+def _refuse_elastic(request: RunRequest, job: Job) -> None:
     """A job whose number of nodes may change cannot agree on it."""
     for text, origin in (
-        (asked.nodes, "--nodes"),
+        (request.nodes, "--nodes"),
         (job.nodes.text, job.nodes.origin) if job.nodes else (None, ""),
     ):
         low, colon, high = (text or "").partition(":")
@@ -288,7 +288,9 @@ def _refuse_elastic(asked: RunRequest, job: Job) -> None:
             )
 
 
-def _ports(asked: RunRequest, job: Job, topology: Topology, *, own: bool) -> tuple[Topology, tuple[str, ...]]:
+def _ports(
+    request: RunRequest, job: Job, topology: Topology, *, own: bool
+) -> tuple[Topology, tuple[str, ...]]:
     """The control channel takes the head's port, unless the program itself waits there: then the next one."""
     if topology.nodes == 1 or not own:
         return topology, ()
@@ -297,12 +299,12 @@ def _ports(asked: RunRequest, job: Job, topology: Topology, *, own: bool) -> tup
         return topology, ()
     origin = job.port.origin if job.port is not None else ""
     if (
-        asked.head is not None
-        and parse_head(asked.head, "--head")[1] == theirs
-        and asked.head.endswith(str(theirs))
+        request.head is not None
+        and parse_head(request.head, "--head")[1] == theirs
+        and request.head.endswith(str(theirs))
     ):
         raise UsageError.of(
-            f"--head {asked.head} and {origin} {theirs} want the same port",
+            f"--head {request.head} and {origin} {theirs} want the same port",
             where="command line",
             why="the fronts speak to each other before and while the program does",
             fix=f"--head {topology.head_host}:{theirs + 1}",
@@ -316,7 +318,7 @@ _OURS = ("UNISONO_TOKEN", "UNISONO_GUARD")
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProgramEnvironment:
     """What the program is started with.
 
     Attributes:
@@ -328,18 +330,18 @@ class Surroundings:
     notes: tuple[str, ...] = ()
 
 
-def surroundings_of(
-    asked: RunRequest,
+def build_environment(
+    request: RunRequest,
     shape: RunShape,
     environment: Mapping[str, str],
     *,
     guard_file: Path,
     store: tuple[str, int] | None,
-) -> Surroundings:
+) -> ProgramEnvironment:
     """The program's environment.
 
     Args:
-        asked: our options.
+        request: our options.
         shape: of the job.
         environment: of this process.
         guard_file: of the border.
@@ -347,19 +349,19 @@ def surroundings_of(
     """
     found = {name: value for name, value in environment.items() if name not in _OURS}
     notes: list[str] = []
-    deaf = why_deaf(asked.words)
+    deaf = why_deaf(request.words)
     if deaf is not None:
         notes.append(f"{deaf}: of its ranks only deaths are seen")
     found = injected(found, guard_file)
     topology = shape.topology
-    if asked.devices is not None:
-        found["CUDA_VISIBLE_DEVICES"] = asked.devices
-    if asked.nproc is not None:
-        found |= {"NPROC_PER_NODE": str(asked.nproc), "PET_NPROC_PER_NODE": str(asked.nproc)}
-    if asked.debug_comm:
+    if request.devices is not None:
+        found["CUDA_VISIBLE_DEVICES"] = request.devices
+    if request.nproc is not None:
+        found |= {"NPROC_PER_NODE": str(request.nproc), "PET_NPROC_PER_NODE": str(request.nproc)}
+    if request.debug_comm:
         found |= {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"}
     if topology.nodes == 1 or store is None:
-        return Surroundings(found, tuple(notes))
+        return ProgramEnvironment(found, tuple(notes))
     host, port = store
     place = {"NNODES": str(topology.nodes), "NODE_RANK": str(topology.node_rank)}
     found |= place | {"PET_NNODES": str(topology.nodes)}
@@ -382,4 +384,4 @@ def surroundings_of(
         notes.append(
             "FORCE_TORCHRUN=1 is set: with one device LLaMA-Factory would train on each node by itself"
         )
-    return Surroundings(found, tuple(notes))
+    return ProgramEnvironment(found, tuple(notes))

@@ -6,14 +6,14 @@ import signal
 from types import FrameType
 from typing import Any, Self
 
-from unisono.supervise.interrupts import AGAIN_AFTER_S, taken_over
+from unisono.supervise.interrupts import AGAIN_AFTER_S, install_handlers
 from unisono.text import show_seconds
 
 GRACE_S = 40.0
 """For a program to end after a signal. torchrun gives its ranks 30 s."""
 _AGAIN_S = 5.0
 
-_PASSED = (
+_PASSED_ON = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
@@ -22,10 +22,10 @@ _PASSED = (
     signal.SIGUSR2,
     signal.SIGCONT,
 )
-_ASK_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Signals:
+class SignalQueue:
     """While it is entered, signals are noted, and not acted upon.
 
     Attributes:
@@ -34,21 +34,21 @@ class Signals:
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
-        self._noted: list[signal.Signals] = []
+        self._received: list[signal.Signals] = []
         self._before: dict[signal.Signals, Any] = {}
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
 
     def __enter__(self) -> Self:
-        self._before = taken_over(_PASSED, self._note)
+        self._before = install_handlers(_PASSED_ON, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             # Only the last lines are left then, and an impatient signal must not take the exit code.
             signal.signal(
-                number, signal.SIG_IGN if self.first is not None and number in _ASK_TO_STOP else handler
+                number, signal.SIG_IGN if self.first is not None and number in _STOP_SIGNALS else handler
             )
         os.close(self._read)
         os.close(self._write)
@@ -61,19 +61,19 @@ class Signals:
         """Those that have come since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._read, 4096)
-        noted, self._noted = self._noted, []
-        return noted
+        received, self._received = self._received, []
+        return received
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         one = signal.Signals(number)
-        self._noted.append(one)
-        if self.first is None and one in _ASK_TO_STOP:
+        self._received.append(one)
+        if self.first is None and one in _STOP_SIGNALS:
             self.first = one
         with contextlib.suppress(BlockingIOError):
             os.write(self._write, b".")
 
 
-class Stopping:
+class StopDeadline:
     """How long the program may take to end, once a signal has asked for it on some node. No clock of its own.
 
     Attributes:
@@ -93,7 +93,7 @@ class Stopping:
         self._times = 0
         self._last: dict[int, float] = {}
 
-    def ask(self, number: signal.Signals, node_rank: int, now: float) -> str | None:
+    def take(self, number: signal.Signals, node_rank: int, now: float) -> str | None:
         """Takes one signal; gives what is to be said of it, None for one that changes nothing.
 
         Schedulers signal every node, and every process of it: as in supervise.interrupts, a second signal is one that comes to the same node
@@ -104,7 +104,7 @@ class Stopping:
             node_rank: whose front got it.
             now: seconds of any steady clock.
         """
-        if number not in _ASK_TO_STOP or now - self._last.get(node_rank, -AGAIN_AFTER_S) < AGAIN_AFTER_S:
+        if number not in _STOP_SIGNALS or now - self._last.get(node_rank, -AGAIN_AFTER_S) < AGAIN_AFTER_S:
             return None
         is_new = not self._times or node_rank in self._last
         self._last[node_rank] = now

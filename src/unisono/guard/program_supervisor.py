@@ -12,10 +12,10 @@ from unisono.control.events import Event, Left, NodeMessage
 from unisono.control.server import HeadServer
 from unisono.events import Message, Show, say
 from unisono.guard.launcher_facts import LauncherFacts
-from unisono.guard.local_program import PASSED_EVERYWHERE, LocalProgram
+from unisono.guard.local_program import JOB_STOP_SIGNALS, LocalProgram
 from unisono.guard.program_end import ProgramEnd, for_program, is_gone_wrong
 from unisono.guard.program_ranks import UNKNOWN_END
-from unisono.guard.program_signals import Stopping
+from unisono.guard.program_signals import StopDeadline
 from unisono.integrations.border import LAUNCHER
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
 from unisono.supervise.decision import Failures, NodeLoss, ended_well
@@ -47,14 +47,14 @@ class ProgramJob:
 
 
 _POLL_S = 0.1
-_LAUNCHER_S = 8.0  # for the program to say and do by itself what it does when a rank is gone
-_OTHERS_S = 10.0  # for programs on other nodes, when one has ended badly
+_PROGRAM_ENDS_S = 8.0  # for the program to say and do by itself what it does when a rank is gone
+_OTHER_NODES_S = 10.0  # for programs on other nodes, when one has ended badly
 _ENDING_S = 30.0
-_LEFT_S = 3.0
+_LEFT_EARLY_S = 3.0
 _RESTART_S = 120.0  # for a launcher to start its ranks anew; torchrun alone gives the old ones 30 s
-_ALONE_S = 60.0  # a rank is one once it has loaded torch, which takes long where files come over a network
-_NOWHERE = DeviceChoice(kind="cpu", name="unknown", memory_bytes=0, bfloat16=False)
-NOBODY_YET = f"no rank has told of itself in {_ALONE_S:.0f} s: until one does, only deaths are seen"
+_UNSEEN_S = 60.0  # a rank is one once it has loaded torch, which takes long where files come over a network
+_UNKNOWN_DEVICE = DeviceChoice(kind="cpu", name="unknown", memory_bytes=0, bfloat16=False)
+NO_RANK_SEEN = f"no rank has told of itself in {_UNSEEN_S:.0f} s: until one does, only deaths are seen"
 
 
 @dataclass
@@ -62,7 +62,7 @@ class ProgramSupervisor:
     """The head of a guarded program, from its start on every node to its end.
 
     Attributes:
-        here: this node.
+        local: this node.
         nodes: all of them.
         reports: of all nodes; empty for one node.
         server: the other nodes; None where there are none.
@@ -77,16 +77,16 @@ class ProgramSupervisor:
         programs: how the program ended, by node.
         gone_wrong: how it ended on the first node on which it did not end well; None: on none.
         framework: that the program trains with, once it has made a step; empty: not known.
-        asked: the first signal that some front got.
+        stop_signal: the first signal that some front got.
         agreements: what came of comparing what was brought.
         raw: what was gathered of ranks, where the watch ended them.
         looks: the same.
         last_death: of a rank, after which the launcher was to start the ranks anew.
         stopping: how long the program may take to end after a signal.
-        beside: called some times a second while the program runs.
+        each_poll: called some times a second while the program runs.
     """
 
-    here: LocalProgram
+    local: LocalProgram
     nodes: Sequence[NodePlace]
     reports: Sequence[NodeReport]
     server: HeadServer | None
@@ -100,13 +100,13 @@ class ProgramSupervisor:
     programs: dict[int, int] = field(default_factory=dict)
     gone_wrong: ProgramEnd | None = None
     framework: str = ""
-    asked: signal.Signals | None = None
+    stop_signal: signal.Signals | None = None
     agreements: Agreement = field(default_factory=Agreement)
     raw: dict[int, RawEvidence] = field(default_factory=dict)
     looks: dict[int, Look] = field(default_factory=dict)
     last_death: Verdict | None = None
-    stopping: Stopping = field(default_factory=Stopping)
-    beside: Callable[[], object] = lambda: None
+    stopping: StopDeadline = field(default_factory=StopDeadline)
+    each_poll: Callable[[], object] = lambda: None
     _places: dict[int, RankPlace] = field(default_factory=dict)
     _world: int = 0
     _is_seen: bool = False
@@ -114,44 +114,44 @@ class ProgramSupervisor:
     _launchers_agree: bool = False
     _attempt: int = 0
     _failures: Failures = field(default_factory=Failures)
-    _signs: RankMonitor | None = None
-    _watching: StallMonitor | None = None
-    _brought: LauncherFacts = field(init=False)
+    _monitor: RankMonitor | None = None
+    _stall_monitor: StallMonitor | None = None
+    _facts: LauncherFacts = field(init=False)
     _end_by: float | None = None
-    _bad_program: float | None = None
+    _gone_wrong_at: float | None = None
     _ended_all: bool = False
     _began: float = field(default_factory=time.monotonic)
-    _said: set[str] = field(default_factory=set)
+    _shown_once: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._brought = LauncherFacts(self.nodes, self.reports, self.uneven, self.store_host)
+        self._facts = LauncherFacts(self.nodes, self.reports, self.uneven, self.store_host)
 
     def run(self) -> None:
         """Until the program has ended on every node that is still there."""
         try:
             while not self._is_over():
-                self._hear(_POLL_S)
+                self._receive(_POLL_S)
                 self._look()
-                self.beside()
+                self.each_poll()
                 self._decide(time.monotonic())
             self._decide_at_the_end()
         finally:
-            if self._signs is not None:
-                self._signs.close()
+            if self._monitor is not None:
+                self._monitor.close()
 
     def _is_over(self) -> bool:
         if self.only_launchers and (self._launchers_agree or self.verdict is not None):
             return True
-        here = {node.node_rank for node in self.nodes} - set(self._failures.lost)
-        if here <= set(self.programs):
+        connected = {node.node_rank for node in self.nodes} - set(self._failures.lost)
+        if connected <= set(self.programs):
             return True
         return self._end_by is not None and time.monotonic() > self._end_by + _ENDING_S
 
     # --- hearing
 
-    def _hear(self, timeout_s: float) -> None:
+    def _receive(self, timeout_s: float) -> None:
         also = [self.server.fileno()] if self.server is not None else []
-        for message in self.here.news(timeout_s, also=also):
+        for message in self.local.news(timeout_s, also=also):
             self._take(0, message)
         for event in self.server.receive(0) if self.server is not None else []:
             self._take_event(event)
@@ -173,7 +173,7 @@ class ProgramSupervisor:
             case "registered":
                 self._take_ranks(node_rank, message)
             case "rank_said":
-                self._take_said(int(message["rank"]), dict(message["message"]))
+                self._take_rank_message(int(message["rank"]), dict(message["message"]))
             case "rank_ended" if int(message["attempt"]) == self._attempt:
                 self._take_end(RankEnd.from_json(message["end"]))
             case "unwatched":
@@ -186,8 +186,8 @@ class ProgramSupervisor:
                 self._take_signal(node_rank, signal.Signals[str(message["signal"])])
             case "refused" if self.verdict is None:  # it could not start the program after all
                 self._name(node_refused(node_rank, self.nodes[node_rank].host, message), end_in_s=0.0)
-            case "beats" | "looked" if self._watching is not None:
-                self._watching.heard(node_rank, message)
+            case "beats" | "looked" if self._stall_monitor is not None:
+                self._stall_monitor.on_message(node_rank, message)
             case _:
                 pass  # a newer node says more
 
@@ -196,7 +196,7 @@ class ProgramSupervisor:
         if attempt < self._attempt:
             return
         if attempt > self._attempt:
-            self._begin_again(attempt)
+            self._restart_ranks(attempt)
         self.restarts = max(
             self.restarts, int(message.get("restarts", 0))
         )  # a launcher that the program starts by itself has its own
@@ -206,23 +206,23 @@ class ProgramSupervisor:
             if place.node_rank == node_rank and 0 <= place.rank < self._world:
                 self._places[place.rank] = place
         self._is_seen = self._is_seen or len(message["unseen"]) < len(message["places"])
-        if len(self._places) == self._world and self._watching is None:
-            self._signs = self._signs or RankMonitor(self.here.ranks, 0)
-            self._watching = StallMonitor(self.job, self._signs, self.server, self.show)
+        if len(self._places) == self._world and self._stall_monitor is None:
+            self._monitor = self._monitor or RankMonitor(self.local.ranks, 0)
+            self._stall_monitor = StallMonitor(self.job, self._monitor, self.server, self.show)
 
-    def _begin_again(self, attempt: int) -> None:
+    def _restart_ranks(self, attempt: int) -> None:
         """The program's launcher has started its ranks anew, or the program its next launcher: what was found of those before is history."""
         if self._attempt or self._places:
             self._say(f"the program has started its ranks anew, or others (start {attempt + 1})")
         self._attempt = attempt
         self._places.clear()
         self._failures.restart()
-        self._world, self._watching, self._end_by, self.verdict = 0, None, None, None
-        if self._signs is not None:
-            self._signs.close()
-            self._signs = None
+        self._world, self._stall_monitor, self._end_by, self.verdict = 0, None, None, None
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
 
-    def _take_said(self, rank: int, message: Message) -> None:
+    def _take_rank_message(self, rank: int, message: Message) -> None:
         if message["kind"] == "framework":
             self.framework = one_line(str(message.get("name", "")), limit=100)
         elif message["kind"] in ("note", "warning", "unguarded"):
@@ -234,7 +234,7 @@ class ProgramSupervisor:
             message["kind"] == "refused" and isinstance(message.get("verdict"), dict) and self.verdict is None
         ):
             # A callback has compared the ranks by itself: all of them have these words, and end by them.
-            self._name(Verdict.from_json(message["verdict"]), end_in_s=_LAUNCHER_S)
+            self._name(Verdict.from_json(message["verdict"]), end_in_s=_PROGRAM_ENDS_S)
 
     def _take_end(self, end: RankEnd) -> None:
         if end.ended_by_us == UNKNOWN_END:  # neither well nor badly: others' ends will tell
@@ -253,39 +253,39 @@ class ProgramSupervisor:
                 bool(oom_killed) if oom_killed is not None else None,
                 keeper_lost=bool(message.get("keeper_lost")),
             )
-            self._bad_program = time.monotonic()
+            self._gone_wrong_at = time.monotonic()
 
     def _take_signal(self, node_rank: int, number: signal.Signals) -> None:
         if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
             return
-        self.asked = self.asked or number
-        text = self.stopping.ask(number, node_rank, time.monotonic()) if not self.only_launchers else None
+        self.stop_signal = self.stop_signal or number
+        text = self.stopping.take(number, node_rank, time.monotonic()) if not self.only_launchers else None
         if text is not None:
             self._say(text)
-        if number in PASSED_EVERYWHERE:
+        if number in JOB_STOP_SIGNALS:
             for node in self.nodes:
                 if node.node_rank != node_rank:
-                    self._do(node.node_rank, {"kind": "stop", "signal": number.name})
+                    self._send(node.node_rank, {"kind": "stop", "signal": number.name})
 
     # --- agreements
 
     def _take_facts(self, node_rank: int, message: Message) -> None:
         if message["name"] == LAUNCHER:  # one that the program starts by itself has its own --max-restarts
             self.restarts = max(self.restarts, int(message["own"].get("max_restarts", 0)))
-        compared = self._brought.take(node_rank, message, now=time.monotonic())
+        compared = self._facts.take(node_rank, message, now=time.monotonic())
         if compared is None:
             return
         found = compared.agreement
         self.agreements = self.agreements.merged(found)
         for node, answer in compared.answers:
-            self._do(node, answer)
+            self._send(node, answer)
         self._launchers_agree = self._launchers_agree or (compared.name == LAUNCHER and found.agreed)
         if found.fatal:
             after_s = round(time.monotonic() - compared.complete_at, 3)
             self._name(found.fatal[0].model_copy(update={"named_after_s": after_s}), end_in_s=0.5)
 
-    def _tell_who_is_waited_for(self, now: float) -> None:
-        for waiting in self._brought.waiting(self._places, now=now):
+    def _report_missing(self, now: float) -> None:
+        for waiting in self._facts.waiting(self._places, now=now):
             if waiting.is_due:
                 self._say(waiting.line)
             if waiting.name == LAUNCHER and waiting.since_s > self.join_timeout_s and self.verdict is None:
@@ -299,7 +299,7 @@ class ProgramSupervisor:
         host = self.nodes[0].host
         ranks = [
             self._places.get(rank)
-            or RankPlace(rank=rank, node_rank=0, local_rank=0, host=host, device=_NOWHERE)
+            or RankPlace(rank=rank, node_rank=0, local_rank=0, host=host, device=_UNKNOWN_DEVICE)
             for rank in range(self._world)
         ]
         return ProgramJob(self.nodes, ranks)
@@ -307,51 +307,51 @@ class ProgramSupervisor:
     @property
     def _is_undecided(self) -> bool:
         """Whether there is neither a verdict nor a signal that explains the end."""
-        return self.verdict is None and self.asked is None
+        return self.verdict is None and self.stop_signal is None
 
     def _look(self) -> None:
         now = time.monotonic()
-        self._tell_who_is_waited_for(now)
-        if not self._is_seen and self.verdict is None and now - self._began > _ALONE_S and not self._brought:
-            self._say_once(NOBODY_YET)
-        if self._watching is None or self._ended_all:
+        self._report_missing(now)
+        if not self._is_seen and self.verdict is None and now - self._began > _UNSEEN_S and not self._facts:
+            self._say_once(NO_RANK_SEEN)
+        if self._stall_monitor is None or self._ended_all:
             return
-        found = self._lasting(self._watching.look(), now)
+        found = self._if_lasting(self._stall_monitor.look(), now)
         if found is not None and self._is_undecided and self._failures.first_at is None:
             self._gather()
             self._name(found, end_in_s=0.0)
 
-    def _lasting(self, found: Verdict | None, now: float) -> Verdict | None:
+    def _if_lasting(self, found: Verdict | None, now: float) -> Verdict | None:
         """Ranks of somebody else's program leave one by one, as they like: that one has left counts once the others still wait later."""
         if found is None or not self._has_left(found):
             self._early_since = None
             return found
         self._early_since = self._early_since or now
-        return found if now - self._early_since >= _LEFT_S else None
+        return found if now - self._early_since >= _LEFT_EARLY_S else None
 
     def _has_left(self, found: Verdict) -> bool:
         """Whether the ranks that are named have said their last word; those that wait in another collective than the rest have not."""
-        views = self._watching.picture.views if self._watching is not None else {}
+        views = self._stall_monitor.picture.views if self._stall_monitor is not None else {}
         return found.cause == "unequal_steps" and any(
             rank in views and views[rank].told_result for rank in found.ranks
         )
 
     def _gather(self) -> None:
         """Keeps what a verdict can cite, while it is there."""
-        if self._watching is not None:
-            self.raw = self._watching.raw()
-            self.looks = dict(self._watching.picture.looks)
+        if self._stall_monitor is not None:
+            self.raw = self._stall_monitor.raw()
+            self.looks = dict(self._stall_monitor.picture.looks)
 
     def _decide(self, now: float) -> None:
         if self._failures.first_at is not None and self._is_undecided:
             found = self._first_failure(now)
             if found is not None:
-                if self._may_begin_again(now):
+                if self._may_restart(now):
                     self._warn_once(found)
                 else:
                     self._gather()
-                    self._name(found, end_in_s=_LAUNCHER_S)
-        if self._bad_program is not None and now - self._bad_program > _OTHERS_S:
+                    self._name(found, end_in_s=_PROGRAM_ENDS_S)
+        if self._gone_wrong_at is not None and now - self._gone_wrong_at > _OTHER_NODES_S:
             self._end_by = self._end_by or now
         if self.stopping.end_by is not None and now >= self.stopping.end_by and not self._ended_all:
             self._say(self.stopping.late)
@@ -359,7 +359,7 @@ class ProgramSupervisor:
         if self._end_by is not None and now >= self._end_by and not self._ended_all:
             self._ended_all = True
             for node in self.nodes:
-                self._do(node.node_rank, {"kind": "end"})
+                self._send(node.node_rank, {"kind": "end"})
 
     def _decide_at_the_end(self) -> None:
         """Names a rank that left while others counted on it, where all of it went so fast that nothing was named: what is printed does not say so."""
@@ -371,25 +371,25 @@ class ProgramSupervisor:
             after_s = round(time.monotonic() - failures.first_at, 3)
             self._name(name_death(culprit, self.job, after_s=after_s), end_in_s=0.0)
 
-    def _may_begin_again(self, now: float) -> bool:
+    def _may_restart(self, now: float) -> bool:
         """Whether the program's launchers are all there, and still have time to start the ranks anew by themselves."""
         assert self._failures.first_at is not None
         return (
             self.restarts > 0
             and not self._failures.lost
-            and self._bad_program is None
+            and self._gone_wrong_at is None
             and now - self._failures.first_at < _RESTART_S
         )
 
     def _first_failure(self, now: float) -> Verdict | None:
         """The verdict on the rank or node that failed first; None while more may be heard, or if neither is known."""
         assert self._failures.first_at is not None
-        if self._watching is not None:
-            self._watching.see()
+        if self._stall_monitor is not None:
+            self._stall_monitor.see()
         decision = self._failures.decide(now=now)
         if decision is None:
             return None
-        picture = self._watching.picture if self._watching is not None else None
+        picture = self._stall_monitor.picture if self._stall_monitor is not None else None
         after_s = round(now - self._failures.first_at, 3)
         # Without a culprit, what was printed may say more; it is read at the end.
         return name_failure(decision, self.job, after_s=after_s, seen=picture)
@@ -403,9 +403,9 @@ class ProgramSupervisor:
 
     def _warn_once(self, verdict: Verdict) -> None:
         """The launcher will start the ranks anew by itself, if it can."""
-        if verdict.summary in self._said:
+        if verdict.summary in self._shown_once:
             return
-        self._said.add(verdict.summary)
+        self._shown_once.add(verdict.summary)
         text = f"{verdict.summary}; its launcher may start the ranks anew (--max-restarts)"
         self._warn(verdict.cause, text)
         self.last_death = verdict
@@ -415,9 +415,9 @@ class ProgramSupervisor:
 
     # --- telling
 
-    def _do(self, node_rank: int, message: Message) -> None:
+    def _send(self, node_rank: int, message: Message) -> None:
         if node_rank == 0:
-            self.here.obey(message)
+            self.local.handle(message)
         elif self.server is not None:
             self.server.send(node_rank, message)
 
@@ -427,6 +427,6 @@ class ProgramSupervisor:
             self.server.tell_all({"kind": "note", "text": text})
 
     def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._shown_once:
+            self._shown_once.add(text)
             self._say(text)

@@ -99,7 +99,7 @@ class _Log:
         return fd
 
 
-class _Passing(threading.Thread):
+class _StreamCopy(threading.Thread):
     """Passes on one stream of the program, byte by byte as it comes."""
 
     def __init__(self, source: int, target: int, log: _Log) -> None:
@@ -168,11 +168,11 @@ class Subreaper:
         self._log = _Log(
             str(settings["log"])
         )  # no thread is there before the program is: it is started by a fork
-        self._passing = [
-            _Passing(read, target, self._log) for target, (_, read) in zip(targets, channels, strict=True)
+        self._copies = [
+            _StreamCopy(read, target, self._log) for target, (_, read) in zip(targets, channels, strict=True)
         ]
-        for passing in self._passing:
-            passing.start()
+        for copy in self._copies:
+            copy.start()
         self._say(f"started {self._program.pid}")
 
     def run(self) -> None:
@@ -196,8 +196,8 @@ class Subreaper:
             select.select([0], [], [], _SEEN_S)
         left = self._end_tree(patience_s=0 if ending_now else _PATIENCE_S)
         limit = time.monotonic() + _OUTPUT_S
-        for passing in self._passing:
-            passing.join(max(0.0, limit - time.monotonic()))
+        for copy in self._copies:
+            copy.join(max(0.0, limit - time.monotonic()))
         self._log.finish()
         if left:
             self._say(f"left {left}")
@@ -296,7 +296,7 @@ def _is_dead(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in ("Z", "X")
 
 
-def _pass_by(_number: int, _frame: object) -> None:
+def _ignore(_number: int, _frame: object) -> None:
     """The front decides what reaches the program."""
 
 
@@ -315,18 +315,18 @@ def main() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # what nohup ignores the program ignores, too
-            signal.signal(number, _pass_by)  # and not ignored: the program would inherit that
-    keeper = None
+            signal.signal(number, _ignore)  # and not ignored: the program would inherit that
+    subreaper = None
     try:
-        keeper = Subreaper(settings, settings["environment"])
-        keeper.run()
-        keeper.outlast_front()
+        subreaper = Subreaper(settings, settings["environment"])
+        subreaper.run()
+        subreaper.outlast_front()
     except OSError as error:
         with contextlib.suppress(OSError):
             os.write(int(settings["report"]), f"failed {error.errno or 0} {error.strerror}\n".encode())
     finally:
-        if keeper is not None:
-            keeper.clean()
+        if subreaper is not None:
+            subreaper.clean()
 
 
 if __name__ == "__main__":

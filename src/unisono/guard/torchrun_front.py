@@ -26,7 +26,7 @@ from unisono.guard.member_program import MemberProgram
 from unisono.guard.program_meeting import make_report
 from unisono.guard.program_ranks import ProgramDir, ProgramRanks
 from unisono.guard.program_request import RunRequest, RunShape
-from unisono.guard.program_signals import Signals
+from unisono.guard.program_signals import SignalQueue
 from unisono.guard.program_supervisor import ProgramSupervisor
 from unisono.integrations.border import Guard
 from unisono.plan import NodePlace
@@ -38,14 +38,14 @@ from unisono.rendezvous.member_side import attend_meeting
 from unisono.rendezvous.party import ChannelFacts, MakeReport, Party
 from unisono.text import one_line
 
-_READING_S = 60.0  # it looks 50 times a second, on a machine that may have much to do
+_ANSWER_READ_S = 60.0  # it looks 50 times a second, on a machine that may have much to do
 
 
 def main() -> int:
     """Reads the settings, and agrees."""
     settings = json.loads(sys.stdin.readline())
     try:
-        return _Companion.of(settings).run()
+        return _TorchrunFront.of(settings).run()
     except Disagreed as error:
         if not error.said and error.verdict is not None:
             _show({"kind": "verdict", **error.verdict.to_json()})
@@ -57,14 +57,14 @@ def main() -> int:
 
 
 @dataclass
-class _Companion:
+class _TorchrunFront:
     shape: RunShape
-    asked: RunRequest
+    request: RunRequest
     party: Party
     run_id: str
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "_Companion":
+    def of(cls, settings: Mapping[str, Any]) -> "_TorchrunFront":
         token = read_token(None, take_token(), nodes=int(settings["nodes"]))
         assert token is not None, "several nodes have a token"
         words = tuple(str(word) for word in settings["words"])
@@ -94,7 +94,7 @@ class _Companion:
 
     def run(self) -> int:
         topology = self.shape.topology
-        with border() as folder, Signals() as signals:
+        with border() as folder, SignalQueue() as signals:
             store = f"[{topology.head_host}]" if ":" in topology.head_host else topology.head_host
             guard = Guard(
                 folder,
@@ -104,7 +104,7 @@ class _Companion:
                 topology.nodes,
                 self.party.host,
                 store=f"{store}:0",
-                uneven=self.asked.uneven,
+                uneven=self.request.uneven,
                 options={"join_timeout_s": self.party.join_timeout_s},
             )
             sys.stdout.write(f"{guard.write()}\n")
@@ -112,17 +112,17 @@ class _Companion:
             ranks = ProgramRanks(
                 folder, ProgramDir(Path("/nowhere")), topology.node_rank, self.party.host, os.getpid()
             )
-            here = LocalProgram(None, ranks, folder, None, signals)
-            code = self._as_head(here) if topology.is_head else self._as_member(here)
+            local = LocalProgram(None, ranks, folder, None, signals)
+            code = self._as_head(local) if topology.is_head else self._as_member(local)
             _wait_for_reader(folder)
             return code
 
-    def _as_head(self, here: LocalProgram) -> int:
+    def _as_head(self, local: LocalProgram) -> int:
         with hold_meeting(
             self.party,
             self._maker(),
             tries_collective=False,
-            compare=lambda reports: compare_programs(reports, uneven=self.asked.uneven),
+            compare=lambda reports: compare_programs(reports, uneven=self.request.uneven),
         ) as meeting:
             nodes = [
                 NodePlace(
@@ -135,39 +135,42 @@ class _Companion:
                 for r in meeting.reports
             ]
             meeting.broadcast({"kind": "start"})
-            judging = ProgramSupervisor(
-                here,
+            supervisor = ProgramSupervisor(
+                local,
                 nodes,
                 meeting.reports,
                 meeting.server,
                 _show,
-                uneven=self.asked.uneven,
+                uneven=self.request.uneven,
                 only_launchers=True,
                 store_host=meeting.server.address[0],
                 join_timeout_s=self.party.join_timeout_s,
             )
-            judging.run()
-            code = 0 if judging.verdict is None else 3
+            supervisor.run()
+            code = 0 if supervisor.verdict is None else 3
             meeting.end(
-                {**end_message([judging.verdict] if judging.verdict else [], exit_code=code), "result": {}}
+                {
+                    **end_message([supervisor.verdict] if supervisor.verdict else [], exit_code=code),
+                    "result": {},
+                }
             )
             if code == 0:
                 say(_show, f"{len(nodes)} nodes agree: {', '.join(str(node.nproc) for node in nodes)} ranks")
             return code
 
-    def _as_member(self, here: LocalProgram) -> int:
+    def _as_member(self, local: LocalProgram) -> int:
         with attend_meeting(self.party, self._maker(), tries_collective=False) as attendance:
             attendance.wait_for("start")
-            attending = MemberProgram(attendance, here, self.shape.topology.node_rank, _show, lambda: None)
-            attending.run()
-            return attending.exit_code(None) if attending.verdict is not None else 0
+            member = MemberProgram(attendance, local, self.shape.topology.node_rank, _show, lambda: None)
+            member.run()
+            return member.exit_code(None) if member.verdict is not None else 0
 
     def _maker(self) -> MakeReport:
         machine, environment = read_machine(Probes().devices), read_environment()
 
         def make(standing: ChannelFacts, _show: object) -> NodeReport:
             return make_report(
-                self.asked,
+                self.request,
                 self.shape,
                 standing,
                 machine=machine,
@@ -182,7 +185,7 @@ class _Companion:
 def _wait_for_reader(folder: Path) -> None:
     """torchrun closes our stdin once it has read its answer, which is gone with the border."""
     if any(folder.glob("answer-*.json")):
-        select.select([sys.stdin], [], [], _READING_S)
+        select.select([sys.stdin], [], [], _ANSWER_READ_S)
 
 
 def _show(message: Message) -> None:

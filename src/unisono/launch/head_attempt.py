@@ -107,8 +107,8 @@ class HeadAttempts:
             self.request.programs,
             environments,
             from_step=plan.resume.step if plan.resume else 0,
-            talks=plan.world_size > 1,
-            kept=kept,
+            has_input=plan.world_size > 1,
+            shared_memory=kept,
         )
 
     def _keep_agreement(self, reports: Mapping[int, RankReport], agreement: Agreement) -> None:
@@ -148,7 +148,7 @@ class ReplicaDrift:
         self._verdict: Verdict | None = None
         self._warned = False
 
-    def heard(self, rank: int, message: Message) -> None:
+    def on_message(self, rank: int, message: Message) -> None:
         """Takes a digest; compares when all ranks have reported a step."""
         if message["kind"] != "digest" or self._verdict is not None:
             return

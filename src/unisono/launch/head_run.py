@@ -29,7 +29,7 @@ from unisono.rendezvous.party import Party
 from unisono.rundir import RunDir
 from unisono.supervise.bounded_io import RunsDisk, leave
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
-from unisono.supervise.local_ranks import SharedMemory, keeping_ranks
+from unisono.supervise.local_ranks import SharedMemory, snapshot_ranks
 from unisono.supervise.rank_supervisor import Attempt
 
 
@@ -109,7 +109,7 @@ class HeadRun:
             write = partial(write_plan, run, claimed.lock, plan, self.table)
             self.disk.need("the plan", write)
             self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
-            with SharedMemory(keeping_ranks(plan, 0)) as kept:
+            with SharedMemory(snapshot_ranks(plan, 0)) as kept:
                 watch = OutputWatch(plan, run, claimed.lock, self.disk, recorder.show, write_decision=write)
                 attempt = attempts.start(plan, kept, watch)
                 ending = end.settle(plan, attempt, watch=watch, log_events=attempts.log_events, kept=kept)

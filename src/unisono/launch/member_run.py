@@ -32,7 +32,7 @@ from unisono.supervise.bounded_io import RunsDisk, refuse_if_silent
 from unisono.supervise.child_process import interface_name, rank_environments
 from unisono.supervise.decision import NodeLoss
 from unisono.supervise.interrupts import Interrupts
-from unisono.supervise.local_ranks import LocalRanks, SharedMemory, keeping_ranks
+from unisono.supervise.local_ranks import LocalRanks, SharedMemory, snapshot_ranks
 
 
 def take_part(
@@ -172,7 +172,7 @@ class _Member:
             interface=interface,
             debug_comm=self.request.debug_comm,
         )
-        kept = SharedMemory(keeping_ranks(plan, node_rank))
+        kept = SharedMemory(snapshot_ranks(plan, node_rank))
         local = LocalRanks(
             plan.on_node(node_rank),
             self.run_dir,
@@ -180,8 +180,8 @@ class _Member:
             self.request.programs,
             environments,
             from_step=plan.resume.step if plan.resume else 0,
-            talks=True,
-            kept=kept,
+            has_input=True,
+            shared_memory=kept,
         )
         parts = None if plan.node(node_rank).shares_output else self.run_dir.checkpoints
         try:

@@ -112,7 +112,7 @@ class Serving:
                     last = self._obey(event.message)
                     if last is not None:
                         return last
-                self._telling.tell()
+                self._telling.send()
                 self._tell_stop()
                 if self._head_is_late():
                     why = f"it did not answer a second signal within {_HEAD_ANSWERS_S:g} s"
@@ -145,12 +145,12 @@ class Serving:
     def _make_senders(self, transfers: FileSender) -> None:
         if self.checkpoints is not None:
             self._shards = ShardSender(transfers, self.checkpoints, self._tell, self.disk.later)
-        if self.local.kept is not None:
-            self._kept = MemorySender(transfers, self.local.kept, self.link.send)
+        if self.local.shared_memory is not None:
+            self._kept = MemorySender(transfers, self.local.shared_memory, self.link.send)
 
     def _pass_on(self, news: RankNews) -> None:
         if isinstance(news, RankEnd):
-            self._telling.tell_views()
+            self._telling.send_views()
             self.link.send({"kind": "rank_ended", "end": news.to_json()})
         elif news.message["kind"] == "rank_report":
             self.link.send(news.message)
@@ -167,10 +167,10 @@ class Serving:
     def _obey(self, message: Message) -> LastWord | None:
         match message["kind"]:
             case "go":
-                self.local.tell(message)
+                self.local.send(message)
             case "stop":
                 number = signal.Signals[str(message["signal"])]
-                self.interrupts.ask(number, where=f"node 0 ({self._head})")
+                self.interrupts.request_stop(number, where=f"node 0 ({self._head})")
                 self._told_stop = True
                 self.local.signal(number)
             case "end":

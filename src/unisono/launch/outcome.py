@@ -98,9 +98,9 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
     if decision.verdict is not None:
         cause = find_cause(decision.verdict.cause)
         if (
-            attempt.asked_to_stop is not None
+            attempt.stop_signal is not None
         ):  # the run was stopping anyway; the rank that delayed it is reported
-            return Ending(exit_code_of(attempt.asked_to_stop), known, decision.verdict)
+            return Ending(exit_code_of(attempt.stop_signal), known, decision.verdict)
         return Ending(cause.exit_code if cause else 4, known, decision.verdict)
     culprit = decision.culprit
     if culprit is not None and culprit.last is not None and culprit.last["kind"] == "refused":
@@ -150,8 +150,8 @@ def _name(decision: Decision, attempt: Attempt, plan: RunPlan) -> Verdict:
 
 def _stopped(attempt: Attempt, culprit: RankEnd | None) -> int:
     """130 or 75 if the run was stopped by a signal, else 0."""
-    if attempt.asked_to_stop is not None:
-        return exit_code_of(attempt.asked_to_stop)
+    if attempt.stop_signal is not None:
+        return exit_code_of(attempt.stop_signal)
     code = culprit.returncode if culprit is not None else 0
     if -code in _WISHES:  # it came before the rank could hear it
         return exit_code_of(signal.Signals(-code))

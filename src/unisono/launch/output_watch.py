@@ -67,7 +67,7 @@ class OutputWatch:
         self._watch: PathMonitor | None = None
         disk.need("what is in the run's directory", self._remember)
 
-    def heard(self, rank: int, message: Message) -> None:
+    def on_message(self, rank: int, message: Message) -> None:
         """Takes the steps of rank 0, and what it has saved."""
         if rank == 0 and message["kind"] == "step":
             self._step = int(message["step"])

@@ -24,7 +24,7 @@ from unisono.plan.topology import Topology, read_topology, refuse_lone_node
 from unisono.rendezvous.head_address import is_this_machine
 from unisono.rendezvous.srun_front import placed_by_slurm
 from unisono.rendezvous.ssh import find_head
-from unisono.supervise.child_process import misleading
+from unisono.supervise.child_process import misleading_variables
 from unisono.supervise.task_process import run_task
 
 _BY_HAND = re.compile(r"^(NCCL|GLOO|TP|TORCH|PYTORCH|CUDA|CUBLAS|CUDNN)_")
@@ -173,7 +173,7 @@ def make_plan(
             resume=resume,
             resume_reason=resume_reason,
             settings=_set_by_hand(here.environment, loaded.config.reasons),
-            ignored_variables=misleading(here.leftovers, world_size=layout.world_size),
+            ignored_variables=misleading_variables(here.leftovers, world_size=layout.world_size),
             origins=_origins(loaded, here, layout),
             faults=request.faults,
         )

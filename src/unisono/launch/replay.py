@@ -177,7 +177,7 @@ class Replay:
             self.programs,
             environments,
             from_step=plan.resume.step,
-            talks=plan.world_size > 1,
+            has_input=plan.world_size > 1,
         )
         with Interrupts() as interrupts:
             write_decision(scratch, plan)
@@ -189,7 +189,7 @@ class Replay:
                 show=self._show_some,
                 on_agreement=_take_agreement,
             )
-        if attempt.asked_to_stop is not None:
+        if attempt.stop_signal is not None:
             raise KeyboardInterrupt
         return attempt
 

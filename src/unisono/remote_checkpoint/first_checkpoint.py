@@ -85,7 +85,7 @@ class FirstCheckpoint:
         self._began = 0.0
         self._is_over = not plan.rehearse
 
-    def heard(self, rank: int, message: Message) -> None:
+    def on_message(self, rank: int, message: Message) -> None:
         """Records the outcome of the rehearsed step's checkpoint."""
         if rank != 0 or self._saved is not None or message.get("step") != self._plan.rehearsed_step:
             return

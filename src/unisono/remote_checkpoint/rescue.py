@@ -25,7 +25,7 @@ from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, truncate_after
 from unisono.supervise.decision import NodeLoss
 from unisono.supervise.interrupts import Interrupts
-from unisono.supervise.local_ranks import SharedMemory, keeping_ranks
+from unisono.supervise.local_ranks import SharedMemory, snapshot_ranks
 from unisono.supervise.rank_supervisor import Attempt
 from unisono.text import parse_seconds
 
@@ -75,7 +75,7 @@ def ended_with_result(attempt: Attempt) -> bool:
 
 def needs_other_nodes(plan: RunPlan, attempt: Attempt) -> bool:
     """Whether other nodes hold parts of the state."""
-    has_remote = any(keeping_ranks(plan, node.node_rank) for node in plan.nodes if node.node_rank != 0)
+    has_remote = any(snapshot_ranks(plan, node.node_rank) for node in plan.nodes if node.node_rank != 0)
     return has_remote and attempt.ready and not ended_with_result(attempt)
 
 
@@ -286,7 +286,9 @@ def collect(
                         waiting.discard(event.node_rank)
                     case NodeMessage(message={"kind": "stop", "signal": name, **rest}):
                         stopped = parse_stop(name, plan.node(event.node_rank).host)
-                        interrupts.ask(stopped.number, where=stopped.where, again=rest.get("again") is True)
+                        interrupts.request_stop(
+                            stopped.number, where=stopped.where, again=rest.get("again") is True
+                        )
                     case Left():
                         waiting.discard(event.node_rank)
                         attempt.lost.append(NodeLoss.at_head(event))

@@ -55,7 +55,7 @@ class FirstCopy:
         if plan.rehearsed_step is not None:
             uploading.expect(plan.rehearsed_step)
 
-    def heard(self, rank: int, message: Message) -> None:
+    def on_message(self, rank: int, message: Message) -> None:
         """Nothing: `Uploads` reports when a copy is done."""
 
     def look(self) -> UnisonoError | None:

@@ -103,7 +103,7 @@ class Uploads:
     def __exit__(self, *_: object) -> None:
         self._close()
 
-    def heard(self, rank: int, message: Message) -> None:
+    def on_message(self, rank: int, message: Message) -> None:
         """Queues a published checkpoint as the next upload."""
         if rank == 0 and message["kind"] == "checkpoint":
             if self._due is not None and self._task is not None:

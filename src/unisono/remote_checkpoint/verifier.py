@@ -106,7 +106,7 @@ class Verifier:
     """When a directory in progress was first seen, in monotonic seconds."""
     _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
 
-    def heard(self, rank: int, message: Message) -> None:
+    def on_message(self, rank: int, message: Message) -> None:
         """Starts when rank 0 is ready."""
         if rank == 0 and message["kind"] == "ready" and self._thread is None and not self._stop.is_set():
             self._thread = threading.Thread(target=self._run, name="verifier", daemon=True)

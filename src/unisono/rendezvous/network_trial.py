@@ -23,7 +23,7 @@ from unisono.supervise.child_process import (
     Programs,
     child_environment,
     interface_name,
-    misleading,
+    misleading_variables,
 )
 from unisono.supervise.task_process import TaskProcess
 from unisono.text import one_line
@@ -143,7 +143,7 @@ def collective_task(report: NodeReport, present: Sequence[int], programs: Progra
         "names": [f"node {rank}" for rank in sorted(present)],
     }
     with TaskProcess(
-        "collective", body, talks=True, programs=programs, environment=_environment(report)
+        "collective", body, has_input=True, programs=programs, environment=_environment(report)
     ) as task:
         yield task
 
@@ -186,7 +186,7 @@ def node_collective(attendance: NodeSide, task: TaskProcess) -> None:
 
 def _environment(report: NodeReport) -> dict[str, str]:
     """The ranks' environment: the user's communication settings, and the interface on which the nodes reach each other."""
-    leftovers = misleading(read_environment().leftovers, world_size=2)
+    leftovers = misleading_variables(read_environment().leftovers, world_size=2)
     device = report.places[0] if report.places else None
     environment = child_environment(threads=1, without=leftovers, device=device)
     interface = interface_name(report.interfaces, report.address)

@@ -19,7 +19,7 @@ from unisono.errors import UsageError
 from unisono.facts.network import NetworkProbe, is_loopback
 from unisono.plan.topology import Topology
 from unisono.rendezvous.head_address import address_towards
-from unisono.supervise.child_process import option_words
+from unisono.supervise.child_process import option_args
 from unisono.supervise.task_process import tail_of
 from unisono.text import one_line
 
@@ -42,7 +42,7 @@ class RemoteCommand:
 
     Attributes:
         words: arguments of `unisono`: `train`, CONFIG, key=value …
-        options: by name, as `option_words` takes them.
+        options: by name, as `option_args` takes them.
         tail: arguments after all options: `--` and a program.
         ssh: the client with its options; tests use their own port and keys.
     """
@@ -235,7 +235,7 @@ def remote_command(
         "--head": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "--token-file": "-",
     }
-    options = option_words({**place, **remote.options})
+    options = option_args({**place, **remote.options})
     words = [sys.executable, "-m", "unisono", *remote.words, *options, *remote.tail]
     setting = (
         ["env", *(f"{name}={value}" for name, value in sorted((variables or {}).items()))]

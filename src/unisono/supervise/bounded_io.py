@@ -1,4 +1,4 @@
-"""Work of the front on files that may hang: done in a thread of its own, and not waited for when that thread does not move any more."""
+"""File operations of the front that may hang: done in a separate thread, and given up when that thread stops moving."""
 
 import os
 import sys
@@ -18,31 +18,31 @@ Result = TypeVar("Result")
 
 STUCK_S = 10.0
 _POLL_S = 0.2
-_FIX = "mend or free the storage of output_dir, and run the same command again"
+_FIX = "fix or free the storage of output_dir, then run the same command again"
 
 
 class Hung(Exception):  # noqa: N818 - named for what happened, as RankDied is
-    """Some work on files has not moved for too long. Its thread is left behind."""
+    """A file operation has not moved for too long. Its thread is left behind."""
 
 
 def unless_stuck(
-    work: Callable[[], Result], *, aside: BackgroundThread | None = None, stuck_s: float = STUCK_S
+    work: Callable[[], Result], *, thread: BackgroundThread | None = None, stuck_s: float = STUCK_S
 ) -> Result:
-    """What `work` gives, however long it takes while it moves.
+    """The result of `work`, however long it takes while its thread moves.
 
     Args:
-        work: to be done; what it raises is raised here.
-        aside: who does it, after what it was given before; one of its own where none is given.
-        stuck_s: seconds without a sign of life after which it is given up.
+        work: what to do; its exceptions are raised here.
+        thread: that does it, after its earlier jobs; a new one by default.
+        stuck_s: seconds without a sign of life after which `work` is given up.
 
     Raises:
-        Hung: if it does not move.
+        Hung: if the thread does not move.
     """
-    aside, job = aside or BackgroundThread("files"), _Job(work)
-    aside.do(job)
+    thread, job = thread or BackgroundThread("files"), _Job(work)
+    thread.do(job)
     moves, since = None, time.monotonic()
     while not job.done.wait(_POLL_S):
-        look = read_thread(os.getpid(), aside.thread_id)
+        look = read_thread(os.getpid(), thread.thread_id)
         if look is None or look.moves != moves:
             moves, since = look.moves if look else None, time.monotonic()
         elif time.monotonic() - since > stuck_s:
@@ -51,33 +51,33 @@ def unless_stuck(
 
 
 def refuse_if_silent(root: Path) -> None:
-    """Sees that the disk of a directory answers before anything is asked of it that could hang.
+    """Checks that the disk of a directory responds before the front does anything there that could hang.
 
     Args:
-        root: the directory; where it is not there yet, its nearest parent is tried.
+        root: the directory; if it does not exist yet, its nearest parent is checked.
 
     Raises:
-        UnfitError: if it does not answer.
+        UnfitError: if the disk does not answer.
     """
     there = root.absolute()
     while responds(there, limit_s=STUCK_S):
-        if there.exists():  # it has just been looked up by a process that came back
+        if there.exists():  # a process has just looked it up and returned
             return
         there = there.parent
     raise UnfitError.of(
         "nothing was started: the storage of output_dir does not answer",
         where=str(there),
-        why=f"nothing for {STUCK_S:.0f} s",
+        why=f"no response for {STUCK_S:.0f} s",
         fix=_FIX,
     )
 
 
 class RunsDisk:
-    """The run's directory, as the front writes into it while the ranks run and at the end. Once it has hung nothing more is tried.
+    """The run's directory, which the front writes to while the ranks run and at the end. After it has hung, the front writes nothing more.
 
     Attributes:
         hung: how it hung, if it did.
-        is_lost: whether what is at its path is not the run's any more: then nothing is written there.
+        is_lost: whether its path no longer leads to the run's directory: then nothing is written there.
         root: the directory.
     """
 
@@ -86,22 +86,22 @@ class RunsDisk:
         self.is_lost = False
         self.root = root
         self._show = show
-        self._aside = BackgroundThread("files")
+        self._thread = BackgroundThread("files")
 
     def later(self, work: Callable[[], object]) -> None:
-        """Has it done before what is written next, if the storage answers, and waits for nothing: the ranks, too, write there, and say what is wrong with it."""
+        """Schedules work before the next write, if the storage responds. Does not wait: ranks write there too, and report what is wrong with it."""
 
-        def if_it_answers() -> None:
+        def if_storage_answers() -> None:
             if not self.is_lost and responds(self.root, limit_s=STUCK_S):
                 work()
 
-        self._aside.do(_Job(if_it_answers))
+        self._thread.do(_Job(if_storage_answers))
 
     def write(self, what: str, work: Callable[[], Result]) -> Result | None:
-        """Has it written; None if the storage fails or does not answer, which is said: how a run ended does not depend on it.
+        """The result of `work`; None, with a warning, if the storage fails or does not answer: how a run ended does not depend on it.
 
         Args:
-            what: is written, for people.
+            what: is written, for messages.
             work: writes it.
         """
         if self.is_lost:
@@ -119,11 +119,11 @@ class RunsDisk:
         return None
 
     def need(self, what: str, work: Callable[[], Result]) -> Result:
-        """The same for what a start cannot do without.
+        """Like `write`, for files that a start needs.
 
         Raises:
             UnfitError: if the storage does not answer.
-            OSError: what the file system says.
+            OSError: from the file system.
         """
         try:
             return self._written(work)
@@ -136,10 +136,10 @@ class RunsDisk:
     def _written(self, work: Callable[[], Result]) -> Result:
         if self.hung is not None:
             raise self.hung
-        # Asked first, by a process of its own: a thread that hangs in the kernel would keep this whole process from ending.
+        # Checked first, by a separate process: a thread that hangs in the kernel would keep this whole process from ending.
         if not responds(self.root, limit_s=STUCK_S):
             raise Hung(f"the storage does not answer: nothing for {STUCK_S:.0f} s")
-        return unless_stuck(work, aside=self._aside)
+        return unless_stuck(work, thread=self._thread)
 
     def _warn(self, code: str, text: str, *, fix: str = _FIX) -> None:
         self._show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": fix})

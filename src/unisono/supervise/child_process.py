@@ -1,4 +1,4 @@
-"""A child process of the front: its command line and environment, its messages on a pipe, its output in a file, and its certain end."""
+"""A child process of the front: its command line and environment, its messages on a pipe, its output in a file, and its guaranteed end."""
 
 import contextlib
 import fcntl
@@ -23,7 +23,7 @@ from unisono.rundir import RunDir
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The programs a front starts. Tests hand in others."""
+    """The programs that a front starts. Tests pass different ones."""
 
     worker: tuple[str, ...] = (sys.executable, "-m", "unisono.worker")
     task: tuple[str, ...] = (sys.executable, "-m", "unisono.task")
@@ -41,20 +41,20 @@ def worker_command(
     """The command line of one rank."""
     kept = ["--snapshot-fd", str(snapshot_fd)] if snapshot_fd is not None else []
     beats = ["--beat-fds", ",".join(map(str, beat_fds))] if beat_fds else []
-    return [*programs.worker, str(plan), "--events", str(events), *kept, *beats, *_ties(report_fd)]
+    return [*programs.worker, str(plan), "--events", str(events), *kept, *beats, *_link_args(report_fd)]
 
 
 def task_command(programs: Programs, name: str, *, request: Path, report_fd: int) -> list[str]:
     """The command line of a task."""
-    return [*programs.task, name, str(request), *_ties(report_fd)]
+    return [*programs.task, name, str(request), *_link_args(report_fd)]
 
 
-def _ties(report_fd: int) -> list[str]:
+def _link_args(report_fd: int) -> list[str]:
     return ["--report-fd", str(report_fd), "--front-pid", str(os.getpid())]
 
 
-def option_words(options: Mapping[str, object]) -> list[str]:
-    """Options by their names as words of a command line: those of None are left out, those of True stand alone."""
+def option_args(options: Mapping[str, object]) -> list[str]:
+    """Options as arguments of a command line. None leaves an option out; True gives a flag without a value."""
     words: list[str] = []
     for name, value in options.items():
         words += [] if value is None else [name] if value is True else [name, str(value)]
@@ -64,77 +64,77 @@ def option_words(options: Mapping[str, object]) -> list[str]:
 def child_environment(
     *, threads: int, without: Iterable[str] = (), device: DeviceChoice | None = None
 ) -> dict[str, str]:
-    """The environment of a child: ours, with the thread count of the plan and without what would mislead it.
+    """The environment of a child: this process's, with the plan's thread count and without misleading variables.
 
     Args:
-        threads: of OpenMP and MKL; part of what makes a run repeatable.
-        without: names to leave out, as RANK and MASTER_ADDR are on one device.
-        device: the only accelerator that the child may see, or none; None leaves what is visible as it is.
+        threads: of OpenMP and MKL; a repeatable run needs the same number.
+        without: names to leave out, e.g. RANK and MASTER_ADDR on one device.
+        device: the only accelerator that the child sees, or a CPU; None leaves the visible ones as they are.
     """
     gone = {*without, "UNISONO_TOKEN"}
     environment = {name: value for name, value in os.environ.items() if name not in gone}
     environment |= {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "PYTHONUNBUFFERED": "1",  # what a killed worker printed last is what one wants to read
+        "PYTHONUNBUFFERED": "1",  # the last output of a killed worker reaches its log
         "PYTHONFAULTHANDLER": "1",  # a segmentation fault leaves its Python stack in the log
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "DO_NOT_TRACK": "1",
     }
     environment.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # Threads that spin while they wait are only quick where nothing else runs: beside other work steps took six times as long.
+    # Threads that spin while they wait are fast only on an idle machine: beside other work, steps took six times as long.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # peft 0.21 asks transformers 5.23 by an old name; the warning would be the last line of every rank's log.
+    # peft 0.21 uses a deprecated name of transformers 5.23; the warning would be the last line of every rank's log.
     environment.setdefault("PYTHONWARNINGS", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
     if device is not None:
-        environment["TOKENIZERS_PARALLELISM"] = "false"  # it warns and stalls where a process forks
+        environment["TOKENIZERS_PARALLELISM"] = "false"  # it warns and stalls if a process forks
         environment["CUDA_VISIBLE_DEVICES"] = (device.uuid or "") if device.kind == "cuda" else ""
-        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order in which indices are shown
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of the indices that unisono shows
     return environment
 
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_ABOUT_COMMUNICATION = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_")
+_COMMUNICATION_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_")
 DEBUG_COMM = {
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
     "TORCH_CPP_LOG_LEVEL": "INFO",
     "NCCL_DEBUG": "INFO",
     "TORCH_SHOW_CPP_STACKTRACES": "1",
 }
-"""What --debug-comm sets for processes that talk to each other."""
-_RECORDED = "200"
-"""Collectives that torch's flight recorder keeps. Without the variable gloo's keeps one. On or off is 2 µs of CPU time for a collective, and
-how many it keeps costs nothing (torch 2.13)."""
+"""Set by --debug-comm for processes that communicate."""
+_RECORDED_COLLECTIVES = "200"
+"""Collectives that torch's flight recorder keeps. Without the variable, gloo's keeps one. Recording costs 2 µs of CPU time per collective,
+whatever their number (torch 2.13)."""
 
 
-def misleading(leftovers: Iterable[str], *, world_size: int) -> list[str]:
-    """The variables of other launchers that ranks are started without; several ranks keep what is about communication."""
+def misleading_variables(leftovers: Iterable[str], *, world_size: int) -> list[str]:
+    """Variables of other launchers that ranks must not inherit; several ranks keep those about communication."""
     if world_size == 1:
         return list(leftovers)
-    return [name for name in leftovers if not name.startswith(_ABOUT_COMMUNICATION)]
+    return [name for name in leftovers if not name.startswith(_COMMUNICATION_PREFIXES)]
 
 
 class HasAddresses(Protocol):
-    """A network interface, as `facts.network` finds it or a report has it."""
+    """A network interface, from `facts.network` or from a report."""
 
     @property
     def name(self) -> str:
-        """As the system calls it."""
+        """Its name in the system."""
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Without their prefix lengths."""
+        """Its addresses, without prefix lengths."""
 
     @property
     def loopback(self) -> bool:
-        """Whether it leads back to this machine."""
+        """Whether it is the loopback interface."""
 
 
 def interface_name(interfaces: Iterable[HasAddresses], address: str) -> str | None:
-    """The interface that has the address; None where it cannot be said, and the libraries choose.
+    """The interface that has the address; None if unknown, then the libraries choose.
 
-    127.0.0.2 and its like are in no list, and are the loopback's.
+    Addresses like 127.0.0.2 are not in any list, and belong to the loopback interface.
     """
     known = list(interfaces)
     found = next((one.name for one in known if address in one.addresses), None)
@@ -146,16 +146,16 @@ def interface_name(interfaces: Iterable[HasAddresses], address: str) -> str | No
 def rank_environments(
     plan: RunPlan, node_rank: int, *, variables: Mapping[str, str], interface: str | None, debug_comm: bool
 ) -> list[dict[str, str]]:
-    """The environment of every rank of a node, by local rank. Where libraries are to write files, their folder is made.
+    """The environment of every rank of a node, by local rank. Makes the folder for files that libraries write.
 
     Args:
-        plan: who is where.
+        plan: places of all ranks.
         node_rank: of this node.
-        variables: of other launchers, as this node has them; what would mislead goes.
-        interface: the one that has the address by which the other nodes reach this one; what the user has set stands.
-        debug_comm: whether collectives are checked and the libraries tell what they do, NCCL in a file of each rank in evidence/; slow.
+        variables: of other launchers on this node; misleading ones are removed.
+        interface: that has the address at which the other nodes reach this one; a value set by the user has priority.
+        debug_comm: whether collectives are checked and the libraries log what they do, NCCL to one file per rank in evidence/; slow.
     """
-    without = misleading(variables, world_size=plan.world_size)
+    without = misleading_variables(variables, world_size=plan.world_size)
     places = plan.on_node(node_rank)
     found = []
     for place in places:
@@ -169,7 +169,7 @@ def rank_environments(
             }
             for name in INTERFACE_VARIABLES if interface else ():
                 environment.setdefault(name, str(interface))
-            environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
+            environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
             if debug_comm:
                 environment |= DEBUG_COMM | _nccl_file(plan, place.rank)
         found.append(environment)
@@ -181,27 +181,25 @@ def _nccl_file(plan: RunPlan, rank: int) -> dict[str, str]:
     try:
         make_private_dir(folder)
     except OSError:
-        return {}  # NCCL tells it in the rank's log, then
+        return {}  # NCCL writes to the rank's log then
     return {"NCCL_DEBUG_FILE": str(folder / f"nccl-rank-{rank:05d}.log")}
 
 
-_PIPE_BYTES = (
-    1 << 20
-)  # minutes of messages, so that a front that is stopped (Ctrl-Z) does not stop its worker
+_PIPE_BYTES = 1 << 20  # minutes of messages: a front that is stopped (Ctrl-Z) does not block its worker
 _CHUNK_BYTES = 1 << 16
 _POLL_S = 0.2
-_KILLED_S = 3.0  # for the end after SIGKILL, also where much memory is given back
+_KILLED_S = 3.0  # for the end after SIGKILL; freeing much memory takes time
 
 
 class ChildProcess:
-    """A worker or a task. It leads a session of its own, so a terminal's Ctrl-C reaches the front alone.
+    """A worker or a task. It leads its own session, so a terminal's Ctrl-C reaches only the front.
 
-    As a context manager it leaves no process behind: neither the child nor what the child started.
+    As a context manager it leaves no process behind: neither the child nor the child's descendants.
 
     Attributes:
         pid: of the process.
         returncode: None until it has ended; negative: the signal that ended it.
-        is_beyond_reach: it was killed, and has not ended: it waits in the kernel. It is not waited for any more.
+        is_beyond_reach: whether it was killed and has not ended, as it waits in the kernel. Nothing waits for it any longer.
         started: monotonic seconds.
     """
 
@@ -211,20 +209,20 @@ class ChildProcess:
         *,
         environment: dict[str, str],
         output: int | IO[Any],
-        talks: bool = False,
+        has_input: bool = False,
         inherits: Sequence[int] = (),
     ) -> None:
-        """Starts it.
+        """Starts the process.
 
         Args:
-            command: gives the command line from the number of the pipe that it reports on.
+            command: gives the command line for the file descriptor of the pipe that it reports on.
             environment: all of it.
             output: a file for what it prints; never a pipe, which could fill and block it.
-            talks: whether `send` will be used; otherwise it reads from nowhere.
-            inherits: file descriptors that it gets under the same numbers.
+            has_input: whether `send` will be used; otherwise its stdin is empty.
+            inherits: file descriptors that it inherits under the same numbers.
         """
         read_end, write_end = os.pipe()
-        with contextlib.suppress(OSError, AttributeError):  # a smaller pipe works, too
+        with contextlib.suppress(OSError, AttributeError):  # a smaller pipe works too
             fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         try:
             self._process = subprocess.Popen(
@@ -232,11 +230,11 @@ class ChildProcess:
                 env=environment,
                 pass_fds=(write_end, *inherits),
                 start_new_session=True,
-                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        except BaseException:  # no process, no pipe; raised again
+        except BaseException:  # raised again
             os.close(read_end)
             raise
         finally:
@@ -265,7 +263,7 @@ class ChildProcess:
         self.end(patience_s=0)
 
     def read(self, timeout_s: float = _POLL_S) -> list[Message]:
-        """The messages that have come, after waiting for the first of them at most `timeout_s`."""
+        """The messages that have arrived, after waiting at most `timeout_s` for the first."""
         self._send_more()
         if not self._open:
             self._reap(timeout_s)
@@ -286,13 +284,13 @@ class ChildProcess:
 
     @property
     def fileno(self) -> int | None:
-        """The pipe that its messages come on, readable also when it dies; None once that is closed."""
+        """The pipe of its messages, readable also when it ends; None once that is closed."""
         return self._fd if self._open else None
 
     def send(self, message: Message) -> None:
-        """Writes a message to the child's stdin, as a line. A child that is gone is seen by `read`.
+        """Writes a message to the child's stdin, as a line. `read` notices a child that is gone.
 
-        It never waits for a child that is stopped or busy: what its pipe does not take follows with the next `read`.
+        Never waits for a child that is stopped or busy: what its pipe does not take is sent with the next `read`.
         """
         assert self._process.stdin is not None
         self._unsent += (json.dumps(message, ensure_ascii=False) + "\n").encode()
@@ -309,7 +307,7 @@ class ChildProcess:
                 self._unsent = b""
 
     def close_input(self) -> None:
-        """Tells the child that nothing more will be sent."""
+        """Closes the child's stdin: nothing more will be sent."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -321,14 +319,14 @@ class ChildProcess:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kills it and all that it started, and does not wait for the end."""
+        """Kills the child and its descendants, without waiting for their end."""
         if self.returncode is None:
             self._killed_at = self._killed_at or time.monotonic()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, *, patience_s: float) -> None:
-        """Ends it: by SIGTERM if there is patience, at last by SIGKILL, with all that it started."""
+        """Ends the child and its descendants: with SIGTERM if `patience_s` is above 0, then with SIGKILL."""
         if self.returncode is None and patience_s > 0:
             self.signal(signal.SIGTERM)
             limit = time.monotonic() + patience_s
@@ -357,7 +355,7 @@ class ChildProcess:
         return [message for message in found if message is not None]
 
     def _has_ended(self) -> bool:
-        """Whether the process is dead; it is not reaped yet, so its number cannot mean another one."""
+        """Whether the process has ended; it is not reaped yet, so its pid cannot belong to a different process."""
         if self.returncode is not None:
             return True
         flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
@@ -372,11 +370,11 @@ class ChildProcess:
             time.sleep(0.01)
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)  # data loaders and the like; the leader is dead already
+                os.killpg(self.pid, signal.SIGKILL)  # e.g. data loaders; the leader has ended already
             self._collect()
 
     def _collect(self) -> None:
-        """Takes the exit status. SIGKILL ends everything but a thread that waits for storage in the kernel: the wait is bounded."""
+        """Takes the exit status. SIGKILL ends everything except a thread that waits for storage in the kernel, so the wait is bounded."""
         since_s = time.monotonic() - (self._killed_at or time.monotonic())
         try:
             self.returncode = self._process.wait(max(0.1, _KILLED_S - since_s))

@@ -1,4 +1,4 @@
-"""What a verdict cites: stacks, the flight recorder, the end of the log and the rows of a rank, as files of the run's directory."""
+"""Evidence of a verdict: stacks, the flight recorder, the end of the log and the rows of a rank, as files in the run's directory."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ _ROWS_LIMIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RawEvidence:
-    """What was gathered of a rank, as it was written: for people, who read it as files.
+    """What was collected from a rank, unparsed: people read it as files.
 
     Attributes:
         stacks: of all threads.
@@ -42,7 +42,7 @@ class RawEvidence:
     log: str = ""
 
     def bounded(self) -> Self:
-        """The same in bounded sizes, without control characters and without what is a secret by its looks."""
+        """The same in bounded sizes, without control characters and without anything that looks like a secret."""
         return type(self)(
             stacks=_safe(self.stacks)[:_STACKS_CHARS],
             flight=shortened(_safe(self.flight), limit=_FLIGHT_CHARS),
@@ -50,25 +50,25 @@ class RawEvidence:
         )
 
     def to_json(self) -> dict[str, str]:
-        """For the way to the head: not more than 1 MiB. What is too large for that even so is cut once more."""
+        """As a message for the head, at most 1 MiB; what is still too large is cut again."""
         found = self.bounded()
         value = {"stacks": found.stacks, "flight": found.flight, "log": found.log}
-        if len(json.dumps(value)) > MESSAGE_BYTES:  # each character of some alphabets takes six bytes
+        if len(json.dumps(value)) > MESSAGE_BYTES:  # each character of some scripts takes six bytes
             value = {"stacks": found.stacks[: 64 << 10], "flight": "", "log": found.log}
         return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Reads what to_json gave, and bounds it again.
+        """Reads the output of to_json, and bounds it again.
 
         Raises:
-            KeyError, TypeError: if it is no such object.
+            KeyError, TypeError: if the value is not such an object.
         """
         return cls(str(value["stacks"]), str(value["flight"]), str(value["log"])).bounded()
 
 
 def end_of_log(path: Path) -> str:
-    """The last lines of a rank's log; nothing where there is none."""
+    """The last lines of a rank's log; empty if there is no log."""
     try:
         with open_plain(path) as file:
             size = file.seek(0, 2)
@@ -88,10 +88,10 @@ def keep_evidence(
     looks: Mapping[int, Look],
     programs: Programs | None = None,
 ) -> tuple[Evidence, ...]:
-    """Writes files of what was gathered, for the verdict to cite: stacks and flight recorder of all ranks, log and rows of the culprits.
+    """Writes the evidence that a verdict cites: stacks and flight recorder of all ranks, log and rows of the culprits.
 
-    A second verdict of a run has files of its own. A full disk leaves less evidence, and no error. It takes up to 5 s, so the ranks are
-    ended before.
+    A second verdict of a run gets its own files. A full disk gives less evidence and no error. This takes up to 5 s, so the ranks are
+    ended first.
 
     Args:
         run: the run's directory.
@@ -99,7 +99,7 @@ def keep_evidence(
         table: the plan's token table, `data.cache_dir`.
         raw: by rank.
         looks: by rank.
-        programs: what runs the task that looks rows up; the default is ours.
+        programs: that run the task which looks up rows; tests pass different ones.
     """
     ranks = sorted(raw, key=lambda rank: (rank not in verdict.ranks, rank))[:_MOST_RANKS]
     files = _Files(run.evidence)
@@ -123,9 +123,9 @@ def keep_evidence(
 
 
 def row_ids(table: Path, sequences: Sequence[int], *, programs: Programs | None = None) -> list[str]:
-    """Where the rows of some training sequences come from: `train.jsonl:17`; nothing where that cannot be found out in 5 s."""
+    """The sources of some training sequences, e.g. `train.jsonl:17`; empty if they cannot be found within 5 s."""
     request = {"table": str(table), "sequences": list(sequences)}
-    with contextlib.suppress(UnisonoError, OSError):  # the sequences' numbers are kept in any case
+    with contextlib.suppress(UnisonoError, OSError):  # the sequences' numbers are written in any case
         return [
             str(row) for row in run_task("rows", request, programs=programs, silence_s=_ROWS_LIMIT_S)["rows"]
         ]
@@ -133,7 +133,7 @@ def row_ids(table: Path, sequences: Sequence[int], *, programs: Programs | None 
 
 
 class _Files:
-    """Files of one verdict; those of an earlier one keep their names."""
+    """Files of one verdict; those of an earlier verdict keep their names."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -153,23 +153,23 @@ class _Files:
             path = self._path(kind, rank, suffix)
             with contextlib.suppress(OSError):
                 write_text(path, text if text.endswith("\n") else text + "\n", mode=0o600)
-                self._written.append((path, _SAYS[kind].format(rank=rank)))
+                self._written.append((path, _CAPTIONS[kind].format(rank=rank)))
 
     def json(self, kind: str, rank: int, value: dict[str, Any]) -> None:
         path = self._path(kind, rank, "json")
         with contextlib.suppress(OSError):
             write_json(path, value, mode=0o600)
-            self._written.append((path, _SAYS[kind].format(rank=rank)))
+            self._written.append((path, _CAPTIONS[kind].format(rank=rank)))
 
     def cited(self, root: Path) -> Iterator[Evidence]:
-        for path, says in self._written:
-            yield Evidence(where=str(path.relative_to(root)), text=says)
+        for path, caption in self._written:
+            yield Evidence(where=str(path.relative_to(root)), text=caption)
 
     def _path(self, kind: str, rank: int, suffix: str) -> Path:
         return self._folder / f"{kind}-rank-{rank:05d}{self._mark}.{suffix}"
 
 
-_SAYS = {
+_CAPTIONS = {
     "stacks": "the Python stacks of all threads of rank {rank}",
     "flight": "the last collectives of rank {rank}, by torch's flight recorder",
     "log": f"the last {LOG_LINES} lines that rank {{rank}} printed",
@@ -178,7 +178,7 @@ _SAYS = {
 
 
 def _is_in_step(phase: str | None) -> bool:
-    """Whether a rank works on rows there; in other phases its memory still holds those of its last step."""
+    """Whether a rank works on rows in this phase; in other phases its memory still holds those of its last step."""
     return phase is not None and PHASES[phase_named(phase)].in_step
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal: collected, and carried through to the end of the grace time."""
+"""Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal: recorded, and followed up until the grace period is over."""
 
 import contextlib
 import signal
@@ -11,15 +11,15 @@ from typing import Any, Literal, Self
 from unisono.events import Message
 from unisono.text import parse_seconds, show_seconds
 
-_ASKS_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 AGAIN_AFTER_S = 1.0
 
 
-def taken_over(
+def install_handlers(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]
 ) -> dict[signal.Signals, Any]:
-    """Has signals handled from here on; gives what handled each before. A SIGHUP that nohup has turned off stays off."""
+    """Installs a handler for signals; gives the previous handlers. A SIGHUP that nohup ignores stays ignored."""
     taken: dict[signal.Signals, Any] = {}
     for number in numbers:
         before = signal.getsignal(number)
@@ -31,13 +31,13 @@ def taken_over(
 
 
 class Stopped(BaseException):
-    """Raised out of whatever runs when a signal asks to stop and nothing has to be saved yet.
+    """Raised wherever the front is when a signal requests a stop and nothing has to be saved yet.
 
-    Not an Exception, as KeyboardInterrupt is none: nobody who handles errors should swallow it.
+    Like KeyboardInterrupt not an Exception: error handlers must not swallow it.
 
     Attributes:
         number: the signal.
-        where: who got it, if that was not this front.
+        where: the process that got it, if it was not this front.
     """
 
     def __init__(self, number: signal.Signals, where: str = "") -> None:
@@ -47,13 +47,13 @@ class Stopped(BaseException):
 
 
 class Interrupts:
-    """While it is entered, a signal to stop is noted; until `collect` it also raises Stopped at once.
+    """A context that records signals to stop; until `collect` they also raise Stopped at once.
 
     Attributes:
-        first: the first signal that asked to stop, here or elsewhere in the job; None as long as there is none.
-        where: who got it, if that was not this front.
+        first: the first signal to stop, here or elsewhere in the job; None as long as there is none.
+        where: the process that got it, if it was not this front.
         at: when it came, in monotonic seconds.
-        twice: whether a second one came on top of it: leave at once.
+        twice: whether a second signal followed: leave at once.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,33 +67,33 @@ class Interrupts:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = taken_over(_ASKS_TO_STOP, self._note)
+        self._before = install_handlers(_STOP_SIGNALS, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            # After a wish to stop only the last lines are left, and an impatient third signal must not take the exit code.
+            # After a request to stop only the last lines remain, and an impatient third signal must not change the exit code.
             signal.signal(number, handler if self.first is None else signal.SIG_IGN)
 
-    def ask(self, number: signal.Signals, *, where: str, again: bool = False) -> None:
-        """Notes a wish to stop that came to another process of the job.
+    def request_stop(self, number: signal.Signals, *, where: str, again: bool = False) -> None:
+        """Records a signal to stop that a different process of the job got.
 
         Args:
             number: the signal.
-            where: who got it.
-            again: it is a second one there.
+            where: the process that got it.
+            again: whether it is the second one there.
         """
         if self.first is None:
             self.first, self.where, self.at = number, where, self._clock()
         self.twice = self.twice or again
 
     def collect(self) -> None:
-        """From here on signals are only noted: there is something to save."""
+        """From now on signals are only recorded: there is something to save."""
         self._raises = False
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """While it is entered, a signal raises Stopped, also one that came before: there is nothing to be saved here.
+        """A context in which a signal raises Stopped, also an earlier one: there is nothing to save here.
 
         Raises:
             Stopped: for a signal.
@@ -124,34 +124,34 @@ class Interrupts:
 
 
 def exit_code_of(number: signal.Signals) -> int:
-    """130 for Ctrl-C, 75 for what a scheduler or a closed terminal sends."""
+    """130 for Ctrl-C, 75 for the signals of a scheduler or a closed terminal."""
     return 130 if number is signal.SIGINT else 75
 
 
 _NOTHING_TO_SAVE_S = 3.0
-_FOR_THE_FRONTS_S = 2.0
-"""Of the grace time: to end ranks that do not end by themselves, and to write how the run ended."""
-_FOR_THE_FRONTS_SHARE = 0.4
+_FRONT_S = 2.0
+"""Of the grace period: to end ranks that do not end by themselves, and to write how the run ended."""
+_FRONT_SHARE = 0.4
 
 
-class Stopping:
-    """Says when ranks are to be told, and when patience is over; and tells people both."""
+class GracefulStop:
+    """Decides when ranks get the signal and when the grace period is over, and shows a note of each."""
 
     def __init__(self, interrupts: Interrupts, *, grace: str, show: Callable[[Message], None]) -> None:
         self._interrupts = interrupts
         self._grace_s = parse_seconds(grace)
         self._show = show
-        self._told = False
+        self._is_signalled = False
 
     @property
     def patience_s(self) -> float:
-        """How long the ranks have after the signal: the grace time is that of the whole job."""
-        return self._grace_s - min(_FOR_THE_FRONTS_S, self._grace_s * _FOR_THE_FRONTS_SHARE)
+        """How long the ranks have after the signal; the grace period is that of the whole job."""
+        return self._grace_s - min(_FRONT_S, self._grace_s * _FRONT_SHARE)
 
-    def due(
+    def next_action(
         self, *, ready: bool, newest: "NewestCheckpoint", finished: bool
     ) -> Literal["signal", "end"] | None:
-        """What is to be done now.
+        """Whether to signal the ranks or to end them now; None: neither.
 
         Args:
             ready: whether there is something to save.
@@ -161,8 +161,8 @@ class Stopping:
         first = self._interrupts.first
         if first is None:
             return None
-        if not self._told:
-            self._told = True
+        if not self._is_signalled:
+            self._is_signalled = True
             self._say(self._first_text(first, ready=ready))
             return "signal"
         patience_s = self.patience_s if ready else min(self.patience_s, _NOTHING_TO_SAVE_S)
@@ -170,7 +170,7 @@ class Stopping:
         if self._interrupts.twice:
             why = "a second signal"
         elif waited_s > patience_s:
-            why = f"not done {show_seconds(waited_s)} after the signal, of the {show_seconds(self._grace_s)} that grace allows"
+            why = f"not done {show_seconds(waited_s)} after the signal, of a grace period of {show_seconds(self._grace_s)}"
         else:
             return None
         if ready and not finished:
@@ -191,28 +191,28 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class NewestCheckpoint:
-    """The newest checkpoint, in words.
+    """The newest checkpoint, for messages.
 
     Attributes:
-        path: of it, or None.
-        step: of it.
+        path: of the checkpoint, or None.
+        step: of the checkpoint.
         reached: the last step that was finished.
-        kept: whether ranks keep each step in memory, from which the front makes a checkpoint when they are gone.
+        in_memory: whether ranks keep each step in memory, from which the front saves a checkpoint when they have ended.
     """
 
     path: str | None
     step: int
     reached: int
-    kept: bool = False
+    in_memory: bool = False
 
     def __str__(self) -> str:
         lost = self.reached - (self.step if self.path else 0)
         steps = "1 step" if lost == 1 else f"{lost} steps"
         if self.path is None:
-            return "there is no checkpoint yet" + ("" if self.kept else f", and {steps} are lost")
+            return "there is no checkpoint yet" + ("" if self.in_memory else f", and {steps} are lost")
         if lost <= 0:
             return f"the newest checkpoint is {self.path}, and nothing after it is lost"
         verb = "is" if lost == 1 else "are"
         return f"the newest checkpoint is {self.path}, and {steps} after it {verb} " + (
-            "not in it" if self.kept else "lost"
+            "not in it" if self.in_memory else "lost"
         )

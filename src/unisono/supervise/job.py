@@ -1,4 +1,4 @@
-"""What watching and judging need to know of a job and of the ranks of one node: of our own runs, and of other people's programs."""
+"""What monitors and verdicts need to know of a job and of the ranks of one node, for `train` and for `run`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -10,7 +10,7 @@ from unisono.watch import BeatMemory
 
 
 class Job(Protocol):
-    """Who takes part; a RunPlan is one."""
+    """The ranks and nodes of a job, e.g. a RunPlan."""
 
     @property
     def ranks(self) -> Sequence[RankPlace]:
@@ -29,7 +29,7 @@ class Job(Protocol):
 
     @property
     def total_steps(self) -> int:
-        """Of the whole job; 0 where that is not known."""
+        """Steps of the whole job; 0 if unknown."""
         ...
 
     def on_node(self, node_rank: int) -> Sequence[RankPlace]:
@@ -37,33 +37,33 @@ class Job(Protocol):
         ...
 
 
-class RanksHere(Protocol):
-    """The ranks of this node, as what watches them sees them; LocalRanks are such."""
+class NodeRanks(Protocol):
+    """The ranks of this node, as a monitor sees them, e.g. LocalRanks."""
 
     @property
     def places(self) -> Sequence[RankPlace]:
-        """Who they are."""
+        """Their places."""
         ...
 
     @property
     def run(self) -> RunDir:
-        """Where their logs are."""
+        """The directory of their logs."""
         ...
 
     @property
     def beats(self) -> Mapping[int, BeatMemory]:
-        """Their signs of life, by rank; of a rank that leaves none there is nothing."""
+        """Their heartbeats, by rank; without ranks that have none."""
         ...
 
     @property
     def all_ended(self) -> bool:
-        """Whether none of them is left."""
+        """Whether every rank has ended."""
         ...
 
     def pid(self, rank: int) -> int | None:
-        """Of a rank's process while it lives."""
+        """The pid of a rank's process while it lives."""
         ...
 
-    def last_word(self, rank: int) -> Message | None:
-        """`result`, `refused` or `crashed` of a rank, once it has been heard."""
+    def final_message(self, rank: int) -> Message | None:
+        """The message `result`, `refused` or `crashed` of a rank, once it has arrived."""
         ...

@@ -19,7 +19,7 @@ from unisono.plan import RankPlace, RunPlan
 from unisono.rundir import RunDir
 from unisono.supervise.bounded_io import Hung, unless_stuck
 from unisono.supervise.child_process import ChildProcess, Programs, worker_command
-from unisono.supervise.rank_logs import FollowedLog, LogTimes, Rate
+from unisono.supervise.rank_logs import FollowedLog, LogTimes, RateLimit
 from unisono.supervise.task_process import tail_of
 from unisono.watch import BeatMemory
 
@@ -66,7 +66,7 @@ class SharedMemory:
         return memoryview(mmap.mmap(self._fds[rank], size, prot=mmap.PROT_READ)) if size else None
 
 
-def keeping_ranks(plan: RunPlan, node_rank: int) -> list[int]:
+def snapshot_ranks(plan: RunPlan, node_rank: int) -> list[int]:
     """The ranks of a node that keep their steps.
 
     Of an adapter's run those who together hold all of its state: all where it is sharded, else the first ones of the head's node. What
@@ -80,7 +80,7 @@ def keeping_ranks(plan: RunPlan, node_rank: int) -> list[int]:
     return places[:_REPLICAS] if node_rank == 0 else []
 
 
-LAST_WORDS = ("result", "refused", "crashed")
+FINAL_KINDS = ("result", "refused", "crashed")
 _LEAVES_WITHIN_S = 5.0  # after its last word, where that is no result
 
 
@@ -156,7 +156,7 @@ class _Rank:
     step: int = 0
     last: Message | None = None
     ended_by_us: str = ""
-    told_end: bool = False
+    end_reported: bool = False
     last_at: float = 0.0
 
     def note(self, message: Message) -> None:
@@ -166,7 +166,7 @@ class _Rank:
             case "step":
                 self.phase, self.step = "train", int(message["step"])
             case kind:
-                self.last = message if kind in LAST_WORDS else self.last
+                self.last = message if kind in FINAL_KINDS else self.last
 
 
 @dataclass
@@ -180,7 +180,7 @@ class LocalRanks:
         programs: what is started.
         environments: of each rank, in the order of `places`.
         from_step: where they go on from.
-        talks: whether they wait for a word on stdin, as several ranks do before their first collective.
+        has_input: whether they wait for a word on stdin, as several ranks do before their first collective.
         kept: memory in which some ranks keep their newest step; it outlives them.
         beats: of each rank, its signs of life, which outlive it, too.
     """
@@ -191,12 +191,12 @@ class LocalRanks:
     programs: Programs
     environments: Sequence[dict[str, str]]
     from_step: int = 0
-    talks: bool = False
-    kept: SharedMemory | None = None
+    has_input: bool = False
+    shared_memory: SharedMemory | None = None
     beats: dict[int, BeatMemory] = field(default_factory=dict, init=False)
     _ranks: dict[int, _Rank] = field(default_factory=dict, init=False)
     _kills_before: int = field(default=0, init=False)
-    _rate: Rate = field(default_factory=Rate, init=False)
+    _rate: RateLimit = field(default_factory=RateLimit, init=False)
 
     def __enter__(self) -> Self:
         self._kills_before = oom_kills() or 0
@@ -223,7 +223,7 @@ class LocalRanks:
         member = self._ranks.get(rank)
         return member.child.pid if member is not None and member.child.returncode is None else None
 
-    def last_word(self, rank: int) -> Message | None:
+    def final_message(self, rank: int) -> Message | None:
         """`result`, `refused` or `crashed` of a rank, once it has been heard."""
         member = self._ranks.get(rank)
         return member.last if member is not None else None
@@ -236,7 +236,7 @@ class LocalRanks:
     @property
     def all_ended(self) -> bool:
         """Whether every rank has ended, and its end has been told by `poll`."""
-        return all(rank.told_end for rank in self._ranks.values())
+        return all(rank.end_reported for rank in self._ranks.values())
 
     def poll(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[RankNews]:
         """What the ranks have said and which have ended, after waiting for the first news at most `timeout_s`.
@@ -246,26 +246,26 @@ class LocalRanks:
             also: file descriptors whose readiness ends the waiting, too.
         """
         waiting = [rank.child.fileno for rank in self._ranks.values() if rank.child.fileno is not None]
-        quick = any(not rank.told_end and rank.child.fileno is None for rank in self._ranks.values())
+        quick = any(not rank.end_reported and rank.child.fileno is None for rank in self._ranks.values())
         select.select([*waiting, *also], [], [], 0.01 if quick else timeout_s)
         news: list[RankNews] = []
         for number, rank in self._ranks.items():
-            if rank.told_end:
+            if rank.end_reported:
                 continue
             for message in rank.child.read(0):
                 rank.note(message)
                 news.append(RankMessage(number, message))
             news += [RankMessage(number, warning) for warning in (*rank.times.note(), *rank.followed.news())]
-            self._end_if_it_should_have(rank)
+            self._end_if_overdue(rank)
             if rank.child.ended:
-                rank.told_end = True
-                news += [RankMessage(number, hit) for hit in _last_hits(rank)]
+                rank.end_reported = True
+                news += [RankMessage(number, match) for match in _last_log_matches(rank)]
                 if rank.child.is_beyond_reach:
                     news.append(RankMessage(number, _beyond_reach(rank)))
                 news.append(self._end_of(rank))
         return news
 
-    def tell(self, message: Message, *, rank: int | None = None) -> None:
+    def send(self, message: Message, *, rank: int | None = None) -> None:
         """Sends a line to one rank, or to all."""
         for number, member in self._ranks.items():
             if rank in (None, number) and not member.child.ended:
@@ -278,14 +278,14 @@ class LocalRanks:
 
     def end(self, why: str) -> None:
         """Ends every rank that lives, with all that it started, at once."""
-        alive = [rank for rank in self._ranks.values() if not rank.told_end]
+        alive = [rank for rank in self._ranks.values() if not rank.end_reported]
         for rank in alive:
             rank.ended_by_us = rank.ended_by_us or why
             rank.child.kill()  # all first, so that none sees another's end
         for rank in alive:
             rank.child.end(patience_s=0)
 
-    def _end_if_it_should_have(self, rank: _Rank) -> None:
+    def _end_if_overdue(self, rank: _Rank) -> None:
         """A rank that has refused leaves at once, unless a thread of it waits for storage."""
         if rank.last is None or rank.last["kind"] == "result" or rank.child.ended:
             return
@@ -296,7 +296,7 @@ class LocalRanks:
     def _start(self, place: RankPlace, environment: dict[str, str]) -> _Rank:
         path = self.run.log(place.host, place.rank)
         log = open_log(path)
-        kept = self.kept.fd(place.rank) if self.kept is not None else None
+        kept = self.shared_memory.fd(place.rank) if self.shared_memory is not None else None
         try:
             child = ChildProcess(
                 lambda fd: worker_command(
@@ -309,7 +309,7 @@ class LocalRanks:
                 ),
                 environment=environment,
                 output=log,
-                talks=self.talks,
+                has_input=self.has_input,
                 inherits=(*(() if kept is None else (kept,)), *self.beats[place.rank].fds),
             )
         except BaseException:  # raised again
@@ -343,7 +343,7 @@ def _beyond_reach(rank: _Rank) -> Message:
     return {"kind": "warning", "time": time.time(), "code": "rank_beyond_reach", "text": text, "fix": fix}
 
 
-def _last_hits(rank: _Rank) -> list[Message]:
+def _last_log_matches(rank: _Rank) -> list[Message]:
     """What the log says at its end: mostly why."""
     with contextlib.suppress(Hung, OSError):  # the end of the log, which is asked for next, says so
         unless_stuck(lambda: rank.followed.grew(os.fstat(rank.log.fileno()).st_size))

@@ -49,7 +49,7 @@ class Appender:
             raise OSError(None, "the storage does not answer") from None
         except BrokenPipeError:
             self._is_over = True
-            raise OSError(None, self._last_words() or "the file cannot be written") from None
+            raise OSError(None, self._last_stderr_line() or "the file cannot be written") from None
 
     def close(self) -> None:
         """Lets it finish what it has, if the disk answers within a second; else what it still has is lost, and it ends when the disk lets it."""
@@ -82,31 +82,31 @@ class Appender:
         assert self._process.stdin is not None
         return self._process.stdin.fileno()
 
-    def _last_words(self) -> str:
+    def _last_stderr_line(self) -> str:
         """Why it gave up, in its own words."""
         assert self._process is not None
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
-        said = (self._process.stderr.read() or b"").decode(errors="replace").strip()
-        return said.splitlines()[-1] if said else ""
+        source = (self._process.stderr.read() or b"").decode(errors="replace").strip()
+        return source.splitlines()[-1] if source else ""
 
 
 CODE = "log_signature"
 MOST_A_MINUTE = 20
-KEPT_HITS = 8
+KEPT_MATCHES = 8
 _LOOK_BYTES = 64 << 10
 _BEHIND_BYTES = 512 << 10
 """A log that grows faster than it is read is followed at its end; what lies between is not looked at, and stays in the file."""
 _SHOWN_CHARS = 300
 _CITED_RANKS = 4
-_CITED_HITS = 3
-_TOLD_KINDS = ("warning", "error", "death")
-_TOLD_ANYHOW = ("traceback", "exception", "python_error")
+_CITED_MATCHES = 3
+_REPORTED_KINDS = ("warning", "error", "death")
+_REPORTED_ELSEWHERE = ("traceback", "exception", "python_error")
 """What ends a rank is its last word, and what does not is its own affair."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class LogMatch:
     """A line of a rank's log that has a signature.
 
     Attributes:
@@ -126,12 +126,12 @@ class Hit:
     def to_message(self) -> Message:
         """As a warning, which the screen shows."""
         known = find_signature(self.signature)
-        said = f" ({known.source.partition(',')[0].partition(':')[0]})" if known else ""
+        source = f" ({known.source.partition(',')[0].partition(':')[0]})" if known else ""
         return {
             "kind": "warning",
             "time": self.time,
             "code": CODE,
-            "text": f"its log says{said}: {self.text}",
+            "text": f"its log says{source}: {self.text}",
             "fix": f"`unisono explain {self.cause}` says what that may mean" if self.cause else "",
             "signature": self.signature,
             "cause": self.cause,
@@ -139,7 +139,7 @@ class Hit:
         }
 
 
-class Lines:
+class LineSplitter:
     """Cuts bytes that come in pieces into lines. A carriage return ends a line, too: progress bars are written so."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class Lines:
         return [line.decode("utf-8", "replace") for line in found if line]
 
 
-class Rate:
+class RateLimit:
     """So many a minute, over all that share it."""
 
     def __init__(self, most: int = MOST_A_MINUTE, clock: Callable[[], float] = time.monotonic) -> None:
@@ -183,7 +183,7 @@ class Rate:
 class FollowedLog:
     """One rank's log, from its size at the start on. Reading is done by whoever knows that it has grown, in a thread that may hang."""
 
-    def __init__(self, log: IO[bytes], rank: int, rate: Rate) -> None:
+    def __init__(self, log: IO[bytes], rank: int, rate: RateLimit) -> None:
         """Begins at the end of what is there: an earlier start's lines are history.
 
         Args:
@@ -194,7 +194,7 @@ class FollowedLog:
         self._fd = log.fileno()
         self._rank = rank
         self._rate = rate
-        self._lines = Lines()
+        self._lines = LineSplitter()
         self._place = os.fstat(self._fd).st_size
         self._seen: set[str] = set()
         self._news: deque[Message] = deque()
@@ -209,7 +209,7 @@ class FollowedLog:
         with self._lock:
             if size - self._place > _BEHIND_BYTES:
                 self._place = size - _LOOK_BYTES
-                self._lines = Lines()
+                self._lines = LineSplitter()
             while self._place < size:
                 data = os.pread(self._fd, min(_LOOK_BYTES, size - self._place), self._place)
                 if not data:  # somebody has cut it
@@ -227,19 +227,19 @@ class FollowedLog:
         return found
 
     def _look_at(self, line: str) -> None:
-        for signature in _telling(match_line(line)):
+        for signature in _reportable(match_line(line)):
             if signature.id not in self._seen and self._rate.allows():
                 self._seen.add(signature.id)
                 text = one_line(redact(line[:LINE_LIMIT]), limit=_SHOWN_CHARS)
                 self._news.append(
-                    Hit(self._rank, signature.id, signature.cause, text, time.time()).to_message()
+                    LogMatch(self._rank, signature.id, signature.cause, text, time.time()).to_message()
                 )
 
 
-def _telling(found: list[Signature]) -> list[Signature]:
+def _reportable(found: list[Signature]) -> list[Signature]:
     """What a line is told for: once, for what points to a cause rather than for what does not."""
-    told = [one for one in found if one.kind in _TOLD_KINDS and one.id not in _TOLD_ANYHOW]
-    return sorted(told, key=lambda one: one.cause is None)[:1]
+    reported = [one for one in found if one.kind in _REPORTED_KINDS and one.id not in _REPORTED_ELSEWHERE]
+    return sorted(reported, key=lambda one: one.cause is None)[:1]
 
 
 class LogEvents:
@@ -252,20 +252,20 @@ class LogEvents:
             places: of all ranks, in order.
         """
         self._places = places
-        self._hits: dict[int, deque[Hit]] = defaultdict(lambda: deque(maxlen=KEPT_HITS))
+        self._matches: dict[int, deque[LogMatch]] = defaultdict(lambda: deque(maxlen=KEPT_MATCHES))
 
-    def heard(self, rank: int, message: Message) -> None:
+    def on_message(self, rank: int, message: Message) -> None:
         """Takes a hit."""
         if message["kind"] == "warning" and message.get("code") == CODE:
             cause = message.get("cause")
-            hit = Hit(
+            match = LogMatch(
                 rank,
                 str(message.get("signature", "")),
                 str(cause) if cause else None,
                 str(message.get("line", "")),
                 float(message["time"]),
             )
-            self._hits[rank].append(hit)
+            self._matches[rank].append(match)
 
     def look(self) -> UnisonoError | None:
         """Nothing: a line of a log ends no run."""
@@ -274,16 +274,16 @@ class LogEvents:
     def finish(self) -> None:
         """Nothing is held."""
 
-    def hits(self, rank: int) -> list[Hit]:
+    def matches(self, rank: int) -> list[LogMatch]:
         """The last ones of a rank, oldest first."""
-        return list(self._hits[rank]) if rank in self._hits else []
+        return list(self._matches[rank]) if rank in self._matches else []
 
     def cited(self, verdict: Verdict) -> Verdict:
         """The verdict, with the last hits of its culprits as evidence. They change nothing of who or what."""
         found = [
-            Evidence(where=f"the log of {self._places[rank].label}", text=hit.text)
+            Evidence(where=f"the log of {self._places[rank].label}", text=match.text)
             for rank in verdict.ranks[:_CITED_RANKS]
-            for hit in self.hits(rank)[-_CITED_HITS:]
+            for match in self.matches(rank)[-_CITED_MATCHES:]
         ]
         return verdict.model_copy(update={"evidence": (*verdict.evidence, *found)})
 
@@ -305,17 +305,17 @@ class LogTimes:
         self._appender = Appender(self._path)
         self._size = os.fstat(log.fileno()).st_size
         self._warnings: list[Message] = []
-        self._aside = BackgroundThread("log-times", self._failed, most=1)
+        self._thread = BackgroundThread("log-times", self._failed, most=1)
 
     def note(self) -> list[Message]:
         """Has a look taken, if the last one is over; gives a warning, once, where that does not work."""
-        self._aside.do(self._look)
+        self._thread.do(self._look)
         warnings, self._warnings = self._warnings, []
         return warnings
 
     def close(self) -> None:
         """Lets the last look come to its end, if the disk answers; then the log may be closed."""
-        self._aside.finish(_CLOSE_S)
+        self._thread.finish(_CLOSE_S)
         self._appender.close()
 
     def _look(self) -> None:

@@ -18,7 +18,7 @@ from unisono.facts.processes import (
 from unisono.facts.tcp import retransmitting_connections
 from unisono.plan import RankPlace
 from unisono.supervise.evidence import RawEvidence, end_of_log
-from unisono.supervise.job import RanksHere
+from unisono.supervise.job import NodeRanks
 from unisono.supervise.stack_collection import StackCollection
 from unisono.watch import PHASES, Beat, Look, ProcessView, RankView, phase_named
 
@@ -29,7 +29,7 @@ _PULSE_S = 1.0  # it comes at least twice a second; a machine with too much to d
 _GONE_STATES = ("Z", "X")
 _LINKS_EVERY_S = 1.0  # the kernel's tables are long where there are many connections
 _LOG_S = 1.0
-_MUCH_BYTES = 16 << 20  # what is read or written beside a large file is less
+_LARGE_IO_BYTES = 16 << 20  # what is read or written beside a large file is less
 
 
 @dataclass
@@ -51,7 +51,7 @@ class RankMonitor:
     It reads memory and files of the kernel, and neither needs anything of the ranks nor waits for them.
     """
 
-    def __init__(self, local: RanksHere, node_rank: int, *, use: GpuUtilization | None = None) -> None:
+    def __init__(self, local: NodeRanks, node_rank: int, *, use: GpuUtilization | None = None) -> None:
         """Knows nothing yet.
 
         Args:
@@ -64,7 +64,7 @@ class RankMonitor:
         self._use = use or gpu_utilization()
         self._seen: dict[int, _Seen] = {}
         self._last: float | None = None
-        self._looking: dict[int, StackCollection] = {}
+        self._collections: dict[int, StackCollection] = {}
         self._raw: dict[int, RawEvidence] = {}
         self._links: list[str] = []
         self._links_at: float | None = None
@@ -74,9 +74,9 @@ class RankMonitor:
 
     def close(self) -> None:
         """Ends what looks have started. The ranks are not touched."""
-        for looking in self._looking.values():
-            looking.close()
-        self._looking.clear()
+        for collection in self._collections.values():
+            collection.close()
+        self._collections.clear()
 
     def views(self, now: float) -> list[RankView]:
         """Every rank as it is now; called a few times a second.
@@ -96,23 +96,23 @@ class RankMonitor:
         """Begins to gather stacks and the flight recorder of some ranks; does not wait. Others' ranks, and those looked at now, are left out."""
         for rank in ranks:
             memory = self._local.beats.get(rank)
-            if memory is not None and rank not in self._looking:
-                self._looking[rank] = StackCollection(
+            if memory is not None and rank not in self._collections:
+                self._collections[rank] = StackCollection(
                     rank, self._local.pid(rank), memory, now=time.monotonic()
                 )
 
     def looks(self) -> list[Look]:
         """The looks that have been completed since the last call; each is within 1.5 s."""
         found = []
-        for rank, looking in list(self._looking.items()):
+        for rank, collection in list(self._collections.items()):
             if rank not in self._local.beats:  # the ranks are gone, and their memory is
                 self._drop(rank)
                 continue
             seen = self._seen.get(rank)
             has_pulse = seen is None or seen.pulse_idle_s < _PULSE_S
-            look = looking.result(time.monotonic(), has_pulse=has_pulse)
+            look = collection.result(time.monotonic(), has_pulse=has_pulse)
             if look is not None:
-                self._raw[rank] = looking.raw
+                self._raw[rank] = collection.raw
                 self._drop(rank)
                 found.append(look)
         return found
@@ -143,7 +143,7 @@ class RankMonitor:
         return self._links
 
     def _drop(self, rank: int) -> None:
-        self._looking.pop(rank).close()
+        self._collections.pop(rank).close()
 
     def _view(self, place: RankPlace, *, now: float, passed: float) -> RankView:
         seen = self._seen.setdefault(place.rank, _Seen())
@@ -157,7 +157,7 @@ class RankMonitor:
         elif seen.idle_s > _IDLE_S or seen.process_at is None or now - seen.process_at >= _MOVING_EVERY_S:
             seen.process = self._process(pid, place, is_idle=seen.idle_s > _IDLE_S)
             seen.process_at = now
-        word = (self._local.last_word(place.rank) or {}).get("kind")
+        kind = (self._local.final_message(place.rank) or {}).get("kind")
         # One that has refused or crashed is the cause itself, and on its way out, which storage that hangs makes long.
         return RankView(
             rank=place.rank,
@@ -166,8 +166,8 @@ class RankMonitor:
             idle_s=seen.idle_s,
             pulse_idle_s=seen.pulse_idle_s,
             process=seen.process,
-            has_ended=pid is None or seen.process.state in _GONE_STATES or word in ("refused", "crashed"),
-            told_result=word == "result",
+            has_ended=pid is None or seen.process.state in _GONE_STATES or kind in ("refused", "crashed"),
+            told_result=kind == "result",
         )
 
     @staticmethod
@@ -210,7 +210,7 @@ def _handles_files(seen: _Seen, pid: int) -> bool:
     """Whether a rank has read or written much since it was last asked, or is in the midst of what the disk does for it, as at a sync."""
     now, look = io_bytes(pid), read_thread(pid, pid)
     moves = look.moves if look is not None and look.is_uninterruptible else None
-    much = now - seen.read_and_written >= _MUCH_BYTES
+    much = now - seen.read_and_written >= _LARGE_IO_BYTES
     disk = moves is not None and seen.moves is not None and moves != seen.moves
     if much or not seen.read_and_written:
         seen.read_and_written = now
@@ -225,7 +225,7 @@ _LINKS_FOR_S = 15.0  # while something is suspected the head asks again and agai
 class MonitorReports:
     """What a node other than the head's says of its ranks. Nothing here waits."""
 
-    def __init__(self, local: RanksHere, node_rank: int, send: Callable[[Message], None]) -> None:
+    def __init__(self, local: NodeRanks, node_rank: int, send: Callable[[Message], None]) -> None:
         """Nothing has been told yet.
 
         Args:
@@ -235,34 +235,34 @@ class MonitorReports:
         """
         self._local = local
         self._send = send
-        self._signs = RankMonitor(local, node_rank)
+        self._monitor = RankMonitor(local, node_rank)
         self._next = 0.0
         self._links_until = 0.0
 
     def look(self, message: Message) -> None:
         """The head suspects something; other nodes' ranks that it may name are left out."""
         self._links_until = time.monotonic() + _LINKS_FOR_S
-        self._signs.look([int(rank) for rank in message["ranks"]])
+        self._monitor.look([int(rank) for rank in message["ranks"]])
 
-    def tell(self) -> None:
+    def send(self) -> None:
         """Called as often as one likes. Says nothing once all ranks are gone: the head may have begun the next start then."""
         if self._local.all_ended:
             return
         now = time.monotonic()
         if now >= self._next:
-            self.tell_views()
-        for look in self._signs.looks():
-            raw = {str(look.rank): self._signs.raw(look.rank).to_json()}
+            self.send_views()
+        for look in self._monitor.looks():
+            raw = {str(look.rank): self._monitor.raw(look.rank).to_json()}
             self._send({"kind": "looked", "looks": [look.to_json()], "raw": raw})
 
-    def tell_views(self) -> None:
+    def send_views(self) -> None:
         """At once: of a rank that has ended it is the last sign of life, and goes before the word of its end."""
         now = time.monotonic()
         self._next = now + _EVERY_S
-        links = self._signs.links() if now < self._links_until else []
-        views = [view.to_json() for view in self._signs.views(now)]
+        links = self._monitor.links() if now < self._links_until else []
+        views = [view.to_json() for view in self._monitor.views(now)]
         self._send({"kind": "beats", "views": views, "links": links})
 
     def close(self) -> None:
         """Ends what was started for looks."""
-        self._signs.close()
+        self._monitor.close()

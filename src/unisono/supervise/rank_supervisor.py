@@ -19,8 +19,8 @@ from unisono.events import Message, Show
 from unisono.plan import RunPlan
 from unisono.supervise.decision import Decider, Decision, NodeLoss
 from unisono.supervise.evidence import RawEvidence
-from unisono.supervise.interrupts import Interrupts, NewestCheckpoint, Stopping
-from unisono.supervise.local_ranks import LAST_WORDS, LocalRanks, RankEnd, RankNews
+from unisono.supervise.interrupts import GracefulStop, Interrupts, NewestCheckpoint
+from unisono.supervise.local_ranks import FINAL_KINDS, LocalRanks, RankEnd, RankNews
 from unisono.supervise.postmortem import node_refused
 from unisono.supervise.rank_monitor import RankMonitor
 from unisono.supervise.stall_monitor import StallMonitor
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Companion(Protocol):
     """Lives for one start of the ranks. Nothing in it may block: what takes long is done in a thread or a process of its own."""
 
-    def heard(self, rank: int, message: Message) -> None:
+    def on_message(self, rank: int, message: Message) -> None:
         """Is told each message of a rank that the head hears; rank 0 tells of steps and of checkpoints."""
 
     def look(self) -> UnisonoError | Verdict | None:
@@ -48,8 +48,8 @@ _POLL_S = 0.2
 _TEARDOWN_S = 20.0  # results are final before teardown begins, so one that hangs is ended without loss
 _GONE_S = 10.0  # for the other nodes to say that their ranks are gone
 _WAITING_EVERY_S = 10.0
-_OF_SHARDS = ("shard_written", "shard_moves", "shards_over")
-_ONLY_OF_RANK_0 = ("phase", "step", "eval", "sample", "checkpoint", "ready", "note")
+_SHARD_KINDS = ("shard_written", "shard_moves", "shards_over")
+_RANK_0_KINDS = ("phase", "step", "eval", "sample", "checkpoint", "ready", "note")
 
 
 class ShardPort(Protocol):
@@ -82,7 +82,7 @@ class Attempt:
         last: rank 0's last word: `result`, `refused` or `crashed`; None if it died without one.
         decision: why the ranks were ended, if they were.
         decided_at: when that was known, in monotonic seconds.
-        asked_to_stop: the signal that some front got.
+        stop_signal: the signal that some front got.
         seconds: from its start to its end.
         ends: of the ranks, by rank.
         lost: nodes that are gone, or that did not say that their ranks are.
@@ -101,7 +101,7 @@ class Attempt:
     last: Message | None = None
     decision: Decision | None = None
     decided_at: float | None = None
-    asked_to_stop: signal.Signals | None = None
+    stop_signal: signal.Signals | None = None
     seconds: float = 0.0
     evals: dict[str, Any] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Attempt:
                 if message.get("eval_loss") is not None:
                     self.evals["loss"] = message["eval_loss"]
             case kind:
-                self.last = message if kind in LAST_WORDS else self.last
+                self.last = message if kind in FINAL_KINDS else self.last
 
 
 def run_attempt(
@@ -155,22 +155,22 @@ def run_attempt(
     with contextlib.ExitStack() as stack:
         stack.enter_context(local)
         interrupts.collect()
-        conducting = _RankSupervision(plan, local, server, interrupts, show, on_agreement, companions)
-        stack.callback(conducting.signs.close)
+        supervision = _RankSupervision(plan, local, server, interrupts, show, on_agreement, companions)
+        stack.callback(supervision.monitor.close)
         if shards is not None:
-            conducting.shards = stack.enter_context(shards)
+            supervision.shards = stack.enter_context(shards)
         try:
-            conducting.run()
-            conducting.attempt.picture = conducting.watching.picture
-            if conducting.attempt.decision is not None:
-                conducting.attempt.raw = conducting.watching.raw()
+            supervision.run()
+            supervision.attempt.picture = supervision.stall_monitor.picture
+            if supervision.attempt.decision is not None:
+                supervision.attempt.raw = supervision.stall_monitor.raw()
         finally:
             for companion in companions:
                 companion.finish()
-    attempt = conducting.attempt
+    attempt = supervision.attempt
     attempt.seconds = time.monotonic() - began
-    attempt.ends = conducting.decider.ends
-    attempt.lost = list(conducting.decider.failures.lost.values())
+    attempt.ends = supervision.decider.ends
+    attempt.lost = list(supervision.decider.failures.lost.values())
     return attempt
 
 
@@ -196,33 +196,33 @@ class _RankSupervision:
         self._server = server
         self._show = show
         self._interrupts = interrupts
-        self.signs = RankMonitor(local, 0)
-        self.watching = StallMonitor(
-            plan, self.signs, server, show, stall_after=plan.config.watch.stall_after
+        self.monitor = RankMonitor(local, 0)
+        self.stall_monitor = StallMonitor(
+            plan, self.monitor, server, show, stall_after=plan.config.watch.stall_after
         )
-        self._stopping = Stopping(interrupts, grace=plan.config.grace, show=self._show_everywhere)
+        self._stopping = GracefulStop(interrupts, grace=plan.config.grace, show=self._show_everywhere)
         self._away = {node.node_rank for node in plan.nodes if node.node_rank != 0}
         self._final_since: float | None = None
-        self._told = time.monotonic()
+        self._missing_reported_at = time.monotonic()
 
     def run(self) -> None:
         """Until all have ended, well or by a decision."""
         while not self._is_over():
-            self._hear(_POLL_S)
-            self.attempt.asked_to_stop = self._interrupts.first
+            self._receive(_POLL_S)
+            self.attempt.stop_signal = self._interrupts.first
             if self._local_result() and time.monotonic() - self._since_result() > _TEARDOWN_S:
                 self._end_all("teardown took too long")
                 return
-            self._tell_of_arrivals()
-            self._ask_companions()
+            self._report_arrivals()
+            self._poll_companions()
             decision = self.decider.decide(now=time.monotonic())
             if decision is not None and not self.decider.has_result:
                 self.attempt.decision, self.attempt.decided_at = decision, time.monotonic()
-                self.watching.see()
+                self.stall_monitor.see()
                 self._end_all("another rank ended the run" if self.plan.world_size > 1 else "")
                 return
             self._pass_on_stop()
-            self._tell_who_is_waited_for()
+            self._report_missing_ranks()
 
     def _is_over(self) -> bool:
         ended = len(self.decider.ends) == self.plan.world_size
@@ -236,7 +236,7 @@ class _RankSupervision:
             self._final_since = time.monotonic()
         return self._final_since
 
-    def _hear(self, timeout_s: float) -> None:
+    def _receive(self, timeout_s: float) -> None:
         """Takes in what ranks and nodes have said, after waiting for the first of it."""
         server = self._server
         for news in self._local.poll(timeout_s, also=[server.fileno()] if server else []):
@@ -255,25 +255,27 @@ class _RankSupervision:
             self._take_report(RankReport.model_validate(message["report"]))
             return
         for companion in self._companions:
-            companion.heard(rank, message)
+            companion.on_message(rank, message)
         if message["kind"] == "digest":
             return
-        if message["kind"] in _OF_SHARDS:
-            self._take_word_of_shards(rank, message)
+        if message["kind"] in _SHARD_KINDS:
+            self._take_shard_message(rank, message)
             return
         if message["kind"] == "asked":  # of the rank itself, or the echo of what was passed on
-            self._interrupts.ask(signal.Signals[str(message["signal"])], where=self.plan.ranks[rank].label)
+            self._interrupts.request_stop(
+                signal.Signals[str(message["signal"])], where=self.plan.ranks[rank].label
+            )
             return
         if rank == 0:
             self.attempt.note(message)
-        elif message["kind"] in _ONLY_OF_RANK_0:
+        elif message["kind"] in _RANK_0_KINDS:
             return
-        if message["kind"] not in LAST_WORDS:
+        if message["kind"] not in FINAL_KINDS:
             self._show(self._placed(rank, message))
 
-    def _tell_of_arrivals(self) -> None:
+    def _report_arrivals(self) -> None:
         if self.shards is not None and (moves := self.shards.moves()) is not None:
-            self._local.tell(moves, rank=0)
+            self._local.send(moves, rank=0)
 
     def _placed(self, rank: int, message: Message) -> Message:
         """The message with whose it is: of rank 0, who speaks for all, only where it tells of its own storage."""
@@ -282,19 +284,19 @@ class _RankSupervision:
         where = {"place": self.plan.ranks[rank].label} if len(self.plan.nodes) > 1 else {}
         return {**message, "rank": rank, **where}
 
-    def _take_word_of_shards(self, rank: int, message: Message) -> None:
+    def _take_shard_message(self, rank: int, message: Message) -> None:
         """Of ranks that write a checkpoint together. Rank 0 hears of the others' parts; when it is done with one, the head hears it."""
         if message["kind"] == "shards_over":
             if rank == 0 and self.shards is not None:
                 self.shards.given_up(str(message.get("temporary")))
         elif message["kind"] == "shard_written" and self.shards is not None:
-            self._local.tell(self.shards.confirmed(rank, message), rank=0)
+            self._local.send(self.shards.confirmed(rank, message), rank=0)
         else:
-            self._local.tell({**message, "rank": rank}, rank=0)
+            self._local.send({**message, "rank": rank}, rank=0)
 
-    def _ask_companions(self) -> None:
+    def _poll_companions(self) -> None:
         """One may have found what the run cannot live with; so may the watch."""
-        verdict = self.watching.look()
+        verdict = self.stall_monitor.look()
         if verdict is not None:
             self.decider.judged(verdict)
         for companion in self._companions:
@@ -311,7 +313,7 @@ class _RankSupervision:
         if store is None:
             return
         go = {"kind": "go", "store": list(store)}
-        self._local.tell(go)
+        self._local.send(go)
         if self._server is not None:
             self._server.tell_all(go)
         self._say(f"all {self.plan.world_size} ranks agree")
@@ -327,13 +329,13 @@ class _RankSupervision:
             node.node_rank for node in self.plan.nodes
         }:
             try:
-                self._take_said(event.node_rank, event.message)
+                self._take_node_message(event.node_rank, event.message)
             except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
                 why = f"sent what cannot be read: {one_line(str(error), limit=200)}"
                 host = self.plan.node(event.node_rank).host
                 self.decider.failures.node_lost(NodeLoss(event.node_rank, host, why), now=now)
 
-    def _take_said(self, node_rank: int, message: Message) -> None:
+    def _take_node_message(self, node_rank: int, message: Message) -> None:
         own = {place.rank for place in self.plan.on_node(node_rank)}
         match message["kind"]:
             case "rank_report":
@@ -345,7 +347,7 @@ class _RankSupervision:
             case "rank_ended" if int(message["end"]["rank"]) in own:
                 self.decider.failures.rank_ended(RankEnd.from_json(message["end"]), now=time.monotonic())
             case "beats" | "looked":
-                self.watching.heard(node_rank, message)
+                self.stall_monitor.on_message(node_rank, message)
             case "all_ended":
                 self._away.discard(node_rank)
             case "refused":  # it has not started its ranks, so there are none to wait for
@@ -356,7 +358,7 @@ class _RankSupervision:
                 node = self.plan.node(node_rank)
                 where = f"node {node_rank} ({node.host})"
                 number = signal.Signals[str(message["signal"])]
-                self._interrupts.ask(number, where=where, again=message.get("again") is True)
+                self._interrupts.request_stop(number, where=where, again=message.get("again") is True)
             case _:
                 pass  # a newer head or node says more; what it says beside is not for us
 
@@ -368,7 +370,7 @@ class _RankSupervision:
         limit = time.monotonic() + _GONE_S
         failures = self.decider.failures
         while time.monotonic() < limit and (self._away - set(failures.lost) or not self._local.all_ended):
-            self._hear(0.05)
+            self._receive(0.05)
         for node_rank in sorted(self._away - set(failures.lost)):
             why = f"it did not say within {_GONE_S:g} s that its ranks are gone"
             loss = NodeLoss(node_rank, self.plan.node(node_rank).host, why)
@@ -376,27 +378,27 @@ class _RankSupervision:
 
     def _pass_on_stop(self) -> None:
         attempt = self.attempt
-        kept = self.plan.config.adapter is not None
+        in_memory = self.plan.config.adapter is not None
         newest = NewestCheckpoint(
-            attempt.checkpoint, step=attempt.saved_step, reached=attempt.step, kept=kept
+            attempt.checkpoint, step=attempt.saved_step, reached=attempt.step, in_memory=in_memory
         )
-        word = self._stopping.due(ready=attempt.ready, newest=newest, finished=self._local_result())
-        if word == "signal":
+        action = self._stopping.next_action(ready=attempt.ready, newest=newest, finished=self._local_result())
+        if action == "signal":
             assert self._interrupts.first is not None
             number = signal.SIGINT if self._interrupts.first is signal.SIGINT else signal.SIGTERM
             self._local.signal(number)
             if self._server is not None:
                 self._server.tell_all({"kind": "stop", "signal": number.name})
-        elif word == "end":
+        elif action == "end":
             self._end_all("it was asked to stop and did not in time")
 
-    def _tell_who_is_waited_for(self) -> None:
+    def _report_missing_ranks(self) -> None:
         """While some ranks are ready and others are not, says which."""
         missing = [place for place in self.plan.ranks if place.rank not in self.decider.reports]
         now = time.monotonic()
-        if not self.decider.reports or not missing or now - self._told < _WAITING_EVERY_S:
+        if not self.decider.reports or not missing or now - self._missing_reported_at < _WAITING_EVERY_S:
             return
-        self._told = now
+        self._missing_reported_at = now
         here = self.plan.world_size - len(missing)
         self._say(f"{here} of {self.plan.world_size} ranks are ready; waiting for {_names(missing)}")
 

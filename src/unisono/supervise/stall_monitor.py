@@ -21,14 +21,14 @@ _EVERY_S, _CALM_EVERY_S = (
     0.4,
 )  # whoever calls polls as often; calm: every rank has moved since the last look
 _SILENT_S = 3.0
-_ASK_AGAIN_S = 5.0
+_REQUEST_AGAIN_S = 5.0
 _LATE_S = 2.0  # a view of a rank on another node may be so old
 _MOST_RAW = 64  # ranks; of each up to 1 MiB
 
 Show = Callable[[Message], None]
 
 
-class SeesRanks(Protocol):
+class LocalMonitor(Protocol):
     """What sees this node's own ranks; supervise.rank_monitor."""
 
     def views(self, now: float) -> list[RankView]:
@@ -60,7 +60,7 @@ class StallMonitor:
     def __init__(
         self,
         plan: Job,
-        signs: SeesRanks,
+        monitor: LocalMonitor,
         server: "HeadServer | None",
         show: Show,
         clock: Callable[[], float] = time.monotonic,
@@ -69,7 +69,7 @@ class StallMonitor:
     ) -> None:
         self._clock = clock
         self._plan = plan
-        self._signs = signs
+        self._monitor = monitor
         self._server = server
         self._show = show
         self._patience = Patience.of(stall_after)
@@ -79,15 +79,15 @@ class StallMonitor:
         self._links: dict[int, tuple[str, ...]] = {}
         self._looks: dict[int, Look] = {}
         self._raw: dict[int, RawEvidence] = {}
-        self._asked: dict[int, float] = {}
-        self._told: Suspicion | None = None
-        self._named: dict[tuple[str, tuple[int, ...]], float] = {}  # cause and ranks: after how many seconds
-        self._told_silent: set[int] = set()
+        self._requested_at: dict[int, float] = {}
+        self._suspicion: Suspicion | None = None
+        self._warned: dict[tuple[str, tuple[int, ...]], float] = {}  # cause and ranks: after how many seconds
+        self._reported_silent: set[int] = set()
         self._next = 0.0
         self._found: Verdict | None = None
         self.picture = Picture(self._places, {}, total_steps=plan.total_steps)
 
-    def heard(self, node_rank: int, message: Message) -> None:
+    def on_message(self, node_rank: int, message: Message) -> None:
         """A node has told of its ranks: `beats`, or `looked` after it was asked to.
 
         Raises:
@@ -105,7 +105,7 @@ class StallMonitor:
             if not own.issuperset(look.rank for look in looks):
                 raise ValueError("tells of ranks that are not its own")
             raw = {int(name): RawEvidence.from_json(value) for name, value in message["raw"].items()}
-            if self._told is not None:  # else it goes on again, and it was asked for in vain
+            if self._suspicion is not None:  # else it goes on again, and it was asked for in vain
                 self._looks |= {look.rank: look for look in looks}
                 self._raw |= {
                     rank: raw[rank]
@@ -115,7 +115,7 @@ class StallMonitor:
 
     def raw(self) -> dict[int, RawEvidence]:
         """What a verdict can cite, by rank: of this node's ranks all, of others those that were looked at."""
-        return {**self._raw, **{place.rank: self._signs.raw(place.rank) for place in self._plan.on_node(0)}}
+        return {**self._raw, **{place.rank: self._monitor.raw(place.rank) for place in self._plan.on_node(0)}}
 
     def look(self) -> Verdict | None:
         """Called as often as one likes; looks five times a second, and half as often while all ranks move. Between it gives what was found last.
@@ -129,18 +129,18 @@ class StallMonitor:
         self._take(now)
         found = judge(self.picture, self._patience)
         if isinstance(found, Verdict):
-            self._found = self._as_it_was_named(found)
+            self._found = self._with_first_detection(found)
             return self._found
         self._found = None
         if found is None:
-            self._all_is_well()
+            self._note_recovery()
         else:
             self._suspect(found, now)
         self._pace.note(self._views, now)
         slow = self._pace.straggler(self.picture)
         if slow is not None:
             self._warn(slow)
-        if self._told is None and not any(view.idle_s for view in self._views.values()):
+        if self._suspicion is None and not any(view.idle_s for view in self._views.values()):
             self._next = now + _CALM_EVERY_S
         return None
 
@@ -150,14 +150,14 @@ class StallMonitor:
 
     def _take(self, now: float) -> None:
         """What is known now. Of a node that is silent nothing is known, and nobody on it is blamed for that."""
-        self._views |= {view.rank: view for view in self._signs.views(now)}
-        looks = self._signs.looks()
-        if self._told is not None:
+        self._views |= {view.rank: view for view in self._monitor.views(now)}
+        looks = self._monitor.looks()
+        if self._suspicion is not None:
             self._looks |= {look.rank: look for look in looks}
         silences = self._server.silences() if self._server is not None else {}
-        self._tell_silences(silences)
-        if self._told is not None:
-            self._links[0] = tuple(self._signs.links())
+        self._report_silences(silences)
+        if self._suspicion is not None:
+            self._links[0] = tuple(self._monitor.links())
         nodes = {
             node.node_rank: NodeView(
                 node.node_rank,
@@ -167,54 +167,61 @@ class StallMonitor:
             )
             for node in self._plan.nodes
         }
-        heard = {
+        audible = {
             rank: view for rank, view in self._views.items() if silences.get(view.node_rank, 0.0) < _SILENT_S
         }
-        for rank in self._looks.keys() & heard.keys():
-            if heard[rank].idle_s + _LATE_S < now - self._asked.get(rank, now):
+        for rank in self._looks.keys() & audible.keys():
+            if audible[rank].idle_s + _LATE_S < now - self._requested_at.get(rank, now):
                 del self._looks[rank]  # it has moved on since, and is somewhere else
-        self.picture = Picture(self._places, heard, nodes, dict(self._looks), self._plan.total_steps)
+        self.picture = Picture(self._places, audible, nodes, dict(self._looks), self._plan.total_steps)
 
     def _suspect(self, found: Suspicion, now: float) -> None:
-        self._ask(
-            [rank for rank in found.wanted if now - self._asked.get(rank, -_ASK_AGAIN_S) >= _ASK_AGAIN_S], now
+        self._request_stacks(
+            [
+                rank
+                for rank in found.wanted
+                if now - self._requested_at.get(rank, -_REQUEST_AGAIN_S) >= _REQUEST_AGAIN_S
+            ],
+            now,
         )
-        before = self._told
+        before = self._suspicion
         if before is None:
             self._say(f"looking at it: {found.verdict.summary}")
         who = (found.verdict.cause, found.verdict.ranks)
-        if found.is_named and who not in self._named:
-            self._named[who] = found.since_s
+        if found.is_named and who not in self._warned:
+            self._warned[who] = found.since_s
             self._warn(found.verdict, ends_in_s=found.ends_in_s)
         elif before is not None and before.is_named:
             found = before if not found.is_named else found
-        self._told = found
+        self._suspicion = found
 
-    def _ask(self, ranks: Sequence[int], now: float) -> None:
+    def _request_stacks(self, ranks: Sequence[int], now: float) -> None:
         """Has some ranks looked at, each on its node."""
         by_node: dict[int, list[int]] = {}
         for rank in ranks:
-            self._asked[rank] = now
+            self._requested_at[rank] = now
             by_node.setdefault(self._places[rank].node_rank, []).append(rank)
         for node_rank, of_node in by_node.items():
             if node_rank == 0:
-                self._signs.look(of_node)
+                self._monitor.look(of_node)
             elif self._server is not None:
                 self._server.send(node_rank, {"kind": "look", "ranks": of_node})
 
-    def _all_is_well(self) -> None:
-        if self._told is None:
+    def _note_recovery(self) -> None:
+        if self._suspicion is None:
             return
-        if self._told.is_named:
-            self._say(f"it goes on again, after {self._told.since_s:.0f} s: {self._told.verdict.summary}")
-        self._told = None
-        for gathered in (self._looks, self._asked, self._raw, self._named):
+        if self._suspicion.is_named:
+            self._say(
+                f"it goes on again, after {self._suspicion.since_s:.0f} s: {self._suspicion.verdict.summary}"
+            )
+        self._suspicion = None
+        for gathered in (self._looks, self._requested_at, self._raw, self._warned):
             gathered.clear()
-        self._signs.forget()
+        self._monitor.forget()
 
-    def _as_it_was_named(self, found: Verdict) -> Verdict:
+    def _with_first_detection(self, found: Verdict) -> Verdict:
         """Naming is fast, acting is slow: when it was named is not when the run is ended for it."""
-        since_s = self._named.get((found.cause, found.ranks))
+        since_s = self._warned.get((found.cause, found.ranks))
         return found if since_s is None else found.model_copy(update={"named_after_s": since_s})
 
     def _warn(self, found: Verdict, *, ends_in_s: float | None = None) -> None:
@@ -236,15 +243,15 @@ class StallMonitor:
         if self._server is not None:
             self._server.tell_all({"kind": "note", "text": text})
 
-    def _tell_silences(self, silences: Mapping[int, float]) -> None:
+    def _report_silences(self, silences: Mapping[int, float]) -> None:
         for node in self._plan.nodes:  # one that was left out may still be connected, and is nobody's worry
             seconds = silences.get(node.node_rank)
-            if seconds is not None and node.node_rank not in self._told_silent:
-                self._told_silent.add(node.node_rank)
+            if seconds is not None and node.node_rank not in self._reported_silent:
+                self._reported_silent.add(node.node_rank)
                 who = f"node {node.node_rank} ({node.host})"
                 self._say(f"{who} has been silent for {seconds:.0f} s; after 8 s it counts as lost")
-        for node_rank in self._told_silent - set(silences):
-            self._told_silent.discard(node_rank)
+        for node_rank in self._reported_silent - set(silences):
+            self._reported_silent.discard(node_rank)
 
     def _say(self, text: str) -> None:
         message: dict[str, Any] = {"kind": "note", "time": time.time(), "text": text}

@@ -79,7 +79,7 @@ class TaskProcess:
         name: str,
         request: dict[str, Any],
         *,
-        talks: bool = False,
+        has_input: bool = False,
         programs: Programs | None = None,
         environment: dict[str, str] | None = None,
         printed: Path | None = None,
@@ -89,7 +89,7 @@ class TaskProcess:
         Args:
             name: one of `unisono.task.__main__.TASKS`.
             request: what the task's `run` gets.
-            talks: whether `send` will be used.
+            has_input: whether `send` will be used.
             programs: what to start; the default is ours.
             environment: all of it; the default is this process's, without what would mislead a task.
             printed: a file for what it prints, which is made; the default goes with the task.
@@ -104,7 +104,7 @@ class TaskProcess:
             lambda fd: task_command(started, name, request=path, report_fd=fd),
             environment=environment or _environment(),
             output=self._printed,
-            talks=talks,
+            has_input=has_input,
         )
 
     def __enter__(self) -> Self:
@@ -124,14 +124,14 @@ class TaskProcess:
             UnfitError: if it was silent for too long.
             RankDied: if it crashed or was killed.
         """
-        heard = time.monotonic()
+        heard_at = time.monotonic()
         while not self._child.ended:
             found = self._child.read()
-            heard = time.monotonic() if found else heard
-            if silence_s is not None and time.monotonic() - heard > silence_s:
+            heard_at = time.monotonic() if found else heard_at
+            if silence_s is not None and time.monotonic() - heard_at > silence_s:
                 raise UnfitError.of(f"nothing has moved for {show_seconds(silence_s)}", where=self.name)
             for message in found:
-                yield self._sound(message)
+                yield self._checked(message)
                 if message["kind"] == "result":
                     return
         raise self._ended()
@@ -143,12 +143,12 @@ class TaskProcess:
             UnisonoError: what the task refused, in the class of its exit code.
             RankDied: if it crashed or was killed.
         """
-        found = [self._sound(message) for message in self._child.read(0)]
+        found = [self._checked(message) for message in self._child.read(0)]
         if not found and self._child.ended:
             raise self._ended()
         return found
 
-    def _sound(self, message: Message) -> Message:
+    def _checked(self, message: Message) -> Message:
         if message["kind"] == "refused":
             raise refusal(message)
         if message["kind"] == "crashed":
@@ -156,7 +156,7 @@ class TaskProcess:
         return message
 
     def send(self, message: Message) -> None:
-        """Sends a JSON line to the task's stdin; needs `talks=True`."""
+        """Sends a JSON line to the task's stdin; needs `has_input=True`."""
         self._child.send(message)
 
     def interrupt(self) -> None:

@@ -86,7 +86,7 @@ class _Ranks:
         known = self.known.get(rank)
         return known.pid if known is not None and start_of(known.pid) == known.started else None
 
-    def last_word(self, rank: int) -> Message | None:
+    def final_message(self, rank: int) -> Message | None:
         words = [e for e in self.events.get(rank, ()) if e["kind"] in ("result", "refused", "crashed")]
         return words[-1] if words else None
 

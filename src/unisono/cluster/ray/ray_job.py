@@ -91,7 +91,7 @@ class _Session:
                 )
             )
             try:
-                with TaskProcess("driver", self.body, talks=True, programs=DRIVER) as driver:
+                with TaskProcess("driver", self.body, has_input=True, programs=DRIVER) as driver:
                     last = self._follow(driver, stack, claimed)
             except RankDied as error:
                 last = self._without_driver(error)

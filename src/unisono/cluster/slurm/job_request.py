@@ -13,7 +13,7 @@ from unisono.facts.slurm import seconds_of
 from unisono.launch.train_request import TrainRequest
 from unisono.plan.topology import positive
 from unisono.rundir import RunDir
-from unisono.supervise.child_process import option_words
+from unisono.supervise.child_process import option_args
 from unisono.text import one_line, parse_seconds
 
 _WORD = re.compile(r"[A-Za-z0-9_.@:][A-Za-z0-9_.@:-]*")
@@ -184,9 +184,9 @@ def _node_command(request: TrainRequest) -> tuple[str, ...]:
         "--no-rehearse": not request.rehearse,
         "--json": True,
     }
-    given = option_words({name: is_given or None for name, is_given in flags.items()})
+    given = option_args({name: is_given or None for name, is_given in flags.items()})
     front = (sys.executable, "-m", "unisono", "train", _CONFIG, *request.overrides)
-    return (*front, *option_words(options), *allowed, *given)
+    return (*front, *option_args(options), *allowed, *given)
 
 
 def quoted(words: tuple[str, ...]) -> str:
