@@ -14,6 +14,7 @@ from unisono.guard.program_end import (
     name_program_death,
     signal_of,
 )
+from unisono.guard.program_signals import StopDeadline
 from unisono.integrations.inside.loaders import framework_in
 
 PYTHON = read_command(["python", "train.py"])

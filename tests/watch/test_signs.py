@@ -152,7 +152,7 @@ def test_a_rank_that_cannot_tell_its_stack_yet_is_not_killed_by_being_asked(watc
     if py_spy() is not None:
         assert (look.how, look.stack[0].endswith(" in main")) == ("py-spy", True)
     else:
-        assert look.how == "the process is too young to tell its stack"
+        assert look.how == "the process has only just started and cannot show its stack yet"
     (view,) = ranks.until(lambda _: True)
     assert (view.beat, view.has_ended) == (None, False)
 

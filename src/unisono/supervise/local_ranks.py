@@ -1,4 +1,4 @@
-"""The ranks of one node: their processes, messages, logs, and their certain end. The front is their only owner."""
+"""The ranks of one node: their processes, messages, logs, and their guaranteed end. The front is their only owner."""
 
 import contextlib
 import mmap
@@ -23,54 +23,53 @@ from unisono.supervise.rank_logs import FollowedLog, LogTimes, RateLimit
 from unisono.supervise.task_process import tail_of
 from unisono.watch import BeatMemory
 
-_REPLICAS = 2  # a copy of rank 0 for the case that its memory is damaged; more would only cost memory
+_REPLICAS = 2  # a copy of rank 0 in case its memory is damaged; more would only cost memory
 
 
 class SharedMemory:
-    """One piece of memory for each rank that keeps its steps: the front's own, inherited by the rank. Use it as a context."""
+    """Memory of the front for each rank that keeps its steps, inherited by the rank. Use it as a context."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._fds: dict[int, int] = {}
         for rank in ranks:
-            with contextlib.suppress(
-                OSError
-            ):  # no file descriptors left, or no such call here: then nothing is kept
+            # Without free file descriptors, or without this call, nothing is kept.
+            with contextlib.suppress(OSError):
                 self._fds[rank] = os.memfd_create(f"unisono-rank-{rank}", os.MFD_CLOEXEC)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives the memory back. What `read` gave keeps its own."""
+        """Frees the memory. Results of `read` stay valid."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Those that have memory."""
+        """Ranks that have memory."""
         return sorted(self._fds)
 
     def fd(self, rank: int) -> int | None:
-        """For the rank's process; None if it keeps nothing."""
+        """The file descriptor for the rank's process; None if the rank keeps nothing."""
         return self._fds.get(rank)
 
     def read(self, rank: int) -> tuple[list[StepSnapshot], list[str]]:
-        """What the rank, which has ended, has kept, newest first; and what is wrong with the rest."""
+        """The snapshots of a rank that has ended, newest first, and what is wrong with the unusable ones."""
         content = self.content(rank)
         return read_slots(content) if content is not None else ([], [])
 
     def content(self, rank: int) -> memoryview | None:
-        """All of the rank's memory; None where nothing was written to it."""
+        """All of the rank's memory; None if nothing was written to it."""
         size = os.fstat(self._fds[rank]).st_size
         return memoryview(mmap.mmap(self._fds[rank], size, prot=mmap.PROT_READ)) if size else None
 
 
 def snapshot_ranks(plan: RunPlan, node_rank: int) -> list[int]:
-    """The ranks of a node that keep their steps.
+    """The ranks of a node that keep their steps in memory.
 
-    Of an adapter's run those who together hold all of its state: all where it is sharded, else the first ones of the head's node. What
-    is trained without an adapter is too large for it.
+    With an adapter these are the ranks that together hold its whole state: all ranks if it is sharded, else the first ones of the head's node.
+    Without an adapter the state is too large.
     """
     if plan.config.adapter is None:
         return []
@@ -81,7 +80,7 @@ def snapshot_ranks(plan: RunPlan, node_rank: int) -> list[int]:
 
 
 FINAL_KINDS = ("result", "refused", "crashed")
-_LEAVES_WITHIN_S = 5.0  # after its last word, where that is no result
+_LEAVES_WITHIN_S = 5.0  # after a final message other than a result
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +96,14 @@ class RankEnd:
     """How a rank's process ended.
 
     Attributes:
-        rank: which.
+        rank: its number.
         returncode: of the process; negative: a signal.
-        last: its last word: `result`, `refused` or `crashed`; None if it died without one.
-        phase: the last phase it told.
+        last: its final message: `result`, `refused` or `crashed`; None if it ended without one.
+        phase: the last phase it reported.
         step: the last step it finished.
-        tail: the end of what it printed.
-        oom_killed: whether the kernel killed something for memory in this cgroup meanwhile.
-        ended_by_us: why its front ended it, if it did.
+        tail: the end of its output.
+        oom_killed: whether the kernel counted an OOM kill in this cgroup meanwhile.
+        ended_by_us: why its front ended it; empty if the front did not.
     """
 
     rank: int
@@ -117,19 +116,19 @@ class RankEnd:
     ended_by_us: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object for the head."""
+        """As a message for the head."""
         return dict(vars(self))
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Reads the result of to_json.
+        """Reads the output of to_json.
 
         Raises:
-            KeyError, TypeError, ValueError: if it is not such an object.
+            KeyError, TypeError, ValueError: if the value is not such an object.
         """
         last = value["last"]
         if last is not None and not (isinstance(last, dict) and isinstance(last.get("kind"), str)):
-            raise ValueError("the last word of a rank is no message")
+            raise ValueError("the final message of a rank is not a message")
         return cls(
             rank=int(value["rank"]),
             returncode=int(value["returncode"]),
@@ -171,18 +170,18 @@ class _Rank:
 
 @dataclass
 class LocalRanks:
-    """Starts the ranks of this node, and leaves none behind: use it as a context.
+    """Starts the ranks of this node and leaves none behind: use it as a context.
 
     Attributes:
         places: the ranks, by local rank.
         run: the run's directory; logs and events go there.
-        plan_file: what the ranks read.
-        programs: what is started.
+        plan_file: that the ranks read.
+        programs: to start.
         environments: of each rank, in the order of `places`.
-        from_step: where they go on from.
-        has_input: whether they wait for a word on stdin, as several ranks do before their first collective.
-        kept: memory in which some ranks keep their newest step; it outlives them.
-        beats: of each rank, its signs of life, which outlive it, too.
+        from_step: the step they resume from.
+        has_input: whether they wait for messages on stdin, as several ranks do before their first collective.
+        shared_memory: in which some ranks keep their newest step; it outlives them.
+        beats: the heartbeats of each rank, which also outlive it.
     """
 
     places: Sequence[RankPlace]
@@ -204,7 +203,7 @@ class LocalRanks:
             for place, environment in zip(self.places, self.environments, strict=True):
                 self.beats[place.rank] = BeatMemory(place.rank)
                 self._ranks[place.rank] = self._start(place, environment)
-        except BaseException:  # the ranks that were started do not outlive the one that could not be
+        except BaseException:  # one rank could not be started: end those that were
             self.__exit__()
             raise
         return self
@@ -219,31 +218,31 @@ class LocalRanks:
         self.beats.clear()
 
     def pid(self, rank: int) -> int | None:
-        """Of the rank's process while it lives."""
+        """The pid of the rank's process while it lives."""
         member = self._ranks.get(rank)
         return member.child.pid if member is not None and member.child.returncode is None else None
 
     def final_message(self, rank: int) -> Message | None:
-        """`result`, `refused` or `crashed` of a rank, once it has been heard."""
+        """The message `result`, `refused` or `crashed` of a rank, once it has arrived."""
         member = self._ranks.get(rank)
         return member.last if member is not None else None
 
     def finished_steps(self) -> list[int]:
-        """Of each rank whose signs of life can be read now, the step before the one that it works on."""
+        """The last finished step of each rank whose heartbeat can be read now."""
         read = [memory.read() for memory in self.beats.values()]
         return [max(0, beat.step - 1) for beat in read if beat is not None]
 
     @property
     def all_ended(self) -> bool:
-        """Whether every rank has ended, and its end has been told by `poll`."""
+        """Whether every rank has ended, and `poll` has reported its end."""
         return all(rank.end_reported for rank in self._ranks.values())
 
     def poll(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[RankNews]:
-        """What the ranks have said and which have ended, after waiting for the first news at most `timeout_s`.
+        """New messages and ends of ranks, after waiting at most `timeout_s` for the first.
 
         Args:
             timeout_s: seconds.
-            also: file descriptors whose readiness ends the waiting, too.
+            also: file descriptors that end the wait when they become readable.
         """
         waiting = [rank.child.fileno for rank in self._ranks.values() if rank.child.fileno is not None]
         quick = any(not rank.end_reported and rank.child.fileno is None for rank in self._ranks.values())
@@ -266,7 +265,7 @@ class LocalRanks:
         return news
 
     def send(self, message: Message, *, rank: int | None = None) -> None:
-        """Sends a line to one rank, or to all."""
+        """Sends a message to one rank, or to all."""
         for number, member in self._ranks.items():
             if rank in (None, number) and not member.child.ended:
                 member.child.send(message)
@@ -277,16 +276,16 @@ class LocalRanks:
             rank.child.signal(number)
 
     def end(self, why: str) -> None:
-        """Ends every rank that lives, with all that it started, at once."""
+        """Ends every rank that lives, with its descendants, at once."""
         alive = [rank for rank in self._ranks.values() if not rank.end_reported]
         for rank in alive:
             rank.ended_by_us = rank.ended_by_us or why
-            rank.child.kill()  # all first, so that none sees another's end
+            rank.child.kill()  # all at first, so that none sees a peer's end
         for rank in alive:
             rank.child.end(patience_s=0)
 
     def _end_if_overdue(self, rank: _Rank) -> None:
-        """A rank that has refused leaves at once, unless a thread of it waits for storage."""
+        """Ends a rank that has refused or crashed and does not exit: a thread of it may wait for storage."""
         if rank.last is None or rank.last["kind"] == "result" or rank.child.ended:
             return
         rank.last_at = rank.last_at or time.monotonic()
@@ -334,9 +333,9 @@ class LocalRanks:
 
 
 def _beyond_reach(rank: _Rank) -> Message:
-    """What is said of a process that not even SIGKILL ends."""
+    """The warning about a process that SIGKILL does not end."""
     threads = (
-        "; ".join(map(str, stuck_threads(rank.child.pid))) or "the kernel does not say what it waits for"
+        "; ".join(map(str, stuck_threads(rank.child.pid))) or "the kernel does not show what it waits for"
     )
     text = f"process {rank.child.pid} of {rank.place.label} was killed and has not ended: {threads}"
     fix = "it ends as soon as its storage answers; nothing waits for it"
@@ -344,8 +343,8 @@ def _beyond_reach(rank: _Rank) -> Message:
 
 
 def _last_log_matches(rank: _Rank) -> list[Message]:
-    """What the log says at its end: mostly why."""
-    with contextlib.suppress(Hung, OSError):  # the end of the log, which is asked for next, says so
+    """Matches at the end of the log, which often show the cause."""
+    with contextlib.suppress(Hung, OSError):  # reading the end of the log, which is next, reports it
         unless_stuck(lambda: rank.followed.grew(os.fstat(rank.log.fileno()).st_size))
     return rank.followed.news()
 
@@ -358,7 +357,7 @@ def _tail_of(log: IO[bytes]) -> str:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """The rank's log, for appending; only its owner may read it, since ranks print what they like."""
+    """The rank's log, for appending; readable only by its owner, since ranks may print secrets."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     return os.fdopen(fd, "ab", buffering=0)

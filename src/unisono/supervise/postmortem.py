@@ -1,4 +1,4 @@
-"""What ended a start that did not hand over a result: a verdict from what is known of it. Pure."""
+"""Verdicts on starts of ranks that ended without a result. Pure."""
 
 import signal
 from collections.abc import Sequence
@@ -18,13 +18,14 @@ from unisono.watch.mismatch import mismatch
 from unisono.watch.verdicts import describe_activity
 
 _TAIL_LINES = 3
-_STOOD_S = 0.2  # a rank that lives and has beaten since is no longer where it was seen
+_STOOD_S = 0.2  # a living rank with a newer heartbeat has moved
 
 
 def apart(seen: Picture | None, culprit: RankEnd | None) -> Verdict | None:
-    """Whether ranks died because they were in different collectives: gloo ends those that get another size than they wait for.
+    """The verdict on ranks that failed because they were in different collectives; None if they were not.
 
-    Of ranks that have only lost each other one may have come a collective further, and that is the network's doing.
+    gloo ends ranks that receive a different size than they expect. Ranks that only lost their peers may be one collective apart because of
+    the network.
     """
     if seen is None:
         return None
@@ -45,7 +46,7 @@ def apart(seen: Picture | None, culprit: RankEnd | None) -> Verdict | None:
 
 
 def _place(view: RankView | None) -> tuple[int, int] | None:
-    """Which collective of which step a rank is in; None outside of any. Who is where the dead one was has not gone on, however lately it came."""
+    """Step and number of the collective that a rank is in; None outside of collectives. A rank in the same one as the failed rank has not moved since."""
     if view is None or view.beat is None or view.beat.phase != "comm":
         return None
     return view.beat.step, view.beat.comm
@@ -75,7 +76,7 @@ def name_failure(
 def name_death(
     end: RankEnd, plan: Job, *, after_s: float | None = None, seen: Picture | None = None
 ) -> Verdict:
-    """The verdict on a rank that crashed, was killed, or left without a word."""
+    """The verdict on a rank that crashed, was killed, or exited without a final message."""
     place = plan.ranks[end.rank]
     where = place.label
     at = f"in phase {end.phase}" + (f" after step {end.step}" if end.step else " before step 1")
@@ -100,38 +101,38 @@ def name_death(
 
 
 def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
-    """Cause, what happened with `{at}` for the place in the run, and the evidence."""
+    """Cause, what happened (with `{at}` for phase and step), and the evidence."""
     last = end.last
     if last is not None and last["kind"] == "crashed":
         place, error = str(last.get("where", "")), str(last.get("error", ""))
         text = one_line(error, limit=200).replace("{", "{{").replace("}", "}}")
         return (
             "user_code_error",
-            f"ended by an exception {{at}}: {text}",
+            f"failed with an exception {{at}}: {text}",
             [Evidence(where=f"{where}, {place}", text=error)],
         )
     if last is not None and last["kind"] == "result":
         step = last.get("step", end.step)
-        text = f"it handed over its result after step {step}, while others still counted on it"
+        text = f"it handed over its result after step {step}, while other ranks still needed it"
         return "unequal_steps", "left before the others {at}", [Evidence(where=where, text=text)]
     how = how_it_ended(end.returncode)
     if end.returncode == -signal.SIGKILL and end.oom_killed:
         text = "killed by SIGKILL; the cgroup's oom_kill count grew meanwhile"
         return (
             "host_oom_killed",
-            "was killed by the kernel for want of memory {at}",
+            "was killed by the OOM killer {at}",
             [Evidence(where=where, text=text)],
         )
     if end.returncode == -signal.SIGXFSZ:
-        text = f"{how}: the system sends it where a file would become larger than `ulimit -f` allows"
-        return "ulimit", "was ended by the limit of the file size {at}", [Evidence(where=where, text=text)]
+        text = f"{how}: the kernel sends it when a file would exceed the limit of `ulimit -f`"
+        return "ulimit", "was killed by the file size limit {at}", [Evidence(where=where, text=text)]
     if end.returncode < 0:
         return "rank_killed", f"was {how} {{at}}", [Evidence(where=where, text=how)]
-    return "user_code_error", f"left by itself {{at}}: {how}", [Evidence(where=where, text=how)]
+    return "user_code_error", f"exited by itself {{at}}: {how}", [Evidence(where=where, text=how)]
 
 
 def name_victims(ends: Sequence[RankEnd], plan: Job, *, after_s: float | None = None) -> Verdict:
-    """The verdict where every rank says that it lost a peer and none ended by itself: nobody can be named."""
+    """The verdict if every rank lost a peer and none failed by itself: it names no rank."""
     evidence = tuple(_lost_peer(end, plan.ranks[end.rank]) for end in ends if end.last is not None)[:8]
     known = find_cause("rank_died_first")
     return Verdict(
@@ -140,21 +141,21 @@ def name_victims(ends: Sequence[RankEnd], plan: Job, *, after_s: float | None = 
         evidence=evidence,
         fix=known.remedy if known else (),
         named_after_s=after_s,
-        summary=f"{len(ends)} of {plan.world_size} ranks lost the connection to another one, and none is known to have ended by itself; "
-        "what the silent rank or the network did is missing to name one",
+        summary=f"{len(ends)} of {plan.world_size} ranks lost the connection to a peer, and none is known to have failed by itself; "
+        "the cause may be a silent rank or the network",
     )
 
 
 def name_loss(loss: NodeLoss, *, head: str, after_s: float = 0.0) -> Verdict:
-    """The verdict on the end of a connection between a node and the head: the same words on both.
+    """The verdict on the end of a connection between a node and the head: the same text on both.
 
-    A closed connection means that the other side's process is gone. A silent one whose machine still acknowledges what is sent means that the
-    process there is stopped. Where nothing is acknowledged, the head names the node, and a node that lost the head names itself as cut off.
+    A closed connection means that the other side's process is gone. If it is silent and its machine still acknowledges data, the process
+    there is stopped. If nothing is acknowledged, the head names the node, and a node that lost the head names itself as cut off.
 
     Args:
-        loss: what is known of it.
+        loss: of the connection.
         head: node 0's host.
-        after_s: seconds from the end of the connection to this word.
+        after_s: seconds from the end of the connection to this verdict.
     """
     since_s = round(loss.silent_s + after_s, 3)
     if not loss.lost_head:
@@ -165,21 +166,21 @@ def name_loss(loss: NodeLoss, *, head: str, after_s: float = 0.0) -> Verdict:
 
 
 def name_lost_node(loss: NodeLoss, *, after_s: float | None = None) -> Verdict:
-    """The verdict on a node whose front is gone."""
+    """The verdict on a node whose front no longer answers."""
     where = f"node {loss.node_rank} ({loss.host})"
     return Verdict(
         cause="node_unreachable",
         when="during",
         hosts=(loss.host,),
         named_after_s=after_s,
-        summary=f"{where} is not heard any more: {one_line(loss.why, limit=200)}",
+        summary=f"{where} no longer answers: {one_line(loss.why, limit=200)}",
         evidence=(Evidence(where="the control channel", text=f"{where}: {one_line(loss.why, limit=200)}"),),
         fix=_remedy_of(loss, where),
     )
 
 
 def _remedy_of(loss: NodeLoss, where: str) -> tuple[str, ...]:
-    """What to do: the network is to be looked at only where nothing came through it."""
+    """The fix. It mentions the network only if nothing came through it."""
     known = find_cause("node_unreachable")
     remedy = known.remedy if known else ()
     if loss.is_cut:
@@ -187,12 +188,12 @@ def _remedy_of(loss: NodeLoss, where: str) -> tuple[str, ...]:
     if loss.silent_s:
         first = f"on {where}: `ps -eo pid,stat,args | grep unisono` shows a stopped process as T, and `kill -CONT PID` continues it; `uptime` shows the load"
     else:
-        first = f"look at the terminal or the log of unisono on {where}; `dmesg | grep -i -E 'oom|killed process'` there shows whether the kernel killed it"
+        first = f"check the terminal or the log of unisono on {where}; `dmesg | grep -i -E 'oom|killed process'` there shows whether the kernel killed it"
     return (first, *remedy[1:])
 
 
 def name_cut_off(own: NodeLoss, *, head: str, after_s: float | None = None) -> Verdict:
-    """The verdict of a node that does not hear the head any more, on itself."""
+    """The verdict of a node on itself, after it lost the head."""
     where = f"node {own.node_rank} ({own.host})"
     known = find_cause("node_unreachable")
     text = f"it lost the connection to the head, node 0 ({head}): {one_line(own.why, limit=200)}"
@@ -213,7 +214,7 @@ def _lost_peer(end: RankEnd, place: RankPlace) -> Evidence:
 
 
 def _tail(end: RankEnd, where: str) -> list[Evidence]:
-    """The last lines of its log; what a traceback says is told already."""
+    """The last lines of its log, unless a final message has the traceback already."""
     lines = [line for line in end.tail.splitlines() if line.strip()]
     if end.last is not None or not lines:
         return []
@@ -221,18 +222,18 @@ def _tail(end: RankEnd, where: str) -> list[Evidence]:
 
 
 def verdicts_in(message: Message) -> list[Verdict]:
-    """The verdicts of an `ended` message; what is none is left out."""
+    """The verdicts of an `ended` message, without those that cannot be read."""
     found = []
     for value in message.get("verdicts") or []:
         try:
             found.append(Verdict.from_json(value))
-        except (ValueError, TypeError):  # a head of another version: its other verdicts still count
+        except (ValueError, TypeError):  # from a head of a different version; its other verdicts still count
             continue
     return found
 
 
 def node_refused(node_rank: int, host: str, error: Message) -> Verdict:
-    """A node does not start, for a reason of its own. `error`: what `UnisonoError.to_json` gave there; it is from another machine."""
+    """The verdict on a node that refuses to start. `error`: the output of `UnisonoError.to_json` on that machine."""
     problems = [problem for problem in error.get("problems") or [] if isinstance(problem, dict)]
     verdict = error.get("verdict")
     own = verdicts_in({"verdicts": [verdict]}) if verdict else []

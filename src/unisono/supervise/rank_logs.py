@@ -1,4 +1,4 @@
-"""The logs of this node's ranks while they grow: lines that mean something become events (never a verdict), and each growth is noted with its time."""
+"""The logs of this node's ranks while they grow: lines with a known signature become events (never a verdict), and growth is recorded with its time."""
 
 import contextlib
 import json
@@ -22,12 +22,12 @@ from unisono.plan import RankPlace
 from unisono.text import one_line
 
 _CLOSE_S = 1.0
-# A thousandth of Python's memory. The file is opened by the process, too: that alone can hang.
+# A thousandth of Python's memory. The process also opens the file: even that can hang.
 _APPEND = ("sh", "-c", 'umask 077; exec cat >> "$1"', "sh")
 
 
 class Appender:
-    """Appends to one file. The process is begun with the first line, and ends with whoever began it, as soon as its disk answers."""
+    """Appends to one file, by a separate process. It starts with the first line, and ends with this process, as soon as its disk answers."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -35,10 +35,10 @@ class Appender:
         self._is_over = False
 
     def add(self, line: bytes) -> None:
-        """Hands a line, of 4,096 bytes at the most, over and waits for nothing. After an error nothing more is tried.
+        """Passes on a line of at most 4,096 bytes, without waiting. After an error nothing more is written.
 
         Raises:
-            OSError: if the process has given up (what it wrote to is full or gone), or does not take any more.
+            OSError: if the process has failed (e.g. its disk is full or gone), or takes no more.
         """
         if self._is_over:
             return
@@ -52,7 +52,7 @@ class Appender:
             raise OSError(None, self._last_stderr_line() or "the file cannot be written") from None
 
     def close(self) -> None:
-        """Lets it finish what it has, if the disk answers within a second; else what it still has is lost, and it ends when the disk lets it."""
+        """Lets the process finish, if the disk answers within a second; else the rest is lost, and the process ends when the disk answers."""
         process, self._process, self._is_over = self._process, None, True
         if process is None:
             return
@@ -83,7 +83,7 @@ class Appender:
         return self._process.stdin.fileno()
 
     def _last_stderr_line(self) -> str:
-        """Why it gave up, in its own words."""
+        """The last line of its stderr, which tells why it failed."""
         assert self._process is not None
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
@@ -96,24 +96,24 @@ MOST_A_MINUTE = 20
 KEPT_MATCHES = 8
 _LOOK_BYTES = 64 << 10
 _BEHIND_BYTES = 512 << 10
-"""A log that grows faster than it is read is followed at its end; what lies between is not looked at, and stays in the file."""
+"""A log that grows faster than it is read is followed at its end; what lies between is not scanned, and stays in the file."""
 _SHOWN_CHARS = 300
 _CITED_RANKS = 4
 _CITED_MATCHES = 3
 _REPORTED_KINDS = ("warning", "error", "death")
 _REPORTED_ELSEWHERE = ("traceback", "exception", "python_error")
-"""What ends a rank is its last word, and what does not is its own affair."""
+"""An exception that ends a rank is in its final message; one that does not is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogMatch:
-    """A line of a rank's log that has a signature.
+    """A line of a rank's log that matches a signature.
 
     Attributes:
-        rank: whose log it is.
-        signature: the id.
+        rank: of the log.
+        signature: its id.
         cause: of the catalogue, or None.
-        text: the line, bounded, without control characters and without what is a secret by its looks.
+        text: the line, bounded, without control characters and without anything that looks like a secret.
         time: UTC, seconds: when it was seen.
     """
 
@@ -124,7 +124,7 @@ class LogMatch:
     time: float
 
     def to_message(self) -> Message:
-        """As a warning, which the screen shows."""
+        """As a warning for the screen."""
         known = find_signature(self.signature)
         source = f" ({known.source.partition(',')[0].partition(':')[0]})" if known else ""
         return {
@@ -140,14 +140,14 @@ class LogMatch:
 
 
 class LineSplitter:
-    """Cuts bytes that come in pieces into lines. A carriage return ends a line, too: progress bars are written so."""
+    """Splits chunks of bytes into lines. A carriage return also ends a line, as in progress bars."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._too_long = False
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that are whole now. Of a line that is longer than what is looked at its head is given, once."""
+        """The lines that are complete now. A line that is too long is given once, cut."""
         *whole, rest = data.replace(b"\r", b"\n").split(b"\n")
         found = []
         for piece in whole:
@@ -163,7 +163,7 @@ class LineSplitter:
 
 
 class RateLimit:
-    """So many a minute, over all that share it."""
+    """At most so many events per minute, over all users."""
 
     def __init__(self, most: int = MOST_A_MINUTE, clock: Callable[[], float] = time.monotonic) -> None:
         self._times: deque[float] = deque(maxlen=most)
@@ -171,7 +171,7 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def allows(self) -> bool:
-        """Whether one more may be told now; then it counts."""
+        """Whether one more event may be reported now; if so, it is counted."""
         with self._lock:
             now = self._clock()
             if len(self._times) == self._times.maxlen and now - self._times[0] < 60:
@@ -181,15 +181,15 @@ class RateLimit:
 
 
 class FollowedLog:
-    """One rank's log, from its size at the start on. Reading is done by whoever knows that it has grown, in a thread that may hang."""
+    """One rank's log, from its size at the start on. It is read in a thread that may hang."""
 
     def __init__(self, log: IO[bytes], rank: int, rate: RateLimit) -> None:
-        """Begins at the end of what is there: an earlier start's lines are history.
+        """Starts at the current end: lines of an earlier start do not count.
 
         Args:
             log: open for reading; its position is not used.
-            rank: whose it is.
-            rate: how much may be told.
+            rank: of the log.
+            rate: limit of reported matches.
         """
         self._fd = log.fileno()
         self._rank = rank
@@ -201,10 +201,10 @@ class FollowedLog:
         self._lock = threading.Lock()
 
     def grew(self, size: int) -> None:
-        """Reads what is new, up to a bound.
+        """Reads new bytes up to this size of the log.
 
         Raises:
-            OSError: if it cannot be read.
+            OSError: if the log cannot be read.
         """
         with self._lock:
             if size - self._place > _BEHIND_BYTES:
@@ -212,7 +212,7 @@ class FollowedLog:
                 self._lines = LineSplitter()
             while self._place < size:
                 data = os.pread(self._fd, min(_LOOK_BYTES, size - self._place), self._place)
-                if not data:  # somebody has cut it
+                if not data:  # it was truncated
                     self._place = size
                     return
                 self._place += len(data)
@@ -220,7 +220,7 @@ class FollowedLog:
                     self._look_at(line)
 
     def news(self) -> list[Message]:
-        """What has been found since the last call."""
+        """Matches since the last call, as warnings."""
         found = []
         while self._news:
             found.append(self._news.popleft())
@@ -237,16 +237,16 @@ class FollowedLog:
 
 
 def _reportable(found: list[Signature]) -> list[Signature]:
-    """What a line is told for: once, for what points to a cause rather than for what does not."""
+    """The signature to report for a line: at most one, preferably with a cause."""
     reported = [one for one in found if one.kind in _REPORTED_KINDS and one.id not in _REPORTED_ELSEWHERE]
     return sorted(reported, key=lambda one: one.cause is None)[:1]
 
 
 class LogEvents:
-    """A companion of the head: keeps the last hits of each rank of all nodes, for whoever needs evidence."""
+    """A companion of the head: keeps the last matches of each rank of all nodes, as evidence."""
 
     def __init__(self, places: Sequence[RankPlace]) -> None:
-        """For one start of the ranks.
+        """Starts without matches.
 
         Args:
             places: of all ranks, in order.
@@ -255,7 +255,7 @@ class LogEvents:
         self._matches: dict[int, deque[LogMatch]] = defaultdict(lambda: deque(maxlen=KEPT_MATCHES))
 
     def on_message(self, rank: int, message: Message) -> None:
-        """Takes a hit."""
+        """Takes a match."""
         if message["kind"] == "warning" and message.get("code") == CODE:
             cause = message.get("cause")
             match = LogMatch(
@@ -268,18 +268,18 @@ class LogEvents:
             self._matches[rank].append(match)
 
     def look(self) -> UnisonoError | None:
-        """Nothing: a line of a log ends no run."""
+        """None: a line of a log does not end a run."""
         return None
 
     def finish(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is nothing to release."""
 
     def matches(self, rank: int) -> list[LogMatch]:
-        """The last ones of a rank, oldest first."""
+        """The last matches of a rank, oldest first."""
         return list(self._matches[rank]) if rank in self._matches else []
 
     def cited(self, verdict: Verdict) -> Verdict:
-        """The verdict, with the last hits of its culprits as evidence. They change nothing of who or what."""
+        """The verdict with the last matches of its culprits as evidence. They do not change cause or ranks."""
         found = [
             Evidence(where=f"the log of {self._places[rank].label}", text=match.text)
             for rank in verdict.ranks[:_CITED_RANKS]
@@ -289,15 +289,15 @@ class LogEvents:
 
 
 class LogTimes:
-    """The times of one log. Looking is done aside, and writing by a process of its own: the front waits for no disk, also not at its end."""
+    """The times at which one log grew. A thread checks its size, and a separate process writes: the front never waits for a disk, not even at its end."""
 
     def __init__(self, log: IO[bytes], path: Path, *, grew: Callable[[int], None]) -> None:
-        """Begins with what is there.
+        """Starts at the current size.
 
         Args:
-            log: open for as long as this is not closed.
+            log: open until `close`.
             path: of the log.
-            grew: is told the new size, aside as well; may raise OSError.
+            grew: gets the new size, in the thread; may raise OSError.
         """
         self._grew = grew
         self._log = log
@@ -308,18 +308,18 @@ class LogTimes:
         self._thread = BackgroundThread("log-times", self._failed, most=1)
 
     def note(self) -> list[Message]:
-        """Has a look taken, if the last one is over; gives a warning, once, where that does not work."""
+        """Has the thread check the size, unless it still does; gives a warning, once, if that fails."""
         self._thread.do(self._look)
         warnings, self._warnings = self._warnings, []
         return warnings
 
     def close(self) -> None:
-        """Lets the last look come to its end, if the disk answers; then the log may be closed."""
+        """Lets the last check finish, if the disk answers; then the log may be closed."""
         self._thread.finish(_CLOSE_S)
         self._appender.close()
 
     def _look(self) -> None:
-        """A line is written only where the log has grown."""
+        """Writes a line only if the log has grown."""
         size = os.fstat(self._log.fileno()).st_size
         if size == self._size:
             return
@@ -328,7 +328,7 @@ class LogTimes:
         self._appender.add(json.dumps([round(time.time(), 3), size]).encode() + b"\n")
 
     def _failed(self, why: str) -> None:
-        text = f"{self._path} is not kept from here on: {why}; `unisono logs` merges this rank's log less finely, and the run goes on"
+        text = f"{self._path} is no longer written: {why}; `unisono logs` merges this rank's log less precisely, and the run continues"
         self._warnings.append(
             {
                 "kind": "warning",

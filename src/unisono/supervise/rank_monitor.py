@@ -1,4 +1,4 @@
-"""What a node's front sees of its own ranks (beats, processes, stacks on request), and its reports of them to the head."""
+"""What a node's front sees of its own ranks (heartbeats, processes, stacks on request), and its reports to the head."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -22,19 +22,19 @@ from unisono.supervise.job import NodeRanks
 from unisono.supervise.stack_collection import StackCollection
 from unisono.watch import PHASES, Beat, Look, ProcessView, RankView, phase_named
 
-_GAP_S = 2.0  # a front that did not look for so long was stopped, suspended or starved itself
-_IDLE_S = 1.0  # of a rank that moves, its process tells nothing new
+_GAP_S = 2.0  # a front that did not look for this long was itself stopped, suspended or starved
+_IDLE_S = 1.0  # the process of a rank that moves need not be read
 _MOVING_EVERY_S = 5.0
-_PULSE_S = 1.0  # it comes at least twice a second; a machine with too much to do has it wait
+_PULSE_S = 1.0  # pulses come at least twice a second, later on an overloaded machine
 _GONE_STATES = ("Z", "X")
 _LINKS_EVERY_S = 1.0  # the kernel's tables are long where there are many connections
 _LOG_S = 1.0
-_LARGE_IO_BYTES = 16 << 20  # what is read or written beside a large file is less
+_LARGE_IO_BYTES = 16 << 20  # reads and writes other than of a large file are smaller
 
 
 @dataclass
 class _Seen:
-    """Of one rank: what was there when it was last looked at, and since when that has not changed."""
+    """What was last seen of one rank, and for how long it has not changed."""
 
     beat: Beat | None = None
     idle_s: float = 0.0
@@ -46,18 +46,18 @@ class _Seen:
 
 
 class RankMonitor:
-    """The signs of this node's ranks.
+    """What is seen of this node's ranks.
 
-    It reads memory and files of the kernel, and neither needs anything of the ranks nor waits for them.
+    It reads shared memory and files of the kernel, and neither needs the ranks to do anything nor waits for them.
     """
 
     def __init__(self, local: NodeRanks, node_rank: int, *, use: GpuUtilization | None = None) -> None:
-        """Knows nothing yet.
+        """Starts without any view.
 
         Args:
-            local: the ranks; they may not have been started yet.
+            local: the ranks; they need not have been started yet.
             node_rank: of this node.
-            use: how busy devices are; the default asks the driver where there is one.
+            use: utilization of devices; the default asks the driver, if there is one.
         """
         self._local = local
         self._node_rank = node_rank
@@ -73,7 +73,7 @@ class RankMonitor:
         self._log_s = _LOG_S
 
     def close(self) -> None:
-        """Ends what looks have started. The ranks are not touched."""
+        """Ends running stack collections. The ranks are not affected."""
         for collection in self._collections.values():
             collection.close()
         self._collections.clear()
@@ -81,8 +81,8 @@ class RankMonitor:
     def views(self, now: float) -> list[RankView]:
         """Every rank as it is now; called a few times a second.
 
-        Idleness is counted from the moment at which a change was last seen, by the caller's clock: no rank's clock is believed. Where
-        more than 2 s have passed since the last call the front itself was away, and that time is nobody's idleness.
+        Idle time counts from the last change that was seen, by the caller's clock: no rank's clock is trusted. If more than 2 s have passed
+        since the last call, the front itself was not running, and that time does not count as idle.
 
         Args:
             now: monotonic seconds.
@@ -93,7 +93,7 @@ class RankMonitor:
         return [self._view(place, now=now, passed=counted) for place in self._local.places]
 
     def look(self, ranks: Iterable[int]) -> None:
-        """Begins to gather stacks and the flight recorder of some ranks; does not wait. Others' ranks, and those looked at now, are left out."""
+        """Starts to collect stacks and the flight recorder of some ranks; does not wait. Skips ranks of other nodes, and those being collected."""
         for rank in ranks:
             memory = self._local.beats.get(rank)
             if memory is not None and rank not in self._collections:
@@ -102,10 +102,10 @@ class RankMonitor:
                 )
 
     def looks(self) -> list[Look]:
-        """The looks that have been completed since the last call; each is within 1.5 s."""
+        """Collections completed since the last call; each takes at most 1.5 s."""
         found = []
         for rank, collection in list(self._collections.items()):
-            if rank not in self._local.beats:  # the ranks are gone, and their memory is
+            if rank not in self._local.beats:  # the ranks are gone, and their memory too
                 self._drop(rank)
                 continue
             seen = self._seen.get(rank)
@@ -118,9 +118,9 @@ class RankMonitor:
         return found
 
     def raw(self, rank: int) -> RawEvidence:
-        """What the last look at a rank has gathered, as it was written, and the end of its log; in bounded sizes, safe to be shown.
+        """The unparsed result of the last collection of a rank, and the end of its log; in bounded sizes, safe to show.
 
-        A log whose storage does not answer is waited for once, for a second, and not again.
+        Waits for a log whose storage does not answer only once, for a second.
         """
         place = next(place for place in self._local.places if place.rank == rank)
         path = self._local.run.log(place.host, rank)
@@ -130,11 +130,11 @@ class RankMonitor:
         return replace(self._raw.get(rank, RawEvidence()), log=self._logs.get(rank, "")).bounded()
 
     def forget(self) -> None:
-        """What looks have gathered is history: it goes on again."""
+        """Forgets what was collected: the ranks move again."""
         self._raw.clear()
 
     def links(self) -> list[str]:
-        """Connections of the ranks on which what was sent is not acknowledged. Reads a line for every connection of the machine."""
+        """Connections of the ranks with unacknowledged data. Reads a line for every connection of the machine."""
         now = time.monotonic()
         if self._links_at is None or now - self._links_at >= _LINKS_EVERY_S:
             self._links_at = now
@@ -158,7 +158,7 @@ class RankMonitor:
             seen.process = self._process(pid, place, is_idle=seen.idle_s > _IDLE_S)
             seen.process_at = now
         kind = (self._local.final_message(place.rank) or {}).get("kind")
-        # One that has refused or crashed is the cause itself, and on its way out, which storage that hangs makes long.
+        # A rank that has refused or crashed is the cause itself and about to exit, which takes long if storage hangs.
         return RankView(
             rank=place.rank,
             node_rank=self._node_rank,
@@ -174,7 +174,7 @@ class RankMonitor:
     def _note(seen: _Seen, beat: Beat | None, *, passed: float) -> None:
         before = seen.beat
         if beat is None and before is not None:
-            beats = pulses = True  # written so fast that no two readings agreed
+            beats = pulses = True  # written so fast that no two reads agreed
         else:
             beats = beat is not None and (before is None or beat.version != before.version)
             pulses = beat is not None and beat.pulse_ns != (before.pulse_ns if before is not None else 0)
@@ -199,7 +199,7 @@ class RankMonitor:
 
 
 def _may_last(beat: Beat | None) -> bool:
-    """Whether the rank does what takes as long as files are large: it loads, resumes, saves, or writes the result."""
+    """Whether the duration of the rank's phase depends on the size of files: it loads, resumes, saves, or writes the result."""
     if beat is None:
         return False
     phase = PHASES[phase_named(beat.phase)]
@@ -207,7 +207,7 @@ def _may_last(beat: Beat | None) -> bool:
 
 
 def _handles_files(seen: _Seen, pid: int) -> bool:
-    """Whether a rank has read or written much since it was last asked, or is in the midst of what the disk does for it, as at a sync."""
+    """Whether a rank has read or written much since the last call, or waits for the disk, e.g. in a sync."""
     now, look = io_bytes(pid), read_thread(pid, pid)
     moves = look.moves if look is not None and look.is_uninterruptible else None
     much = now - seen.read_and_written >= _LARGE_IO_BYTES
@@ -219,14 +219,14 @@ def _handles_files(seen: _Seen, pid: int) -> bool:
 
 
 _EVERY_S = 0.5
-_LINKS_FOR_S = 15.0  # while something is suspected the head asks again and again
+_LINKS_FOR_S = 15.0  # while the head suspects something, it repeats its request
 
 
 class MonitorReports:
-    """What a node other than the head's says of its ranks. Nothing here waits."""
+    """Reports of a node other than the head's about its ranks. Nothing here waits."""
 
     def __init__(self, local: NodeRanks, node_rank: int, send: Callable[[Message], None]) -> None:
-        """Nothing has been told yet.
+        """Starts without reports.
 
         Args:
             local: this node's ranks.
@@ -240,12 +240,12 @@ class MonitorReports:
         self._links_until = 0.0
 
     def look(self, message: Message) -> None:
-        """The head suspects something; other nodes' ranks that it may name are left out."""
+        """Starts a collection that the head requested; skips ranks of other nodes."""
         self._links_until = time.monotonic() + _LINKS_FOR_S
         self._monitor.look([int(rank) for rank in message["ranks"]])
 
     def send(self) -> None:
-        """Called as often as one likes. Says nothing once all ranks are gone: the head may have begun the next start then."""
+        """Sends what is due; may be called at any rate. Sends nothing once all ranks have ended: the head may have begun the next start."""
         if self._local.all_ended:
             return
         now = time.monotonic()
@@ -256,7 +256,7 @@ class MonitorReports:
             self._send({"kind": "looked", "looks": [look.to_json()], "raw": raw})
 
     def send_views(self) -> None:
-        """At once: of a rank that has ended it is the last sign of life, and goes before the word of its end."""
+        """Sends all views at once. For a rank that has ended they hold the last sign of life, and precede the message of its end."""
         now = time.monotonic()
         self._next = now + _EVERY_S
         links = self._monitor.links() if now < self._links_until else []
@@ -264,5 +264,5 @@ class MonitorReports:
         self._send({"kind": "beats", "views": views, "links": links})
 
     def close(self) -> None:
-        """Ends what was started for looks."""
+        """Ends running collections."""
         self._monitor.close()

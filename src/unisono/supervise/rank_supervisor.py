@@ -1,4 +1,4 @@
-"""One start of the ranks, from their first process to their last word, as the head conducts it."""
+"""One start of the ranks on the head, from their first process to their end."""
 
 import contextlib
 import signal
@@ -32,40 +32,40 @@ if TYPE_CHECKING:
 
 
 class Companion(Protocol):
-    """Lives for one start of the ranks. Nothing in it may block: what takes long is done in a thread or a process of its own."""
+    """Works beside the ranks during one start. Its methods must not block: long work belongs in a thread or a process."""
 
     def on_message(self, rank: int, message: Message) -> None:
-        """Is told each message of a rank that the head hears; rank 0 tells of steps and of checkpoints."""
+        """Takes each message of a rank; rank 0 reports steps and checkpoints."""
 
     def look(self) -> UnisonoError | Verdict | None:
-        """Called some times a second. An error or a verdict ends the ranks, and is how the run ends."""
+        """Called a few times a second. An error or a verdict ends the ranks, and the run ends with it."""
 
     def finish(self) -> None:
-        """The ranks have ended, or are about to be ended. Must return in bounded time."""
+        """Called when the ranks have ended, or are about to be ended. Must return in bounded time."""
 
 
 _POLL_S = 0.2
-_TEARDOWN_S = 20.0  # results are final before teardown begins, so one that hangs is ended without loss
-_GONE_S = 10.0  # for the other nodes to say that their ranks are gone
+_TEARDOWN_S = 20.0  # results are final before teardown, so a teardown that hangs is ended without loss
+_GONE_S = 10.0  # for the other nodes to report that their ranks have ended
 _WAITING_EVERY_S = 10.0
 _SHARD_KINDS = ("shard_written", "shard_moves", "shards_over")
 _RANK_0_KINDS = ("phase", "step", "eval", "sample", "checkpoint", "ready", "note")
 
 
 class ShardPort(Protocol):
-    """Where the checkpoint parts of other nodes' ranks arrive (`remote_checkpoint.shard_transfer`)."""
+    """Receives the checkpoint parts of other nodes' ranks (`remote_checkpoint.shard_transfer`)."""
 
     def arrived(self, event: FileReceived, /) -> None:
-        """A part is here, or did not get here."""
+        """Takes the news that a part has arrived or failed."""
 
     def moves(self) -> Message | None:
-        """From time to time, while a part is on its way: what to tell rank 0."""
+        """A progress message for rank 0, from time to time while a part is being sent."""
 
     def given_up(self, temporary: str, /) -> None:
-        """Rank 0 waits for no part of this checkpoint any more."""
+        """Rank 0 no longer waits for parts of this checkpoint."""
 
     def confirmed(self, rank: int, message: Message, /) -> Message:
-        """The word of a rank that its part is written, for rank 0: with what is missing of it here."""
+        """A rank's message that its part is written, for rank 0, with what has not arrived here."""
         ...
 
 
@@ -74,20 +74,20 @@ class Attempt:
     """What is known of one start of the ranks.
 
     Attributes:
-        from_step: the step it went on from.
+        from_step: the step it resumed from.
         step: the last step that rank 0 finished.
         checkpoint: the newest checkpoint, or None.
-        saved_step: the step of it.
-        ready: whether rank 0 has loaded everything and trains; before that there is nothing of its own to save.
-        last: rank 0's last word: `result`, `refused` or `crashed`; None if it died without one.
+        saved_step: the step of that checkpoint.
+        ready: whether rank 0 has loaded everything and trains; before that there is nothing new to save.
+        last: rank 0's final message: `result`, `refused` or `crashed`; None if it ended without one.
         decision: why the ranks were ended, if they were.
-        decided_at: when that was known, in monotonic seconds.
-        stop_signal: the signal that some front got.
-        seconds: from its start to its end.
+        decided_at: the time of the decision, in monotonic seconds.
+        stop_signal: the first signal to stop that a front got.
+        seconds: duration of the start.
         ends: of the ranks, by rank.
-        lost: nodes that are gone, or that did not say that their ranks are.
-        picture: what was seen of the ranks last.
-        raw: what was gathered of the ranks, as it was written, where something ended them.
+        lost: nodes that are gone, or that did not report that their ranks are.
+        picture: of the ranks, as last seen.
+        raw: unparsed evidence of the ranks, if something ended them.
     """
 
     from_step: int
@@ -110,7 +110,7 @@ class Attempt:
     raw: dict[int, RawEvidence] = field(default_factory=dict)
 
     def note(self, message: Message) -> None:
-        """Keeps what a message of rank 0 tells."""
+        """Takes a message of rank 0."""
         match message["kind"]:
             case "step":
                 self.step = int(message["step"])
@@ -139,17 +139,17 @@ def run_attempt(
     companions: Sequence[Companion] = (),
     shards: "AbstractContextManager[ShardPort] | None" = None,
 ) -> Attempt:
-    """Starts the ranks of this node, conducts those of all nodes, and waits for their end.
+    """Starts the ranks of this node, supervises those of all nodes, and waits for their end.
 
     Args:
-        plan: written to plan.json on every node already.
+        plan: already in plan.json on every node.
         local: the ranks of this node; started and ended here.
-        server: the connections of the other nodes, which start theirs on the same plan; None where there are none.
-        interrupts: signals that ask to stop.
-        show: sees the messages.
-        on_agreement: is told what the ranks have brought and what came of comparing it, before they go on.
-        companions: hear what the ranks say, and may end them.
-        shards: takes in the checkpoint parts of other nodes' ranks; None where every rank writes to this node's disk.
+        server: the connections of the other nodes, which start their ranks with the same plan; None for one node.
+        interrupts: signals to stop.
+        show: gets the messages.
+        on_agreement: gets the ranks' reports and the result of their comparison, before the ranks continue.
+        companions: get the ranks' messages, and may end the ranks.
+        shards: receives the checkpoint parts of other nodes' ranks; None if every rank writes to this node's disk.
     """
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -206,7 +206,7 @@ class _RankSupervision:
         self._missing_reported_at = time.monotonic()
 
     def run(self) -> None:
-        """Until all have ended, well or by a decision."""
+        """Runs until all ranks have ended, well or by a decision."""
         while not self._is_over():
             self._receive(_POLL_S)
             self.attempt.stop_signal = self._interrupts.first
@@ -237,7 +237,7 @@ class _RankSupervision:
         return self._final_since
 
     def _receive(self, timeout_s: float) -> None:
-        """Takes in what ranks and nodes have said, after waiting for the first of it."""
+        """Takes the news of ranks and nodes, after waiting for the first."""
         server = self._server
         for news in self._local.poll(timeout_s, also=[server.fileno()] if server else []):
             self._take_news(news)
@@ -261,7 +261,7 @@ class _RankSupervision:
         if message["kind"] in _SHARD_KINDS:
             self._take_shard_message(rank, message)
             return
-        if message["kind"] == "asked":  # of the rank itself, or the echo of what was passed on
+        if message["kind"] == "asked":  # a signal to the rank itself, or the echo of one that was passed on
             self._interrupts.request_stop(
                 signal.Signals[str(message["signal"])], where=self.plan.ranks[rank].label
             )
@@ -278,14 +278,14 @@ class _RankSupervision:
             self._local.send(moves, rank=0)
 
     def _placed(self, rank: int, message: Message) -> Message:
-        """The message with whose it is: of rank 0, who speaks for all, only where it tells of its own storage."""
+        """The message with its rank. Rank 0 speaks for all, except about its own storage."""
         if rank == 0 and (message.get("code") != "storage_blocked" or self.plan.world_size == 1):
             return message
         where = {"place": self.plan.ranks[rank].label} if len(self.plan.nodes) > 1 else {}
         return {**message, "rank": rank, **where}
 
     def _take_shard_message(self, rank: int, message: Message) -> None:
-        """Of ranks that write a checkpoint together. Rank 0 hears of the others' parts; when it is done with one, the head hears it."""
+        """Takes a message about a checkpoint that the ranks write together: for rank 0, or for the head when rank 0 is done with it."""
         if message["kind"] == "shards_over":
             if rank == 0 and self.shards is not None:
                 self.shards.given_up(str(message.get("temporary")))
@@ -295,7 +295,7 @@ class _RankSupervision:
             self._local.send({**message, "rank": rank}, rank=0)
 
     def _poll_companions(self) -> None:
-        """One may have found what the run cannot live with; so may the watch."""
+        """Takes verdicts and errors of the stall monitor and the companions."""
         verdict = self.stall_monitor.look()
         if verdict is not None:
             self.decider.judged(verdict)
@@ -350,7 +350,7 @@ class _RankSupervision:
                 self.stall_monitor.on_message(node_rank, message)
             case "all_ended":
                 self._away.discard(node_rank)
-            case "refused":  # it has not started its ranks, so there are none to wait for
+            case "refused":  # it has not started its ranks, so there is nothing to wait for
                 self._away.discard(node_rank)
                 host = self.plan.node(node_rank).host
                 self.decider.node_refused(node_refused(node_rank, host, message))
@@ -360,10 +360,10 @@ class _RankSupervision:
                 number = signal.Signals[str(message["signal"])]
                 self._interrupts.request_stop(number, where=where, again=message.get("again") is True)
             case _:
-                pass  # a newer head or node says more; what it says beside is not for us
+                pass  # a newer version sends more
 
     def _end_all(self, why: str) -> None:
-        """Ends what still lives, everywhere, and waits until it is gone."""
+        """Ends all ranks that live, on all nodes, and waits until they have ended."""
         if self._server is not None:
             self._server.tell_all({"kind": "end", "why": why})
         self._local.end(why)
@@ -372,7 +372,7 @@ class _RankSupervision:
         while time.monotonic() < limit and (self._away - set(failures.lost) or not self._local.all_ended):
             self._receive(0.05)
         for node_rank in sorted(self._away - set(failures.lost)):
-            why = f"it did not say within {_GONE_S:g} s that its ranks are gone"
+            why = f"it did not report within {_GONE_S:g} s that its ranks have ended"
             loss = NodeLoss(node_rank, self.plan.node(node_rank).host, why)
             failures.node_lost(loss, now=time.monotonic())
 
@@ -390,10 +390,10 @@ class _RankSupervision:
             if self._server is not None:
                 self._server.tell_all({"kind": "stop", "signal": number.name})
         elif action == "end":
-            self._end_all("it was asked to stop and did not in time")
+            self._end_all("it did not stop within the grace period")
 
     def _report_missing_ranks(self) -> None:
-        """While some ranks are ready and others are not, says which."""
+        """Shows which ranks are missing, while others are ready."""
         missing = [place for place in self.plan.ranks if place.rank not in self.decider.reports]
         now = time.monotonic()
         if not self.decider.reports or not missing or now - self._missing_reported_at < _WAITING_EVERY_S:
@@ -406,7 +406,7 @@ class _RankSupervision:
         self._show({"kind": "note", "time": time.time(), "text": text})
 
     def _show_everywhere(self, message: Message) -> None:
-        """Shows a line here, and on the other nodes."""
+        """Shows a message here and on the other nodes."""
         self._show(message)
         if self._server is not None:
             self._server.tell_all({"kind": "note", "text": message["text"]})

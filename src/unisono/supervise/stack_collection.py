@@ -1,4 +1,4 @@
-"""A closer look at one rank: its stack and its flight recorder, gathered without waiting for it."""
+"""Collects the stack and the flight recorder of one rank, without waiting for it."""
 
 import os
 import shutil
@@ -15,8 +15,8 @@ from unisono.watch import BeatMemory, Look
 from unisono.watch.rank_dumps import main_thread_of_faulthandler, main_thread_of_py_spy, read_flight
 
 LIMIT_S = 1.5
-_ANSWERS_S = 0.5  # faulthandler needs some milliseconds, on a machine where nothing else runs
-_SETTLED_S = 0.03  # it writes thread by thread; after so long without another one it has done
+_ANSWERS_S = 0.5  # faulthandler takes a few milliseconds on an idle machine
+_SETTLED_S = 0.03  # it writes thread by thread; after this long without output it is done
 _PY_SPY_BYTES = 1 << 20
 _NO_SIGNAL = {
     "T": "the process is stopped, and no signal reaches it",
@@ -26,18 +26,18 @@ _NO_SIGNAL = {
 
 
 class StackCollection:
-    """One look, from its beginning until something is known or its time is over. Nothing here waits.
+    """One collection, from its request to its result or time limit. Nothing here waits.
 
     Attributes:
-        rank: which.
-        raw: what was gathered.
+        rank: its number.
+        raw: the unparsed result.
     """
 
     def __init__(self, rank: int, pid: int | None, memory: BeatMemory, *, now: float) -> None:
-        """Asks the rank's threads, by a signal and by its memory.
+        """Requests the stack by a signal, and the flight recorder through shared memory.
 
         Args:
-            rank: which.
+            rank: its number.
             pid: of its process; None if that has ended.
             memory: of the rank.
             now: monotonic seconds.
@@ -55,11 +55,11 @@ class StackCollection:
         self._why_not = self._signal()
 
     def result(self, now: float, *, has_pulse: bool) -> Look | None:
-        """What is known, once it is known or time is over.
+        """The result, once it is complete or time is over; else None.
 
         Args:
             now: monotonic seconds.
-            has_pulse: whether the rank's second thread lives, which leaves the flight recorder's dump.
+            has_pulse: whether the rank's second thread runs, which writes the flight recorder's dump.
         """
         if self._pid is None or now - self._began >= LIMIT_S:
             return self._finish()
@@ -71,12 +71,12 @@ class StackCollection:
         return self._finish() if stacks_are_here and (is_answered or not has_pulse) else None
 
     def close(self) -> None:
-        """Ends what was started for it."""
+        """Ends py-spy, if it was started."""
         if self._spy is not None:
             self._spy.close()
 
     def _signal(self) -> str:
-        """Asks faulthandler in the rank; gives why that could not be."""
+        """Signals faulthandler in the rank; gives why that was not possible."""
         if self._pid is None:
             return "the process has ended"
         stat = read_stat(self._pid)
@@ -87,9 +87,9 @@ class StackCollection:
             return _NO_SIGNAL[state]
         number = self._memory.stacks_signal
         if not number:
-            return "the program has left no signal free"
+            return "the program uses all signals itself"
         if not has_handler(self._pid, number):  # its default would end the process
-            return "the process is too young to tell its stack"
+            return "the process has only just started and cannot show its stack yet"
         try:
             os.kill(self._pid, number)
         except OSError as error:
@@ -107,7 +107,7 @@ class StackCollection:
         return self._memory.stacks(since=self._since).decode("utf-8", "replace")
 
     def _spy_is_done(self, pid: int) -> bool:
-        """Asks another program, where there is one; whether no more is to be expected of it."""
+        """Runs py-spy, if it is installed; whether nothing more is expected from it."""
         if self._spy is None:
             program = py_spy()
             if program is None:
@@ -135,7 +135,7 @@ class StackCollection:
         )
 
     def _by_spy(self, stacks: str) -> tuple[tuple[str, ...], str, str]:
-        """The stack, how it was got, and the text; or why there is none."""
+        """The stack, how it was obtained, and the text; or why there is none."""
         late = f"the process did not answer a signal within {LIMIT_S:g} s"
         why = self._why_not or (late if not stacks else "faulthandler has left out the main thread")
         if self._spy is None:
@@ -153,7 +153,7 @@ class StackCollection:
 
 
 class _PySpy:
-    """`py-spy dump` of a process, which is not held for it: it may be stopped, or wait where no signal reaches it."""
+    """`py-spy dump` of a process without pausing it: it may be stopped, or wait where no signal reaches it."""
 
     def __init__(self, program: Path, pid: int) -> None:
         self._output: IO[bytes] = os.fdopen(os.memfd_create("unisono-py-spy", os.MFD_CLOEXEC), "w+b")
@@ -185,7 +185,7 @@ class _PySpy:
 
 
 def py_spy() -> Path | None:
-    """The program, beside this Python or on the path; the extra `watch` brings it."""
+    """The program, beside this Python or on the path; installed by the extra `watch`."""
     beside = Path(sys.executable).parent / "py-spy"
     if beside.exists():
         return beside

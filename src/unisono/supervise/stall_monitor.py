@@ -1,4 +1,4 @@
-"""The head's eyes on all ranks while they run: gathers what is known of them, asks the judge, says what it says."""
+"""The head's monitor of all ranks while they run: combines what is known of them, and reports a suspicion or a verdict."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,45 +16,43 @@ if TYPE_CHECKING:
     from unisono.control.server import HeadServer
 
 
-_EVERY_S, _CALM_EVERY_S = (
-    0.2,
-    0.4,
-)  # whoever calls polls as often; calm: every rank has moved since the last look
+_EVERY_S = 0.2  # as often as its callers poll
+_CALM_EVERY_S = 0.4  # if every rank has moved since the last look
 _SILENT_S = 3.0
 _REQUEST_AGAIN_S = 5.0
-_LATE_S = 2.0  # a view of a rank on another node may be so old
+_LATE_S = 2.0  # possible age of a view of a rank on a different node
 _MOST_RAW = 64  # ranks; of each up to 1 MiB
 
 Show = Callable[[Message], None]
 
 
 class LocalMonitor(Protocol):
-    """What sees this node's own ranks; supervise.rank_monitor."""
+    """A monitor of this node's own ranks, e.g. a RankMonitor."""
 
     def views(self, now: float) -> list[RankView]:
-        """All of them, as they are."""
+        """All ranks as they are now."""
 
     def look(self, ranks: Sequence[int]) -> None:
-        """Begins to gather stacks and the flight recorder of some."""
+        """Starts to collect stacks and the flight recorder of some ranks."""
 
     def looks(self) -> list[Look]:
-        """What has been gathered since the last call."""
+        """Collections completed since the last call."""
 
     def links(self) -> list[str]:
-        """Connections of this node's ranks on which nothing is acknowledged."""
+        """Connections of this node's ranks with unacknowledged data."""
 
     def forget(self) -> None:
-        """What has been gathered is history."""
+        """Forgets what was collected."""
 
     def raw(self, rank: int) -> RawEvidence:
-        """What has been gathered of one, as it was written, and the end of its log."""
+        """The unparsed result of a rank's collection, and the end of its log."""
 
 
 class StallMonitor:
     """Watches the ranks of one start. Nothing in it blocks.
 
     Attributes:
-        picture: what was seen last.
+        picture: of all ranks, as last seen.
     """
 
     def __init__(
@@ -81,31 +79,33 @@ class StallMonitor:
         self._raw: dict[int, RawEvidence] = {}
         self._requested_at: dict[int, float] = {}
         self._suspicion: Suspicion | None = None
-        self._warned: dict[tuple[str, tuple[int, ...]], float] = {}  # cause and ranks: after how many seconds
+        self._warned: dict[
+            tuple[str, tuple[int, ...]], float
+        ] = {}  # seconds until the warning, by cause and ranks
         self._reported_silent: set[int] = set()
         self._next = 0.0
         self._found: Verdict | None = None
         self.picture = Picture(self._places, {}, total_steps=plan.total_steps)
 
     def on_message(self, node_rank: int, message: Message) -> None:
-        """A node has told of its ranks: `beats`, or `looked` after it was asked to.
+        """Takes a node's report on its ranks: `beats`, or `looked` after a request.
 
         Raises:
-            KeyError, TypeError, ValueError: if it cannot be read, or is of another node's ranks.
+            KeyError, TypeError, ValueError: if it cannot be read, or is about ranks of a different node.
         """
         own = {place.rank for place in self._plan.on_node(node_rank)}
         if message["kind"] == "beats":
             views = [RankView.from_json(value) for value in message["views"]]
             if not own.issuperset(view.rank for view in views):
-                raise ValueError("tells of ranks that are not its own")
+                raise ValueError("reports ranks that are not its own")
             self._views |= {view.rank: view for view in views}
             self._links[node_rank] = tuple(str(link) for link in message.get("links", ())[:16])
         else:
             looks = [Look.from_json(value) for value in message["looks"]]
             if not own.issuperset(look.rank for look in looks):
-                raise ValueError("tells of ranks that are not its own")
+                raise ValueError("reports ranks that are not its own")
             raw = {int(name): RawEvidence.from_json(value) for name, value in message["raw"].items()}
-            if self._suspicion is not None:  # else it goes on again, and it was asked for in vain
+            if self._suspicion is not None:  # else the ranks move again, and the request is obsolete
                 self._looks |= {look.rank: look for look in looks}
                 self._raw |= {
                     rank: raw[rank]
@@ -114,13 +114,13 @@ class StallMonitor:
                 }
 
     def raw(self) -> dict[int, RawEvidence]:
-        """What a verdict can cite, by rank: of this node's ranks all, of others those that were looked at."""
+        """Evidence for a verdict, by rank: of all ranks of this node, and of ranks collected on other nodes."""
         return {**self._raw, **{place.rank: self._monitor.raw(place.rank) for place in self._plan.on_node(0)}}
 
     def look(self) -> Verdict | None:
-        """Called as often as one likes; looks five times a second, and half as often while all ranks move. Between it gives what was found last.
+        """The current verdict, which ends the ranks; None without one.
 
-        A verdict is the end of the ranks.
+        May be called at any rate: it looks five times a second, half as often while all ranks move, and repeats its last result in between.
         """
         now = self._clock()
         if now < self._next:
@@ -145,11 +145,11 @@ class StallMonitor:
         return None
 
     def see(self) -> None:
-        """Takes the picture once more, before the ranks are ended: the last signs of life of those that have died are in it."""
+        """Updates the picture once more before the ranks are ended, with the last signs of life of those that have failed."""
         self._take(self._clock())
 
     def _take(self, now: float) -> None:
-        """What is known now. Of a node that is silent nothing is known, and nobody on it is blamed for that."""
+        """Updates the picture. Nothing is known of a silent node, and no rank on it is blamed for that."""
         self._views |= {view.rank: view for view in self._monitor.views(now)}
         looks = self._monitor.looks()
         if self._suspicion is not None:
@@ -172,7 +172,7 @@ class StallMonitor:
         }
         for rank in self._looks.keys() & audible.keys():
             if audible[rank].idle_s + _LATE_S < now - self._requested_at.get(rank, now):
-                del self._looks[rank]  # it has moved on since, and is somewhere else
+                del self._looks[rank]  # it has moved since
         self.picture = Picture(self._places, audible, nodes, dict(self._looks), self._plan.total_steps)
 
     def _suspect(self, found: Suspicion, now: float) -> None:
@@ -186,7 +186,7 @@ class StallMonitor:
         )
         before = self._suspicion
         if before is None:
-            self._say(f"looking at it: {found.verdict.summary}")
+            self._say(f"investigating: {found.verdict.summary}")
         who = (found.verdict.cause, found.verdict.ranks)
         if found.is_named and who not in self._warned:
             self._warned[who] = found.since_s
@@ -196,7 +196,7 @@ class StallMonitor:
         self._suspicion = found
 
     def _request_stacks(self, ranks: Sequence[int], now: float) -> None:
-        """Has some ranks looked at, each on its node."""
+        """Requests stacks and flight recorder of some ranks, each from its node."""
         by_node: dict[int, list[int]] = {}
         for rank in ranks:
             self._requested_at[rank] = now
@@ -212,7 +212,7 @@ class StallMonitor:
             return
         if self._suspicion.is_named:
             self._say(
-                f"it goes on again, after {self._suspicion.since_s:.0f} s: {self._suspicion.verdict.summary}"
+                f"the ranks move again after {self._suspicion.since_s:.0f} s: {self._suspicion.verdict.summary}"
             )
         self._suspicion = None
         for gathered in (self._looks, self._requested_at, self._raw, self._warned):
@@ -220,12 +220,12 @@ class StallMonitor:
         self._monitor.forget()
 
     def _with_first_detection(self, found: Verdict) -> Verdict:
-        """Naming is fast, acting is slow: when it was named is not when the run is ended for it."""
+        """The verdict with the time of its warning, which comes long before the run is ended."""
         since_s = self._warned.get((found.cause, found.ranks))
         return found if since_s is None else found.model_copy(update={"named_after_s": since_s})
 
     def _warn(self, found: Verdict, *, ends_in_s: float | None = None) -> None:
-        """Says who and what, while the run goes on."""
+        """Warns of a cause while the run continues."""
         text = found.summary
         if ends_in_s is not None:
             text += f"; the run is ended if nothing moves for {ends_in_s:.0f} s more"
@@ -244,7 +244,7 @@ class StallMonitor:
             self._server.tell_all({"kind": "note", "text": text})
 
     def _report_silences(self, silences: Mapping[int, float]) -> None:
-        for node in self._plan.nodes:  # one that was left out may still be connected, and is nobody's worry
+        for node in self._plan.nodes:  # a node that was left out may still be connected
             seconds = silences.get(node.node_rank)
             if seconds is not None and node.node_rank not in self._reported_silent:
                 self._reported_silent.add(node.node_rank)

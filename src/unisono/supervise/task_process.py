@@ -1,4 +1,4 @@
-"""Runs tasks (prepare, preview, generate, chat, eval, export) as processes, and brings their refusals back as errors."""
+"""Runs tasks (prepare, preview, generate, chat, eval, export) as processes, and raises their refusals as errors."""
 
 import contextlib
 import json
@@ -48,19 +48,19 @@ def run_task(
     programs: Programs | None = None,
     silence_s: float | None = None,
 ) -> dict[str, Any]:
-    """Runs a task to its end; gives the fields of its `result` message.
+    """The fields of a task's `result` message, after running it to its end.
 
     Args:
         name: one of `unisono.task.__main__.TASKS`.
-        request: what the task's `run` gets.
-        on_message: sees every message before the last.
-        programs: what to start; the default is ours.
-        silence_s: seconds without a message after which it is ended; None: it may be silent for ever.
+        request: for the task's `run`.
+        on_message: gets every message before the last.
+        programs: to start; tests pass different ones.
+        silence_s: seconds without a message after which the task is ended; None: no limit.
 
     Raises:
-        UnisonoError: what the task refused, in the class of its exit code.
-        UnfitError: if it was silent for too long.
-        RankDied: if it crashed or was killed.
+        UnisonoError: the task's refusal, in the class of its exit code.
+        UnfitError: if the task was silent for too long.
+        RankDied: if the task crashed or was killed.
     """
     with TaskProcess(name, request, programs=programs) as task:
         last: Message = {}
@@ -72,7 +72,7 @@ def run_task(
 
 
 class TaskProcess:
-    """A task that is talked to while it runs: start it as a context, `send` to it, read its `messages`."""
+    """A running task: start it as a context, `send` to it, read its `messages`."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class TaskProcess:
 
         Args:
             name: one of `unisono.task.__main__.TASKS`.
-            request: what the task's `run` gets.
+            request: for the task's `run`.
             has_input: whether `send` will be used.
-            programs: what to start; the default is ours.
-            environment: all of it; the default is this process's, without what would mislead a task.
-            printed: a file for what it prints, which is made; the default goes with the task.
+            programs: to start; tests pass different ones.
+            environment: all of it; by default this process's, without misleading variables.
+            printed: a new file for its output; by default one that is removed with the task.
         """
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-")  # mode 0700: requests hold prompts
@@ -117,7 +117,7 @@ class TaskProcess:
         """Every message until the task has ended; the last is `result`.
 
         Args:
-            silence_s: seconds without a message that are too many; None: none are.
+            silence_s: seconds without a message that are too long; None: no limit.
 
         Raises:
             UnisonoError: what the task refused, in the class of its exit code.
@@ -137,7 +137,7 @@ class TaskProcess:
         raise self._ended()
 
     def news(self) -> list[Message]:
-        """The messages that are here now, without waiting; the last of all is `result`, after which nothing is to be asked for.
+        """The messages that have arrived, without waiting. `result` is the last one; do not call it after that.
 
         Raises:
             UnisonoError: what the task refused, in the class of its exit code.
@@ -160,11 +160,11 @@ class TaskProcess:
         self._child.send(message)
 
     def interrupt(self) -> None:
-        """Sends SIGINT, as when an answer is to end early."""
+        """Sends SIGINT, e.g. to end an answer early."""
         self._child.signal(signal.SIGINT)
 
     def close(self, *, patience_s: float = 2.0) -> None:
-        """Ends the task: its input is closed, and what does not end by itself is ended."""
+        """Closes the task's stdin, and ends the task if it does not exit by itself."""
         self._child.close_input()
         self._child.end(patience_s=patience_s)
         self._printed.close()
@@ -176,7 +176,7 @@ class TaskProcess:
                 "the chat template does not terminate",
                 where="data.template, or the tokenizer's chat template",
                 why="rendering one conversation used up its CPU time within a single operation, which cannot be interrupted",
-                fix="fix the template, or set data.template to a file with another one",
+                fix="fix the template, or set data.template to a file with a different one",
             )
         return self._died(how_it_ended(self._child.returncode or 0))
 
@@ -184,7 +184,7 @@ class TaskProcess:
         return RankDied.of(
             f"the task {self.name} ended: {one_line(how, limit=300)}",
             why=one_line(tail_of(self._printed), limit=2000),
-            fix="run it again with --debug, and report it if it is not the memory or the disk",
+            fix="run it again with --debug, and report it unless memory or disk is the cause",
         )
 
 
@@ -195,7 +195,7 @@ def _environment() -> dict[str, str]:
 
 
 def refusal(message: Message) -> UnisonoError:
-    """The error that a `refused` message stands for, in the class of its exit code."""
+    """The error of a `refused` message, in the class of its exit code."""
     kind = _BY_EXIT_CODE.get(int(message.get("exit_code", 1)), UnisonoError)
     fields = ("what", "where", "why", "fix")
     problems = [
@@ -207,30 +207,30 @@ def refusal(message: Message) -> UnisonoError:
 
 
 def cannot_start(name: str, error: OSError) -> RankDied:
-    """What is said of a task that the system does not let begin."""
+    """The error for a task that the system cannot start."""
     place = f"{error.filename}: " if error.filename else ""
     return RankDied.of(
         f"the task {name} cannot be started: {place}{error.strerror or error}",
-        fix="look at the room in the directory for temporary files, and at the limits of memory and processes",
+        fix="check the free space for temporary files, and the limits of memory and processes",
     )
 
 
 def how_it_ended(returncode: int) -> str:
-    """`killed by SIGKILL` or `exit status 3, without a word`."""
+    """`killed by SIGKILL` or `exit status 3, without a final message`."""
     if returncode < 0:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-returncode).name}"
         return f"killed by signal {-returncode}"
-    return f"exit status {returncode}, without a word"
+    return f"exit status {returncode}, without a final message"
 
 
 def tail_of(printed: IO[bytes]) -> str:
-    """The end of what a child printed."""
+    """The end of a child's output."""
     size = os.fstat(printed.fileno()).st_size
     start = max(0, size - _TAIL_BYTES)
     return os.pread(printed.fileno(), _TAIL_BYTES, start).decode("utf-8", "replace")
 
 
 def _no_devices() -> tuple[list[Gpu], str]:
-    """A probe that asks no driver: a task's threads do not depend on accelerators."""
+    """A probe without accelerators: a task's number of threads does not depend on them."""
     return [], ""
