@@ -170,10 +170,10 @@ def test_a_directory_that_is_removed_while_the_program_runs_is_made_again_and_an
         end.touch()
         assert front.wait(120) == 0, front.stderr.read()
     if how == "replaced":
-        assert f"another directory was put in the place of {out}" in said
+        assert f"{out} was replaced by a different directory" in said
         assert [path.name for path in out.iterdir()] == ["mine"]
         return
-    assert f"{out} was removed while the program runs: it is made again" in said
+    assert f"{out} was removed while the program runs: it is created again" in said
     assert read_object(out / "result.json")["outcome"] == "completed"
     assert {path.name for path in out.iterdir()} == {"plan.json", "agreement.json", "result.json", "logs"}
     assert log.read_text().startswith("line 0\nline 1\n")

@@ -296,7 +296,7 @@ def test_json_keeps_stdout_for_the_verdict_and_the_result(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["no-such-program"], "there is no program no-such-program"),
+        (["no-such-program"], "program not found: no-such-program"),
         (["./not-executable"], "./not-executable is not executable"),
         (["./folder"], "./folder is a directory"),
         (["./of-nothing"], "names the interpreter /no/such/interpreter, which does not exist"),

@@ -44,7 +44,7 @@ class Ended:
         del timeout_s, also
         return []
 
-    def obey(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         del message
 
 
@@ -53,14 +53,14 @@ class Silent:
 
     def __init__(self, *_: object) -> None: ...
 
-    def tell(self) -> None: ...
+    def send(self) -> None: ...
 
     def close(self) -> None: ...
 
 
 @pytest.mark.parametrize("code", [0, 4])
 def test_a_goodbye_after_the_last_word_is_no_loss(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    monkeypatch.setattr(member_program, "Telling", Silent)
+    monkeypatch.setattr(member_program, "MonitorReports", Silent)
     last: dict[str, Any] = {"kind": "ended", "exit_code": code, "verdicts": [], "result": {}}
     channel: Any = Channel(NodeMessage(0, last), Left(0, "a", "it said goodbye", clean=True))
     shown: list[Message] = []

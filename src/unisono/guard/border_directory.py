@@ -1,4 +1,4 @@
-"""Where a guarded program's traces are: the border in memory, while it runs; and the run's directory, which stays."""
+"""Directories of a guarded program: the border in memory, while it runs, and the run's directory, which stays."""
 
 import contextlib
 import fcntl
@@ -20,9 +20,9 @@ from unisono.guard.program_ranks import ProgramDir
 from unisono.rundir.lock import LockTaken, RunLock
 from unisono.rundir.records import Outcome
 
-_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, 0700, with a name that nobody can guess
+_MEMORY = Path("/dev/shm")  # noqa: S108 - holds a folder with mode 0700 and an unguessable name
 HELD = "held"
-"""A file in it, locked by all that need it. A number of a process would say nothing to one in another container."""
+"""A file in the border, locked by its users. A pid would mean nothing in a different container."""
 _OUTCOMES: dict[int, Outcome] = {
     2: "refused",
     3: "disagreed",
@@ -36,9 +36,9 @@ _OUTCOMES: dict[int, Outcome] = {
 
 
 def border_folder() -> tuple[Path, int]:
-    """A new, private folder in memory, and what holds it; where there is no /dev/shm, among temporary files.
+    """A new private folder in memory, and the file descriptor that locks it; without /dev/shm, among temporary files.
 
-    It is held as long as the descriptor is open, and its keeper holds it, too.
+    The folder is in use as long as the descriptor is open, or that of the subreaper.
     """
     base = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     _remove_left(base)
@@ -49,12 +49,12 @@ def border_folder() -> tuple[Path, int]:
         fcntl.flock(held, fcntl.LOCK_SH)
         if (folder / HELD).exists():
             return folder, held
-        os.close(held)  # another front took it for one that nobody holds, in the moment before the lock
+        os.close(held)  # before the lock, a different front removed it as unused
 
 
 @contextmanager
 def border() -> Iterator[Path]:
-    """The same, for as long as it is entered. Its keeper removes it, too, so that a front that is killed leaves none."""
+    """A border folder, removed on exit. The subreaper removes it too, so a front that is killed leaves none."""
     folder, held = border_folder()
     try:
         yield folder
@@ -64,9 +64,9 @@ def border() -> Iterator[Path]:
 
 
 def _remove_left(base: Path) -> None:
-    """Removes folders of fronts that were killed together with their keepers, as where a container ends."""
+    """Removes folders of fronts that were killed together with their subreapers, e.g. when a container ends."""
     for folder in base.glob(f"unisono-{os.getuid()}-*"):
-        with contextlib.suppress(OSError):  # it is held, or being made, or of a version that holds none
+        with contextlib.suppress(OSError):  # in use, being made, or of a version without locks
             held = os.open(folder / HELD, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,16 +76,16 @@ def _remove_left(base: Path) -> None:
 
 
 def run_dir(output_dir: str, *, is_head: bool, host: str, port: int = 0) -> tuple[ProgramDir, RunLock]:
-    """The run's directory, made; and its lock, which the head holds from here on.
+    """Makes the run's directory; gives it with its lock, which the head holds from now on.
 
     Args:
-        output_dir: as it was typed; empty: `runs/run-<UTC time>-<pid>`.
-        is_head: whether this is node 0; other nodes may find what node 0 has put there.
+        output_dir: as typed; empty: `runs/run-<UTC time>-<pid>`.
+        is_head: whether this is node 0; other nodes may find files of node 0 there.
         host: this node's name.
-        port: on which the head meets the other nodes; 0 where there are none.
+        port: on which the head meets the other nodes; 0 for one node.
 
     Raises:
-        UsageError: if there is something else in it, a living run holds it, or it cannot be made.
+        UsageError: if it is not empty, a living run holds it, or it cannot be made.
     """
     name = output_dir or f"runs/run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
     path = Path(name).expanduser().absolute()
@@ -93,10 +93,10 @@ def run_dir(output_dir: str, *, is_head: bool, host: str, port: int = 0) -> tupl
     lock = RunLock(run.lock)
     try:
         if is_head:
-            if not run.lock.exists():  # else who holds it is the better word
+            if not run.lock.exists():  # else the error about its holder is more helpful
                 _refuse_used(run)
             lock.acquire(host, os.getpid(), port=port)
-            _refuse_used(run)  # two starts at once have both found it empty
+            _refuse_used(run)  # two simultaneous starts may both have found it empty
         make_private_dir(run.log("", 0).parent)
     except UsageError:
         lock.release()
@@ -104,13 +104,15 @@ def run_dir(output_dir: str, *, is_head: bool, host: str, port: int = 0) -> tupl
     except OSError as error:
         lock.release()
         raise UsageError.of(
-            f"{path} cannot be made: {error.strerror}", where="--output-dir", fix="give another --output-dir"
+            f"{path} cannot be made: {error.strerror}",
+            where="--output-dir",
+            fix="pass a different --output-dir",
         ) from error
     return run, lock
 
 
 def _refuse_used(run: ProgramDir) -> None:
-    """Another node of the same job may have made its folder of logs already, where all nodes have one disk."""
+    """Refuses a directory in use. On a shared disk, a different node of the same job may already have made its folder of logs."""
     path, logs = run.root, run.log("", 0).parent
     if not path.exists() or (
         path.is_dir() and all(_is_of_this_start(one, run, logs) for one in path.iterdir())
@@ -119,8 +121,8 @@ def _refuse_used(run: ProgramDir) -> None:
     raise UsageError.of(
         f"{path} exists and is not empty",
         where="--output-dir",
-        why="what an earlier run has left there is not overwritten",
-        fix="give another --output-dir, or none: then each run has its own below runs/",
+        why="files of an earlier run are not overwritten",
+        fix="pass a different --output-dir, or none: then each run gets a new directory below runs/",
     )
 
 
@@ -132,17 +134,17 @@ class FolderWatch:
     """Notices that the head's directory is removed, renamed or replaced while the program runs, and makes it again.
 
     Attributes:
-        is_lost: another directory, or another start, has its place: nothing is written there any more.
+        is_lost: whether a different directory or start has its place: then nothing more is written there.
     """
 
     def __init__(self, run: ProgramDir, lock: RunLock, show: Show, write_plan: Callable[[], object]) -> None:
-        """Begins to watch.
+        """Starts to watch.
 
         Args:
             run: the directory.
-            lock: of it, held.
-            show: is told what is done about it.
-            write_plan: writes what is written before the program starts.
+            lock: of the directory, held.
+            show: gets warnings.
+            write_plan: writes the files that precede the program's start.
         """
         self.is_lost = False
         self._run, self._lock, self._show, self._write_plan = run, lock, show, write_plan
@@ -150,15 +152,15 @@ class FolderWatch:
         self._watch = PathMonitor((run.root, run.lock))
 
     def look(self) -> None:
-        """Acts on what has changed since the last look. Never waits where nothing has."""
+        """Handles changes since the last call. Never waits if there are none."""
         found = self._watch.news()
         if found is not None and not self.is_lost:
             self._judge(found[0].identity, found[0].now_at)
 
     def settle(self) -> None:
-        """The last look, before it is written how the program ended."""
+        """The last check, before the result is written."""
         self._watch.close()
-        with contextlib.suppress(OSError):  # storage that fails fails the writing, too
+        with contextlib.suppress(OSError):  # writing the result will fail too
             if not self.is_lost:
                 self._judge(identity_of(self._run.root), None)
 
@@ -168,19 +170,19 @@ class FolderWatch:
         try:
             if root is None:
                 path.mkdir(mode=0o700, parents=True)
-                self._make_whole(f"{what}: it is made again, and the program's log with it")
+                self._make_whole(f"{what}: it is created again, with the program's log")
             elif root != self._root and not self._lock.names_us():
                 self._lose(
-                    f"another directory was put in the place of {path}: the log and the result of this run are not written there"
+                    f"{path} was replaced by a different directory: the log and the result of this run are not written there"
                 )
             elif not self._lock.is_in_place():
                 self._make_whole(
                     f"{self._run.lock} was removed while the program runs: the directory is locked again"
                 )
         except LockTaken as taken:
-            self._lose(f"{what}, and another start has taken its place: {taken.holder}")
+            self._lose(f"{what}, and a different start has taken its place: {taken.holder}")
         except OSError as error:
-            self._lose(f"{what}, and cannot be made again: {error.strerror} ({error.filename})")
+            self._lose(f"{what}, and cannot be created again: {error.strerror} ({error.filename})")
 
     def _make_whole(self, what: str) -> None:
         self._lock.keep()
@@ -197,19 +199,19 @@ class FolderWatch:
         self._warn(what)
 
     def _warn(self, what: str) -> None:
-        fix = "end a run first (Ctrl-C), then remove or rename its directory"
+        fix = "stop a run first (Ctrl-C), then remove or rename its directory"
         self._show(
             {"kind": "warning", "time": time.time(), "code": "output_removed", "text": what, "fix": fix}
         )
 
 
 def is_head_directory(run: ProgramDir, run_id: str) -> bool:
-    """Whether this node's directory is the head's: then the head writes what is there once."""
+    """Whether this node's directory is the head's, which then alone writes the files that exist once."""
     return read_object(run.plan).get("run_id") == run_id
 
 
 def outcome_of(exit_code: int, verdict: Verdict | None, *, stopped: str = "") -> Outcome:
-    """The word of result.json. A program's own exit codes mean what the program wants."""
+    """The outcome in result.json. A program's own exit codes have no fixed meaning."""
     if verdict is not None:
         return _OUTCOMES.get(exit_code, "failed")
     if stopped:

@@ -56,7 +56,7 @@ from unisono.supervise.evidence import keep_evidence
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 
 Diagnose = Callable[[Path], Verdict | None]
-"""Names the cause from a log; None where it finds none."""
+"""Finds the cause in a log; None if it finds none."""
 
 _DIAGNOSIS_S = 120.0
 _ALL_DEVICES = ("llamafactory", "accelerate", "deepspeed")
@@ -67,9 +67,9 @@ class GuardedRun:
     """One start of `unisono run` on this node.
 
     Attributes:
-        request: the command.
-        show: sees notes, warnings, the verdict and the result.
-        diagnose: names the cause from what the program has printed.
+        request: the command's options.
+        show: gets notes, warnings, the verdict and the result.
+        diagnose: finds the cause in the program's output.
         probes: of this machine.
     """
 
@@ -83,10 +83,10 @@ class GuardedRun:
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def run(self) -> dict[str, Any]:
-        """From the command line to the end; gives the object of result.json.
+        """Runs the program; gives the object of result.json.
 
         Raises:
-            UnisonoError: if nothing was started, for a reason of this node alone.
+            UnisonoError: if nothing was started because of this node.
         """
         refuse_launcher(self.request)
         token = take_token()
@@ -151,7 +151,7 @@ class GuardedRun:
     def finish(
         self, run: ProgramDir, exit_code: int, verdict: Verdict | None, *, stopped: str = "", writes: bool
     ) -> dict[str, Any]:
-        """Writes how it ended, and tells it."""
+        """Writes and shows the result."""
         result = RunResult(
             run_id=self.run_id,
             outcome=outcome_of(exit_code, verdict, stopped=stopped),
@@ -161,14 +161,14 @@ class GuardedRun:
             wall_time_s=time.monotonic() - self.began,
         )
         if writes:
-            with contextlib.suppress(OSError):  # a full disk is said in the verdict, if it is why
+            with contextlib.suppress(OSError):  # a full disk is in the verdict, if it is the cause
                 set_verdict(run, verdict)
                 write_result(run, result)
         self.show({"kind": "result", "time": time.time(), **result.to_json()})
         return result.to_json()
 
     def keep(self, reports: Sequence[NodeReport], agreement: Agreement) -> None:
-        """What nodes have brought, for agreement.json."""
+        """Keeps the nodes' reports and their comparison, for agreement.json."""
         self.reports, self.agreement = reports, agreement
 
 
@@ -181,19 +181,18 @@ class _ProgramStart:
     machine: Machine
     environment: Environment
     variables: Mapping[str, str]
-    pid: int = 0  # of the program, once it is started
+    pid: int = 0  # of the program, once started
 
     def alone(self) -> dict[str, Any]:
-        """On the only node."""
+        """Runs the program on the only node."""
         nodes = [self._place(0, self.machine.host, "127.0.0.1", self.shape.topology.nproc, "")]
         with self._local_program(None) as local:
-            self._write_plan(
-                nodes
-            )  # a program that cannot be started leaves a directory that the next start may have
+            # Only now: a program that cannot be started leaves a directory that the next start may use.
+            self._write_plan(nodes)
             return self._supervise(local, nodes, None)
 
     def together(self, party: Party) -> dict[str, Any]:
-        """With the other nodes."""
+        """Runs the program together with the other nodes."""
         if party.topology.is_head:
             return self._as_head(party)
         return self._as_member(party)
@@ -276,7 +275,7 @@ class _ProgramStart:
 
     @contextlib.contextmanager
     def _local_program(self, store: tuple[str, int] | None) -> Iterator[LocalProgram]:
-        """The program, started, with its border; nothing of it is left afterwards."""
+        """The started program with its border; nothing of it remains afterwards."""
         request, topology = self.guarded.request, self.shape.topology
         with border() as folder, SignalQueue() as signals:
             guard = Guard(
@@ -350,7 +349,7 @@ class _ProgramStart:
     def _finish_as_head(
         self, supervisor: ProgramSupervisor, meeting: Meeting | None, *, writes: bool
     ) -> dict[str, Any]:
-        """What ended the program: the watch's verdict, else what its own output says; and tells it to the nodes."""
+        """Writes the result and sends it to the nodes: the supervisor's verdict, else the cause in the program's output."""
         verdict = supervisor.verdict
         bad = supervisor.gone_wrong
         if verdict is None and bad is not None and supervisor.stop_signal is None:
@@ -387,7 +386,7 @@ class _ProgramStart:
         return result
 
     def _name(self, end: ProgramEnd, meeting: Meeting | None) -> Verdict | None:
-        """What ended the program there: a signal, or what it has printed."""
+        """The verdict on the program's end: from a signal, or from its output."""
         is_local = end.node_rank == 0
         kernel = _of_process(self.pid, self.guarded.began) if is_local and end.returncode < 0 else []
         return name_program_death(
@@ -395,7 +394,7 @@ class _ProgramStart:
         )
 
     def _diagnosed(self, node_rank: int, meeting: Meeting | None) -> Verdict | None:
-        """What the program printed there, read on that node."""
+        """The cause in the program's output, read on that node."""
         if node_rank == 0 or meeting is None:
             say(self.guarded.show, "reading what the program printed")
             return self.guarded.diagnose(self.run.log(self.machine.host, 0))
@@ -428,7 +427,7 @@ class _ProgramStart:
             write_json(self.run.agreement, body, mode=0o600)
 
     def _write_plan(self, nodes: Sequence[NodePlace]) -> None:
-        """What is about to be started, for who reads the directory later."""
+        """Writes what is about to be started, for later readers of the directory."""
         body = {
             "schema": 1,
             "run_id": self.guarded.run_id,
@@ -446,7 +445,7 @@ class _ProgramStart:
 
 
 def _of_process(pid: int, began: float) -> list[KernelLine]:
-    """What the kernel's log has said of a process since then, in seconds of the monotonic clock; empty where it may not be read."""
+    """Lines of the kernel's log about a process since `began`, in monotonic seconds; empty if the log may not be read."""
     age_s = time.monotonic() - began
     named = re.compile(rf"(\[{pid}\]|\bprocess {pid}\b)", re.IGNORECASE)
     lines = read_kernel_log() or []
@@ -455,10 +454,10 @@ def _of_process(pid: int, began: float) -> list[KernelLine]:
 
 @contextlib.contextmanager
 def _reserved_port(host: str) -> Iterator[int]:
-    """A port for a program that takes MASTER_PORT by itself; our rendezvous binds its own.
+    """A port for a program that binds MASTER_PORT by itself; our rendezvous binds its own.
 
-    The program binds it long after its start. Until then it is bound here and not listened at: the kernel gives it to nobody who asks for any
-    port or connects from one, and nobody else can bind it, but for a server with SO_REUSEADDR at just this number. torch's store is one.
+    The program binds the port long after its start. Until then it is bound here without listening: the kernel does not assign it to other
+    processes, and only a server with SO_REUSEADDR that requests this very port can bind it, as torch's store does.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -467,7 +466,7 @@ def _reserved_port(host: str) -> Iterator[int]:
 
 
 def _describe(shape: RunShape) -> list[str]:
-    """How the command line was understood, where there is something to understand."""
+    """How the command line was read; empty for one node."""
     topology = shape.topology
     if topology.nodes == 1:
         return []

@@ -1,4 +1,4 @@
-"""What launchers and ranks of a guarded program bring, to be compared with what the others bring, until all of them have. No I/O."""
+"""Facts that launchers and ranks of a guarded program send, collected until all have sent theirs, then compared. No I/O."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,18 +16,18 @@ from unisono.plan import NodePlace, RankPlace
 _FIRST_LINE_S, _NEXT_LINES_S = 5.0, 10.0
 
 _Group = dict[int, tuple[int, Message, float]]
-"""By node of a launcher, or by rank: its node, what it brought, and when."""
+"""By node of a launcher, or by rank: its node, its message, and the time of arrival."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """All have brought something, and this came of it.
+    """The result of a complete comparison.
 
     Attributes:
-        name: what was compared.
-        agreement: the outcome.
-        answers: by who is to hear them: the node, and the message for it.
-        complete_at: when the last one came, in seconds of the monotonic clock.
+        name: of the compared facts.
+        agreement: the result.
+        answers: pairs of a node and the message for it.
+        complete_at: when the last facts arrived, in monotonic seconds.
     """
 
     name: str
@@ -38,14 +38,14 @@ class Compared:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Some have brought something, and others have not.
+    """An incomplete comparison.
 
     Attributes:
-        name: what is to be compared.
-        since_s: since when the first one waits.
-        missing: who is waited for, for people.
-        hosts: of launchers that have not come.
-        is_due: whether it is time to say so.
+        name: of the facts to compare.
+        since_s: seconds since the first facts arrived.
+        missing: the missing nodes or ranks, for messages.
+        hosts: of missing launchers.
+        is_due: whether it is time for a message.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Waiting:
 
     @property
     def line(self) -> str:
-        """What is said while one waits."""
+        """The message during the wait."""
         who = (
             "the program's launchers wait"
             if self.name == LAUNCHER
@@ -66,27 +66,27 @@ class Waiting:
 
     @property
     def verdict(self) -> Verdict:
-        """Once nobody waits any longer."""
+        """The verdict after the wait has timed out."""
         known = find_cause("node_missing")
         return Verdict(
             cause="node_missing",
             when="before",
             hosts=self.hosts,
             fix=known.remedy if known else (),
-            summary=f"{self.missing} has not started its launcher within {self.since_s:.0f} s, and the others wait for it",
+            summary=f"{self.missing} has not started its launcher within {self.since_s:.0f} s, and the other nodes wait for it",
             named_after_s=round(self.since_s, 3),
         )
 
 
 @dataclass
 class LauncherFacts:
-    """All that is waited for.
+    """All incomplete comparisons.
 
     Attributes:
-        nodes: all of them.
+        nodes: of the job.
         reports: of all nodes; empty for one node.
         uneven: whether nodes may have unequal numbers of ranks.
-        store_host: where node 0 is reached.
+        store_host: the address of node 0.
     """
 
     nodes: Sequence[NodePlace]
@@ -100,7 +100,7 @@ class LauncherFacts:
         return bool(self._groups)
 
     def take(self, node_rank: int, message: Message, *, now: float) -> Compared | None:
-        """Takes what one of them brings; gives the outcome where it was the last."""
+        """Takes the facts of a launcher or rank; gives the result of the comparison if they were the last."""
         name = str(message["name"])
         who = node_rank if name == LAUNCHER else int(message["rank"])
         group = self._groups.setdefault(name, {})
@@ -114,7 +114,7 @@ class LauncherFacts:
         )
 
     def waiting(self, places: Mapping[int, RankPlace], *, now: float) -> list[Waiting]:
-        """What is waited for, of the ranks at these places."""
+        """The incomplete comparisons, for ranks at these places."""
         found = []
         for name, group in self._groups.items():
             since_s = now - min(at for _, _, at in group.values())
@@ -158,7 +158,7 @@ class LauncherFacts:
             yield node, {"kind": "answer", "key": message["key"], "answer": value}
 
     def _store(self, group: _Group) -> dict[str, Any]:
-        """Where torch's store is: node 0's launcher has bound its port, so that nobody can come between."""
+        """The address of torch's store. Node 0's launcher has already bound its port, so no other program can take it."""
         port = group[0][1]["own"].get("store_port")
         host = f"[{self.store_host}]" if ":" in self.store_host else self.store_host
         return {"nodes": len(self.nodes), "store": f"{host}:{port}"}

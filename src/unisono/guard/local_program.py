@@ -1,7 +1,6 @@
-"""This node's part of a guarded program: the program, its ranks, and what its processes bring to agreements. Messages in, messages out.
+"""This node's part of a guarded program: the program, its ranks, and the facts of its processes for agreements.
 
-The head treats its own node as it treats the others: what is new here are the messages that a node sends, and what it wants done are those
-that it sends to nodes.
+The head treats its own node like the others: news are the messages that a node sends, and requests are those that it sends to nodes.
 """
 
 import contextlib
@@ -30,20 +29,20 @@ from unisono.rundir import RunDir
 from unisono.text import one_line
 
 _SUBREAPER = Path(__file__).with_name("subreaper.py")
-_STARTING_S = 60.0  # of a small process on a machine under load
-_CLOSING_S = 25.0  # more than the keeper takes at the most
+_STARTING_S = 60.0  # for a small process on a loaded machine
+_CLOSING_S = 25.0  # more than the subreaper needs
 _SIGKILL = -int(signal.SIGKILL)
 
 
 class Program:
-    """The program and its keeper. As a context manager it leaves nothing behind.
+    """The program and its subreaper. As a context manager it leaves nothing behind.
 
     Attributes:
         pid: of the program.
-        returncode: None until it has ended, and all that it printed has been passed on; negative: the signal that ended it.
-        gone: the return code of the program alone, as soon as it has ended; what it has started may still be there.
-        is_subreaper_lost: whether the keeper has ended first, as by SIGKILL; the kernel ends the program with it.
-        left: how many processes had outlived it, and were ended.
+        returncode: None until it has ended and all its output has been passed on; negative: the signal that ended it.
+        gone: the return code of the program itself, as soon as it has ended; its descendants may still run.
+        is_subreaper_lost: whether the subreaper ended first, e.g. by SIGKILL; the kernel then ends the program too.
+        left: how many processes outlived the program, and were ended.
     """
 
     def __init__(
@@ -56,18 +55,18 @@ class Program:
         stdout_is_ours: bool = False,
         has_stdin: bool = True,
     ) -> None:
-        """Starts it.
+        """Starts the program.
 
         Args:
             command: of the program.
             environment: all of it.
-            log: gets what it prints, beside the front's own streams.
-            folder: of the border; the keeper removes it at the end.
-            stdout_is_ours: with `--json`: what the program writes to stdout goes to stderr.
-            has_stdin: whether our stdin is the program's; otherwise it finds its end there.
+            log: gets the program's output, as the front's own streams do.
+            folder: of the border; the subreaper removes it at the end.
+            stdout_is_ours: with `--json`: the program's stdout goes to stderr.
+            has_stdin: whether the program inherits our stdin; otherwise its stdin is empty.
 
         Raises:
-            UsageError: if there is no such program, or it cannot be started.
+            UsageError: if the program does not exist or cannot be started.
         """
         self.pid = 0
         self.returncode: int | None = None
@@ -92,7 +91,7 @@ class Program:
         if not self.pid:
             self.close()
             raise _cannot_start(
-                f"{one_line(command[0], limit=200)} cannot be started: {self._failed or 'its keeper does not answer'}"
+                f"{one_line(command[0], limit=200)} cannot be started: {self._failed or 'its subreaper does not answer'}"
             )
 
     def __enter__(self) -> Self:
@@ -105,48 +104,48 @@ class Program:
 
     @property
     def subreaper_pid(self) -> int:
-        """The process below which all that belongs to the program is."""
+        """The process whose descendants are the program and its processes."""
         return self._subreaper.pid
 
     def fileno(self) -> int:
-        """Readable when there is news for `poll`."""
+        """The file descriptor that is readable when `poll` has news."""
         return self._report
 
     def poll(self, timeout_s: float) -> int | None:
-        """Hears what the keeper says, after waiting for the first of it; gives the return code once the program has ended."""
+        """Reads the subreaper's lines, after waiting for the first; gives the return code once the program has ended."""
         if self.returncode is None and select.select([self._report], [], [], timeout_s)[0]:
             data = os.read(self._report, 1 << 16)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._take_line(line.decode("utf-8", "replace"))
-            if not data and self.returncode is None:  # the keeper itself was killed, and the program with it
+            if not data and self.returncode is None:  # the subreaper was killed, and the program with it
                 self.returncode, self.is_subreaper_lost = _SIGKILL, True
         return self.returncode
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends the program a signal, as a terminal or `kill` would."""
+        """Sends the program a signal, like a terminal or `kill`."""
         self._write_line(f"signal {int(number)}")
 
     def end_leftovers(self) -> None:
-        """Has what has outlived the program ended, by its keeper or in its place."""
+        """Ends processes that outlived the program, through the subreaper or in its place."""
         if self.is_subreaper_lost:
             self._end_marked()
         else:
             self._write_line("seen")
 
     def end(self) -> None:
-        """Ends the program and all that it started, at once; `poll` gives the return code then."""
+        """Ends the program and its descendants at once; `poll` gives the return code then."""
         self._write_line("end")
 
     def close(self) -> None:
-        """As `end`, and waits until nothing is left, in bounded time."""
+        """Like `end`, and waits until nothing is left, in bounded time."""
         if self._subreaper.stdin is not None:
             with contextlib.suppress(OSError):
                 self._subreaper.stdin.close()
         try:
             self._subreaper.wait(_CLOSING_S)
         except subprocess.TimeoutExpired:
-            self._subreaper.kill()  # a process waits in the kernel; it ends as soon as its storage answers
+            self._subreaper.kill()  # a process waits in the kernel, and ends as soon as its storage answers
         if self.is_subreaper_lost:
             self._end_marked()
         if self._report >= 0:
@@ -194,25 +193,25 @@ class Program:
 
 
 def refuse_missing_program(word: str, path: str | None) -> None:
-    """A program that is not there, or cannot be started as it is, is refused before anything is made.
+    """Refuses a program that does not exist or cannot be started, before anything is made.
 
     Args:
-        word: of the command line, the first one.
+        word: the first of the command line.
         path: the variable PATH.
 
     Raises:
-        UsageError: in that case.
+        UsageError: if there is no such program.
     """
     found = shutil.which(word, path=path)
     if found is None:
         file, name = Path(word), one_line(word, limit=200)
         if os.sep not in word or not file.exists():
-            raise _cannot_start(f"there is no program {name}")
+            raise _cannot_start(f"program not found: {name}")
         if file.is_dir():
             raise _cannot_start(f"{name} is a directory, not a program")
         raise _cannot_start(
             f"{name} is not executable",
-            f"chmod +x {name}, or start it by its interpreter: unisono run -- python {name}",
+            f"chmod +x {name}, or start it with its interpreter: unisono run -- python {name}",
         )
     first = _first_line(Path(found))
     interpreter = first[2:].split()[:1] if first.startswith(b"#!") else []
@@ -220,7 +219,7 @@ def refuse_missing_program(word: str, path: str | None) -> None:
         named = one_line(os.fsdecode(interpreter[0]), limit=200)
         raise _cannot_start(
             f"{one_line(found, limit=200)} cannot be started: its first line names the interpreter {named}, which does not exist",
-            "correct that line, or start it by an interpreter that exists: unisono run -- python SCRIPT",
+            "fix that line, or start it with an interpreter that exists: unisono run -- python SCRIPT",
         )
 
 
@@ -233,7 +232,7 @@ def _first_line(path: Path) -> bytes:
 
 
 def _cannot_start(
-    what: str, fix: str = "give the program as you would type it: unisono run -- torchrun train.py"
+    what: str, fix: str = "pass the program as you would type it: unisono run -- torchrun train.py"
 ) -> UsageError:
     return UsageError.of(what, where="the words after --", fix=fix)
 
@@ -241,7 +240,7 @@ def _cannot_start(
 def _start(
     settings: dict[str, object], environment: Mapping[str, str], *, has_stdin: bool
 ) -> tuple["subprocess.Popen[bytes]", int]:
-    """The keeper, and the end of the pipe on which it reports."""
+    """The subreaper, and the read end of the pipe on which it reports."""
     read_end, write_end = os.pipe()
     # Not in a file: an environment may hold secrets.
     settings_fd = os.memfd_create("unisono-run", os.MFD_CLOEXEC)
@@ -266,19 +265,19 @@ def _start(
 
 
 JOB_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""What stops a program on one node stops it on all; SIGUSR1 means what the program makes of it, there alone."""
+"""Signals that stop the program on all nodes. Others, e.g. SIGUSR1, go to the program on one node."""
 
 
 @dataclass
 class LocalProgram:
-    """What runs on this node.
+    """The program on this node, with its ranks and signals.
 
     Attributes:
-        program: the program; None where only its launchers are agreed upon, by hand.
+        program: None if it was started by hand, and only its launchers are compared.
         ranks: of this node.
         folder: of the border.
-        run: the run's directory; None: nothing is kept.
-        signals: that the front has got.
+        run: the run's directory; None: nothing is written.
+        signals: that the front got.
     """
 
     program: Program | None
@@ -292,7 +291,7 @@ class LocalProgram:
     _events: dict[int, IO[str]] = field(default_factory=dict)
 
     def news(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[Message]:
-        """What is new here, after waiting for the first of it, or for one of `also` to become readable."""
+        """News of this node, after waiting for the first, or for one of `also` to become readable."""
         own = [self.program.fileno()] if self.program is not None and self.program.returncode is None else []
         select.select([*own, *self.ranks.fds(), self.signals.fileno(), *also], [], [], timeout_s)
         messages = self._passed_on()
@@ -317,7 +316,7 @@ class LocalProgram:
         return messages
 
     def handle(self, message: Message) -> None:
-        """Does what the head wants done here."""
+        """Carries out a request of the head."""
         match message["kind"]:
             case "answer":
                 facts = self._facts.pop(str(message["key"]), None)
@@ -332,11 +331,11 @@ class LocalProgram:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the program has ended, and that has been told."""
+        """Whether the program has ended, and that has been reported."""
         return self._end_reported or self.program is None
 
     def close(self) -> None:
-        """Ends what is left, and closes files."""
+        """Ends remaining processes, and closes files."""
         if self.program is not None:
             self.program.close()
         self.ranks.close()
@@ -345,7 +344,7 @@ class LocalProgram:
                 file.close()
 
     def _orphaned(self) -> list[Message]:
-        """The ends of ranks that came before the program's own. Those that come after it say nothing: the keeper ends what is left."""
+        """Ends of ranks before the program's own end. Later ones mean nothing: the subreaper ends remaining processes."""
         if self.program is None or self._is_orphaned:
             return []
         self.program.poll(0)
@@ -357,7 +356,7 @@ class LocalProgram:
         return messages
 
     def _passed_on(self) -> list[Message]:
-        """Signals of the front go to the program as they come."""
+        """Passes the front's signals on to the program."""
         messages: list[Message] = []
         for number in self.signals.take():
             if self.program is not None:
@@ -383,7 +382,7 @@ class LocalProgram:
         }
 
     def _keep(self, rank: int, message: Message) -> None:
-        """A line in the rank's file of events. A disk that is full costs only that."""
+        """Writes a line to the rank's file of events, if the disk allows."""
         if self.run is None:
             return
         with contextlib.suppress(OSError, ValueError):

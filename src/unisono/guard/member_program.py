@@ -1,4 +1,4 @@
-"""A guarded program on a node that is not the head: what is new here goes to the head, and what it wants is done."""
+"""A guarded program on a node other than the head: sends news to the head, and carries out its requests."""
 
 import time
 from collections.abc import Callable
@@ -21,17 +21,17 @@ _ENDING_S = 30.0
 
 @dataclass
 class MemberProgram:
-    """This node's front, from the start of the program to the head's last word.
+    """This node's front, from the start of the program to the head's final message.
 
     Attributes:
         attendance: at the meeting.
-        local: what runs on this node.
+        local: the program on this node.
         node_rank: of this node.
-        show: sees notes, warnings and the verdict.
-        diagnose: names the cause from what the program has printed here.
-        verdict: the one that all nodes tell; or this node's own, where the head is lost.
-        stopped: the signal by which the job was asked to stop; empty: none.
-        loss: the end of the connection, if the head said no last word before it.
+        show: gets notes, warnings and the verdict.
+        diagnose: finds the cause in the program's output here.
+        verdict: that all nodes show; this node's own if the head is lost.
+        stopped: the signal that stopped the job; empty: none.
+        loss: the end of the connection, if it came before the head's final message.
     """
 
     attendance: Attendance
@@ -47,7 +47,7 @@ class MemberProgram:
     _shown: set[str] = field(default_factory=set)
 
     def run(self) -> None:
-        """Until the head has said its last word, or is lost."""
+        """Runs until the head has sent its final message, or is lost."""
         reports = MonitorReports(self.local.ranks, self.node_rank, self.attendance.send)
         attempt = 0
         try:
@@ -55,7 +55,7 @@ class MemberProgram:
                 for message in self.local.news(_POLL_S, also=[self.attendance.fileno()]):
                     if message["kind"] == "registered" and message["attempt"] != attempt:
                         attempt = message["attempt"]
-                        reports.close()  # the signs of ranks that were before are not those of the new ones
+                        reports.close()  # views of the previous ranks do not apply to the new ones
                         reports = MonitorReports(self.local.ranks, self.node_rank, self.attendance.send)
                     if message["kind"] == "rank_ended":
                         reports.send_views()
@@ -63,20 +63,20 @@ class MemberProgram:
                 reports.send()
                 for event in self.attendance.receive(0):
                     self._take(event, reports)
-                    if self._over:  # what follows the last word is the head's goodbye
+                    if self._over:  # the connection's end after the final message is not a loss
                         break
         finally:
             reports.close()
 
     def exit_code(self, own: int | None) -> int:
-        """Ours, or the program's.
+        """The exit code: that of the verdict, or the program's.
 
         Args:
-            own: how the program ended here; None: it has not.
+            own: the program's return code here; None: it has not ended.
         """
         if self.verdict is not None or own is None:
             return self._code if self._code is not None else 5
-        if own == 0 and self._code:  # it ended badly elsewhere
+        if own == 0 and self._code:  # it failed on a different node
             return self._code
         return exit_code_of_program(own)
 
@@ -125,7 +125,7 @@ class MemberProgram:
             self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
 
     def _take_loss(self, event: Left) -> None:
-        """The head is not heard any more: nothing here would be told of others, and they wait for us, if they are there."""
+        """Ends the program: without the head, nothing is known of the other nodes, and they wait for this one."""
         self._over = True
         self.loss = NodeLoss.at_node(event, node_rank=self.node_rank, host=self.attendance.party.host)
         verdict = name_loss(self.loss, head=str(self.attendance.welcome.get("head_host", "")))
