@@ -16,11 +16,10 @@ from unisono.cli.app import build_app
 
 ROOT = Path(__file__).parents[2]
 WORDS = tomllib.loads((Path(__file__).parent / "words.toml").read_text("utf-8"))["word"]
-MADE = "<!-- Made by scripts/make_reference.py"
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if not page.read_text("utf-8").startswith(MADE)),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "src" / "unisono" / "cli" / "templates").rglob("*.yaml")),
     *sorted((ROOT / "examples").glob("*.yaml")),
 ]

@@ -238,7 +238,7 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
             " no library reads, a workaround that costs speed, a switch that removes a safety net. The run starts anyway."
         ),
         telltales=(
-            "NCCL_TIMEOUT, or another name that no library reads",
+            "NCCL_TIMEOUT, or any other name that no library reads",
             "NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 on machines whose fast links work",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING=0: a failed collective hangs forever",
         ),

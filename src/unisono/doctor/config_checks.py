@@ -100,7 +100,7 @@ START = Check(
     "config.start",
     "whether this run may start",
     "a start is refused where output_dir holds a finished run, another run, or something else, and where another process holds it",
-    "What `unisono train` decides first: a new run, one that goes on, or a refusal, which fails with the remedy. Warns where a living process holds the run.",
+    "The first decision of `unisono train`: a new run, a resumed run, or a refusal, which fails with the fix. Warns if a running process holds the run.",
 )
 MODEL = Check(
     "config.model",

@@ -50,7 +50,7 @@ LINKS = Check(
 SELECTION = Check(
     "devices.selection",
     "The chosen devices",
-    "across sockets, of several types or in somebody else's use, the slowest pair sets the pace of all",
+    "if devices are across sockets, of several types or used by other jobs, the slowest pair sets the pace of all",
     "All choices of as many devices, each as large and as new as the chosen ones, are weighed: errors, memory in use, MIG, types, transport between each two, NUMA nodes, gaps."
     " In a Slurm job only those that it was given. WARN: another choice is better; it is written out.",
     ("device_mismatch", "duplicate_gpu"),
@@ -87,7 +87,7 @@ SLICES = Check(
 PROCESSOR = Check(
     "devices.processor",
     "Processors",
-    "idle cores and ranks that reach across sockets for their memory cost a half of the speed, and nothing says so",
+    "idle cores, and ranks that access memory across sockets, silently cost half of the speed",
     "Sockets, cores, NUMA nodes and instruction sets from /proc and /sys. Judged where ranks run on the CPU: WARN where half of the cores stay idle, or ranks do not divide over NUMA nodes.",
 )
 BFLOAT16 = Check(

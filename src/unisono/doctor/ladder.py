@@ -259,8 +259,8 @@ class _Attempts:
 LADDER = Check(
     "network.ladder",
     "A real collective, and the settings with which it works",
-    "settings that are tried by hand in the middle of the night stay for years; one step at a time tells which is needed, and what it costs",
-    "With --ladder. Child processes add numbers with the real back-end, first with the settings as they are: one number, then 4 MiB (gloo) or 64 MiB (NCCL). If that"
+    "settings tried by hand in an emergency stay for years; one step at a time shows which one is needed, and its cost",
+    "With --ladder. Child processes run an all-reduce with the real backend, first with the current settings: one number, then 4 MiB (gloo) or 64 MiB (NCCL). If that"
     " fails, hangs or crawls: without what is set, interface pinned, InfiniBand off, peer access off, shared memory off (NCCL), or interface"
     " pinned to each candidate, transport tcp, transport uv (gloo), each with a deadline; then each step that was not needed is left out. PASS: it works as it is. FAIL: it"
     " does not; the first settings that work are written out. Settings live in the children alone.",

@@ -17,7 +17,7 @@ from unisono.text import nearest, one_line
 INTERFACES = Check(
     "network.interfaces",
     "Network interfaces",
-    "nodes meet over one interface of each; where it is down, slow or missing they wait for each other until a time-out",
+    "nodes communicate over one interface each; if it is down, slow or missing, they wait for each other until a timeout",
     "The kernel's list over netlink: kind, state, addresses, MTU, speed. FAIL: several nodes, and no interface but loopback and bridges is up with"
     " an address. WARN: those that are up differ in MTU.",
     ("address_unreachable", "mtu_blackhole"),
@@ -48,7 +48,7 @@ INFINIBAND = Check(
 PORT = Check(
     "network.port",
     "The port on which the head listens",
-    "on a port that another program has, the other nodes meet that program and hang without a word",
+    "if a different program holds the port, the other nodes connect to that program and hang silently",
     "On node 0 the port of --head or MASTER_PORT (else 29500, where torchrun's ranks meet) is bound and let go. FAIL: it is taken, and the job needs it. WARN: it is"
     " taken and only torchrun's default, or lies where the system gives out ports by chance.",
     ("port_in_use",),

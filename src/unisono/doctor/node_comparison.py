@@ -25,7 +25,7 @@ from unisono.rundir.lock import read_holder
 AGREEMENT = Check(
     "peers.agreement",
     "whether all nodes mean the same run",
-    "nodes that differ in ranks, versions, settings, code, config or files train wrongly or wait for each other for ever",
+    "nodes that differ in ranks, versions, settings, code, config or files train wrongly or wait for each other forever",
     "With `--nodes` or `--hosts`: all nodes meet at the head, as they would before a run. Each brings its report and what it has found of itself; every node dials the others with"
     " small and large messages, and one process on each takes part in a small collective. [All rules](agreement.md). Fails, with exit code 3 on every node, where a rule"
     " forbids a start; what only warns is listed by its rule, as peers.clock.",

@@ -17,8 +17,8 @@ from unisono.doctor.local_report import agreement_findings
 VALUES_CHECK = Check(
     "settings.values",
     "values of the variables in force",
-    "a value that is not understood is read as another one or as nothing, and mostly nobody says so",
-    "Every variable of the catalogue, and of the families NCCL_, TORCH_NCCL_, GLOO_ and the like, from the environment and from nccl.conf, with what it does and whether"
+    "an invalid value is read as a different one or ignored, usually without a message",
+    "Every variable of the catalogue, and of the families NCCL_, TORCH_NCCL_, GLOO_ and similar, from the environment and from nccl.conf, with what it does and whether"
     " nodes must agree on it. Warns for a value that the variable does not take; fails where no process group can be made with it.",
     ("env_suspicious",),
 )
@@ -33,14 +33,14 @@ SUSPICIOUS = Check(
 MISSPELT = Check(
     "settings.misspelt",
     "misspelt names",
-    "a misspelt variable has no effect, and nobody says so",
+    "a misspelt variable has no effect, and no library reports it",
     "Names that nobody knows and that are almost those of known variables. Warns, with the name that may be meant.",
     ("env_suspicious",),
 )
 LEFT_OVER = Check(
     "settings.left_over",
     "variables of a former job",
-    "RANK, WORLD_SIZE or MASTER_ADDR in a shell make other programs wait for ranks that nobody starts; unisono ignores them, and says so",
+    "RANK, WORLD_SIZE or MASTER_ADDR in a shell make other programs wait for ranks that are never started; unisono ignores them and reports this",
     "Variables that launchers set for the processes of a job, in an environment that no launcher has started. Warns.",
     ("world_mismatch", "env_suspicious"),
 )
