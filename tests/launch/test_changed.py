@@ -54,7 +54,7 @@ def test_what_makes_another_run_is_refused_at_once_and_typing_what_it_says_goes_
         f"allowed: {rest[0].removeprefix('error: ')}",
         f"allowed: {rest[1].removeprefix('error: ')}",
     ]
-    assert "checkpoint.keep is 5, and was 3: from here on; what is learnt does not change" in again.stderr
+    assert "checkpoint.keep is 5, and was 3: from here on; training does not change" in again.stderr
     assert died.steps() == list(range(1, 11))
     assert died.read("plan.json")["allowed"] == [
         {"key": "optim.lr", "before": 2e-4, "after": 1e-3, "from_step": 6},
@@ -94,8 +94,8 @@ def test_what_costs_only_exactness_goes_on_with_a_line_that_says_why(died: Any) 
     assert "set OMP_NUM_THREADS=1 to have the same again" in told["threads"]
     assert "sums are taken over other groups of sequences" in told["micro_batch"]
     assert "activations are computed at other times" in told["gradient_checkpointing"]
-    assert "not what is learnt" in told["eval.every"]
-    assert "losses may not agree to the bit" in told["torch"]
+    assert "training does not" in told["eval.every"]
+    assert "losses may not be bit-exact" in told["torch"]
 
 
 def test_another_number_of_ranks_says_on_the_first_screen_what_is_the_same_and_what_is_not(died: Any) -> None:

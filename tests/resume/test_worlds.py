@@ -62,7 +62,7 @@ def _chain(job_of: JobOf, layouts: list[Layout], reference: Reference) -> None:
 
 def _says_what_is_not_to_the_bit(front: Front, layouts: list[Layout]) -> None:
     before, now = layouts[-2:]
-    warnings = [line for line in front.messages("plan")[-1]["warnings"] if "not to the bit" in line]
+    warnings = [line for line in front.messages("plan")[-1]["warnings"] if "not bit-exactly" in line]
     if now.ranks != before.ranks:
         assert any(
             f"world_size is {now.ranks}" in line and f"was {before.ranks}" in line for line in warnings

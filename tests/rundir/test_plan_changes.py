@@ -226,7 +226,7 @@ def test_what_costs_bit_equality_is_said_with_the_remedy() -> None:
 
 def test_only_packages_that_numbers_depend_on_are_named() -> None:
     found = find_changes(PLAN, PLAN, {"torch": "2.13.0", "pytest": "8"}, {"torch": "2.14.0", "pytest": "9"})
-    assert [f.text for f in found] == ["torch is 2.14.0, and was 2.13.0: losses may not agree to the bit"]
+    assert [f.text for f in found] == ["torch is 2.14.0, and was 2.13.0: losses may not be bit-exact"]
 
 
 def start(tmp_path: Path, after: dict[str, Any], *allow: str, torch: str = "1") -> ResumeChanges:

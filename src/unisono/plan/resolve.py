@@ -1,4 +1,4 @@
-"""From what was asked and what was found to what will be done. Pure; every number a user might wonder at has its origin."""
+"""Makes the plan from the config and the facts. Pure; every derived number is stored with its origin."""
 
 import math
 from collections.abc import Mapping
@@ -23,18 +23,18 @@ from unisono.text import Duration, Warmup, show_bytes
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-# Above this a forward gains nothing more, and its memory is better left to others.
+# More tokens per forward do not increase throughput.
 _ENOUGH_TOKENS = {"cpu": 8_192, "cuda": 65_536}
 _SHARE_OF_MEMORY = 0.8
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HEAD_CHUNK = 128  # rows of logits alive at a time; see model.forward
 FUSED_TYPES = frozenset({"hrm_text"})
-"""Model types whose files have tensors that are made of several of the model's: transformers must see all of them together to write one."""
+"""Model types whose files fuse several tensors of the model: transformers needs all of them together to write one."""
 
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """All that a plan is made from."""
+    """The inputs of a plan."""
 
     config: RunConfig
     run_id: str
@@ -52,7 +52,7 @@ class PlanInputs:
     origins: dict[str, str] = field(default_factory=dict)
     faults: dict[str, Any] = field(default_factory=dict)
     nodes: list[NodePlace] = field(default_factory=list)
-    """Empty: one node, this one."""
+    """Empty: this node alone."""
     ranks: list[RankPlace] = field(default_factory=list)
     """Empty: one rank, on `device`."""
     store_host: str = "127.0.0.1"
@@ -72,7 +72,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
     """Makes the plan of a run.
 
     Raises:
-        ConfigError: if what was asked cannot be done on this machine with these data.
+        ConfigError: if the config is impossible on these devices with this data.
     """
     config, data = given.config, given.data
     origins = dict(given.origins) | {"threads": given.threads_origin}
@@ -132,7 +132,7 @@ def _extent(config: RunConfig, data: DataSummary) -> tuple[int, int]:
     """Steps and sequences of the whole run. `N epochs` ends with one short batch."""
     duration = Duration.parse(config.duration)
     if duration.unit == "epochs":
-        # Rounded first: 0.7 × 10 is 7.000000000000001, which is no eighth sequence.
+        # Rounded first: 0.7 × 10 is 7.000000000000001, which must not become 8 sequences.
         sequences = math.ceil(round(duration.amount * data.train.sequences, 6))
         return -(-sequences // config.batch.global_), sequences
     steps = int(duration.amount) if duration.unit == "steps" else data.total_steps
@@ -140,7 +140,7 @@ def _extent(config: RunConfig, data: DataSummary) -> tuple[int, int]:
 
 
 def _period(text: str | None, config: RunConfig, data: DataSummary) -> int | None:
-    """A period in steps; epochs and tokens become the nearest number of steps, at least one."""
+    """A period in steps; epochs and tokens are rounded to steps, at least one."""
     if text is None:
         return None
     period = Duration.parse(text)
@@ -171,7 +171,7 @@ def _dtype(config: RunConfig, devices: list[DeviceChoice], origins: dict[str, st
 
 @dataclass(frozen=True)
 class _Fitting:
-    """One way to lay the work out, and the memory it takes."""
+    """One combination of strategy and micro batch, and its memory."""
 
     strategy: Strategy
     micro: int
@@ -182,7 +182,7 @@ class _Fitting:
 def _fit(
     given: PlanInputs, dtype: str, origins: dict[str, str]
 ) -> tuple[Strategy, int, bool, MemoryEstimate]:
-    """The strategy, the micro batch, whether activations are computed again, and the memory of it all."""
+    """The strategy, the micro batch, whether activations are recomputed, and the memory."""
     strategies = _strategies(given)
     room = int(min(device.memory_bytes for device in given.devices) * _SHARE_OF_MEMORY)
     for strategy in strategies:
@@ -206,7 +206,7 @@ def _fit(
 
 
 def _strategies(given: PlanInputs) -> list[Strategy]:
-    """What may be tried, in order."""
+    """The strategies to try, in order."""
     asked = given.config.parallel.strategy
     if given.world_size == 1:
         return ["single"]
@@ -217,7 +217,7 @@ def _strategies(given: PlanInputs) -> list[Strategy]:
             why="one rank has nobody to share with",
             fix="pass --nproc 1, or set parallel.strategy to auto, ddp or fsdp",
         )
-    if asked == "auto":  # muon works on whole matrices, which fsdp cuts
+    if asked == "auto":  # muon needs full matrices, which fsdp shards
         return ["ddp"] if given.config.optim.kind == "muon" else ["ddp", "fsdp"]
     return [asked]
 
@@ -225,7 +225,7 @@ def _strategies(given: PlanInputs) -> list[Strategy]:
 def _micro_batch(
     given: PlanInputs, strategy: Strategy, dtype: str, room: int, origins: dict[str, str]
 ) -> _Fitting | None:
-    """The largest micro batch that fits; None if none does."""
+    """The largest micro batch that fits; None if none fits."""
     config, longest = given.config, given.data.train.longest_sequence
     choices = _micro_choices(given)
     wish = config.memory.gradient_checkpointing
@@ -244,7 +244,7 @@ def _micro_batch(
 
 
 def _smallest(given: PlanInputs, strategy: Strategy, dtype: str) -> _Fitting:
-    """What takes the least memory."""
+    """The combination with the least memory."""
     checkpointing = given.config.memory.gradient_checkpointing is not False
     micro = _micro_choices(given)[-1]
     return _Fitting(
@@ -256,7 +256,7 @@ def _smallest(given: PlanInputs, strategy: Strategy, dtype: str) -> _Fitting:
 
 
 def _micro_choices(given: PlanInputs) -> list[int]:
-    """Divisors of the global batch, the largest first; none much larger than what a rank gets of a batch."""
+    """Divisors of the global batch, largest first; none much larger than the share of a rank."""
     batch = given.config.batch
     if batch.micro != "auto":
         return [batch.micro]
@@ -283,7 +283,7 @@ def _need(
 
 
 def _seldom_kept(config: RunConfig, data: DataSummary) -> list[str]:
-    """A line where few of the steps that are to stay for ever have a checkpoint at all."""
+    """A warning if few of the steps to keep forever have a checkpoint."""
     every = _period(config.checkpoint.every, config, data)
     wanted = _period(config.checkpoint.keep_every, config, data)
     if every is None or wanted is None or wanted % every == 0:
@@ -295,7 +295,7 @@ def _seldom_kept(config: RunConfig, data: DataSummary) -> list[str]:
 
 
 def _reasons_for_nothing(config: RunConfig, settings: Mapping[str, str]) -> list[str]:
-    """A line for each variable that is explained and not set: a misspelt name, or a setting that has gone since."""
+    """A warning for each variable with a reason that is not set: a misspelled name, or a removed setting."""
     return [
         f"reasons.{name} has no effect: {name} is not set on the head"
         for name in config.reasons
@@ -304,7 +304,7 @@ def _reasons_for_nothing(config: RunConfig, settings: Mapping[str, str]) -> list
 
 
 def _uneven(nodes: list[NodePlace]) -> list[str]:
-    """A line where nodes run different numbers of ranks, which they may if all have said so."""
+    """A warning if nodes run different numbers of ranks, which is allowed if all declare it."""
     if len({node.nproc for node in nodes}) <= 1:
         return []
     counts = ", ".join(f"node {node.node_rank} ({node.host}): {node.nproc}" for node in nodes)
@@ -312,7 +312,7 @@ def _uneven(nodes: list[NodePlace]) -> list[str]:
 
 
 def _silent(given: PlanInputs, strategy: Strategy) -> list[str]:
-    """A line where answers were asked for and cannot be generated: see `RunPlan.answers`."""
+    """A warning if answers are enabled and cannot be generated: see `RunPlan.answers`."""
     names = sorted({device.name for device in given.devices})
     asked = [key for key in ("exact_match", "samples") if getattr(given.config.eval, key)]
     if strategy != "fsdp" or len(names) == 1 or given.data.eval is None:
@@ -324,7 +324,7 @@ def _silent(given: PlanInputs, strategy: Strategy) -> list[str]:
 
 
 def _gathered_whole(given: PlanInputs, strategy: Strategy) -> list[str]:
-    """A line where the result of sharded ranks cannot be gathered tensor by tensor."""
+    """A warning if the result of sharded ranks cannot be gathered tensor by tensor."""
     model = given.model
     if strategy != "fsdp" or given.config.adapter is not None or model.model_type not in FUSED_TYPES:
         return []
@@ -336,7 +336,7 @@ def _gathered_whole(given: PlanInputs, strategy: Strategy) -> list[str]:
 
 
 def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy) -> list[str]:
-    """Settings that were written and do nothing in this run."""
+    """A warning for each setting without effect in this run."""
     found = []
     if strategy == "single" and config.parallel.strategy in ("ddp", "fsdp"):
         found.append(
@@ -355,7 +355,7 @@ def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy) ->
 
 
 def _changed(section: Section) -> list[str]:
-    """The keys that differ from their defaults; what was merely written out, as in config.yaml, does not count."""
+    """The keys that differ from their defaults; explicit defaults, as in config.yaml, do not count."""
     return sorted(
         name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default
     )
@@ -365,7 +365,7 @@ def _changed(section: Section) -> list[str]:
 
 
 def trainable_parameters(model: ModelFacts, *, adapter_rank: int | None, all_linear: bool = True) -> int:
-    """Parameters that are trained: an adapter's r·(in + out) over the matrices, or all of them."""
+    """The number of trained parameters: an adapter's r·(in + out) over the matrices, or all."""
     if adapter_rank is None:
         return model.parameters
     return adapter_rank * model.linear_in_out if all_linear else adapter_rank * model.linear_in_out // 2
@@ -416,9 +416,7 @@ def estimate_memory(
     state = trainable * 4 * 4
     if shards > 1:
         whole_layer = model.parameters * size // max(1, model.layers)
-        weights = (
-            weights // shards + 2 * whole_layer
-        )  # the one that computes, and the one that is fetched meanwhile
+        weights = weights // shards + 2 * whole_layer  # the one in use, and the one being fetched
         state //= shards
     return MemoryEstimate(
         weights=weights,

@@ -14,13 +14,13 @@ class Part(BaseModel):
 
 
 class ModelFacts(Part):
-    """What a model's files say, read without torch."""
+    """Facts from a model's files, read without torch."""
 
     directory: str
-    """Where the files are on this machine."""
+    """The directory of the files on this machine."""
     model_type: str
     parameters: int
-    """All of them; tied weights count once."""
+    """Total number; tied weights count once."""
     hidden_size: int
     layers: int
     intermediate_size: int
@@ -35,7 +35,7 @@ class ModelFacts(Part):
 
 
 class SplitSummary(Part):
-    """The rows of training or of evaluation as the model will see them. Counts are of one epoch."""
+    """The training or evaluation rows as the model sees them. Counts are for one epoch."""
 
     rows: int
     sequences: int
@@ -48,7 +48,7 @@ class SplitSummary(Part):
 
 
 class DataSummary(Part):
-    """What preparing the data gave; the rows themselves are in the cache."""
+    """The result of preparing the data; the rows themselves are in the cache."""
 
     cache_dir: str
     """The directory of the token table; `data.token_table.TokenTable.open` reads it."""
@@ -59,17 +59,17 @@ class DataSummary(Part):
     ledger: dict[str, int]
     """The totals of data.json: rows, used, cut, split, dropped, bad, eval, tokens, tokens_cut, loss_tokens."""
     formats: list[str]
-    """One line a source: which format was taken, and why."""
+    """One line per source: the format, and why it was chosen."""
     template: str
-    """Where the chat template comes from."""
+    """The origin of the chat template."""
     total_steps: int
     """Optimizer steps of the whole duration."""
     digest: str
     """Of the rows as the model sees them, their order, and the tokenizer."""
     rows_digest: str = ""
-    """Of the rows as the model sees them and their order alone; empty in plans of earlier versions, as the next two."""
+    """Of the rows as the model sees them and their order only; empty in plans of earlier versions, like the next two."""
     files_digest: str = ""
-    """Of the contents of the data files and of the template, whatever they are called."""
+    """Of the contents of the data files and of the template, regardless of their names."""
     tokenizer_digest: str = ""
     """Of the tokenizer's files."""
     warnings: list[str] = []
@@ -93,11 +93,11 @@ class NodePlace(Part):
     node_rank: int
     host: str
     address: str
-    """Where the other nodes reach it."""
+    """Its address for other nodes."""
     nproc: int
     """Ranks on this node (nproc_per_node)."""
     nproc_origin: str
-    """Where that number came from."""
+    """The origin of that number."""
     shares_output: bool = True
     """Whether its output_dir is the head's."""
 
@@ -113,12 +113,12 @@ class RankPlace(Part):
 
     @property
     def label(self) -> str:
-        """Who it is, for people."""
+        """Its name for people."""
         return f"rank {self.rank}, node {self.node_rank} ({self.host})"
 
 
 class MemoryEstimate(Part):
-    """Bytes that one rank will need, part by part."""
+    """Estimated memory of one rank in bytes, by part."""
 
     weights: int
     trainable: int
@@ -129,28 +129,28 @@ class MemoryEstimate(Part):
 
 
 class Setting(Part):
-    """A variable of the head's environment, or a line of its nccl.conf, that decides how ranks compute or find each other."""
+    """An environment variable of the head, or a line of its nccl.conf, that affects how ranks compute or communicate."""
 
     name: str
     value: str
     reason: str = ""
-    """Why somebody has set it, in their own words: `--reason`, or `reasons` in the config; empty: nobody has said."""
+    """Why it was set, from `--reason` or `reasons` in the config; empty: unknown."""
 
 
 class ResumePoint(Part):
-    """The checkpoint that the run goes on from."""
+    """The checkpoint that the run resumes from."""
 
     step: int
     path: str
     trust: bool = False
-    """It is not signed by this user, and is gone on from all the same: `--trust`."""
+    """It is not signed by this user, but accepted with `--trust`."""
 
 
 Strategy = Literal["single", "ddp", "fsdp"]
 
 
 class RunPlan(Part):
-    """All that was decided. The worker does what stands here and decides nothing again."""
+    """All decisions of a run. The worker follows it and decides nothing again."""
 
     schema_: Literal[1] = Field(default=1, alias="schema")
     run_id: str
@@ -159,22 +159,22 @@ class RunPlan(Part):
     config_digest: str
     output_dir: str
     epoch: int = 0
-    """Which start of the ranks this is, from 0; a restart is a new one, and nothing of the old may join it."""
+    """The number of this start of the ranks, from 0; a restart is a new one, and processes of the old one may not join it."""
     world_size: int
     strategy: Strategy = "single"
     nodes: list[NodePlace] = []
-    """By node_rank, the head's first. A job that goes on with fewer keeps the numbers of those that are left; ranks are numbered anew."""
+    """By node_rank, the head first. A job that continues with fewer nodes keeps their numbers; ranks are renumbered."""
     ranks: list[RankPlace] = []
-    """All ranks, by rank; node after node, so that rank 0 is on the head's machine."""
+    """All ranks in order, node by node, so that rank 0 is on the head's machine."""
     store_host: str = "127.0.0.1"
-    """The address on which rank 0 opens torch's store: the one on which the nodes reached the head."""
+    """The address of torch's store on rank 0: the one on which the nodes reached the head."""
     device: DeviceChoice
-    """Of rank 0; `of_rank` gives the plan of another."""
+    """Of rank 0; `of_rank` gives the plan of a different rank."""
     host: str
     threads: int
     """Of every rank, the same on all, so that replicas round alike."""
     dtype: Literal["float32", "bfloat16", "float16"]
-    """Of frozen weights and of the computation. What is trained is kept in float32."""
+    """Of frozen weights and of the computation. Trained weights are kept in float32."""
     model: ModelFacts
     data: DataSummary
     global_batch: int
@@ -182,9 +182,9 @@ class RunPlan(Part):
     gradient_checkpointing: bool
     total_steps: int
     total_sequences: int
-    """Sequences of the whole run; the last step may be short."""
+    """Sequences of the whole run; the last step may have fewer."""
     last_step: int | None = None
-    """Where steps are only run again to compare their losses: nothing is evaluated, saved or written after this one."""
+    """For a replay that compares losses: nothing is evaluated, saved or written after this step."""
     steps_per_epoch: float
     warmup_steps: int
     eval_every: int | None
@@ -192,49 +192,49 @@ class RunPlan(Part):
     checkpoint_every: int
     """Steps."""
     keep_every: int | None = None
-    """Steps; checkpoints at its multiples stay for ever."""
+    """Steps; checkpoints at its multiples stay forever."""
     kept_every: int | None = None
     """Each n-th step of an adapter is kept in memory, so that a death costs at most n - 1 finished steps; None: none is, or nobody knows yet. The
     ranks measure it before step 1 and in the first steps, and the head notes it in plan.json."""
     digest_every: int | None = None
-    """Steps, after which ranks compare a digest of what they train; None where no two hold the same."""
+    """Steps between comparisons of a digest of the trained weights; None if no two ranks hold the same."""
     rehearse: bool = False
-    """Whether a checkpoint is made after this start's first step, and read back."""
+    """Whether a checkpoint is made after the first step of this start, and read back."""
     memory: MemoryEstimate
     resume: ResumePoint | None
     resume_reason: str
     """One line for the first screen: fresh, resumed from where and why, extended."""
     allowed: list[dict[str, Any]] = []
-    """What has changed the run's meaning on its way, and was allowed: key, before, after, from_step; of all starts, in order."""
+    """Allowed changes of the run's meaning, of all starts, in order: key, before, after, from_step."""
     settings: list[Setting] = []
-    """What was set by hand on the head, by name; what each other node had is in agreement.json."""
+    """Variables set by hand on the head, by name; those of other nodes are in agreement.json."""
     ignored_variables: list[str] = []
     origins: dict[str, str] = {}
-    """Where each value that was not simply written in the config came from."""
+    """The origin of each value that is not directly from the config."""
     warnings: list[str] = []
     faults: dict[str, Any] = {}
     """Written by drills and tests only."""
 
     def of_rank(self, rank: int) -> "RunPlan":
-        """The same plan with that rank's device and host."""
+        """A copy of the plan with that rank's device and host."""
         place = self.ranks[rank]
         return self.model_copy(update={"device": place.device, "host": place.host})
 
     @property
     def answers(self) -> bool:
-        """Whether the ranks can generate. Sharded ones do so in step, which other arithmetic on one of them would break."""
+        """Whether the ranks can generate answers. Sharded ranks generate in lockstep, which requires equal arithmetic on all."""
         return self.strategy != "fsdp" or len({place.device.name for place in self.ranks}) == 1
 
     @property
     def rehearsed_step(self) -> int | None:
-        """The step after which a checkpoint is made only to see that it can be; None without."""
+        """The step after which a checkpoint is made as a test; None without one."""
         return (self.resume.step if self.resume else 0) + 1 if self.rehearse else None
 
     def node(self, node_rank: int) -> NodePlace:
-        """One node by its number. A job that goes on without some nodes keeps the numbers of the others, so `nodes` may have gaps.
+        """One node by its number. A job that continues without some nodes keeps the numbers of the others, so `nodes` may have gaps.
 
         Raises:
-            KeyError: if it is none of the plan's.
+            KeyError: if it is not in the plan.
         """
         return {node.node_rank: node for node in self.nodes}[node_rank]
 

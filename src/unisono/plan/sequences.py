@@ -73,10 +73,10 @@ def steps_for_tokens(lengths: Sequence[int], *, target: int, global_batch: int, 
 
 
 def deal(tokens: Sequence[int], *, ranks: int) -> list[list[int]]:
-    """The places of a step's sequences, dealt over the ranks: as evenly as it goes by number, and within that by tokens.
+    """The indices of a step's sequences, distributed over the ranks: evenly by number, and within that evenly by tokens.
 
-    Longest first, each goes to the rank with the fewest tokens so far that may still take one (on a tie the lower rank). A rank's
-    places are in rising order, so one rank alone has them all as they stand. Where there are fewer sequences than ranks, some have none.
+    Longest first, each goes to the rank with the fewest tokens so far that may still take one (the lower rank on a tie). A rank's
+    indices are ascending, so a single rank has all in order. With fewer sequences than ranks, some ranks have none.
 
     Args:
         tokens: of each sequence of the step, in its order.

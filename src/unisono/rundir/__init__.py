@@ -17,7 +17,7 @@ class RunDir:
 
     @property
     def plan(self) -> Path:
-        """What was decided before anything started."""
+        """The plan, decided before anything starts."""
         return self.root / "plan.json"
 
     @property
@@ -27,7 +27,7 @@ class RunDir:
 
     @property
     def agreement(self) -> Path:
-        """What every node and rank brought to the table."""
+        """The reports of all nodes and ranks."""
         return self.root / "agreement.json"
 
     @property
@@ -37,7 +37,7 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """One line for every optimizer step. `metrics.jsonl.damaged-1`: the file as it was, where a resume found damaged lines."""
+        """One line per optimizer step. `metrics.jsonl.damaged-1` is the original file if a resume found damaged lines."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -47,12 +47,12 @@ class RunDir:
 
     @property
     def result(self) -> Path:
-        """How it ended."""
+        """The outcome."""
         return self.root / "result.json"
 
     @property
     def verdict(self) -> Path:
-        """Only if the last start ended with one."""
+        """The verdict; only if the last start ended with one."""
         return self.root / "verdict.json"
 
     @property
@@ -62,7 +62,7 @@ class RunDir:
 
     @property
     def evidence(self) -> Path:
-        """What verdicts cite."""
+        """Files that verdicts cite."""
         return self.root / "evidence"
 
     @property
@@ -77,7 +77,7 @@ class RunDir:
 
     @property
     def bringing(self) -> Path:
-        """Only while a run is brought here from elsewhere. With it and without a plan, what is here is half a copy."""
+        """Only while a run is copied here. With it and without a plan, the directory is a partial copy."""
         return self.root / ".bringing"
 
     @property
@@ -92,24 +92,24 @@ class RunDir:
 
     @property
     def tensorboard(self) -> Path:
-        """TensorBoard's event files, when asked for."""
+        """TensorBoard's event files, if enabled."""
         return self.root / "tensorboard"
 
     @property
     def slurm(self) -> Path:
-        """The batch script, its job's number, and what its fronts say; only with `--launcher slurm`."""
+        """The batch script, the job id, and the output of its fronts; only with `--launcher slurm`."""
         return self.root / "slurm"
 
     def node_plan(self, node_rank: int) -> Path:
-        """A node's copy of the plan, with its own paths; while its ranks run."""
+        """A node's copy of the plan with its own paths, while its ranks run."""
         return self.root / "nodes" / f"plan-{node_rank:05d}.json"
 
     def events(self, rank: int) -> Path:
-        """Phases, warnings, checkpoints, failures of one rank, in time."""
+        """Phases, warnings, checkpoints and failures of one rank, in order."""
         return self.root / "events" / f"rank-{rank:05d}.jsonl"
 
     def log(self, host: str, rank: int) -> Path:
-        """Everything that the rank printed."""
+        """The complete output of the rank."""
         return self.root / "logs" / f"{host}-rank-{rank:05d}.log"
 
     def checkpoint(self, step: int) -> Path:

@@ -1,7 +1,7 @@
-"""What a changed config key means for a run that goes on: one table, and the reading of `--allow`. Pure.
+"""What a changed config key means for a resumed run: a table of rules, and the parsing of `--allow`. Pure.
 
-A key that is not in the table is looked up under its section; one that is in neither means another run, so that a new
-key is refused until somebody has thought about it.
+A key without an entry uses the rule of its section; without that, too, a change makes a different run, so that a new key is refused
+until it has a rule.
 """
 
 import json
@@ -22,7 +22,7 @@ NAMES = {
     "tokenizer": "what the tokenizer's files hold",
     "versions": "packages that make other rows of the same files",
 }
-"""What `--allow` takes beside keys: that which a key only points at."""
+"""Names that `--allow` accepts besides keys: contents that a key only refers to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class Rule:
     """How a change of a key is judged.
 
     Attributes:
-        kind: silent: it is nobody's matter. line: no result changes, and what it costs is said. decided: what the plan made of
-            it counts (`auto` may be what was written out), see `continuing`. contents: it names files or says how to read them,
-            and what comes of that counts. meaning: the run becomes another one; refused unless allowed. fixed: cannot be allowed.
+        kind: silent: not reported. line: results do not change; reported with its cost. decided: the value in the plan counts
+            (`auto` may equal the explicit value), see `plan_changes`. contents: it refers to files or their parsing, and the resulting
+            data counts. meaning: the run becomes a different one; refused unless allowed. fixed: cannot be allowed.
         says: what it means, as the end of a sentence.
-        name: of `--allow`, for contents.
+        name: its name in `--allow`, for contents.
     """
 
     kind: Kind
@@ -42,24 +42,24 @@ class Rule:
     name: str = ""
 
 
-_TENSORS_DIFFER = "the checkpoint has tensors of other names or shapes"
-_ONLY_MEASUREMENT = "what is measured changes, not what is learnt"
+_TENSORS_DIFFER = "tensor names or shapes differ from those of the checkpoint"
+_ONLY_MEASUREMENT = "metrics change, training does not"
 _ROWS = Rule("contents", name="data")
 
 # fmt: off
 RULES: dict[str, Rule] = {
-    "output_dir": Rule("silent"),  # the run is found in it: it was moved, or is reached by another path
-    "reasons": Rule("silent"),  # words about variables of the environment, shown beside them; no step depends on them
-    "restarts": Rule("line", "how often it goes on by itself, counted anew in each start; what is learnt does not change"),
-    "grace": Rule("line", "the time that a wish to stop leaves for the last checkpoint; what is learnt does not change"),
-    "watch": Rule("line", "when ranks are judged to stand still or to have drifted apart; what is learnt does not change"),
+    "output_dir": Rule("silent"),  # the run was found in it: it was moved, or has a different path
+    "reasons": Rule("silent"),  # comments on environment variables; no step depends on them
+    "restarts": Rule("line", "how often it goes on by itself, counted anew in each start; training does not change"),
+    "grace": Rule("line", "the time that a wish to stop leaves for the last checkpoint; training does not change"),
+    "watch": Rule("line", "when ranks are judged to stand still or to have drifted apart; training does not change"),
     "track": Rule("line", "what is tracked begins or ends here"),
-    "duration": Rule("silent"),  # the reason of the start says it
+    "duration": Rule("silent"),  # reported in the reason of the start
     "eval": Rule("line", _ONLY_MEASUREMENT),
     "eval.every": Rule("line", f"{_ONLY_MEASUREMENT}; eval.stop_after counts evaluations, not steps"),
     "eval.stop_after": Rule("line", "the run may end at another step"),
     "eval.exact_match": Rule("line", "there is no figure from before step 1 to compare with"),
-    "checkpoint": Rule("line", "from here on; what is learnt does not change"),
+    "checkpoint": Rule("line", "from here on; training does not change"),
     "checkpoint.best": Rule("meaning", "another step's weights become the result"),
     "parallel.strategy": Rule("decided"),
     "device": Rule("decided"),
@@ -109,7 +109,7 @@ RULES: dict[str, Rule] = {
 
 
 def rule_of(key: str) -> Rule:
-    """The rule of a key: its own, else that of the section that it is in."""
+    """The rule of a key: its own, or that of its section."""
     place = key
     while place not in RULES and "." in place:
         place = place.rpartition(".")[0]
@@ -131,12 +131,12 @@ class Change:
 
     @property
     def values(self) -> str:
-        """`optim.lr is 0.0001, and was 0.0002`."""
+        """E.g. `optim.lr is 0.0001, and was 0.0002`."""
         return f"{self.key} is {shown(self.after)}, and was {shown(self.before)}"
 
     @property
     def text(self) -> str:
-        """One line: the values, and what it means."""
+        """One line: the values and the meaning."""
         return f"{self.values}: {self.rule.says}" if self.rule.says else self.values
 
 
@@ -148,14 +148,14 @@ def changes_between(before: RunConfig, after: RunConfig) -> list[Change]:
 
 @dataclass(frozen=True, slots=True)
 class ChangeFinding:
-    """Something that differs from the start that a run goes on from.
+    """A difference from the start that a run resumes.
 
     Attributes:
-        name: of `--allow`; empty where nothing of the kind is needed.
-        text: one line: the values, and what it means.
-        before: the value then.
-        after: the value now.
-        verdict: line: it goes on, and the line is shown. refused: only if allowed. fixed: never.
+        name: its name in `--allow`; empty if it needs no permission.
+        text: one line: the values and the meaning.
+        before: the previous value.
+        after: the present value.
+        verdict: line: the run resumes, and the line is shown. refused: resumes only if allowed. fixed: never resumes.
     """
 
     name: str
@@ -166,12 +166,12 @@ class ChangeFinding:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What the plan keeps of it once it was allowed."""
+        """Its record in the plan, once it was allowed."""
         return {"key": self.name, "before": self.before, "after": self.after}
 
 
 def judge_key(change: Change) -> ChangeFinding | None:
-    """What a changed key comes to by itself; None where nothing is to be said, or where something else decides."""
+    """The finding of a changed key by itself; None if there is nothing to report, or the plan or contents decide."""
     verdicts: dict[Kind, Literal["line", "refused", "fixed"]] = {
         "line": "line",
         "meaning": "refused",
@@ -185,17 +185,17 @@ def judge_key(change: Change) -> ChangeFinding | None:
 
 
 def not_allowed(found: Iterable[ChangeFinding], allow: frozenset[str]) -> list[ChangeFinding]:
-    """Those that stand against going on."""
+    """The findings that prevent a resume."""
     return [f for f in found if f.verdict == "fixed" or (f.verdict == "refused" and f.name not in allow)]
 
 
 def refusal(found: Sequence[ChangeFinding], *, root: str, aside: str) -> UsageError:
-    """Why a run does not go on: a headline with the ways out, and a line for each change.
+    """Why a run cannot resume: a headline with the alternatives, and a line for each change.
 
     Args:
-        found: what stands against it; at least one.
+        found: the findings that prevent it; at least one.
         root: the run's directory.
-        aside: the name that `--fresh` would give it.
+        aside: the new name after `--fresh`.
     """
     fixed = [finding.name for finding in found if finding.verdict == "fixed"]
     flags = " ".join(f"--allow {finding.name}" for finding in found if finding.verdict != "fixed")
@@ -215,10 +215,10 @@ def refusal(found: Sequence[ChangeFinding], *, root: str, aside: str) -> UsageEr
 
 
 def read_allowed(words: Iterable[str]) -> frozenset[str]:
-    """What the words of `--allow` name: keys, and for keys that point at files the name of what is in them.
+    """The names given to `--allow`: keys, or the name of the contents that a key refers to.
 
     Raises:
-        UsageError: with every word that names nothing.
+        UsageError: with all unknown names.
     """
     known = all_keys(RunConfig)
     found, problems = set(), []
@@ -233,7 +233,7 @@ def read_allowed(words: Iterable[str]) -> frozenset[str]:
 
 
 def name_of(key: str) -> str:
-    """What `--allow` calls a key, or one of NAMES."""
+    """The name of a key in `--allow`."""
     return key if key in NAMES else rule_of(key).name or key
 
 
@@ -255,7 +255,7 @@ def _differences(before: Any, now: Any, key: str) -> Iterator[Change]:
 
 
 def _is_section(word: str, known: list[str]) -> bool:
-    """Whether it only holds other keys. `adapter` and `data.train` are values as well."""
+    """Whether it only contains keys. `adapter` and `data.train` are values as well."""
     return word not in RULES and any(key.startswith(f"{word}.") for key in known)
 
 

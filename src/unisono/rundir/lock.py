@@ -1,8 +1,8 @@
-"""The lock of a run's directory: one start at a time, and a dead holder's lock is taken over.
+"""The lock of a run's directory: one start at a time, and the lock of a dead holder is taken over.
 
-The kernel's flock decides between processes that it can see; it ends with its holder, also by kill -9. A file system may
-keep flock to one node. So the holder also writes its host into the file and beats: it has the file touched every few
-seconds, by a process of its own, since storage may hang. Who finds another host's name in a lock that it could take watches for beats before it believes in a death.
+flock decides between processes on one kernel; it ends with its holder, even after kill -9. Some file systems keep flock local to a node.
+So the holder also writes its host into the file and sends heartbeats: a separate process touches the file every few seconds, since
+storage may hang. A start that gets a lock with the name of a different host waits for heartbeats before it takes the lock over.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from unisono.text import one_line
 BEAT_S = 5.0
 _BEATS_OF_PATIENCE = 3
 _LAST_BEAT_S = 5.0
-_WRITING_S = 1.0  # a holder writes its name right after it took the lock
+_WRITING_S = 1.0  # a holder writes its name immediately after locking
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock: host, process, a word of its own, since when (UTC, ISO 8601), and the port on which it meets its nodes (0: none)."""
+    """The holder of a lock: host, process, nonce, time (UTC, ISO 8601), and the port of its rendezvous (0: none)."""
 
     host: str
     pid: int
@@ -49,10 +49,10 @@ class Holder:
 
 
 class LockTaken(UsageError):  # noqa: N818 - named for what happened
-    """A living process holds the lock.
+    """A running process holds the lock.
 
     Attributes:
-        holder: who it is, where it has written its name.
+        holder: if it has written its name.
     """
 
     def __init__(self, *problems: Problem, verdict: Verdict | None = None) -> None:
@@ -61,7 +61,7 @@ class LockTaken(UsageError):  # noqa: N818 - named for what happened
 
 
 class RunLock:
-    """The lock at `path`. Held from acquire to release, or to the end of the process."""
+    """The lock at `path`. Held from acquire to release, or until the process exits."""
 
     def __init__(self, path: Path, *, beat_s: float = BEAT_S) -> None:
         self.path = path
@@ -74,18 +74,18 @@ class RunLock:
     def acquire(
         self, host: str, pid: int, *, port: int = 0, on_wait: Callable[[str], None] | None = None
     ) -> str | None:
-        """Takes the lock; the directory is made if it is missing. Gives a line for people if it was a dead holder's.
+        """Takes the lock; a missing directory is created. Returns a message if it was the lock of a dead holder.
 
         Args:
             host: this node.
-            pid: the process that is to be named to others.
-            port: on which it meets the job's other nodes; 0 where there are none.
-            on_wait: is told, once, if it takes time to see whether a holder on another node lives.
+            pid: the process to report to others.
+            port: of the rendezvous with other nodes; 0 without any.
+            on_wait: called once with a message if checking a holder on a different node takes time.
 
         Raises:
-            Taken: if a living process holds it, naming it.
+            LockTaken: if a running process holds it.
         """
-        assert self._fd is None, "taken already"
+        assert self._fd is None, "already held"
         make_private_dir(self.path.parent)
         fd = self._lock_file()
         try:
@@ -95,7 +95,7 @@ class RunLock:
             since = datetime.now(UTC).isoformat(timespec="seconds")
             self._holder = Holder(host, pid, secrets.token_hex(8), since, port)
             _write(fd, self._holder)
-        except BaseException:  # a lock that is not told of is not held; raised again
+        except BaseException:  # raised again, without the lock
             os.close(fd)
             raise
         self._fd = fd
@@ -105,11 +105,11 @@ class RunLock:
         return f"took over the lock of {earlier}, which has ended" if earlier is not None else None
 
     def keep(self) -> bool:
-        """Sees that the file at the path is the lock that is held, and takes it anew where somebody has removed it; gives whether that was so.
+        """Checks that the file at the path is the held lock, and takes it again if it was removed; returns whether it was.
 
         Raises:
-            Taken: if another start has taken it meanwhile.
-            OSError: what the file system says; its directory must be there.
+            LockTaken: if a different start has taken it meanwhile.
+            OSError: from the file system; the directory must exist.
         """
         assert self._fd is not None, "not held"
         assert self._holder is not None
@@ -119,7 +119,7 @@ class RunLock:
             fd = self._lock_file()
         except LockTaken as taken:
             if taken.holder is not None and taken.holder.nonce == self._holder.nonce:
-                return False  # the file system was mounted anew, and counts our lock as another's
+                return False  # the file system was remounted, and treats our lock as a different one
             raise
         _write(fd, self._holder)
         os.close(self._fd)
@@ -131,7 +131,7 @@ class RunLock:
         return self._fd is not None and _is_at(self._fd, self.path)
 
     def names_us(self) -> bool:
-        """Whether the file at the path has our name in it, be it under another number, as after a remount."""
+        """Whether the file at the path has our name, even with a different inode, e.g. after a remount."""
         try:
             found = _parse(self.path.read_bytes()[:4096])
         except FileNotFoundError:
@@ -139,16 +139,16 @@ class RunLock:
         return found is not None and found == self._holder
 
     def release(self) -> None:
-        """Gives the lock back and removes the file, unless the storage has stopped answering. Releasing twice is once."""
+        """Releases the lock and removes the file, unless the storage does not respond. A second call does nothing."""
         if self._fd is None:
             return
         self._ended.set()
         assert self._thread is not None
         self._thread.join(_LAST_BEAT_S)
-        # Where it does not answer, whoever touched the file now would hang, too; the lock ends with the process.
+        # If the storage does not respond, touching the file would hang, too; the lock ends with the process.
         if self._thread.is_alive() or not responds(self.path, limit_s=_LAST_BEAT_S):
             return
-        # Storage that has become read-only keeps the file; the lock ends with the descriptor, and the next start takes the file over.
+        # On read-only storage the file stays; the lock ends with the descriptor, and the next start takes it over.
         with contextlib.suppress(OSError):
             if _is_at(self._fd, self.path):  # the directory may have been renamed with it
                 self.path.unlink(missing_ok=True)
@@ -162,7 +162,7 @@ class RunLock:
         self.release()
 
     def _lock_file(self) -> int:
-        """An open, locked file that is the one at the path: between open and lock a holder may have removed it."""
+        """The open, locked file at the path; retried if a holder removes it between open and lock."""
         while True:
             fd = self._open()
             try:
@@ -184,10 +184,10 @@ class RunLock:
             os.close(fd)
 
     def _open(self) -> int:
-        """The file, made if it is missing.
+        """The open file, created if missing.
 
         Raises:
-            UsageError: if something else is in its place, or it cannot be opened.
+            UsageError: if it is not a regular file, or cannot be opened.
         """
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
@@ -207,7 +207,7 @@ class RunLock:
         )
 
     def _wait_for_beats(self, fd: int, earlier: Holder, on_wait: Callable[[str], None] | None) -> None:
-        """Watches whether a holder on another node lives. By our clock and what changes, not by the other's clock."""
+        """Watches for heartbeats of a holder on a different node, by our clock and not by its clock."""
         patience_s = self._beat_s * _BEATS_OF_PATIENCE
         if on_wait is not None:
             on_wait(f"{self.path.name} is of {earlier}: watching {patience_s:.0f} s whether it lives")
@@ -220,16 +220,16 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_s):
-            responds(self.path, limit_s=None)  # storage may be away for a while; flock stands
+            responds(self.path, limit_s=None)  # storage may be unavailable for a while; flock remains
 
 
 def read_holder(path: Path) -> Holder | None:
-    """The living holder of a lock, or None if nobody holds it."""
+    """The running holder of a lock, or None if it is free."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):  # nobody can hold it
+    if not stat.S_ISREG(os.fstat(fd).st_mode):  # cannot be held
         os.close(fd)
         return None
     try:
@@ -244,7 +244,7 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def recorded_holder(path: Path) -> Holder | None:
-    """Whom a lock file names, whether it lives or not; None where it names nobody."""
+    """The holder written in a lock file, running or not; None without one."""
     fd = _open_existing(path)
     if fd is None:
         return None
@@ -260,16 +260,16 @@ def recorded_holder(path: Path) -> Holder | None:
 def locked_if_ended(
     path: Path, holder: Holder, *, limit_s: float, watch_s: float = 0.0, poll_s: float = 0.05
 ) -> Iterator[bool]:
-    """Whether `holder` has ended and nobody has taken over its lock since; then nobody can while this is entered. The file stays as it is.
+    """Yields whether `holder` has ended and its lock was not taken over; then nobody can take it within the context. The file is unchanged.
 
-    For a process that takes part in the holder's run, and writes down how that ended.
+    For a process of the holder's run that records how the run ended.
 
     Args:
         path: of the lock.
-        holder: as the file named it while it lived.
-        limit_s: how long its end is waited for: of a process that ends, the kernel closes connections and locks one after the other.
-        watch_s: how long beats are watched for, where only the lock says that it has ended, and that may be kept to one node.
-        poll_s: between two looks.
+        holder: as recorded in the file while it ran.
+        limit_s: how long to wait for its end: the kernel closes connections and locks of an exiting process one by one.
+        watch_s: how long to watch for heartbeats, if only the lock shows the end, since locks may be local to a node.
+        poll_s: the interval of checks.
     """
     fd = _open_existing(path)
     if fd is None:
@@ -293,7 +293,7 @@ def _has_ended(fd: int, path: Path, holder: Holder, *, limit_s: float, watch_s: 
             time.sleep(poll_s)
         except OSError:
             return False
-    if _parse(os.pread(fd, 4096, 0)) != holder:  # another start has it, or had
+    if _parse(os.pread(fd, 4096, 0)) != holder:  # a different start has taken it
         return False
     first, limit = _beat_of(fd), time.monotonic() + watch_s
     while time.monotonic() < limit:
@@ -304,7 +304,7 @@ def _has_ended(fd: int, path: Path, holder: Holder, *, limit_s: float, watch_s: 
 
 
 def _open_existing(path: Path) -> int | None:
-    """Not made where it is missing, and not waited for where it is a pipe."""
+    """Opens the file; never creates it, and never blocks on a pipe."""
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -312,7 +312,7 @@ def _open_existing(path: Path) -> int | None:
 
 
 def _wait_for_name(fd: int) -> Holder | None:
-    """The holder's name; it may be about to be written."""
+    """The holder's name; waits briefly, since it may be about to be written."""
     limit = time.monotonic() + _WRITING_S
     while True:
         holder = _parse(os.pread(fd, 4096, 0))
@@ -358,7 +358,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 def _taken(path: Path, holder: Holder | None) -> LockTaken:
     error = LockTaken.of(
-        f"a run in {path.parent} is going on: {holder or 'its holder has not said its name'}",
+        f"a run in {path.parent} is going on: {holder or '(owner unknown)'}",
         where=str(path),
         why="two runs in one directory would destroy each other's work",
         fix=f"wait for it, or end it (kill {holder.pid} on {one_line(holder.host)}), or set another output_dir"

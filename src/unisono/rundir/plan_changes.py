@@ -1,7 +1,7 @@
-"""Whether a run that goes on is still the same: its settings, its data, its model, and what its exactness rests on.
+"""Whether a resumed run is still the same: its settings, data, model, and the conditions of exactness.
 
-What a setting means is in `changes`. Here the new plan is compared with that of the start before: files behind the same
-names may have changed, `auto` may have come out otherwise, and ranks, threads or packages may be others.
+The meaning of each setting is in `config_changes`. Here the new plan is compared with the previous one: files of the same name may have
+changed, `auto` may have a different result, and ranks, threads or packages may differ.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from unisono.rundir.config_changes import (
 )
 from unisono.rundir.start_decision import next_old
 
-_ROUNDING = "losses agree to rounding, not to the bit"
+_ROUNDING = "losses agree to rounding, not bit-exactly"
 _SAME_ROWS = f"the same rows in the same order; {_ROUNDING}"
 _SHAPES_ROWS = ("data.max_length", "data.packing", "data.loss_on", "objective", "seed")
 _PACKAGES = ("python", "torch", "transformers", "peft", "tokenizers", "numpy", "unisono")
@@ -31,13 +31,13 @@ _ENCODE = ("unisono", "tokenizers", "transformers", "jinja2", "pyarrow")
 
 @dataclass(frozen=True, slots=True)
 class _Decided:
-    """A value that the plan has decided, and what it means that it came out otherwise.
+    """A value that the plan decides, and what a different value means.
 
     Attributes:
         place: in plan.json, dotted.
         says: what it means.
-        remedy: how to have the same again, with the old value as {0}.
-        key: of `--allow`, where it is refused without.
+        remedy: how to get the same value again; {0} is the old value.
+        key: its name in `--allow`, if it needs permission.
     """
 
     place: str
@@ -62,11 +62,11 @@ _DECIDED = (
 
 @dataclass(frozen=True)
 class ResumeChanges:
-    """What goes on differently.
+    """The changes at a resume.
 
     Attributes:
-        lines: for people, one a change.
-        allowed: what was allowed over all starts: key, before, after, from_step.
+        lines: for people, one per change.
+        allowed: changes allowed over all starts: key, before, after, from_step.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -76,16 +76,16 @@ class ResumeChanges:
 def check_same_run(
     run: RunDir, plan: dict[str, Any], versions: dict[str, str], *, allow: frozenset[str] = frozenset()
 ) -> ResumeChanges:
-    """Compares a new plan with the one in the run's directory, before that is written over.
+    """Compares a new plan with the one in the run's directory, before it is overwritten.
 
     Args:
-        run: whose last start left plan.json and environment.json.
+        run: with plan.json and environment.json of the last start.
         plan: the object of the new plan.json.
-        versions: of the packages that are installed now.
-        allow: what `read_allowed` gave.
+        versions: of the installed packages.
+        allow: from `read_allowed`.
 
     Raises:
-        UsageError: with everything that makes it another run and was not allowed.
+        UsageError: with all changes that make it a different run and are not allowed.
     """
     before = read_object(run.plan)
     packages = read_object(run.environment).get("packages")
@@ -105,7 +105,7 @@ def check_same_run(
 
 
 def unused_allowances(names: frozenset[str]) -> list[str]:
-    """A line for each `--allow` that changed nothing."""
+    """A line for each `--allow` without effect."""
     return [f"--allow {name} was not needed: no change here takes it" for name in sorted(names)]
 
 
@@ -115,13 +115,13 @@ def find_changes(
     packages_before: Mapping[str, str],
     packages_after: Mapping[str, str],
 ) -> list[ChangeFinding]:
-    """All that differs and has a meaning or a cost; what makes another run of it comes first. Pure.
+    """All differences with a meaning or a cost; those that make a different run come first. Pure.
 
     Args:
-        before: the object of plan.json of the start that the run goes on from.
-        after: that of the new one.
+        before: the object of plan.json of the previous start.
+        after: the object of the new plan.
         packages_before: versions by package, as in environment.json of the earlier start.
-        packages_after: those of this one.
+        packages_after: those of this start.
     """
     changed = changes_between(*(RunConfig.model_validate(plan["config"]) for plan in (before, after)))
     found = [finding for change in changed if (finding := judge_key(change)) is not None]
@@ -129,7 +129,7 @@ def find_changes(
     found += _row_findings(before, after, changed, _versions(packages_before, packages_after, _ENCODE))
     found += _decided_findings(before, after)
     found += [
-        ChangeFinding("", f"{text}: losses may not agree to the bit")
+        ChangeFinding("", f"{text}: losses may not be bit-exact")
         for text in _versions(packages_before, packages_after, _PACKAGES)
     ]
     return sorted(found, key=lambda finding: ("fixed", "refused", "line").index(finding.verdict))
@@ -156,7 +156,7 @@ def _model_findings(
 def _row_findings(
     before: dict[str, Any], after: dict[str, Any], changed: list[Change], encoders: list[str]
 ) -> list[ChangeFinding]:
-    """Rows as the model sees them, and what made them others: the tokenizer, files or their reading, settings, packages."""
+    """Findings on the rows as the model sees them, with the cause: the tokenizer, files or their parsing, settings, packages."""
     keys, of_tokenizer = _pointing_at(changed, "data"), _pointing_at(changed, "tokenizer")
     files, tokenizer = (_pair(before, after, f"data.{name}_digest") for name in ("files", "tokenizer"))
     old, new = _prepared_data(before, after), _prepared_data(after, before)
@@ -195,7 +195,7 @@ def _same_row_findings(
 
 
 def _effect_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """What other rows mean from the place on that the run has come to."""
+    """What different rows mean for the rest of the run."""
     done = (_at(after, "resume.step") or 0) * (_at(after, "global_batch") or 0)
     old, new = _at(before, "data.train.sequences"), _at(after, "data.train.sequences")
     text = "rows seen and rows to come no longer make whole epochs: some may come twice and some never"
@@ -217,7 +217,7 @@ def _decided_findings(before: dict[str, Any], after: dict[str, Any]) -> list[Cha
     differ = {d.place for d in _DECIDED if _at(before, d.place) not in (None, _at(after, d.place))}
     strategies = {_at(plan, "strategy") for plan in (before, after)}
     if "world_size" in differ and "fsdp" not in strategies:
-        differ.discard("strategy")  # one rank is single and several are ddp: that is said by their number
+        differ.discard("strategy")  # one rank is single and several are ddp: their number says it
     dropout = _at(after, "config.adapter.dropout")
     for decided in _DECIDED:
         if decided.place not in differ:
@@ -226,7 +226,7 @@ def _decided_findings(before: dict[str, Any], after: dict[str, Any]) -> list[Cha
         text = f"{decided.place} is {_plain(new)}, and was {_plain(old)}: {decided.says}"
         if dropout and decided.place in ("world_size", "micro_batch"):
             text += f"; adapter.dropout is {dropout}, and other sequences share a forward: losses agree in the mean only"
-        if decided.remedy and old != "single":  # which only one rank can be
+        if decided.remedy and old != "single":  # possible with one rank only
             text += f"; {decided.remedy.format(_plain(old))} to have the same again"
         found.append(ChangeFinding(decided.key, text, old, new, "refused" if decided.key else "line"))
     if _at(after, "device.kind") == "cuda" and not _at(after, "config.deterministic") and not differ:
@@ -244,12 +244,12 @@ def _versions(before: Mapping[str, str], after: Mapping[str, str], names: tuple[
 
 
 def _pointing_at(changed: list[Change], name: str) -> list[Change]:
-    """Changed keys that point at contents of this name."""
+    """Changed keys that refer to contents of this name."""
     return [change for change in changed if change.rule.kind == "contents" and change.rule.name == name]
 
 
 def _prepared_data(plan: dict[str, Any], other: dict[str, Any]) -> tuple[Any, ...]:
-    """What the preparation made; the digest of the rows leaves out where sequences and evaluation begin, their figures tell."""
+    """The results of the preparation; the digest of the rows does not cover sequences and the split, but their counts do."""
     place = (
         "data.rows_digest"
         if _at(plan, "data.rows_digest") and _at(other, "data.rows_digest")
@@ -267,7 +267,7 @@ def _pair(before: dict[str, Any], after: dict[str, Any], place: str) -> tuple[An
 
 
 def _known(pair: tuple[Any, Any]) -> bool:
-    """Whether both plans say it; those of earlier versions do not."""
+    """Whether both plans have it; those of earlier versions do not."""
     return bool(pair[0] and pair[1])
 
 

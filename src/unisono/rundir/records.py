@@ -38,9 +38,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 class MetricsWriter:
-    """Appends lines. A full disk delays lines, and ends no training: they are written once there is room again.
+    """Appends lines. A full disk delays lines but does not stop training: they are written once there is space again.
 
-    One thread appends; `sync` is for another one, too.
+    One thread appends; `sync` may be called from a different one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,14 +55,14 @@ class MetricsWriter:
         return len(self._waiting)
 
     def append(self, line: dict[str, Any]) -> None:
-        """Writes one object; floats read back to the same bits, and what is not a number becomes null."""
+        """Writes one object; floats round-trip exactly, and NaN becomes null."""
         data = (json.dumps(without_nan(line), allow_nan=False) + "\n").encode()
         with self._lock:
             self._waiting.append(data)
             self._flush()
 
     def sync(self) -> None:
-        """Makes what was appended survive a power cut; before a checkpoint that counts on it.
+        """Makes appended lines survive a power failure; called before a checkpoint that relies on them.
 
         Raises:
             OSError: if a line cannot be written, or the file cannot be synced.
@@ -75,25 +75,25 @@ class MetricsWriter:
             fd = self._fd
         if error is not None:
             raise error
-        os.fsync(fd)  # not under the lock: steps go on while the disk takes its time
+        os.fsync(fd)  # without the lock: steps continue while the disk syncs
 
     def close(self) -> OSError | None:
-        """Ends the file; gives why lines that still wait are lost. Closing twice is once."""
+        """Closes the file; returns the error if waiting lines are lost. A second call does nothing."""
         with self._lock:
             if self._fd is None:
                 return None
             error = self._flush()
-            with contextlib.suppress(OSError):  # the directory is gone, and is not made again
+            with contextlib.suppress(OSError):  # the directory was removed, and is not created again
                 self._follow_path()
             with contextlib.suppress(
                 OSError
-            ):  # of a network disk; what was written for a checkpoint has been synced
+            ):  # of a network disk; lines before a checkpoint are already synced
                 os.close(self._fd)
             self._fd = None
             return error
 
     def _follow_path(self) -> None:
-        """Where the file was removed or renamed, as with its directory, goes on at the path, in a new one with all lines of the old one."""
+        """If the file was removed or renamed, continues at the path in a new file with all lines of the old one."""
         assert self._fd is not None, "closed"
         ours = os.fstat(self._fd)
         with contextlib.suppress(FileNotFoundError):
@@ -108,7 +108,7 @@ class MetricsWriter:
         self._fd = _open_metrics(self._path)
 
     def _flush(self) -> OSError | None:
-        """Writes what waits; gives why some of it still does."""
+        """Writes waiting lines; returns the error if some remain."""
         assert self._fd is not None, "closed"
         while self._waiting:
             written = 0
@@ -121,18 +121,18 @@ class MetricsWriter:
         return None
 
     def _without_part(self, error: OSError, written: int) -> OSError:
-        """The error with its path, after the part of a line that was written has been taken back: a disk may be full in the middle of one."""
+        """The error with its path, after removing a partially written line: the disk may be full in the middle of one."""
         assert self._fd is not None
         if written:
             try:
                 os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            except OSError:  # then the rest of the line comes later
+            except OSError:  # then the rest of the line follows later
                 self._waiting[0] = self._waiting[0][written:]
         return OSError(error.errno, error.strerror, str(self._path))
 
 
 def _open_metrics(path: Path) -> int:
-    """Readable as well: what was written must be found again where somebody removes the file."""
+    """Opens the file, also for reading, so that its lines can be copied if it is removed."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -142,13 +142,13 @@ def _open_metrics(path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """What has left metrics.jsonl.
+    """The lines removed from metrics.jsonl.
 
     Attributes:
-        later: how many lines of later steps, a torn last line included.
-        damaged: how many lines before the end could not be read, or were out of place.
-        numbers: of the first of those, counted from 1.
-        aside: the file as it was, where there were such lines.
+        later: number of lines of later steps, including a truncated last line.
+        damaged: number of lines before the end that were unreadable or out of order.
+        numbers: line numbers of the first of those, from 1.
+        aside: the original file, if there were such lines.
     """
 
     later: int = 0
@@ -157,7 +157,7 @@ class Truncation:
     aside: Path | None = None
 
     def warning(self) -> dict[str, str] | None:
-        """The fields of a message `warning` about damaged lines; None where there were none."""
+        """The fields of a `warning` message about damaged lines; None without any."""
         if self.aside is None:
             return None
         listed = ", ".join(map(str, self.numbers)) + (" …" if self.damaged > len(self.numbers) else "")
@@ -171,15 +171,15 @@ class Truncation:
 
 
 def truncate_after(path: Path, step: int, *, evaluated: bool = True) -> Truncation:
-    """Removes the lines of later steps and a torn last one. What else is not a valid line goes only after the whole file was kept aside.
+    """Removes the lines of later steps and a truncated last line. Other invalid lines are removed only after the file was backed up.
 
     Args:
         path: of the file.
-        step: the last that stays.
-        evaluated: whether that step's evaluation stays, too; False where it is yet to be made.
+        step: the last to keep.
+        evaluated: whether to keep that step's evaluation; False if it is made again.
 
     Raises:
-        OSError: if there is no room for the shorter file beside the old one; the old one stays.
+        OSError: if there is no space for the shorter file beside the old one; the old one stays.
     """
     if not path.exists():
         return Truncation()
@@ -196,7 +196,7 @@ def truncate_after(path: Path, step: int, *, evaluated: bool = True) -> Truncati
 
 
 def _survey(file: IO[bytes], step: int, *, evaluated: bool) -> Truncation:
-    """What there is to be removed. What stands before a line that stays does not belong to later steps, whatever it says."""
+    """Counts the lines to remove. A line before one that is kept does not belong to later steps, whatever its content."""
     damaged = later = 0
     numbers: list[int] = []
     numbers_later: list[int] = []
@@ -214,7 +214,7 @@ def _survey(file: IO[bytes], step: int, *, evaluated: bool) -> Truncation:
 
 
 def _numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """The lines with their numbers, from 1. One that is longer than any of ours comes as an empty one."""
+    """The lines with their numbers, from 1. An overlong line is given as an empty one."""
     number = 0
     while piece := file.readline(_LINE_BYTES):
         number += 1
@@ -225,7 +225,7 @@ def _numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _keep_aside(path: Path) -> Path:
-    """A second name for the file as it is, or a copy where the file system gives none."""
+    """Backs the file up as a hard link, or as a copy if the file system has no links."""
     for number in itertools.count(1):
         aside = path.with_name(f"{path.name}.damaged-{number}")
         try:
@@ -242,12 +242,12 @@ def _keep_aside(path: Path) -> Path:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; none if there is no file."""
+    """All complete lines; none without a file."""
     return list(iterate_metrics(path))
 
 
 def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines, one after the other; torn ones are passed over."""
+    """The complete lines in order; truncated ones are skipped."""
     with contextlib.suppress(FileNotFoundError):
         for line in iterate_lines(path):
             value = _parse_metrics_line(line)
@@ -269,7 +269,7 @@ def best_evaluated(path: Path, steps: Collection[int]) -> tuple[int, float] | No
 
 
 def without_nan(value: Any) -> Any:
-    """The same JSON value with null where a float is not a number or is infinite, for which JSON has no word."""
+    """The same JSON value with null for NaN and infinities, which JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -287,7 +287,7 @@ def _stays(line: bytes, step: int, *, evaluated: bool) -> bool:
 
 
 def _parse_metrics_line(line: bytes) -> dict[str, Any] | None:
-    """The object of a line that was written to its end."""
+    """The object of a complete line."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -316,13 +316,13 @@ Outcome = Literal[
 
 
 class Restart(BaseModel):
-    """One time that the run went on by itself.
+    """One automatic restart.
 
     Attributes:
-        verdict: after which.
-        from_step: from which.
-        seconds: for how long the ranks had run.
-        cost_s: from the verdict to the first step that was made after it; null where none was.
+        verdict: its cause.
+        from_step: the step of the checkpoint.
+        seconds: how long the ranks had run.
+        cost_s: from the verdict to the first step after it; null without one.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -334,7 +334,7 @@ class Restart(BaseModel):
 
 
 class RunResult(BaseModel):
-    """The object of result.json (DESIGN A3). A field of a newer version is passed over."""
+    """The object of result.json. Unknown fields of a newer version are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", serialize_by_alias=True)
 
@@ -345,7 +345,7 @@ class RunResult(BaseModel):
     output_dir: str = ""
     step: int = 0
     tokens: int = 0
-    """Input tokens since step 1, padding excluded."""
+    """Input tokens since step 1, without padding."""
     loss: float | None = None
     eval: dict[str, Any] = {}
     tokens_per_second: float | None = None
@@ -354,17 +354,17 @@ class RunResult(BaseModel):
     """adapter/ or model/, once the run is completed."""
     verdict: dict[str, Any] | None = None
     problems: list[dict[str, str]] = []
-    """What a refusal said."""
+    """The problems of a refused start."""
     restarts: list[Restart] = []
     wall_time_s: float = 0.0
 
     @property
     def is_completed(self) -> bool:
-        """Whether the run came to its planned end."""
+        """Whether the run reached its planned end."""
         return self.outcome == "completed"
 
     def to_json(self) -> dict[str, Any]:
-        """The object of result.json; what is not a number is null."""
+        """The object of result.json; NaN is null."""
         exclude = None if self.problems else {"problems"}
         body: dict[str, Any] = without_nan(self.model_dump(mode="python", exclude=exclude))
         return body
@@ -374,18 +374,18 @@ class RunResult(BaseModel):
         """Reads what to_json wrote.
 
         Raises:
-            pydantic.ValidationError: if it is no result.
+            pydantic.ValidationError: if it is not a valid result.
         """
         return cls.model_validate(value)
 
 
 def write_result(run: RunDir, result: RunResult) -> None:
-    """Writes result.json, whole or not at all."""
+    """Writes result.json atomically."""
     write_json(run.result, result.to_json(), mode=0o600)
 
 
 def read_result(run: RunDir) -> RunResult | None:
-    """How the last start ended; None if it has not, or the file cannot be read."""
+    """How the last start ended; None if it has not ended, or the file is unreadable."""
     try:
         return RunResult.from_json(read_json(run.result))
     except (OSError, ValueError):
@@ -393,7 +393,7 @@ def read_result(run: RunDir) -> RunResult | None:
 
 
 def set_verdict(run: RunDir, verdict: Verdict | None) -> None:
-    """Makes verdict.json that of this start; an earlier one goes to verdicts/, and with None no new one takes its place."""
+    """Writes verdict.json, or none with None; an earlier one moves to verdicts/."""
     if run.verdict.exists():
         make_private_dir(run.verdicts)
         run.verdict.rename(_next_number(run.verdicts))
@@ -402,11 +402,11 @@ def set_verdict(run: RunDir, verdict: Verdict | None) -> None:
 
 
 def complete_verdict(run: RunDir, verdict: Verdict) -> None:
-    """Puts what has been found out since into this start's verdict.json."""
+    """Updates verdict.json of this start with later findings."""
     write_json(run.verdict, verdict.to_json(), mode=0o600)
 
 
 def _next_number(directory: Path) -> Path:
-    """0001.json, or what comes after the highest that is there."""
+    """The next free path: 0001.json, or one above the highest number."""
     numbers = [int(path.stem) for path in directory.glob("*.json") if path.stem.isdecimal()]
     return directory / f"{max(numbers, default=0) + 1:04d}.json"

@@ -1,6 +1,6 @@
-"""What a start in a directory is: a fresh run, one that goes on, or none at all (DESIGN A3, "Starting again").
+"""The kind of a start in a directory: a fresh run, a resume, an extension, or an error.
 
-The decision reads files and changes nothing. set_aside is the one thing that is done about it, when it is asked for.
+The decision reads files and changes nothing. Only `set_aside` changes something, for `--fresh`.
 """
 
 import os
@@ -25,7 +25,7 @@ from unisono.rundir.records import iterate_metrics
 from unisono.text import Duration, one_line, validation_words
 
 CONFIG_HEADER = "# Written by unisono"
-"""How a config.yaml of ours begins; a config that somebody wrote by hand is not ours to overwrite."""
+"""The first line of a config.yaml by unisono; a config written by hand is never overwritten."""
 
 _TEMPORARY = re.compile(
     r"\..+\.tmp-[0-9]+-[0-9a-f]+|\.unisono-head-[0-9a-f]+"
@@ -34,10 +34,10 @@ _TEMPORARY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class StartDecision:
-    """What a start is.
+    """The kind of a start.
 
     Attributes:
-        kind: fresh: there is nothing to go on from; resume: an unfinished run; extend: a finished one that grew.
+        kind: fresh: there is nothing to resume; resume: an unfinished run; extend: a finished one with a longer duration.
         run_id: the same over all starts of a run.
         reason: one line for the first screen.
         done_steps: steps of the finished run that is extended; 0 otherwise.
@@ -52,17 +52,17 @@ class StartDecision:
 def decide_start(
     run: RunDir, config: RunConfig, *, resume: bool, fresh: bool, allow: frozenset[str] = frozenset()
 ) -> StartDecision:
-    """Decides from what is in the directory; touches nothing.
+    """Decides from the files in the directory; changes nothing.
 
     Args:
         run: the output_dir.
-        config: what was asked, its paths as they will be kept in config.yaml.
-        resume: `--resume`: also start where nothing exists, and extend a finished run.
-        fresh: `--fresh`: a run that is there will be set aside.
-        allow: changes that may make another run of it: what `changes.read_allowed` gave.
+        config: the requested one, with paths as in config.yaml.
+        resume: `--resume`: also start in an empty directory, and extend a finished run.
+        fresh: `--fresh`: an existing run will be renamed.
+        allow: permitted changes, from `read_allowed`.
 
     Raises:
-        UsageError: if the directory is finished, another run's, no run at all, or cannot be used.
+        UsageError: if the directory holds a finished or a different run, no run at all, or cannot be used.
     """
     if resume and fresh:
         raise UsageError.of(
@@ -80,7 +80,7 @@ def decide_start(
 
 
 def set_aside(run: RunDir) -> Path:
-    """Renames the run's directory to OUT.old-N and gives the new path. Nothing is deleted.
+    """Renames the run's directory to OUT.old-N and returns the new path. Nothing is deleted.
 
     Raises:
         UsageError: if it cannot be renamed.
@@ -88,9 +88,7 @@ def set_aside(run: RunDir) -> Path:
     target = next_old(run.root)
     try:
         run.root.rename(target)
-        RunDir(target).lock.unlink(
-            missing_ok=True
-        )  # of the start that renames; it takes a new one at the old place
+        RunDir(target).lock.unlink(missing_ok=True)  # of this start, which takes a new lock at the old path
         fsync_dir(target.parent)
     except OSError as error:
         raise UsageError.of(
@@ -110,15 +108,15 @@ def next_old(root: Path) -> Path:
 
 
 def refuse_if_shrunk(decision: StartDecision, *, done_steps: int, total_steps: int) -> None:
-    """Refuses a duration below what is done. For the moment when steps are known, which takes the data.
+    """Refuses a duration below the completed steps. Called once the data is prepared and the steps are known.
 
     Args:
         decision: of this start.
-        done_steps: the step of the checkpoint that it goes on from, 0 without one.
+        done_steps: the step of the checkpoint to resume from, 0 without one.
         total_steps: of the new plan.
 
     Raises:
-        UsageError: if the run would have to undo steps, or an extension adds none.
+        UsageError: if the run would lose steps, or an extension adds none.
     """
     done = max(done_steps, decision.done_steps)
     if total_steps < done or (decision.kind == "extend" and total_steps == done):
@@ -131,7 +129,7 @@ def refuse_if_shrunk(decision: StartDecision, *, done_steps: int, total_steps: i
 
 
 def _check_place(root: Path) -> None:
-    """Whether the directory can be used, or made."""
+    """Checks that the directory can be used or created."""
     try:
         root.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -163,7 +161,7 @@ def _check_place(root: Path) -> None:
 
 
 def _refuse_special_files(run: RunDir) -> None:
-    """Refuses what a run would write into or replace where that is no plain file: the ranks would find out in its midst."""
+    """Refuses special files in the place of files that a run writes: the ranks would fail in the middle of the run."""
     own = (
         run.config,
         run.plan,
@@ -189,10 +187,10 @@ def _refuse_special_files(run: RunDir) -> None:
 
 
 def _refuse_foreign_files(run: RunDir) -> None:
-    """Without a plan there may be what a start leaves before it has made one, and nothing else."""
+    """Refuses a directory without a plan that has files other than those of an early failed start."""
     if not run.root.is_dir():
         return
-    if run.bringing.exists():  # half a copy, of a start that was killed, is not in the way
+    if run.bringing.exists():  # a partial copy of a killed start is overwritten
         return
     if _has_checkpoints(run):
         raise UsageError.of(
@@ -216,11 +214,11 @@ def _refuse_foreign_files(run: RunDir) -> None:
 
 
 def _is_left_by_a_start(run: RunDir, name: str) -> bool:
-    """Whether a start that ended before its plan was made may have left this."""
+    """Whether a start that ended before its plan may have left this."""
     path = run.root / name
     if path in (run.environment, run.agreement, run.data):
         return read_object(path).get("schema") == 1
-    if path in (run.result, run.verdict):  # of nodes that did not agree
+    if path in (run.result, run.verdict):  # of a disagreement
         return read_object(path).get("outcome", "disagreed") == "disagreed"
     if path == run.config:
         return _starts_with(path, CONFIG_HEADER)
@@ -236,7 +234,7 @@ def _is_left_by_a_start(run: RunDir, name: str) -> bool:
 
 
 def _has_trained(run: RunDir) -> bool:
-    """Whether there is anything that could be lost: a step, a checkpoint, a result's weights."""
+    """Whether anything could be lost: a step, a checkpoint, final weights."""
     return (
         _has_checkpoints(run)
         or next(iterate_metrics(run.metrics), None) is not None
@@ -263,9 +261,7 @@ def _decide_resume(
 ) -> StartDecision:
     before = _config_of(run, plan)
     if config_digest(before) != config_digest(config):
-        if not _has_trained(
-            run
-        ):  # what a remedy for its death asks for, a smaller micro batch say, can be tried in its place
+        if not _has_trained(run):  # so a fix, e.g. a smaller micro batch, can be tried in place
             return StartDecision(
                 "fresh", _new_run_id(), "fresh: a start with another config ended before its first step"
             )
@@ -274,7 +270,7 @@ def _decide_resume(
     if result.get("outcome") == "completed":
         return _decide_finished(run, plan, before, config, result, resume=resume)
     ended = result.get("outcome")
-    reason = "goes on with the unfinished run here"
+    reason = "resuming the unfinished run"
     if isinstance(ended, str):
         reason += f" ({one_line(ended, limit=40)})"
     if before.duration != config.duration:
@@ -294,7 +290,7 @@ def _decide_finished(
     done = _int_or_zero(result.get("step"))
     old, new = Duration.parse(before.duration), Duration.parse(config.duration)
     grew = new.unit != old.unit or new.amount > old.amount
-    # an extension that ended before its first step has left the longer plan, and the old result
+    # an extension that ended before its first step left the longer plan and the old result
     unfinished = _int_or_zero(plan.get("total_steps")) > done
     shrank = new.unit == old.unit and new.amount < old.amount
     if resume and (grew or (unfinished and not shrank)):
@@ -316,7 +312,7 @@ def _decide_finished(
 
 
 def _refuse_another_run(run: RunDir, before: RunConfig, config: RunConfig, allow: frozenset[str]) -> None:
-    """Refuses settings that make another run of it and are not allowed; what files hold is compared when it is known."""
+    """Refuses settings that make a different run and are not allowed; contents are compared once they are known."""
     found = [judge_key(change) for change in changes_between(before, config)]
     refused = not_allowed([finding for finding in found if finding is not None], allow)
     if refused:
