@@ -79,14 +79,14 @@ def test_who_was_asked_to_end_is_told_how_to_go_on(run: Path, outcome: str, caus
     found = verdict(run)
     assert found.cause == cause
     assert "unisono train" in found.fix[-1]
-    assert "it goes on from step 3" in found.fix[-1]
+    assert "resumes from step 3" in found.fix[-1]
 
 
 @pytest.mark.parametrize(
     ("outcome", "exit_code", "says"),
     [
         ("completed", 0, "the program ended well"),
-        ("preempted", 143, "asked to end (SIGTERM), and ended with exit code 143"),
+        ("preempted", 143, "asked to stop (SIGTERM), and ended with exit code 143"),
         ("failed", 3, "ended with exit code 3"),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_run_whose_front_was_killed_is_told_from_its_ranks_events_and_how_to_g
         "events/rank-00001.jsonl",
     }
     assert "unisono train " in found["fix"][-1]
-    assert "--nproc 2: it goes on from step" in found["fix"][-1]
+    assert "--nproc 2: resumes from step" in found["fix"][-1]
     assert any("rank 1" in line for line in found["timeline"])
 
 

@@ -12,18 +12,18 @@ from unisono.diagnose.scan import Scanned
 
 _MESSAGE_LINES = 14
 _TABLE_BYTES = 3000
-"""From the rank in a row of torchrun's table to the traceback in it."""
+"""Maximum distance from the rank in a row of torchrun's table to the traceback in it."""
 _SNIPPET_BYTES = 240
-"""From Ray's word on whose an error is to the traceback."""
+"""Maximum distance from Ray's line with the rank of an error to the traceback."""
 _ROWS = frozenset({"table_rank", "table_first", "ray_snippet"})
 _MOST_SPANS = 200
-"""Of the tracebacks of a log, whose lines are looked for: the last ones."""
+"""The number of a log's last tracebacks whose lines are searched."""
 _LAUNCHED = frozenset(
     {"omp_banner", "lf_tasks", "deepspeed_nodes", "spawned", "ray_member", "srun_exit", "table_first"}
 )
-"""Lines of launchers: the log is not one rank's alone."""
+"""Lines of launchers: such a log is not written by one rank alone."""
 _KERNELS = frozenset({"killed_pid", "xid_pid", "segfault_pid"})
-"""Lines of a kernel that name a process."""
+"""Lines of the kernel that name a process."""
 _TOLD_WORLD = frozenset(
     {
         "process_rank",
@@ -72,7 +72,7 @@ class Attribution:
         )
 
     def source(self, log: Scanned) -> SourceFacts:
-        """What is known of a log as a whole."""
+        """Facts of a whole log."""
         return SourceFacts(
             name=log.name,
             lines=log.lines,
@@ -87,7 +87,7 @@ class Attribution:
         )
 
     def events(self, log: Scanned) -> list[Event]:
-        """All of a log, those within a traceback as its process's."""
+        """The events of a log; those within a traceback belong to its process."""
         told = [(trace, self._told(trace, log)) for trace in log.tracebacks[-_MOST_SPANS:]]
         spans = [
             (trace, who)
@@ -104,11 +104,11 @@ class Attribution:
         return found
 
     def traces(self, log: Scanned) -> list[Traceback]:
-        """All of a log."""
+        """The tracebacks of a log."""
         return [self._trace(trace, self._told(trace, log)) for trace in log.tracebacks]
 
     def exit(self, one: Exit) -> Exit:
-        """With its rank and its host."""
+        """The exit with its rank and its host."""
         rank = one.rank
         if rank is None and one.pid is not None:
             rank = self._pids.get(one.pid)
@@ -117,7 +117,7 @@ class Attribution:
         return replace(one, rank=rank, host=one.host or self._hosts.get(one.event.source))
 
     def _told(self, trace: Traceback, log: Scanned) -> Origin:
-        """Whom a traceback is of by the table that it stands in, or by the words of who hands it on."""
+        """The origin of a traceback, from the table that it is in, or from the line of the process that reports it."""
         who = trace.event.who
         if who.rank is not None or who.local_rank is not None or who.pid in self._pids:
             return who
@@ -168,7 +168,7 @@ class Attribution:
 
 
 def _numbered(logs: Sequence[Scanned]) -> dict[str, int]:
-    """Ranks by the numbers in the names of logs, where these differ in one number only, from 0 on, and nothing in them speaks against it."""
+    """Ranks by the numbers in the names of logs, if these differ in one number only, from 0, and their contents do not contradict it."""
     names = {log.name: _NUMBER.findall(log.name) for log in logs}
     stems = {_NUMBER.sub("#", log.name) for log in logs}
     worlds = {
@@ -194,7 +194,7 @@ def _numbered(logs: Sequence[Scanned]) -> dict[str, int]:
 
 
 def _each_of_one(logs: Sequence[Scanned]) -> dict[str, int]:
-    """Ranks of logs in each of which a single rank speaks, and in each another one."""
+    """Ranks of logs that each have lines of a single, different rank."""
     if len(logs) < 2 or any(log.who.rank is not None or log.who.local_rank is not None for log in logs):
         return {}
     found = {
@@ -222,7 +222,7 @@ def _is_within(event: Event, trace: Traceback) -> bool:
 
 
 def _pid_ranks(logs: Sequence[Scanned]) -> dict[int, int]:
-    """Ranks by their processes; a process number that two hosts use for different ranks is nobody's."""
+    """Ranks by process; a process number that two hosts use for different ranks is left out."""
     found: dict[int, set[int]] = defaultdict(set)
     for log in logs:
         rank: Event | None = None
@@ -242,7 +242,7 @@ def _pid_ranks(logs: Sequence[Scanned]) -> dict[int, int]:
 
 
 def _member_hosts(logs: Sequence[Scanned]) -> dict[int, str]:
-    """The addresses of Ray's workers by their processes."""
+    """The addresses of Ray's workers by process."""
     found: dict[int, set[str]] = defaultdict(set)
     for log in logs:
         for event in log.events:
@@ -260,9 +260,9 @@ def _node_of(log: Scanned) -> int | None:
 
 
 def _host_of(log: Scanned) -> str | None:
-    """The only host that the lines of a log name, else that of its file's name.
+    """The only host that the lines of a log name, else that of its file name.
 
-    A driver of Ray names the other hosts only; and a table that leaves out some of a log's ranks may be another host's.
+    A Ray driver names only other hosts; and a table that lacks some of a log's ranks may belong to a different host.
     """
     if any(event.signature in ("ray_member", "ray_rank") or "ip=" in event.text[:80] for event in log.events):
         return log.who.host
@@ -285,7 +285,7 @@ def _per_node(logs: Sequence[Scanned]) -> int:
 
 
 def _is_cut(log: Scanned) -> bool:
-    """Whether a log begins in the middle: with a watchdog's, a frame's or a table's line."""
+    """Whether the beginning of a log is missing: its first line is that of a watchdog, a frame or a table."""
     first = next((event.text for event in log.head if event.text.strip()), "")
     return first.startswith(("  File ", "    ", "frame #")) or "Watchdog caught" in first
 
@@ -297,18 +297,18 @@ _NOBODYS = frozenset({
     "single_device_nccl", "ray_resources_unsatisfiable",
 })
 # fmt: on
-"""What no host is to blame for because its log tells of it: whoever writes is the one who waited."""
+"""Causes for which the host of the log is not the culprit: it is the one that waited."""
 _WORDS_CHARS = 60
 _NAMELESS = frozenset({"localhost", "127.0.0.1", None})
-"""What every host is called."""
+"""Names that any host may have."""
 _MACHINES = frozenset(
     {"gpu_fell_off", "ecc_error", "host_oom_killed", "driver_too_old", "shm_too_small", "ulimit"}
 )
-"""What is a machine's: its name helps even where no other one is known."""
+"""Causes on one machine, whose name helps even if no other is known."""
 
 
 def with_host(finding: Hypothesis, facts: RunFacts) -> Hypothesis:
-    """The finding with its host, where it names none and there is one to name."""
+    """The hypothesis with its host, if it has none and one is known."""
     if finding.hosts or finding.cause in ("healthy", "undetermined"):
         return finding
     known = facts.ranks.get(finding.ranks[0]) if len(finding.ranks) == 1 else None
@@ -326,8 +326,8 @@ def with_host(finding: Hypothesis, facts: RunFacts) -> Hypothesis:
     ]
     shown = {
         event.who.host for event in (*cited, *alike)
-    }  # evidence is cut short: others may have said the same
-    told = any(event.who.pid is not None for event in finding.evidence)  # Ray says where the process was
+    }  # evidence is limited: other hosts may have the same lines
+    told = any(event.who.pid is not None for event in finding.evidence)  # Ray reports the process's host
     several = len(facts.hosts) > 1 or (facts.nodes or 1) > 1 or finding.cause in _MACHINES or told
     host = next(iter(shown)) if len(shown) == 1 and not shown & _NAMELESS else None
     return replace(finding, hosts=(host,)) if host and several else finding

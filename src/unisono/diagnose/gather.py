@@ -102,7 +102,7 @@ def _hosts(events: Iterable[Event], exits: Iterable[Exit]) -> tuple[str, ...]:
 
 
 def _steps(events: Sequence[Event]) -> tuple[int | None, int | None]:
-    """The furthest step that was shown, and of how many: of the bar with the most steps that is no loading bar."""
+    """The last step in a log and the total, from the progress bar with the most steps that is not a loading bar."""
     loading = {
         (event.source, event.order)
         for event in events
@@ -191,7 +191,7 @@ def _ending(told: Exit | None, *, failed: bool, finished: bool) -> Ending:
 
 
 def _collectives(events: Iterable[Event]) -> Iterable[Collective]:
-    """One for each rank and group: what it waited for first."""
+    """One for each rank and group: the first that it waited for."""
     found: dict[tuple[int | None, str], Collective] = {}
     for event in events:
         if event.signature not in ("watchdog", "watchdog_status"):
@@ -224,7 +224,7 @@ def _collectives(events: Iterable[Event]) -> Iterable[Collective]:
 
 
 def _group(text: str) -> str:
-    """The process group as a watchdog's line names it."""
+    """The process group in a watchdog's line."""
     import re
 
     found = re.search(r"\[PG (?:ID )?(\w{1,12})(?: PG GUID ([\w()]{1,60}))? Rank", text)
@@ -236,17 +236,17 @@ BY_PRIORITY = (
     "llamafactory", "axolotl", "kohya", "recipes", "torchtune", "megatron", "trl", "lightning", "ray", "transformers", "deepspeed", "accelerate", "torchrun",
 )
 # fmt: on
-"""Whose settings a person would change, first those that wrap others."""
+"""Frameworks whose settings a user would change, those that wrap others first."""
 
 
 def find_framework(events: Iterable[Event]) -> str:
-    """One of BY_PRIORITY, or "" where nothing tells."""
+    """One of BY_PRIORITY, or "" if unknown."""
     found = {name for event in events if event.signature == "made_by" for name in event.fields}
     return next((name for name in BY_PRIORITY if name in found), "")
 
 
 def find_all(events: Iterable[Event]) -> set[str]:
-    """All tools that took part."""
+    """All frameworks in the logs."""
     return {name for event in events if event.signature == "made_by" for name in event.fields}
 
 
@@ -268,7 +268,7 @@ _OVERLAP_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A run that came before the one that counts, in the same log.
+    """An earlier run in the same log.
 
     Attributes:
         source: the log.
@@ -284,7 +284,7 @@ class Earlier:
 
 
 def last_run(scanned: Sequence[Scanned]) -> tuple[list[Scanned], list[Earlier]]:
-    """The logs cut down to the last run in each, and what was cut off."""
+    """The last run of each log, and the earlier ones."""
     kept, earlier = [], []
     for one in scanned:
         begins = _beginnings(one)
@@ -298,7 +298,7 @@ _START = Event(source="", line=1, order=0, signature="line", kind="fact", cause=
 
 
 def _beginnings(one: Scanned) -> list[Event]:
-    """The events with which a further run begins."""
+    """The events with which further runs begin."""
     found: list[Event] = []
     begin, ended, restarts = 0, False, False
     for place, event in enumerate(one.events):
@@ -315,12 +315,12 @@ def _beginnings(one: Scanned) -> list[Event]:
 
 
 def _is_plain_end(event: Event) -> bool:
-    """An exception that is no rank's: the launcher's, or that of a program with one rank."""
+    """An exception without a rank: the launcher's, or that of a program with one rank."""
     return event.signature == "exception" and event.rank is None
 
 
 def _same_run(before: list[Event], after: list[Event]) -> bool:
-    """Whether two parts are logs of two nodes, one behind the other: other nodes, other ranks, or the same time."""
+    """Whether two parts are logs of two nodes of one run: different nodes, different ranks, or the same time."""
     for name, signature in (("node", "lf_nodes"), ("node", "deepspeed_nodes")):
         one, other = (
             {e.fields.get(name) for e in part if e.signature == signature} for part in (before, after)

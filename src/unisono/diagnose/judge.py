@@ -37,9 +37,9 @@ SPECIFIC: tuple[str, ...] = (
     "port_in_use", "hostname_loopback", "dns_failure", "collective_mismatch",
 )
 # fmt: on
-"""Of several causes that the log names in so many words: the one that explains the others first."""
+"""Order of causes that the log states: those that explain others first."""
 CERTAIN = 0.8
-"""What is said with less confidence does not come before the program's own exceptions."""
+"""Hypotheses with less confidence come after the program's own exceptions."""
 
 _WORDS: tuple[Callable[[View], list[Hypothesis]], ...] = (
     find_versions,
@@ -63,7 +63,7 @@ _STRUCTURE: tuple[Callable[[View], list[Hypothesis]], ...] = (
 
 
 def judge(facts: RunFacts) -> list[Hypothesis]:
-    """All that may be, the most likely first; never empty."""
+    """All hypotheses, the most likely first; never empty."""
     view = View(facts)
     ended = find_finished(view)
     nan = find_nan(view)
@@ -87,12 +87,12 @@ def _specific(finding: Hypothesis) -> tuple[bool, int]:
 
 
 def _unless_caught(own: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """The program's exceptions that ended it, as far as one can see."""
+    """The program's exceptions that probably ended it."""
     return [finding for finding in own if finding.confidence > 0.5]
 
 
 def _with_preemption(taken: list[Hypothesis], ranked: list[Hypothesis]) -> list[Hypothesis]:
-    """The scheduler's word counts where nothing had failed before it."""
+    """Preemption by the scheduler is the cause if nothing failed before it."""
     if not taken:
         return ranked
     if not ranked:
@@ -107,7 +107,7 @@ def _with_preemption(taken: list[Hypothesis], ranked: list[Hypothesis]) -> list[
 
 
 def _distinct(findings: list[Hypothesis]) -> list[Hypothesis]:
-    """One for each cause; "undetermined" only where nothing else is left."""
+    """One hypothesis for each cause; "undetermined" only if there is no other."""
     found: dict[str, Hypothesis] = {}
     for finding in findings:
         found.setdefault(finding.cause, finding)
@@ -122,13 +122,13 @@ MOST_LINKS = 6
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What is made of some logs.
+    """The result of a diagnosis.
 
     Attributes:
         verdict: the answer.
-        chain: the first cause, then what followed, as lines of evidence.
-        alternatives: other causes that were thought of, the next likely first.
-        missing: what would say more.
+        chain: the first cause and its consequences, as lines of evidence.
+        alternatives: other possible causes, the most likely first.
+        missing: information that would help.
         facts: of the run, for a timeline.
     """
 
@@ -140,7 +140,7 @@ class Diagnosis:
 
 
 def make_diagnosis(findings: list[Hypothesis], facts: RunFacts) -> Diagnosis:
-    """The first finding as the verdict, the others as alternatives."""
+    """The diagnosis: the first hypothesis as the verdict, the others as alternatives."""
     first = findings[0]
     return Diagnosis(
         verdict=verdict_of(first, facts),
@@ -152,7 +152,7 @@ def make_diagnosis(findings: list[Hypothesis], facts: RunFacts) -> Diagnosis:
 
 
 def verdict_of(finding: Hypothesis, facts: RunFacts) -> Verdict:
-    """A finding in the form of DESIGN A4."""
+    """The verdict for a hypothesis (DESIGN A4)."""
     healthy = finding.cause == "healthy"
     return Verdict(
         cause=finding.cause,
@@ -204,7 +204,7 @@ _RECORD = "next time set TORCH_NCCL_TRACE_BUFFER_SIZE=20000 (TORCH_FR_BUFFER_SIZ
 
 
 def find_undetermined(view: View) -> list[Hypothesis]:
-    """An answer that names no cause and says what is missing."""
+    """The hypothesis without a cause, with the information that is missing."""
     victims = [*view.consequences, *(trace.event for trace in view.facts.tracebacks if view.is_victim(trace))]
     if victims:
         seen = ranks_of(victims)

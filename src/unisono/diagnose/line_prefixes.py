@@ -12,7 +12,7 @@ from unisono.text import plain
 
 _HOST = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 _STAMP = r"\[?20\d\d[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d| UTC)?\]? (?:std(?:err|out) [FP] )?"
-"""The time that a collector of logs puts before each line."""
+"""The time that a log collector adds before each line."""
 _PREFIXES: tuple[re.Pattern[str], ...] = tuple(
     re.compile(pattern)
     for pattern in (
@@ -62,15 +62,15 @@ _MOST_SRUN_SHARE = 0.6
 _FEWEST_STYLED = 2
 _FEWEST_COUNTED = 5
 _BEFORE = re.compile(rf"(?:> )?(?:{_STAMP}){{0,2}}(?:> )?(?:(?P<compose>[a-z][\w.-]{{0,62}}) {{1,12}}\| )?")
-"""What may stand before what a launcher puts before a line: a quotation's mark, the time of a collector of logs."""
+"""What may precede a launcher's prefix: a quotation mark, the time of a log collector."""
 
 
 def split_prefix(piece: str, *, style: str = "") -> tuple[Origin, str]:
-    """Whom the prefixes of a line name, and the line without them.
+    """The origin that the prefixes of a line name, and the line without them.
 
     Args:
         piece: a line, or a part of one.
-        style: what `find_style` says of its log.
+        style: of its log, from `find_style`.
     """
     who, place = Origin(), 0
     if style:
@@ -92,15 +92,15 @@ def split_prefix(piece: str, *, style: str = "") -> tuple[Origin, str]:
 
 
 def find_rank(text: str) -> int | None:
-    """The rank that a line names in its words, where it names itself."""
+    """The rank in the text of a line, if the line names its own."""
     found = _INSIDE.search(text[:400])
     return int(next(group for group in found.groups() if group)) if found else None
 
 
 def find_style(lines: list[str]) -> str:
-    """What the lines of a log begin with: "srun" (a number: the rank), "srun-nodes" (a number: the node), "pdsh" (a host), or "" for neither.
+    """The prefix style of a log: "srun" (the rank's number), "srun-nodes" (the node's number), "pdsh" (a host), or "" for none.
 
-    What a script says before its first such line does not count, nor what Slurm itself says.
+    Lines of a script before the first such line do not count, nor Slurm's own.
     """
     lines = [_BEFORE.sub("", line, count=1) for line in lines if line.strip()]
     lines = [line for line in lines if not line.startswith(("srun: ", "slurmstepd"))]
@@ -184,7 +184,7 @@ _MONTHS = {
     )
 }
 LOOK_CHARS = 120
-"""A line's time stands at its head."""
+"""A line's time is within its first characters."""
 
 _ISO = re.compile(
     r"(?P<y>20\d\d)[-/](?P<m>\d\d)[-/](?P<d>\d\d)[ T_](?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?:[.,](?P<f>\d{1,9}))?"
@@ -199,11 +199,11 @@ _SYSLOG = re.compile(
 
 
 def find_time(text: str, *, year: int | None = None) -> float | None:
-    """Seconds since 1970 of the time at the head of a line, read as if it were UTC; None: there is none.
+    """Seconds since 1970 of the time at the start of a line, read as UTC; None: there is none.
 
     Args:
         text: the line.
-        year: what to take where the format has none; None: such times are not understood.
+        year: for formats without one; None: such times are ignored.
     """
     head = text[:LOOK_CHARS]
     found = _ISO.search(head) or _AMERICAN.search(head) or _GLOG.search(head) or _SYSLOG.search(head)
@@ -220,7 +220,7 @@ def find_time(text: str, *, year: int | None = None) -> float | None:
 
 
 def find_year(text: str) -> int | None:
-    """The year in the head of a line, for the formats that have none."""
+    """The year at the start of a line, for the formats without one."""
     found = re.search(r"\b(20[12]\d)[-/]\d\d[-/]\d\d[ T_]\d\d:|:\d\d (20[12]\d)\b", text[:LOOK_CHARS])
     return int(found[1] or found[2]) if found else None
 
@@ -236,7 +236,7 @@ _MOST_LINES = 200
 
 
 def unwrap_json(line: str) -> tuple[Origin, list[str]] | None:
-    """Whom a line that is a JSON object names, and the lines of its message; None: it is none, or has no message."""
+    """The origin and message lines of a line that is a JSON object; None: it is not one, or has no message."""
     text = line.strip()
     if not (text.startswith('{"') and text.endswith("}")) or len(text) > _MOST_CHARS:
         return None
@@ -282,15 +282,15 @@ _ANCHORS = (
     b"slurmstepd: error",
     b"usage: ",
 )
-"""Words with which a line begins, whoever writes it."""
+"""Text that always starts a line."""
 _MOST_ANCHORS = 40
 _LONGEST = 160
 _SAMPLED = 60
-"""Lines of the head and of the tail of a chunk that have to bear it."""
+"""Lines at the start and end of a chunk that must have the prefix."""
 _FEWEST = 4
 _SHARE = 0.85
 _NUMBERED = re.compile(r"\d{1,5}: ?$")
-"""What srun puts before a line; it is no part of a wrapping."""
+"""srun's prefix, which is not part of a collector's."""
 _PARTS = re.compile(
     r"(?P<number>\d+)|(?P<level>\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL|FATAL|TRACE|stdout|stderr|info|warn|error)\b)"
     r"|(?P<month>\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec|Mon|Tue|Wed|Thu|Fri|Sat|Sun)\b)|(?P<blank> +)|(?P<other>.)"
@@ -298,15 +298,15 @@ _PARTS = re.compile(
 
 
 class CollectorPrefix:
-    """The wrapping of one log, as far as it is known."""
+    """The prefix that a log collector adds to every line of a log, found by the lines with a known start and confirmed by all others."""
 
     def __init__(self) -> None:
-        """With nothing seen."""
+        """No line has been seen yet."""
         self._pattern: re.Pattern[str] | None = None
         self._known = False
 
     def learn(self, data: bytes, style: str) -> None:
-        """Looks at the lines of a chunk until it is known whether there is a wrapping."""
+        """Learns from the lines of a chunk whether there is a prefix."""
         if self._known:
             return
         before = [text for place in _places(data) if (text := _before(data, place)) is not None]
@@ -330,7 +330,7 @@ class CollectorPrefix:
             self._pattern = ranked
 
     def off(self, text: str) -> str | None:
-        """The text of a line, known prefixes taken off, without its wrapping; None: it bears none."""
+        """The text of a line without the collector's prefix; None: it has none."""
         found = self._pattern.match(text) if self._pattern else None
         return text[found.end() :] if found else None
 
@@ -344,12 +344,12 @@ def _common(texts: set[str], lines: list[str]) -> re.Pattern[str] | None:
 
 
 def _outer(text: str) -> str:
-    """The part of it that stands before prefixes that are known."""
+    """The part before known prefixes."""
     return next((text[:end] for end in range(len(text)) if not split_prefix(text[end:])[1]), text)
 
 
 def _places(data: bytes) -> list[int]:
-    """Where the first anchors of each kind stand."""
+    """Positions of the first anchors of each kind."""
     found: list[int] = []
     for word in _ANCHORS:
         place = data.find(word)
@@ -362,7 +362,7 @@ def _places(data: bytes) -> list[int]:
 
 
 def _before(data: bytes, place: int) -> str | None:
-    """What stands before an anchor in its line; None: it is within something, as in a launcher's table or behind a bar."""
+    """The text before an anchor in its line; None: it is inside other text, e.g. a launcher's table or after a progress bar."""
     least = max(0, place - 8 * _LONGEST)
     start = max(data.rfind(b"\n", least, place), data.rfind(b"\r", least, place), least - 1) + 1
     text = plain(data[start:place].decode("utf-8", "replace"))
@@ -375,7 +375,7 @@ def _sample(data: bytes) -> list[str]:
 
 
 def _shape(text: str) -> str:
-    """A pattern for this text with any numbers, months and levels; the blanks at its end count, since lines are indented."""
+    """A pattern for this text with any numbers, months and levels; trailing blanks count, since lines are indented."""
     body = text.rstrip(" ")
     parts = {"number": r"\d+", "level": r"\w+", "month": r"\w{3}", "blank": " +"}
     shaped = (parts.get(found.lastgroup or "") or re.escape(found[0]) for found in _PARTS.finditer(body))

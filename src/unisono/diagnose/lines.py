@@ -13,15 +13,15 @@ from unisono.text import plain
 
 CHUNK_BYTES = 1 << 22
 LONGEST_LINE_BYTES = 1 << 20
-"""A longer line is cut into such pieces."""
+"""A longer line is split into pieces of this size."""
 
 _HEAD_BYTES, _NULS = 256, 0.25
-"""So many zeros in its head: UTF-16 or UTF-32 without its mark."""
+"""Share of zero bytes in its head: UTF-16 or UTF-32 without a byte order mark."""
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _PIECES = re.compile(
-    r"\r|\x1b\[[0-9;]{0,8}[A-HJKf]"  # the cursor went elsewhere: a new piece
-    r"|(?<=it/s\])(?=[^\s,|])|(?<=s/it\])(?=[^\s,|])"  # a progress bar, and somebody else's words behind it
-    r"|(?<=.)(?=\[rank\d{1,6}\]:)|(?<=[\]s%}])(?=\[[EWF] ProcessGroup)"  # two ranks wrote at once
+    r"\r|\x1b\[[0-9;]{0,8}[A-HJKf]"  # the cursor moved: a new piece
+    r"|(?<=it/s\])(?=[^\s,|])|(?<=s/it\])(?=[^\s,|])"  # a progress bar, followed by different output
+    r"|(?<=.)(?=\[rank\d{1,6}\]:)|(?<=[\]s%}])(?=\[[EWF] ProcessGroup)"  # two ranks wrote at the same time
 )
 
 _LONGEST_PREFIX = 400
@@ -47,11 +47,11 @@ class Chunk:
 
 
 def read_chunks(stream: BinaryIO, *, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
-    """The log in chunks of about `size` bytes, each ending at a line's end. A stream that breaks off (a damaged .gz) ends there."""
+    """The log in chunks of about `size` bytes, each ending at a line's end. A corrupt stream (.gz) ends at the error."""
     rest, offset, line = b"", 0, 1
     block = _read(stream, size)
     while block and len(block) < _HEAD_BYTES and (more := _read(stream, size)):
-        block += more  # whatever the pieces in which it comes, it is judged by the same head
+        block += more  # the same head decides, whatever the sizes of the reads
     head = block[:_HEAD_BYTES]
     wide = head[:2] in _UTF16 or head.count(0) > _NULS * len(head)
     while True:
@@ -71,7 +71,7 @@ def read_chunks(stream: BinaryIO, *, size: int = CHUNK_BYTES) -> Iterator[Chunk]
 
 
 def _read(stream: BinaryIO, size: int) -> bytes:
-    """The next bytes; none where the stream is over or damaged: what was unpacked before the damage is kept."""
+    """The next bytes; empty if the stream is over or corrupt: bytes before the error are kept."""
     try:
         return stream.read(size)
     except (EOFError, OSError, ValueError, ArithmeticError):
@@ -79,7 +79,7 @@ def _read(stream: BinaryIO, size: int) -> bytes:
 
 
 def _end(data: bytes) -> int:
-    """Where the last whole line of `data` ends; a line that is too long ends anywhere."""
+    """The end of the last complete line of `data`; a line that is too long may end anywhere."""
     end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
     return end if end or len(data) < LONGEST_LINE_BYTES else len(data)
 
@@ -92,7 +92,7 @@ def split_pieces(text: str, unwrap: Callable[[str], str | None] = lambda _: None
         unwrap: the text without what a collector puts before every line of this log; None: it does not bear it.
     """
     if text.endswith("}") and '{"' in text[:_LONGEST_PREFIX] and _is_object(text):
-        return [text]  # a collector's: what is in it is taken apart later
+        return [text]  # of a log collector: parsed later
     pieces: list[str] = []
     for piece in _PIECES.split(text):
         if pieces and (
@@ -106,25 +106,25 @@ def split_pieces(text: str, unwrap: Callable[[str], str | None] = lambda _: None
 
 
 def _is_object(text: str) -> bool:
-    """Whether a line is a JSON object, perhaps behind a collector's prefixes."""
+    """Whether a line is a JSON object, possibly after a collector's prefixes."""
     before, _, _ = text.partition('{"')
     return not before or _is_bare(before)
 
 
 def _is_bare(piece: str) -> bool:
-    """Whether it is only what a collector or a launcher put before a rank's own prefix."""
+    """Whether it is only the prefix of a collector or launcher."""
     return len(piece) < _LONGEST_PREFIX and _BARE.fullmatch(_COLOR_CODE.sub("", piece)) is not None
 
 
 OFTEN = 400
-"""So many times in a log a string of little weight counts everywhere."""
+"""Occurrences in a log up to which a string of low weight is matched everywhere."""
 OFTEN_STRONG = 10_000
 """The same for strings of errors."""
 TAIL_BYTES = 1 << 13
 SAMPLES, SAMPLE_BYTES = 4, 512
-"""Where in a chunk strings still count that are seen often."""
+"""Samples of a chunk in which frequent strings are still matched."""
 EDGE_KEPT = 60
-"""Of a string of errors that is seen often: so many first and last places in a chunk."""
+"""Number of first and last matches in a chunk of a frequent error string."""
 _DFA_BYTES = 64 << 20
 
 _Find = Callable[[bytes, int, int], Iterator[Any]]
@@ -132,18 +132,18 @@ _Find = Callable[[bytes, int, int], Iterator[Any]]
 
 @dataclass(slots=True)
 class _Often:
-    """Strings that were seen often."""
+    """Frequent strings."""
 
     weak: frozenset[bytes] = frozenset()
     strong: frozenset[bytes] = frozenset()
 
 
 class Prefilter:
-    """Looks through the chunks of one log, in their order.
+    """Finds relevant places in the chunks of one log, in order.
 
     Args:
-        strong: strings of lines that tell of failures.
-        weak: strings of lines that tell of anything else.
+        strong: strings of lines about failures.
+        weak: strings of other lines.
     """
 
     def __init__(self, strong: Iterable[str], weak: Iterable[str]) -> None:
@@ -153,7 +153,7 @@ class Prefilter:
         self._seen: Counter[bytes] = Counter()
 
     def hits(self, chunk: bytes) -> list[int]:
-        """Where in the chunk something stands that may matter, ascending."""
+        """Positions of matches in the chunk, ascending."""
         found = self._rare(chunk)
         if self._often.strong:
             found += self._edges(chunk)
@@ -162,7 +162,7 @@ class Prefilter:
         return sorted(set(found))
 
     def _rare(self, chunk: bytes) -> list[int]:
-        """All places of strings that are not seen often; begins anew, from where it is, with those that are left."""
+        """All matches of strings that are not frequent; continues with the remaining strings if one becomes frequent."""
         found: list[int] = []
         place = 0
         while place >= 0:
@@ -209,7 +209,7 @@ class Prefilter:
 
 @functools.lru_cache(maxsize=64)
 def _finder(words: frozenset[bytes]) -> _Find:
-    """What finds any of these strings. The longer of two that begin alike comes first."""
+    """A search for any of these strings. Of two with the same beginning, the longer comes first."""
     pattern = b"|".join(re.escape(word) for word in sorted(words, key=lambda word: (-len(word), word)))
     try:
         import re2
@@ -226,22 +226,22 @@ def _finder(words: frozenset[bytes]) -> _Find:
 
 SHOWN_CHARS = 600
 _TORN_COLOR_CODE = re.compile(r"\[\d{1,3}(?:;\d{1,3}){0,4}m")
-"""What is left of a terminal's colour that had lost its first character: stuck to a token it would hide it."""
+"""The rest of a terminal color code without its first character: attached to a secret it would hide it."""
 _KEY_BODY = re.compile(r"^\s*[A-Za-z0-9+/]{60,}={0,2}\s*$")
 
 
 def shown(text: str) -> str:
-    """The line as it may be shown."""
+    """The line for display: without secrets, of limited length."""
     limit = 4 * SHOWN_CHARS
     flat = plain(text[:limit]).rstrip()
     if len(text) > limit:
-        flat = flat.rpartition(" ")[0] or flat  # a token cut in two would no longer look like one
+        flat = flat.rpartition(" ")[0] or flat  # a truncated token would no longer be recognized
     flat = redacted(flat)
     return flat if len(flat) <= SHOWN_CHARS else flat[: SHOWN_CHARS - 1] + "…"
 
 
 def redacted(text: str) -> str:
-    """Any text without control characters and secrets."""
+    """The text without control characters and secrets."""
     flat = _TORN_COLOR_CODE.sub("", plain(text))
     if _KEY_BODY.match(flat):  # a line of a private key, or another block of base64
         return "…"
@@ -249,7 +249,7 @@ def redacted(text: str) -> str:
 
 
 def redacted_json(value: Any) -> Any:
-    """The same JSON value with all of its texts redacted."""
+    """The JSON value with all strings redacted."""
     if isinstance(value, str):
         return redacted(value)
     if isinstance(value, dict):

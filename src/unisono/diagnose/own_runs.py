@@ -1,4 +1,4 @@
-"""Our own runs need no guessing: a run's directory gives its verdict, or the one that follows from what its ranks have told."""
+"""Diagnosis of our own runs: the verdict in the run's directory, or the one that follows from what its ranks reported."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from unisono.text import one_line
 from unisono.watch.beat import phase_named
 
 SILENT_S = 5.0
-"""So much earlier a rank must have fallen silent to be told apart."""
+"""Seconds by which a rank must have fallen silent earlier than the others to be named."""
 _MOST_RANKS = 8
 _MOST_TRACE = 6
 _VAGUE = ("undetermined", "healthy", "rank_stalled", "rank_died_first", "rdzv_timeout", "preempted_sigterm")
@@ -35,16 +35,16 @@ def is_run(path: Path) -> bool:
 
 
 def log_files(root: Path) -> list[str]:
-    """Logs of a run, for who looks into them."""
+    """The log files of a run."""
     return [str(path) for path in sorted(RunDir(root).log("HOST", 0).parent.glob("*.log"))]
 
 
 def diagnose_run(root: Path, read_logs: Callable[[], Diagnosis] | None = None) -> Diagnosis:
-    """The verdict on one of our runs, with how to go on.
+    """The verdict on one of our runs, with the command that resumes it.
 
     Args:
         root: its directory.
-        read_logs: gives what its logs say; called only where the run has left no verdict.
+        read_logs: returns the diagnosis of its logs; called only if the run has no verdict.
     """
     run = RunDir(root)
     told = read_rank_events(run)
@@ -83,7 +83,7 @@ def _running(run: RunDir, facts: RunFacts) -> Verdict | None:
 
 
 def _stored_verdict(run: RunDir) -> Verdict | None:
-    """What the run itself said."""
+    """The verdict that the run itself stored."""
     body = read_object(run.verdict) or _verdict_of(read_result(run))
     try:
         verdict = Verdict.from_json(body) if body else None
@@ -100,7 +100,7 @@ def _verdict_of(result: RunResult | None) -> dict[str, object]:
 
 
 def _ended_with_result(run: RunDir, facts: RunFacts) -> Verdict | None:
-    """What follows from result.json alone."""
+    """The verdict from result.json alone."""
     result = read_result(run)
     if result is None:
         return None
@@ -125,7 +125,7 @@ def _ended_with_result(run: RunDir, facts: RunFacts) -> Verdict | None:
         )
     if result.outcome in ("preempted", "interrupted"):
         who = (
-            "it was asked to end (SIGTERM or SIGUSR1)"
+            "it was asked to stop (SIGTERM or SIGUSR1)"
             if result.outcome == "preempted"
             else "it was interrupted from the keyboard"
         )
@@ -165,7 +165,7 @@ def _ended_with_result(run: RunDir, facts: RunFacts) -> Verdict | None:
 
 
 def _ended_program(result: RunResult) -> Verdict | None:
-    """The same for a program of `unisono run`: its steps and checkpoints are not known to result.json; what it printed may say why it failed."""
+    """The same for a program of `unisono run`: result.json has neither its steps nor its checkpoints, so its log may have the cause."""
     if result.is_completed:
         return Verdict(
             cause="healthy", when="after", severity="none", summary="the program ended well (exit code 0)"
@@ -175,7 +175,7 @@ def _ended_program(result: RunResult) -> Verdict | None:
         cause, severity = (
             ("preempted_sigterm", "warning") if result.outcome == "preempted" else ("healthy", "none")
         )
-        summary = f"the program was asked to end ({signals}), and ended with exit code {result.exit_code}"
+        summary = f"the program was asked to stop ({signals}), and ended with exit code {result.exit_code}"
         return Verdict.model_validate(
             {"cause": cause, "when": "after", "severity": severity, "summary": summary}
         )
@@ -183,7 +183,7 @@ def _ended_program(result: RunResult) -> Verdict | None:
 
 
 def _ended_badly(run: RunDir, facts: RunFacts) -> Verdict | None:
-    """A program that left with a code of its own, and whose log names no cause."""
+    """The verdict on a program that exited with an error, and whose log has no known cause."""
     result = read_result(run)
     if result is None or facts.framework == "unisono":
         return None
@@ -192,7 +192,7 @@ def _ended_badly(run: RunDir, facts: RunFacts) -> Verdict | None:
 
 
 def _crashed(told: Sequence[RankEvents], facts: RunFacts) -> Verdict | None:
-    """A rank's own exception; the first in time."""
+    """The verdict on a rank's own exception, the first in time."""
     crashes = [(one, *one.crash) for one in told if one.crash]
     if not crashes:
         return None
@@ -217,7 +217,7 @@ def _crashed(told: Sequence[RankEvents], facts: RunFacts) -> Verdict | None:
 def _logs(
     read_logs: Callable[[], Diagnosis] | None, told: Sequence[RankEvents], facts: RunFacts
 ) -> Verdict | None:
-    """What the logs say in so many words."""
+    """The verdict of the logs, if they state the cause."""
     logs = read_logs() if read_logs else None
     if logs is None or logs.verdict.cause in _VAGUE or logs.verdict.confidence < 0.8:
         return None
@@ -227,7 +227,7 @@ def _logs(
 
 
 def _silent(told: Sequence[RankEvents], facts: RunFacts) -> Verdict:
-    """No result, no verdict, no exception: who is behind, and who fell silent first."""
+    """The verdict without a result, a stored verdict or an exception: which rank is behind, or fell silent first."""
     at = f"after step {facts.step}" if facts.step is not None else "before its first step"
     heard = sorted((one for one in told if one.last_time is not None), key=lambda one: one.last_time or 0.0)
     evidence = [
@@ -282,7 +282,7 @@ def _silent(told: Sequence[RankEvents], facts: RunFacts) -> Verdict:
 
 
 def _behind(told: Sequence[RankEvents]) -> list[RankEvents]:
-    """Ranks in an earlier phase than most before training; from the first step on, phases come and go."""
+    """Ranks in an earlier phase than most before training; from the first step on, phases recur."""
     places = {one.rank: min(phase_named(one.phase), phase_named("data")) for one in told}
     lowest, highest = min(places.values(), default=0), max(places.values(), default=0)
     late = [one for one in told if places[one.rank] == lowest]
@@ -290,21 +290,21 @@ def _behind(told: Sequence[RankEvents]) -> list[RankEvents]:
 
 
 def _first_silent(heard: Sequence[RankEvents]) -> list[RankEvents]:
-    """Who was last heard of clearly before all others."""
+    """The rank whose last event is clearly earlier than those of all others."""
     if len(heard) < 2:
         return []
     return [heard[0]] if (heard[1].last_time or 0.0) - (heard[0].last_time or 0.0) > SILENT_S else []
 
 
 def _program_resume_fix(verdict: Verdict, framework: str) -> list[str]:
-    """How a program of `unisono run` resumes, where that is known and not said yet."""
+    """How to resume a program of `unisono run`, if known and not in the fix yet."""
     if verdict.severity == "none":
         return []
     return [line for line in resume_hint(framework) if line not in verdict.fix]
 
 
 def _resume_fix(run: RunDir, verdict: Verdict) -> list[str]:
-    """How to go on."""
+    """The command that resumes the run."""
     result = read_result(run)
     if verdict.when == "during" and verdict.severity == "none":
         return []
@@ -319,7 +319,11 @@ def _resume_fix(run: RunDir, verdict: Verdict) -> list[str]:
     nproc = nodes[0].get("nproc") if nodes else None
     ranks = f" --nproc {nproc}" if isinstance(nproc, int) and nproc > 1 else ""
     where = f" on each of the {len(nodes)} nodes, with the options of before" if len(nodes) > 1 else ""
-    begin = f"it goes on from step {max(steps)}" if steps else "there is no checkpoint, so it begins anew"
+    begin = (
+        f"resumes from step {max(steps)}"
+        if steps
+        else "there is no checkpoint, so it starts from the beginning"
+    )
     return [f"unisono train {run.config}{ranks}{where}: {begin}"]
 
 

@@ -27,13 +27,13 @@ _TEXT_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class RankEvents:
-    """One rank of a run of ours, since its last start.
+    """Events of one rank of our own run, since its last start.
 
     Attributes:
         rank: its number; host: where it ran.
-        events: what it told.
-        phase: the last phase that it told of.
-        last_time: when it was last heard of: an event, or its log grew. Seconds since 1970 by the head's clock; None: never.
+        events: in order.
+        phase: the last phase that it reported.
+        last_time: of its last event or log output. Seconds since 1970 by the head's clock; None: never.
         messages: the events as they were sent.
     """
 
@@ -46,7 +46,7 @@ class RankEvents:
 
     @property
     def crash(self) -> tuple[Event, Message] | None:
-        """The exception that ended it, unless another rank's end made it."""
+        """The exception that ended it, unless another rank's exit caused it."""
         for event, message in zip(self.events, self.messages, strict=True):
             if message["kind"] in ("crashed", "refused") and not message.get("peer_lost"):
                 return event, message
@@ -54,7 +54,7 @@ class RankEvents:
 
 
 def read_rank_events(run: RunDir) -> list[RankEvents]:
-    """All ranks that have told anything, in order; a torn line is passed over."""
+    """Events of all ranks that reported any, in order; incomplete lines are skipped."""
     clocks = Clocks(run)
     hosts = {
         _whole(place.get("rank")): one_line(str(place.get("host") or ""), limit=100) for place in _places(run)
@@ -65,7 +65,7 @@ def read_rank_events(run: RunDir) -> list[RankEvents]:
 
 
 def facts_of(run: RunDir, told: list[RankEvents]) -> RunFacts:
-    """The same in the form that rules, judging and the timeline take."""
+    """The same as RunFacts, for rules, judging and the timeline."""
     plan = read_object(run.plan)
     step = last_step(run)
     events = tuple(event for one in told for event in one.events)
@@ -85,7 +85,7 @@ def facts_of(run: RunDir, told: list[RankEvents]) -> RunFacts:
 
 
 def _framework(plan: Message, told: list[RankEvents]) -> str:
-    """Who trains: we; or what a program of `unisono run` has loaded, empty where that is not known."""
+    """The framework: "unisono", or what a program of `unisono run` has loaded; empty if unknown."""
     if not isinstance(plan.get("command"), list):
         return "unisono"
     names = (
@@ -95,7 +95,7 @@ def _framework(plan: Message, told: list[RankEvents]) -> str:
 
 
 def last_step(run: RunDir) -> int | None:
-    """The last step that is in metrics.jsonl."""
+    """The last step in metrics.jsonl."""
     steps = (
         [step for line in iterate_metrics(run.metrics) if (step := _whole(line.get("step"))) is not None]
         if run.metrics.exists()
@@ -169,7 +169,7 @@ def _messages(path: Path) -> Iterator[tuple[int, Message]]:
 
 
 def _last_growth(path: Path) -> float | None:
-    """When the front last saw the log grow."""
+    """The last time at which the front saw the log grow."""
     try:
         lines = read_text(path, errors="replace").splitlines()
     except OSError:

@@ -27,7 +27,7 @@ from unisono.files import open_given
 
 STDIN = "-"
 MOST_FILES = 4096
-"""Of a directory; more are some data set's, not a run's."""
+"""Maximum number of files in a directory; more belong to a dataset, not a run."""
 # fmt: off
 _NOT_LOGS = frozenset(
     [".py", ".pyc", ".so", ".pt", ".pth", ".bin", ".safetensors", ".arrow", ".parquet", ".npy", ".npz", ".png", ".svg", ".jpg", ".zip", ".tar", ".whl", ".model", ".tiktoken", ".lock", ".distcp", ".idx"]
@@ -41,7 +41,7 @@ class Source:
     """A log.
 
     Attributes:
-        name: as it is shown: the shortest end of the path that tells it from the others.
+        name: for display: the shortest end of the path that is unique.
         path: the file; None: stdin.
     """
 
@@ -50,7 +50,7 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Bytes on the disk, 0 where nobody knows."""
+        """Bytes on the disk, 0 if unknown."""
         try:
             return self.path.stat().st_size if self.path else 0
         except OSError:
@@ -58,7 +58,7 @@ class Source:
 
     @property
     def is_pipe(self) -> bool:
-        """Whether it is a pipe with a name: that of a process substitution, or of mkfifo."""
+        """Whether it is a named pipe, e.g. of a process substitution or mkfifo."""
         try:
             return self.path is not None and stat.S_ISFIFO(self.path.stat().st_mode)
         except OSError:
@@ -66,7 +66,7 @@ class Source:
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """A stream of its bytes, decompressed.
+        """A stream of its decompressed bytes.
 
         Raises:
             OSError: if it cannot be read.
@@ -79,7 +79,7 @@ class Source:
                 yield raw
                 return
             with gzip.GzipFile(fileobj=raw) as unpacked:
-                yield unpacked  # type: ignore[misc]  # read(n) is all that is asked of it
+                yield unpacked  # type: ignore[misc]  # only read(n) is used
 
 
 def find_sources(paths: list[str]) -> list[Source]:
@@ -101,7 +101,7 @@ def find_sources(paths: list[str]) -> list[Source]:
 
 
 def _is_stdin(path: Path) -> bool:
-    """Whether a path that is no plain file is another name of stdin: /dev/stdin, /dev/tty."""
+    """Whether a path that is not a regular file is stdin: /dev/stdin, /dev/tty."""
     try:
         found = path.stat()
         return not stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.fstat(0))
@@ -128,7 +128,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _short_names(paths: list[Path]) -> list[str]:
-    """For each path the fewest of its last parts that no other path ends in."""
+    """For each path the shortest suffix that no other path ends with."""
     names = []
     for path in paths:
         parts = path.parts
@@ -146,23 +146,23 @@ def _short_names(paths: list[Path]) -> list[str]:
 
 LEAST_UNPACKED_BYTES = 1 << 30
 MOST_RATIO = 200
-"""Of what a compressed log unpacks to; real ones stay below 100."""
+"""Maximum compression ratio of a log; real ones are below 100."""
 MOST_PIPED_BYTES = 1 << 34
-"""Of a pipe with a name, as of `<(…)`. One that never ends is not read for ever; stdin is, until a person ends it."""
+"""Maximum size of a named pipe, e.g. `<(…)`. An endless one is not read forever; stdin is."""
 
 
 @dataclass(slots=True)
 class LimitedStream:
-    """A stream that says how far it is, and ends where its limit is.
+    """A stream with progress and a limit.
 
     Attributes:
         stream: what is read.
         packed_bytes: its size on the disk; 0: unknown.
-        on_read: called with the number of bytes read from the disk so far, and of those that came of it.
-        is_pipe: whether it comes from a pipe with a name, and so is not read past MOST_PIPED_BYTES.
-        given_bytes: so many were given on.
-        cut: it was ended at the limit.
-        damage: what is wrong with a compressed one; it ended there.
+        on_read: called with the number of bytes read from the disk, and of decompressed bytes.
+        is_pipe: whether it is a named pipe, which is read up to MOST_PIPED_BYTES.
+        given_bytes: number of bytes returned.
+        cut: whether it ended at the limit.
+        damage: the error of a corrupt compressed file, at which it ended.
     """
 
     stream: BinaryIO
@@ -174,7 +174,7 @@ class LimitedStream:
     damage: str = ""
 
     def read(self, size: int) -> bytes:
-        """The next bytes; none where the stream, or what is read of it, ends.
+        """The next bytes; empty at the end or at the limit.
 
         Raises:
             OSError: if it cannot be read.
@@ -189,7 +189,7 @@ class LimitedStream:
         return data
 
     def _unpacked(self, size: int) -> bytes:
-        """As much as there is before the limit, or before the damage: GzipFile.read would throw that away."""
+        """Bytes up to the limit, or up to the corrupt part: GzipFile.read would discard them."""
         parts: list[bytes] = []
         wanted = size
         while wanted > 0 and not self.damage:
@@ -213,13 +213,13 @@ _HEAD_BYTES = 4096
 
 @dataclass(slots=True)
 class LogContents:
-    """What some logs hold.
+    """Contents of some logs.
 
     Attributes:
         scanned: the logs.
-        recordings: those of flight recorders among them.
-        refused: a line for each that cannot be read, or not to its end.
-        bytes: how much was read.
+        recordings: flight recordings among them.
+        refused: a line for each file that could not be read, or not completely.
+        bytes: number of bytes read.
     """
 
     scanned: list[Scanned] = field(default_factory=list)
@@ -229,11 +229,11 @@ class LogContents:
 
 
 def read_all(sources: Sequence[Source], *, on_read: Callable[[int], None] = lambda _: None) -> LogContents:
-    """What each log holds.
+    """Reads all logs.
 
     Args:
         sources: the logs.
-        on_read: called now and then with the number of bytes that were read from the disk so far, of all logs.
+        on_read: called from time to time with the number of bytes read from the disk, of all logs.
     """
     read, before = LogContents(), 0
     for source in sources:
@@ -266,7 +266,7 @@ def _counted_from(before: int, on_read: Callable[[int], None]) -> Callable[[int,
 
 
 def diagnose_logs(scanned: Sequence[Scanned], recordings: Sequence[Recording] = ()) -> Diagnosis:
-    """The verdict on logs, and on flight recordings, that were read."""
+    """The diagnosis of logs and flight recordings."""
     facts = gather(scanned)
     findings = with_recordings(judge(facts), judge_recordings(recordings))
     return make_diagnosis([with_host(finding, facts) for finding in findings], facts)
@@ -276,4 +276,4 @@ def _read_one(source: Source, stream: Any, watched: LimitedStream, read: LogCont
     if is_recording(stream.peek(_HEAD_BYTES)):
         read.recordings.append(read_recording(source.name, watched.read(MOST_BYTES + 1)))
     else:
-        read.scanned.append(scan(source.name, watched))  # type: ignore[arg-type]  # read(n) is all that is asked of it
+        read.scanned.append(scan(source.name, watched))  # type: ignore[arg-type]  # only read(n) is used

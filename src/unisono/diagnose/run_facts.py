@@ -9,7 +9,7 @@ EventKind = Literal["warning", "error", "consequence", "progress", "finished", "
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whom a line speaks of, as far as it says so itself. None: it does not say.
+    """The rank, process and host that a line names. None: it does not name one.
 
     Attributes:
         rank: the global rank.
@@ -31,17 +31,17 @@ NO_ORIGIN = Origin()
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A line that means something.
+    """A relevant line of a log.
 
     Attributes:
         source: the name of the log, as it is shown.
         line: its number, from 1; only line feeds count, as in an editor.
-        order: a number that grows along the source; pieces of one line have numbers of their own.
-        signature: the id of the signature that the line has, or of the part of diagnose that made the event.
-        kind: what kind of line it is.
-        cause: an id of the catalogue that it points to; None: to none in particular.
+        order: a number that increases along the source, with a different one for each piece of a line.
+        signature: the id of the line's signature, or of the part of diagnose that made the event.
+        kind: of line.
+        cause: the id of the cause that it indicates; None: no particular one.
         text: the line without its prefixes, control characters and secrets.
-        who: whom it speaks of.
+        who: the rank and host that it names.
         time: seconds since 1970 by the host's clock read as if it were UTC; None: the line has none.
         fields: what was read from it: numbers and names, as text.
     """
@@ -59,7 +59,7 @@ class Event:
 
     @property
     def rank(self) -> int | None:
-        """The rank that it speaks of."""
+        """The rank that it names."""
         return self.who.rank
 
     @property
@@ -68,7 +68,7 @@ class Event:
         return f"{self.source}:{self.line}"
 
     def number(self, name: str) -> int | None:
-        """The field as a whole number, or None where it is absent or is none."""
+        """The field as an integer, or None if it is absent or not an integer."""
         text = self.fields.get(name) or ""
         return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else None
 
@@ -90,9 +90,9 @@ class Traceback:
         user_file: its file, alone; user_line: its line.
         linked: "" for the last of a chain; else how the next one follows: "cause" or "handling".
         earlier: the exceptions before it in its chain, the nearest first.
-        ignored: Python only reports it and goes on ("Exception ignored in", a thread).
-        threaded: it ended a thread, not its process.
-        tabled: it stands in a row of torchrun's table.
+        ignored: whether Python only reports it and continues ("Exception ignored in", a thread).
+        threaded: whether it ended a thread, not its process.
+        tabled: whether it is in a row of torchrun's table.
     """
 
     event: Event
@@ -113,17 +113,17 @@ class Traceback:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a launcher says that a process ended.
+    """The exit of a process as a launcher reports it.
 
     Attributes:
         event: the decisive line.
         code: the exit code; negative: minus the signal's number.
-        rank: the global rank, where it is told.
+        rank: the global rank, if reported.
         local_rank: the rank on its host.
         host: the host.
         pid: the process.
-        first: the launcher calls it the first failure that it saw.
-        time: when, in seconds; None: untold.
+        first: whether the launcher reports it as the first failure.
+        time: in seconds; None: unknown.
     """
 
     event: Event
@@ -138,11 +138,11 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that a rank waited for in vain, as its watchdog tells.
+    """A collective that timed out, as reported by a rank's watchdog.
 
     Attributes:
         event: the line.
-        rank: who waited.
+        rank: that waited.
         group: the process group, as written.
         seq: the sequence number; None: old wordings have none.
         op: ALLREDUCE, _ALLGATHER_BASE, …
@@ -165,20 +165,20 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What is known of one rank.
+    """Facts of one rank.
 
     Attributes:
         rank: its number.
         host: where it ran.
         local_rank: its number there.
         pids: its processes.
-        own_source: the log that is this rank's alone, by its name; "" where ranks share logs.
+        own_source: the name of the log that only this rank writes; "" if ranks share logs.
         first: the first event of it; last: the last one.
         progress: the last line that shows work.
         step: the last step; steps: of how many.
         finished: the line that says that it finished.
         ending: how it ended.
-        exit: what the launcher says of its end.
+        exit: as reported by the launcher.
     """
 
     rank: int
@@ -198,16 +198,16 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class SourceFacts:
-    """What is known of one log.
+    """Facts of one log.
 
     Attributes:
         name: as it is shown.
-        lines: how many it has; bytes: how long it is.
-        rank: the rank whose log it is alone; host: the host whose log it is.
+        lines: their number; bytes: its size.
+        rank: the only rank that writes it; host: the host that it comes from.
         head: its first lines as events; tail: its last ones, the last one last.
-        cut_head: it begins in the middle of something.
-        restarts: how often a launcher began anew in it.
-        node_rank: the node whose log it is, by name or contents.
+        cut_head: whether its beginning is missing.
+        restarts: the number of restarts by a launcher.
+        node_rank: the node that it comes from, by name or contents.
     """
 
     name: str
@@ -230,15 +230,15 @@ class RunFacts:
         sources: its logs, by name.
         events: all events, source by source, in order.
         ranks: what is known of each rank.
-        world_size: how many ranks there are, where it is told or can be counted with certainty.
-        nodes: how many hosts.
+        world_size: the number of ranks, if reported or certain by counting.
+        nodes: the number of hosts.
         hosts: their names.
-        framework: who trains: llamafactory, trl, transformers, lightning, deepspeed, ray, accelerate, recipes, torchrun, "".
+        framework: of the training program: llamafactory, trl, transformers, lightning, deepspeed, ray, accelerate, recipes, torchrun, "".
         tracebacks: of all ranks, the last of each chain.
-        exits: what launchers say of ends.
-        collectives: what watchdogs say.
-        step: the last step that anybody showed; steps: of how many.
-        earlier_runs: where earlier runs in the same logs began and ended, as text.
+        exits: as reported by launchers.
+        collectives: as reported by watchdogs.
+        step: the last step in any log; steps: the total.
+        earlier_runs: the lines of earlier runs in the same logs, as text.
     """
 
     sources: dict[str, SourceFacts] = field(default_factory=dict)
@@ -260,7 +260,7 @@ class RunFacts:
         return [event for event in self.events if event.signature in signatures]
 
     def pointing_to(self, *causes: str) -> list[Event]:
-        """The events that point to one of these causes."""
+        """The events that indicate one of these causes."""
         return [event for event in self.events if event.cause in causes]
 
 
@@ -272,14 +272,14 @@ class Hypothesis:
         cause: an id of the catalogue.
         why: one sentence: what happened, with names and numbers.
         evidence: the lines that show it, the decisive one first.
-        ranks: the culprits, never the victims; empty where nobody can be named.
+        ranks: the culprits, never the victims; empty if unknown.
         hosts: the same for hosts.
-        confidence: 0 to 1; 1: the log says it in so many words.
-        followed: what came of it, in time: the chain after the first cause.
-        missing: what would say more: whose log, which variable to set next time.
+        confidence: 0 to 1; 1: the log states the cause.
+        followed: its consequences in order of time.
+        missing: information that would help: which log, which variable to set next time.
         facts: particulars for the remedy, for example the name of a module.
-        step: the training step at which it happened, where it is known.
-        phase: what the run was doing, where it is known.
+        step: the training step at which it happened, if known.
+        phase: of the run, if known.
     """
 
     cause: str
