@@ -135,6 +135,6 @@ def test_what_is_no_object_with_a_type_is_malformed(data: bytes) -> None:
 
 
 def test_a_message_above_the_bound_is_refused_where_it_is_made() -> None:
-    with pytest.raises(ValueError, match="8388608 is the most"):
+    with pytest.raises(ValueError, match="8388608 is the maximum"):
         encode({"t": "say", "m": "x" * PROVEN_BYTES})
     assert json.loads(encode({"t": "say", "m": "\ud800"}))["m"] == "\ud800"

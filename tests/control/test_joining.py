@@ -101,7 +101,7 @@ def test_a_wrong_token_is_told_at_once_on_both_sides(room: "Room") -> None:
     assert (event.kind, event.claims, event.why) == (
         "token",
         1,
-        "node 1 (host1) does not know the job's token",
+        "node 1 (host1) has a wrong or missing token",
     )
     assert event.address.startswith("127.0.0.1:")
     room.node(head)
@@ -113,7 +113,7 @@ def test_a_second_node_with_a_rank_is_told_who_holds_it(room: "Room") -> None:
     room.node(head, node_host="b")
     error = refused(room, head, node_host="c")
     assert cause(error) == "node_duplicate"
-    assert "node 1 (c) is here already: b (127.0.0.1, process " in str(error)
+    assert "node 1 (c) has a duplicate rank: b (127.0.0.1, process " in str(error)
     [event] = room.hears(head, Rejected, kind="duplicate")
     assert event.claims == 1
     assert event.holder.startswith("b (127.0.0.1, process ")
@@ -152,8 +152,8 @@ def test_a_rank_that_is_free_again_can_be_taken_again(room: "Room") -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"node_rank": 3}, "is none of the 3 nodes: ranks go from 0 to 2"),
-        ({"node_rank": -1}, "is none of the 3 nodes: ranks go from 0 to 2"),
+        ({"node_rank": 3}, "has no valid rank for 3 nodes: ranks are 0 to 2"),
+        ({"node_rank": -1}, "has no valid rank for 3 nodes: ranks are 0 to 2"),
         ({"nodes": 4}, "expects 4 nodes, the head expects 3"),
     ],
 )
@@ -232,7 +232,7 @@ def test_the_head_closes_when_everybody_has_the_last_word(room: "Room") -> None:
     for node in nodes:
         said, left = room.hears(node, NodeMessage)[0], room.hears(node, Left)[0]
         assert said.message == {"kind": "ended"}
-        assert left == Left(0, "127.0.0.1", "it said goodbye", clean=True)
+        assert left == Left(0, "127.0.0.1", "it closed the connection", clean=True)
     assert [left.clean for left in room.hears(head, Left, 2)] == [True, True]
 
 
@@ -243,7 +243,7 @@ def test_all_that_was_sent_before_a_goodbye_arrives(room: "Room") -> None:
         node.send({"number": number, "text": "x" * 10_000})
     node.close()
     assert [said.message["number"] for said in room.hears(head, NodeMessage, 200)] == list(range(200))
-    assert room.hears(head, Left) == [Left(1, "host1", "it said goodbye", clean=True)]
+    assert room.hears(head, Left) == [Left(1, "host1", "it closed the connection", clean=True)]
 
 
 def test_sending_to_who_is_gone_is_no_error(room: "Room") -> None:
@@ -262,7 +262,7 @@ def test_sending_to_who_is_gone_is_no_error(room: "Room") -> None:
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "a b", "a\x1b[2J", "", "a" * 256, "ü"])
 def test_a_node_without_a_proper_name_does_not_call(room: "Room", name: str) -> None:
-    with pytest.raises(UsageError, match="no host name"):
+    with pytest.raises(UsageError, match="not a valid host name"):
         room.node(room.head(), node_host=name)
 
 

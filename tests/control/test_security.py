@@ -116,7 +116,7 @@ def test_time_before_proof_is_bounded_at_each_stage(room: "Room") -> None:
         rest(sock)
         assert PROOF_S - 0.5 < time.monotonic() - began < 5 * PROOF_S
         sock.close()
-    assert "has proven nothing in 3 s" in room.hears(head, Rejected)[0].why
+    assert "did not authenticate within 3 s" in room.hears(head, Rejected)[0].why
 
 
 def test_a_frame_before_proof_is_small(room: "Room") -> None:
@@ -125,7 +125,7 @@ def test_a_frame_before_proof_is_small(room: "Room") -> None:
         greeted(sock)
         sock.sendall((UNPROVEN_BYTES + 1).to_bytes(4, "big"))
         assert rest(sock) == b""
-    assert f"{UNPROVEN_BYTES} is the most" in room.hears(head, Rejected)[0].why
+    assert f"{UNPROVEN_BYTES} is the maximum" in room.hears(head, Rejected)[0].why
 
 
 def test_connections_before_proof_are_bounded_and_nodes_join_all_the_same(room: "Room") -> None:
@@ -133,7 +133,7 @@ def test_connections_before_proof_are_bounded_and_nodes_join_all_the_same(room: 
     idle = [dial(head) for _ in range(3 + SPARE_CONNECTIONS + 20)]
     room.node(head)
     room.hears(head, Joined)
-    assert "too many call at once" in room.hears(head, Rejected)[0].why
+    assert "too many connections at once" in room.hears(head, Rejected)[0].why
     assert len(head._head.open) <= 3 + SPARE_CONNECTIONS + 1
     for sock in idle:
         sock.close()
@@ -197,7 +197,7 @@ def test_a_frame_that_is_repeated_on_the_way_ends_the_connection(room: "Room") -
         assert room.hears(head, NodeMessage) == [NodeMessage(1, {"n": 1})]
         [left] = room.hears(head, Left)
     assert not left.clean
-    assert "proof does not fit" in left.why
+    assert "with a wrong MAC" in left.why
     assert not room.unasked(head, NodeMessage)
 
 
@@ -322,7 +322,7 @@ def test_too_few_open_files_are_raised_or_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.update(now=new))
     allow_open_files(1024)
     assert limits["now"] == (1124, 5000)
-    with pytest.raises(UnfitError, match="needs 10100 open files, and this process may have 5000"):
+    with pytest.raises(UnfitError, match="needs 10100 open files, but the limit is 5000"):
         allow_open_files(10_000)
 
 

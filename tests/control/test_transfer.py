@@ -309,7 +309,7 @@ def test_the_end_of_a_start_ends_what_is_on_its_way(room: "Room", desk: Path) ->
         assert offered.wait(LIMIT_S)
         first.close()
         assert outcome_of(transfers).error == "the head has ended this start of the ranks"
-        assert outcome_of(transfers).error == "the head does not take files now"
+        assert outcome_of(transfers).error == "the head is not accepting files now"
         with FileReceiver(head, keep_in(desk)):
             transfers.send(b"c", label("c"))
             assert outcome_of(transfers).error == ""
@@ -331,7 +331,7 @@ def test_a_head_that_goes_ends_what_is_on_its_way(room: "Room", tmp_path: Path) 
     with FileSender(node) as transfers:
         process.kill()
         transfers.send(bytes(64 * MIB), label("a"))
-        assert outcome_of(transfers).error.startswith(("the head is gone", "the head does not take files"))
+        assert outcome_of(transfers).error.startswith(("the head is gone", "the head is not accepting files"))
 
 
 def joined(head: HeadServer, token: bytes) -> tuple[socket.socket, Seal]:
@@ -370,7 +370,7 @@ def offer_body(size: int = 10 * MIB, *, number: int = 0, name: str = "a") -> dic
         ([{**offer_body(), "bytes": 1 << 63}], "an offer of a file that is none"),
         ([{**offer_body(), "xxh3_128": "../../etc"}], "an offer of a file that is none"),
         ([{**offer_body(), "label": {"name": "a"}}], "an offer of a file that is none"),
-        ([{**offer_body(), "id": "0"}], "a frame of an unknown type"),
+        ([{**offer_body(), "id": "0"}], "a frame of unknown type"),
         ([b"\0" + bytes(12)], "a piece of 0 bytes"),
         ([b"\0" + bytes(13 + PIECE_BYTES)], f"a piece of {PIECE_BYTES + 1} bytes"),
     ],
@@ -477,7 +477,7 @@ def test_nobody_sends_a_piece_before_proof_or_from_the_head(room: "Room", desk: 
 
         CHANNEL_THREAD.post(head._head.send, 1, piece)
         [left] = room.hears(node, Left)
-    assert "no JSON" in left.why
+    assert "not JSON" in left.why
 
 
 @given(st.binary(max_size=60) | st.binary(max_size=60).map(lambda data: b"\0" + data))

@@ -33,7 +33,7 @@ def test_a_read_only_cache_fails_and_the_variable_that_moves_it_is_named(tmp_pat
         seen = doctor(tmp_path)
     assert (seen.status("system.caches"), seen.code) == ("fail", 6)
     assert "Read-only file system" in seen.text("system.caches")
-    assert "or set XDG_CACHE_HOME to a folder elsewhere" in seen.text("system.caches")
+    assert "or set XDG_CACHE_HOME to a different folder" in seen.text("system.caches")
 
 
 @pytest.mark.makes("system.output", "fail")

@@ -58,9 +58,9 @@ def test_it_goes_over_a_real_ssh_with_the_options_of_the_command(tmp_path: Path)
     with ssh_server(keys) as options:
         path = os.pathsep.join((str(as_program(options, keys)), os.environ["PATH"]))
         seen = doctor(tmp_path, "--hosts", "127.0.0.2", "--ladder", env={"PATH": path, "NCCL_DEBUG": "WARN"})
-    # It crawls where all cores are busy, and says so.
+    # It is slow where all cores are busy, and says so.
     assert seen.status("network.ladder") in ("pass", "warn"), seen.out + seen.err
-    assert "2 nodes mean the same run" in seen.text("peers.agreement")
+    assert "2 nodes have the same run" in seen.text("peers.agreement")
     assert str(seen.of("system.shm")[0]["where"]).startswith("nodes 0 (")
 
 
@@ -76,7 +76,7 @@ def test_one_command_gives_one_report_of_all_nodes(networks: Namespaces, trio: J
     assert front.wait() == 0, front.text()
     found = checks(front)
     [agreed] = found["peers.agreement"]
-    assert "3 nodes mean the same run" in str(agreed["evidence"])
+    assert "3 nodes have the same run" in str(agreed["evidence"])
     assert found["system.shm"][0]["where"] == "nodes 0 (ada), 1 (bob) and 2 (cyd)"
     [misspelt] = found["settings.misspelt"]
     assert (misspelt["status"], misspelt["where"]) == ("warn", "nodes 1 (bob) and 2 (cyd)")

@@ -31,7 +31,7 @@ def test_nodes_that_agree_show_the_same_table_on_each_and_nothing_was_started(pa
     assert one == other
     [found] = one["peers.agreement"]
     rows = "\n".join(map(str, found["evidence"]))  # type: ignore[call-overload]
-    assert "2 nodes mean the same run" in rows
+    assert "2 nodes have the same run" in rows
     for rule in ("network.dial", "network.size", "network.collective", "versions", "env", "nproc"):
         assert f"\n{rule}: " in rows
     unknown = [
@@ -86,7 +86,7 @@ def test_a_setting_that_differs_ends_with_3_in_the_same_words_and_the_remedy(pai
     tables = [front.text("out").partition("peers.agreement")[2] for front in fronts]
     assert tables[0].partition("\n\n")[0] == tables[1].partition("\n\n")[0]
     assert "NCCL_ALGO" in tables[0]
-    assert "do: " in tables[0]
+    assert "fix: " in tables[0]
 
 
 @pytest.mark.long

@@ -43,10 +43,10 @@ def test_json_has_what_the_contract_says_and_nothing_else_is_on_stdout(tmp_path:
 def test_the_table_names_what_to_do_only_where_something_is_wrong_and_counts() -> None:
     text = "\n".join(report_lines(Examination("h", _BAD)))
     assert "FAIL   system.output" in text
-    assert "do: `df -h`" in text
+    assert "fix: `df -h`" in text
     assert "never shown" not in text
     assert "node 1 (b): RANK" in text
-    assert text.endswith("4 checks: 1 passed, 1 warn, 1 failed, 1 could not be looked at")
+    assert text.endswith("4 checks: 1 passed, 1 warn, 1 failed, 1 unknown")
 
 
 def test_exit_codes_are_those_of_the_contract() -> None:

@@ -129,7 +129,7 @@ def test_endless_core_dumps_warn_where_they_become_files(tmp_path: Path) -> None
         pytest.skip("needs core dumps that become files")
     seen = doctor(tmp_path, before="ulimit -c unlimited")
     assert seen.status("system.core_dumps") == "warn"
-    assert "files of any size a crashed process" in seen.text("system.core_dumps")
+    assert "files of any size per crashed process" in seen.text("system.core_dumps")
     assert judge_core_dumps(CoreDumps(None, to_file=False, pattern="|/usr/bin/x")).status == "pass"
 
 

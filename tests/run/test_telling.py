@@ -62,7 +62,7 @@ class Silent:
 def test_a_goodbye_after_the_last_word_is_no_loss(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(member_program, "MonitorReports", Silent)
     last: dict[str, Any] = {"kind": "ended", "exit_code": code, "verdicts": [], "result": {}}
-    channel: Any = Channel(NodeMessage(0, last), Left(0, "a", "it said goodbye", clean=True))
+    channel: Any = Channel(NodeMessage(0, last), Left(0, "a", "it closed the connection", clean=True))
     shown: list[Message] = []
     here: Any = Ended()
     attending = member_program.MemberProgram(channel, here, 1, shown.append, lambda: None)

@@ -50,7 +50,7 @@ def test_a_bare_srun_needs_no_flags(job: SlurmJob) -> None:
     """Every node prints the table; as lines, since srun breaks a long one, and puts pieces of another task's between."""
     front = job.typed("srun", "-N2", "--ntasks-per-node=1", sys.executable, "-m", "unisono", "doctor")
     assert front.wait() in (0, 6), front.text()
-    assert front.text().count("2 nodes mean the same run") == 2, front.text()
+    assert front.text().count("2 nodes have the same run") == 2, front.text()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What both ends of a connection do alike, in the channel's thread: take frames, beat, notice silence, end."""
+"""A connection of the control channel, common to both ends: frames, heartbeats, silence, end. Runs in the channel's thread."""
 
 import asyncio
 import os
@@ -14,13 +14,13 @@ from unisono.control.protocol import Body, FrameParser, Malformed, Seal, encode
 from unisono.text import one_line
 
 BEAT_S = 0.5
-"""Who has said nothing for so long sends a ping."""
+"""A side that has sent nothing for this long sends a ping."""
 SUSPECT_S = 3.0
-"""Silence of the other side from which on it is suspicious."""
+"""Silence of the other side that is suspicious."""
 SILENCE_S = 8.0
 """Silence of the other side that ends the connection."""
 MAX_UNREAD_BYTES = 64 << 20
-"""Whoever lets so much wait unread is dropped."""
+"""A peer that leaves more than this unread is dropped."""
 
 PING = encode({"t": "ping"})
 BYE = encode({"t": "bye"})
@@ -31,12 +31,12 @@ _LAST_ACK_RECV_AT = 56  # in struct tcp_info of linux/tcp.h, in milliseconds
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """Why a connection was given up: nothing came from the other side.
+    """Why a connection was ended: the other side was silent.
 
     Attributes:
-        why: one line for people.
+        why: one line for messages.
         silent_s: since the last byte.
-        is_cut: whether nothing that was sent was acknowledged either.
+        is_cut: whether sent data was not acknowledged either.
     """
 
     why: str
@@ -44,12 +44,12 @@ class Silence:
     is_cut: bool
 
     def to_body(self) -> Body:
-        """The last frame to the other side, which may only have been stopped: it reads it when it runs again."""
+        """The last frame to the other side, which reads it if it was only stopped and continues."""
         return {"t": "bye", "why": self.why, "silent_s": self.silent_s, "is_cut": self.is_cut}
 
     @classmethod
     def from_body(cls, body: Body) -> "Silence | None":
-        """What the other side says of this one; None where its goodbye has no such reason."""
+        """The silence that the other side reports; None if its goodbye has no such reason."""
         match body:
             case {"why": str(why), "silent_s": float(silent_s), "is_cut": bool(is_cut)}:
                 return cls(one_line(why, limit=200), silent_s, is_cut)
@@ -58,7 +58,7 @@ class Silence:
 
 
 class Connection(asyncio.Protocol, ABC):
-    """One end of a connection. A subclass says what frames mean (`arrived`) and what an end means (`over`)."""
+    """One end of a connection. A subclass handles frames (`arrived`) and the end (`over`)."""
 
     def __init__(self, parser: FrameParser) -> None:
         self.parser = parser
@@ -67,30 +67,30 @@ class Connection(asyncio.Protocol, ABC):
         self.heard = self.spoke = time.monotonic()
         self.address = ""
         self.silence: Silence | None = None
-        """Why it was given up, by this side or (`gave_up`) by the other one."""
+        """Why the connection was ended, by this side or (`gave_up`) by the other one."""
         self.gave_up = False
         self._why = ""
         self._ending = False
 
     @abstractmethod
     def arrived(self, frame: tuple[bytes, bytes]) -> None:
-        """A whole frame is here."""
+        """A complete frame has arrived."""
 
     @abstractmethod
     def over(self, why: str) -> None:
-        """The connection is over, for this reason; empty: the other side closed it."""
+        """The connection has ended, for this reason; empty: the other side closed it."""
 
     def malformed(self, error: Malformed) -> None:
-        """What came is not our protocol."""
+        """The received bytes are not valid."""
         self.abort(str(error))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Asyncio has connected us."""
+        """Called by asyncio."""
         self.transport = cast("asyncio.Transport", transport)
         self.address = address_text(transport.get_extra_info("peername"))
 
     def data_received(self, data: bytes) -> None:
-        """Asyncio has bytes for us."""
+        """Called by asyncio."""
         if self._ending:
             return
         self.heard = time.monotonic()
@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol, ABC):
             self.malformed(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Asyncio says that it is over."""
+        """Called by asyncio."""
         if isinstance(exc, OSError) and not self._ending:
             self._read_the_rest()
             self._why = self._why or one_line(exc.strerror or str(exc)).lower()
@@ -112,7 +112,7 @@ class Connection(asyncio.Protocol, ABC):
         self.over(self._why)
 
     def _read_the_rest(self) -> None:
-        """Takes what the other side had sent before it closed: who was stopped for a while may fail to write before it has read that."""
+        """Reads what the other side sent before it closed: a process that was stopped may fail to write before it has read that."""
         sock: Any = self.transport.get_extra_info("socket") if self.transport is not None else None
         try:
             while sock is not None and not self._ending and (data := os.read(sock.fileno(), _READ_BYTES)):
@@ -122,35 +122,35 @@ class Connection(asyncio.Protocol, ABC):
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since the last sign of life, where that is suspiciously long; else 0."""
+        """Seconds since the last received byte if suspiciously long, else 0."""
         if self.silence is not None:
             return self.silence.silent_s
         passed = time.monotonic() - self.heard
         return passed if passed > SUSPECT_S else 0.0
 
     def write(self, body: bytes) -> None:
-        """Sends one body, sealed."""
+        """Sends one body with its MAC."""
         if self._ending or self.transport is None or self.seal is None:
             return
         if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
-            self.abort(f"it has not read {MAX_UNREAD_BYTES >> 20} MiB that were sent")
+            self.abort(f"it left {MAX_UNREAD_BYTES >> 20} MiB unread")
             return
         self.spoke = time.monotonic()
         self.transport.write(self.seal.close(body))
 
     def beat(self, now: float) -> None:
-        """Pings where nothing was said for a while; ends the connection if the other side is silent for too long."""
+        """Sends a ping if nothing was sent for a while; ends the connection if the other side is silent for too long."""
         if now - self.heard > SILENCE_S:
             self._give_up(now - self.heard)
         elif now - self.spoke >= BEAT_S * 0.9:
             self.write(PING)
 
     def _give_up(self, silent_s: float) -> None:
-        """Ends a silent connection, and leaves the reason in what the other side can still read, if it was only stopped."""
+        """Ends a silent connection, with the reason in a last frame that the other side reads if it was only stopped."""
         answers = self.transport is not None and acknowledges(self.transport.get_extra_info("socket"))
         why = f"silent for {silent_s:.0f} s"
         if answers:
-            why += ", though its machine answers: the unisono process there is stopped, or gets no CPU time"
+            why += ", but its machine responds: the unisono process there is stopped, or gets no CPU time"
         self.silence = Silence(why, round(silent_s, 3), is_cut=not answers)
         self.write(encode(self.silence.to_body()))
         if self.transport is not None and self.transport.get_write_buffer_size() == 0:
@@ -159,20 +159,20 @@ class Connection(asyncio.Protocol, ABC):
             self.abort(why)  # to wait until it is sent would be to wait for the silent one
 
     def other_gave_up(self, body: Body) -> None:
-        """Takes a goodbye of the other side that says why it has given this one up."""
+        """Keeps the reason of a goodbye by which the other side gave this one up."""
         found = Silence.from_body(body)
         if found is not None:
             self.silence, self.gave_up = found, True
 
     def end(self, why: str = "") -> None:
-        """Sends what is left to send, then closes."""
+        """Flushes, then closes."""
         self._why = self._why or why
         self._ending = True
         if self.transport is not None:
             self.transport.close()
 
     def abort(self, why: str) -> None:
-        """Closes at once."""
+        """Closes immediately."""
         self._why = self._why or why
         self._ending = True
         if self.transport is not None:
@@ -183,19 +183,19 @@ ConnectionList = Callable[[], Collection[Connection]]
 
 
 class Heartbeats:
-    """Lets every connection beat, every BEAT_S, in the running loop."""
+    """Calls `beat` of every connection every BEAT_S, in the running loop."""
 
     def __init__(self) -> None:
         self._handle: asyncio.TimerHandle | None = None
         self._last = time.monotonic()
 
     def start(self, present: ConnectionList) -> None:
-        """Begins. `present` gives the connections; it must be a copy, since beating can end some."""
+        """Starts. `present` gives a copy of the connections, since `beat` can end some."""
         self._last = time.monotonic()
         self._again(present)
 
     def stop(self) -> None:
-        """Ends."""
+        """Stops."""
         if self._handle is not None:
             self._handle.cancel()
 
@@ -215,7 +215,7 @@ class Heartbeats:
 
 
 def acknowledges(sock: Any) -> bool:
-    """Whether the other machine has acknowledged something in the last 2 s: then the line is whole, and its process alone is silent."""
+    """Whether the other machine has acknowledged data in the last 2 s: then the network works, and only its process is silent."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_RECV_AT + 4)
     except (OSError, AttributeError):  # no TCP, or closed already
@@ -227,12 +227,12 @@ def acknowledges(sock: Any) -> bool:
 
 
 def address_text(name: object) -> str:
-    """A socket's address for people: `IP:port`."""
+    """A socket's address as text: `IP:port`."""
     if not isinstance(name, tuple) or len(name) < 2:
         return "?"
     return f"[{name[0]}]:{name[1]}" if ":" in str(name[0]) else f"{name[0]}:{name[1]}"
 
 
 def without_delay(sock: socket.socket) -> None:
-    """Small frames go out at once."""
+    """Disables Nagle's algorithm, so that small frames are sent at once."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

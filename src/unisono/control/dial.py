@@ -38,14 +38,14 @@ from unisono.errors import Disagreed
 from unisono.text import one_line
 
 ANSWER_S = 3.0
-"""How long an attempt waits for a connection, and for each answer."""
+"""Time limit of an attempt for the connection, and for each answer."""
 _PAUSE_S = (0.2, 0.5)
 _STRANGE_ANSWERS = 2
-"""So many strange answers in a row are believed."""
+"""Number of consecutive invalid answers that end the attempts."""
 _STRANGE_SILENCES = 3
-"""The same for saying nothing: a head that is short of breath does that, too."""
+"""The same for silence, which an overloaded head shows, too."""
 _UNKNOWN_HOST_S = 5.0
-"""A name that the resolver does not know is asked for again so long: in some clusters names come with their nodes."""
+"""Time for which an unknown host name is looked up again: in some clusters names appear with their nodes."""
 _WELCOME_BYTES = 64 << 10
 _CLOCK_EXCHANGES = 5
 _CLOCK_S = 2.0
@@ -54,7 +54,7 @@ _PIECE_BYTES = 1 << 16
 
 @dataclass
 class DialedConnection:
-    """A connection on which both sides have proven themselves. `early`: frames that came while the clocks were compared."""
+    """An authenticated connection. `early`: frames that arrived while clocks were compared."""
 
     sock: socket.socket
     parser: FrameParser
@@ -66,7 +66,7 @@ class DialedConnection:
 
 @dataclass(frozen=True)
 class DialRequest:
-    """Who calls, and whom."""
+    """A node's request to join, and the head's address."""
 
     host: str
     port: int
@@ -80,22 +80,22 @@ class DialRequest:
 
     @property
     def me(self) -> str:
-        """This node, for people."""
+        """This node, for messages."""
         return node_name(self.node_rank, self.node_host)
 
     @property
     def address(self) -> str:
-        """The head's, for people."""
+        """The head's address, for messages."""
         return f"{self.host}:{self.port}"
 
 
 class _NoAnswer(Exception):  # noqa: N818 - named for what happened
-    """This attempt has failed; another may not.
+    """This attempt failed; a further one may succeed.
 
     Attributes:
-        believed_after: so many in a row are believed, since something is there that does not answer as the head does;
-            0: no number of them is.
-        lasting: soon no further attempt is of use.
+        believed_after: number of consecutive failures after which they are final, since a different program responds;
+            0: never.
+        lasting: further attempts are of no use.
     """
 
     def __init__(self, why: str, *, believed_after: int = 0, lasting: bool = False) -> None:
@@ -105,13 +105,13 @@ class _NoAnswer(Exception):  # noqa: N818 - named for what happened
 
 
 class _NoAddress(_NoAnswer):
-    """The name has no address. `lasting`: the resolver is sure of it."""
+    """The name has no address. `lasting`: by a definite answer of the resolver."""
 
 
 def dial_head(
     caller: DialRequest, *, timeout_s: float, on_wait: Callable[[str, float], None] | None
 ) -> DialedConnection:
-    """Calls until the head answers, `timeout_s` is over, or it is certain that waiting is of no use.
+    """Connects to the head; retries until it responds, `timeout_s` is over, or waiting is of no use.
 
     Raises:
         Disagreed: with a verdict; see NodeLink.connect.
@@ -141,7 +141,7 @@ def _timeout_error(caller: DialRequest, error: _NoAnswer, waited_s: float) -> Ex
 
 
 def _dial_once(caller: DialRequest, deadline: float) -> DialedConnection:
-    """One connection, one handshake. Raises _NoAnswer where another attempt may help, Disagreed where none does."""
+    """One connection and handshake. Raises _NoAnswer if a further attempt may help, else Disagreed."""
     sock = _connect(caller, deadline)
     try:
         without_delay(sock)
@@ -170,13 +170,13 @@ def _connect(caller: DialRequest, deadline: float) -> socket.socket:
         if sock.getsockname() != sock.getpeername():
             return sock
         sock.close()  # on its own machine a caller can, rarely, connect to itself
-        problem = ConnectionRefusedError("nobody listens there")
+        problem = ConnectionRefusedError("nothing listens there")
     assert problem is not None
     raise _NoAnswer(_error_text(problem)) from problem
 
 
 def _addresses(caller: DialRequest, deadline: float) -> list[tuple[socket.AddressFamily, Any]]:
-    """What the head's name resolves to. Resolvers can hang for long, so the asking is left to a thread."""
+    """Addresses of the head's name. Looked up in a thread, since resolvers can hang."""
     answer: list[Any] = []
 
     def ask() -> None:
@@ -189,7 +189,7 @@ def _addresses(caller: DialRequest, deadline: float) -> list[tuple[socket.Addres
     thread.start()
     thread.join(max(0.1, min(2 * ANSWER_S, deadline - time.monotonic())))
     if not answer:
-        raise _NoAddress("the resolver does not answer", lasting=False)
+        raise _NoAddress("the resolver does not respond", lasting=False)
     if isinstance(answer[0], Exception):
         again = isinstance(answer[0], socket.gaierror) and answer[0].errno == socket.EAI_AGAIN
         raise _NoAddress(_error_text(answer[0]), lasting=not again) from answer[0]
@@ -197,7 +197,7 @@ def _addresses(caller: DialRequest, deadline: float) -> list[tuple[socket.Addres
 
 
 def _shake_hands(caller: DialRequest, sock: socket.socket) -> DialedConnection:
-    """The handshake, seen from the node."""
+    """The node's side of the handshake."""
     sock.sendall(preamble(CALLS))
     parser = FrameParser(ANSWERS, limit=UNPROVEN_BYTES)
     try:
@@ -250,7 +250,7 @@ def _welcome(caller: DialRequest, body: Body) -> dict[str, Any]:
 
 
 def _compare_clocks(called: DialedConnection) -> None:
-    """Our wall clock minus the head's, by the quickest of a few exchanges. What else comes meanwhile is kept."""
+    """Measures this node's wall clock minus the head's, by the fastest of a few exchanges. Other frames are kept."""
     called.parser.limit = 8 << 20
     until = time.monotonic() + _CLOCK_S
     quickest_s = float("inf")
@@ -266,7 +266,7 @@ def _compare_clocks(called: DialedConnection) -> None:
 
 
 def _frame(sock: socket.socket, parser: FrameParser, until: float | None = None) -> tuple[bytes, bytes]:
-    """The next frame, waited for ANSWER_S or `until`."""
+    """The next frame, within ANSWER_S or until `until`."""
     until = time.monotonic() + ANSWER_S if until is None else until
     while (frame := parser.take()) is None:
         sock.settimeout(max(0.001, until - time.monotonic()))
@@ -274,22 +274,22 @@ def _frame(sock: socket.socket, parser: FrameParser, until: float | None = None)
             data = sock.recv(_PIECE_BYTES)
         except TimeoutError as error:
             if parser.began:
-                raise _NoAnswer("stopped answering") from error
-            silent = f"accepts the call and says nothing for {ANSWER_S:.0f} s"
+                raise _NoAnswer("stopped responding") from error
+            silent = f"accepts the connection but sends nothing for {ANSWER_S:.0f} s"
             raise _NoAnswer(silent, believed_after=_STRANGE_SILENCES) from error
         if not data:
-            raise _NoAnswer("hung up" if parser.began else "accepts the call and hangs up")
+            raise _NoAnswer("disconnected" if parser.began else "accepts the connection and closes it")
         parser.feed(data)
     return frame
 
 
 def _error_text(error: Exception) -> str:
-    """What the system said, in the words of people who look for a firewall."""
+    """The system's error in words that help to find a firewall."""
     match error:
         case ConnectionRefusedError():
-            return "nobody listens there (connection refused)"
+            return "connection refused: nothing listens there"
         case TimeoutError():
-            return f"no answer in {ANSWER_S:.0f} s (timed out)"
+            return f"timed out: no answer within {ANSWER_S:.0f} s"
         case OSError():
             return one_line(error.strerror or str(error))
         case _:
@@ -310,15 +310,15 @@ def disagreement(
     fix: tuple[str, ...] = (),
     hosts: tuple[str, ...] = (),
 ) -> Disagreed:
-    """An error and its verdict in one.
+    """An error with its verdict.
 
     Args:
-        cause: its id in the catalogue.
-        summary: what is wrong, one line, with the values seen.
-        where: at which address.
-        why: what was observed.
-        fix: what to do; the catalogue's remedy where it is empty.
-        hosts: culprits.
+        cause: id of the cause.
+        summary: the problem in one line, with the observed values.
+        where: the address.
+        why: the observation.
+        fix: what to do; empty: the cause's fix.
+        hosts: hosts to blame.
     """
     entry = find_cause(cause)
     assert entry is not None, cause
@@ -337,7 +337,7 @@ def disagreement(
 
 
 def unreachable_error(me: str, address: str, why: str, waited_s: float) -> Disagreed:
-    """The head does not answer."""
+    """The head does not respond."""
     host, _, port = address.rpartition(":")
     return disagreement(
         "head_unreachable",
@@ -345,19 +345,19 @@ def unreachable_error(me: str, address: str, why: str, waited_s: float) -> Disag
         where=address,
         why=f"tried for {waited_s:.0f} s",
         fix=(
-            f"see whether node 0 runs and listens there; from this node: nc -vz {host} {port}",
-            "refused: start the head first; no answer: open the firewall, or give an address that both nodes share",
+            f"check that node 0 runs and listens there; from this node: nc -vz {host} {port}",
+            "refused: start the head first; no answer: open the firewall, or give an address that both nodes can reach",
         ),
     )
 
 
 def unknown_host_error(me: str, host: str, why: str, waited_s: float) -> Disagreed:
-    """The head's name has no address here."""
+    """The head's name has no address on this node."""
     return disagreement(
         "dns_failure",
-        f"{me} does not know the head's name `{host}`: {why}",
+        f"{me} cannot resolve the head's name `{host}`: {why}",
         where=host,
-        why=f"asked the resolver for {waited_s:.0f} s",
+        why=f"looked up for {waited_s:.0f} s",
         fix=(
             f"give an IP address: --head IP:PORT; `getent hosts {host}` must answer on this node",
             "or add the name to DNS or /etc/hosts of every node",
@@ -366,22 +366,22 @@ def unknown_host_error(me: str, host: str, why: str, waited_s: float) -> Disagre
 
 
 def foreign_program_error(me: str, address: str, why: str) -> Disagreed:
-    """Something answers at the head's address, and it is not the head."""
+    """A different program responds at the head's address."""
     port = address.rpartition(":")[2]
     return disagreement(
         "port_in_use",
-        f"{me} called the head at {address}, and what answers there {why}",
+        f"{me} connected to the head at {address}, but the program there {why}",
         where=address,
         why=why,
         fix=(
-            f"on the head's machine: `ss -ltnp 'sport = :{port}'` shows who has the port",
-            "start all nodes with another port: --head HOST:PORT",
+            f"on the head's machine `ss -ltnp 'sport = :{port}'` shows the program",
+            "start all nodes with a different port: --head HOST:PORT",
         ),
     )
 
 
 def version_error(me: str, address: str, version: int) -> Disagreed:
-    """The head is of another release."""
+    """The head has a different protocol version."""
     return disagreement(
         "version_mismatch",
         f"the head at {address} speaks version {version} of the control protocol, {me} speaks {PROTOCOL}",
@@ -391,7 +391,7 @@ def version_error(me: str, address: str, version: int) -> Disagreed:
 
 
 def token_error(me: str, host: str, address: str) -> Disagreed:
-    """The proofs do not fit."""
+    """The tokens of node and head differ."""
     return disagreement(
         "token_rejected",
         f"{me} and the head at {address} do not have the same token",
@@ -399,7 +399,7 @@ def token_error(me: str, host: str, address: str) -> Disagreed:
         hosts=(host,),
         fix=(
             "give the same token to all nodes: --token-file FILE, or UNISONO_TOKEN",
-            "if it is the same: an earlier start of the job still listens there; end it",
+            "if it is the same, an earlier start of the job still listens there: end it",
         ),
     )
 
@@ -413,18 +413,18 @@ _CAUSE_OF = {
 _FIX_OF = {
     "duplicate": (
         "give each node its own rank: --node-rank 0, 1, 2 …",
-        "if the holder is left over, end it by its pid",
+        "if that process is left over, end it by its pid",
     ),
     "stale": ("end this process and start the command again",),
     "left_out": (
-        "when the job has ended, start it again on all nodes: it goes on from its newest checkpoint",
+        "when the job has ended, start it again on all nodes: it resumes from its newest checkpoint",
     ),
     "misfit": ("give the same --nodes to all nodes, and each its own --node-rank from 0",),
 }
 
 
 def refusal_error(me: str, host: str, address: str, *, kind: str, text: str) -> Disagreed:
-    """The head knows the token and says no. `text` goes on from the node's name."""
+    """The head refuses an authenticated node. `text` continues the sentence after the node's name."""
     summary = f"{me} {one_line(text, limit=400)}"
     cause = _CAUSE_OF.get(kind, "head_unreachable")
     return disagreement(

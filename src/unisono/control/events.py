@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 RejectedKind = Literal["token", "duplicate", "stale", "malformed", "late", "misfit", "left_out"]
-"""token: the proof does not fit. duplicate: its rank is taken. stale: of another start of the job. malformed: not our
-protocol, or too slow. late: it came after the last word, and was told it. misfit: it means another number of nodes.
-left_out: the job goes on without its node."""
+"""token: the MAC does not match. duplicate: its rank is taken. stale: of a different start of the job. malformed: invalid
+bytes, or too slow. late: it connected after the end of the run. misfit: it expects a different number of nodes.
+left_out: the job continues without its node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A node has proven itself and is here. `address` is the one it calls from."""
+    """A node has authenticated and joined. `address` is its remote address."""
 
     node_rank: int
     host: str
@@ -27,7 +27,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class NodeMessage:
-    """A node, or for others the head (0), has sent a message. Its texts are as the sender wrote them: see unisono.text."""
+    """A message of a node, or for nodes of the head (0). Its texts are unfiltered: see unisono.text."""
 
     node_rank: int
     message: dict[str, Any]
@@ -35,17 +35,17 @@ class NodeMessage:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The connection to a node, or to the head, is over.
+    """The connection to a node, or to the head, has ended.
 
     Attributes:
         node_rank: of the other side.
         host: of the other side.
-        why: one line for people.
-        clean: it said goodbye, or has had the last word.
-        silent_s: seconds since the last sign of life, where that is long; else 0.
-        is_cut: it was silent, and nothing that was sent was acknowledged either: the line, or either end of it, may be cut. False
-            where the connection was closed, and where the other machine answers and only its process is silent.
-        gave_up: the other side has ended it, since it heard nothing of this one. `why`, `silent_s` and `is_cut` are what it saw.
+        why: one line for messages.
+        clean: it said goodbye, or has the last message.
+        silent_s: seconds since the last received byte if long, else 0.
+        is_cut: it was silent, and sent data was not acknowledged either: the network or either end may be down. False
+            if the connection was closed, or the other machine responds and only its process is silent.
+        gave_up: the other side ended it, since it received nothing from this one. `why`, `silent_s` and `is_cut` are its observations.
     """
 
     node_rank: int
@@ -59,14 +59,14 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Somebody called and is not let in; it changes nothing.
+    """A caller was rejected; this changes nothing else.
 
     Attributes:
-        address: from where, `IP:port`.
-        why: one line for people.
+        address: of the caller, `IP:port`.
+        why: one line for messages.
         kind: see RejectedKind.
-        claims: the node rank that it says it has; for kinds token and malformed this is unproven.
-        holder: who has that rank, where that is why; else empty.
+        claims: the node rank that it claims; unauthenticated for kinds token and malformed.
+        holder: the node with that rank, for kind duplicate; else empty.
     """
 
     address: str
@@ -78,16 +78,16 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class FileReceived:
-    """A file that a node sent is whole and on disk at the head, or it is not.
+    """The end of a file transfer: the file is complete on the head's disk, or it failed.
 
     Attributes:
-        node_rank: who sent it.
-        label: what it is, as the sender said.
-        path: where it is; None if it did not arrive.
+        node_rank: of the sender.
+        label: the sender's description.
+        path: of the file; None if it failed.
         bytes: its size.
-        xxh3_128: its digest in hex, computed here over what arrived.
+        xxh3_128: digest in hex, computed by the head.
         seconds: from the offer to the end.
-        error: why it did not arrive, for people; empty if it did.
+        error: why it failed, for messages; empty if it did not.
     """
 
     node_rank: int
@@ -106,7 +106,7 @@ Item = TypeVar("Item")
 
 
 class Inbox(Generic[Item]):
-    """Thread-safe. `take` empties it; `fileno` can be selected on together with pipes of ranks."""
+    """A thread-safe queue. `take` empties it; `fileno` can be used in select() together with pipes of ranks."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
@@ -123,7 +123,7 @@ class Inbox(Generic[Item]):
             self._changed.notify_all()
 
     def take(self, timeout_s: float) -> list[Item]:
-        """All that waits, in order; waits for the first until `timeout_s` is over, then gives an empty list."""
+        """All items, in order; waits up to `timeout_s` for the first, then gives an empty list."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._closed, timeout=max(0.0, timeout_s))
             items = list(self._items)
@@ -133,11 +133,11 @@ class Inbox(Generic[Item]):
             return items
 
     def fileno(self) -> int:
-        """The descriptor. Nobody but `take` reads from it."""
+        """The descriptor. Only `take` reads from it."""
         return self._readable
 
     def close(self) -> None:
-        """Gives the descriptors back; what waits can still be taken."""
+        """Closes the descriptors; waiting items can still be taken."""
         with self._changed:
             if not self._closed:
                 self._closed = True
@@ -151,7 +151,7 @@ Result = TypeVar("Result")
 
 
 class LoopThread:
-    """An asyncio loop in a daemon thread. It starts with its first user and ends with its last."""
+    """An asyncio loop in a daemon thread. It starts with the first user and ends with the last one."""
 
     def __init__(self) -> None:
         self._users = 0
@@ -160,7 +160,7 @@ class LoopThread:
         self._thread: threading.Thread | None = None
 
     def enter(self) -> None:
-        """One more user."""
+        """Adds a user."""
         with self._lock:
             self._users += 1
             if self._loop is None:
@@ -171,7 +171,7 @@ class LoopThread:
                 self._thread.start()
 
     def leave(self) -> None:
-        """One user less. The last one waits until the thread is over."""
+        """Removes a user. The last one waits for the end of the thread."""
         with self._lock:
             self._users -= 1
             if self._users or self._loop is None or self._thread is None:
@@ -181,12 +181,12 @@ class LoopThread:
             self._loop = self._thread = None
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of a coroutine, run there and waited for here."""
+        """Runs a coroutine in the thread, waits, and gives its result."""
         assert self._loop is not None, "enter first"
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def post(self, work: Callable[..., object], *args: object) -> None:
-        """Runs a function there, later, in the order of posting. Does nothing once the thread is over."""
+        """Runs a function in the thread later, in the order of posting. Does nothing after the end of the thread."""
         with self._lock:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(work, *args)

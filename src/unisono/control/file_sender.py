@@ -94,7 +94,7 @@ class Offer:
         """Reads an offer.
 
         Raises:
-            Malformed: if it is none.
+            Malformed: if it is invalid.
         """
         match body:
             case {

@@ -33,23 +33,23 @@ from unisono.control.protocol import (
 )
 
 SPARE_CONNECTIONS = 64
-"""How many more connections than nodes there may be; the oldest unproven one gives way."""
+"""Connections that are allowed beyond one per node; above that the oldest unauthenticated one is dropped."""
 _SAME_REJECTION_S = 10.0
 _MAX_REJECTIONS = 256
 
 
 class FileSink(Protocol):
-    """Takes the files that nodes send. Called in the channel's thread, so it must not block."""
+    """Receives files that nodes send. Runs in the channel's thread, so it must not block."""
 
     def heard(self, caller: "IncomingConnection", item: Body | Piece) -> None:
-        """An offer, a piece, or the end of a file. Raises Malformed for what no node of ours would send."""
+        """An offer, a piece, or the end of a file. Raises Malformed for anything that a valid node never sends."""
 
     def gone(self, caller: "IncomingConnection") -> None:
-        """The connection is over."""
+        """The connection has ended."""
 
 
 class Head:
-    """All state of the head's side. Its methods run in the channel's thread only."""
+    """State of the head. Methods run in the channel's thread only."""
 
     def __init__(
         self,
@@ -85,23 +85,23 @@ class Head:
         self._pulse = Heartbeats()
 
     def start(self) -> None:
-        """Begins to beat."""
+        """Starts the heartbeats."""
         self._pulse.start(self.present)
 
     def present(self) -> list["IncomingConnection"]:
-        """Everybody who has proven itself."""
+        """All authenticated connections."""
         return [*self.members.values(), *self.late]
 
     def came(self, caller: "IncomingConnection") -> None:
-        """A connection has been made; nothing is known of it."""
+        """A new connection, not yet authenticated."""
         self.unproven[caller] = None
         self.open.add(caller)
         if len(self.unproven) + len(self.members) + len(self.late) > self.nodes + SPARE_CONNECTIONS:
             oldest = next(iter(self.unproven))
-            oldest.give_up("malformed", "has proven nothing and gave way to others: too many call at once")
+            oldest.give_up("malformed", "did not authenticate and was dropped: too many connections at once")
 
     def refusal_of(self, hello: Hello) -> Refusal | None:
-        """Whether this proven caller may come in."""
+        """Why this authenticated caller is refused; None: it is admitted."""
         member = self.members.get(hello.node_rank)
         if member is not None and member.is_same_call(hello):
             member = None
@@ -117,7 +117,7 @@ class Head:
         )
 
     def admit(self, caller: "IncomingConnection", hello: Hello) -> None:
-        """Takes a proven caller in. There is no await between judging and this: a rank is never given twice."""
+        """Admits an authenticated caller. There is no await between the decision and this, so a rank is never given twice."""
         self.unproven.pop(caller, None)
         welcome = {"t": "welcome", "run_nonce": self.run, "epoch": self.epoch, "wall": time.time()}
         caller.write(encode({**welcome, "welcome": self.welcome}))
@@ -125,7 +125,7 @@ class Head:
             earlier = self.members.get(hello.node_rank)
             self.members[hello.node_rank] = caller
             if earlier is not None:
-                earlier.abort("it has called again")
+                earlier.abort("it has connected again")
                 return
             self.inbox.put(Joined(hello.node_rank, hello.host, caller.ip()))
             return
@@ -134,7 +134,7 @@ class Head:
             caller,
             Rejected(
                 caller.address,
-                f"node {hello.node_rank} ({hello.host}) came after the last word",
+                f"node {hello.node_rank} ({hello.host}) connected after the end of the run",
                 "late",
                 hello.node_rank,
             ),
@@ -142,7 +142,7 @@ class Head:
         caller.write(self.last_word)
 
     def left(self, caller: "IncomingConnection", why: str) -> None:
-        """A connection is over."""
+        """A connection has ended."""
         self.open.discard(caller)
         self.unproven.pop(caller, None)
         self.late.discard(caller)
@@ -152,7 +152,9 @@ class Head:
         if hello is not None and self.members.get(hello.node_rank) is caller:
             del self.members[hello.node_rank]
             clean = caller.goodbye or self.acknowledged(caller)
-            why = why or ("it said goodbye" if clean else "its unisono process has ended without a last word")
+            why = why or (
+                "it closed the connection" if clean else "its unisono process ended without a goodbye"
+            )
             is_cut = caller.silence is not None and caller.silence.is_cut
             self.inbox.put(
                 Left(hello.node_rank, hello.host, why, clean, caller.quiet_s, is_cut, caller.gave_up)
@@ -160,83 +162,85 @@ class Head:
         self.look_whether_empty()
 
     def turn_away(self, caller: "IncomingConnection", event: Rejected) -> None:
-        """Tells the front of a rejection. Of those who prove nothing only so many are told of that memory is bounded."""
+        """Reports a rejection to the front; for unauthenticated callers at a limited rate, so that memory is bounded."""
         self.unproven.pop(caller, None)
         if event.kind in ("token", "malformed") and not self._is_news(caller, event):
             return
         self.inbox.put(event)
 
     def _is_news(self, caller: "IncomingConnection", event: Rejected) -> bool:
-        """Whether this was not told of in the last seconds, and not too much else was."""
+        """Whether this rejection was not reported in the last seconds, and the limit is not reached."""
         now = time.monotonic()
-        told = {key: at for key, at in self._rejections.items() if now - at < _SAME_REJECTION_S}
+        recent = {key: at for key, at in self._rejections.items() if now - at < _SAME_REJECTION_S}
         key = (caller.ip(), event.kind, event.claims)
-        news = key not in told and len(told) < _MAX_REJECTIONS
-        self._rejections = {**told, key: now} if news else told
-        return news
+        is_new = key not in recent and len(recent) < _MAX_REJECTIONS
+        self._rejections = {**recent, key: now} if is_new else recent
+        return is_new
 
     def said(self, node_rank: int, message: dict[str, Any]) -> None:
-        """A node has said something."""
+        """A message of a node."""
         self.inbox.put(NodeMessage(node_rank, message))
 
     def transfers(self, caller: "IncomingConnection", item: Body | Piece) -> None:
-        """A node sends a file, or a part of one."""
+        """A frame of a file transfer of a node."""
         if self.taker is not None:
             self.taker.heard(caller, item)
         elif isinstance(item, dict) and item["t"] == "offer":
-            caller.write(encode({"t": "done", "id": item["id"], "why": "the head does not take files now"}))
+            caller.write(
+                encode({"t": "done", "id": item["id"], "why": "the head is not accepting files now"})
+            )
 
     def leave_out(self, node_rank: int, why: str) -> None:
-        """Lets a node in no more. One that is here stays until it hangs up."""
+        """Stops admitting a node. A connected one stays until it disconnects."""
         self.left_out[node_rank] = why
 
     def send(self, node_rank: int, body: bytes) -> None:
-        """Sends to one node, if it is here."""
+        """Sends to one node if it is connected."""
         if node_rank in self.members:
             self.members[node_rank].write(body)
 
     def tell_all(self, body: bytes) -> None:
-        """Sends to all nodes that are here."""
+        """Sends to all connected nodes."""
         for member in list(self.members.values()):
             member.write(body)
 
     def settle(self, message: dict[str, Any]) -> None:
-        """Says the last word to all who are here; who comes later hears it in `admit`."""
+        """Sends the last message to all connected nodes; nodes that connect later receive it in `admit`."""
         self.words += 1
         self.last_word = encode({"t": "last", "n": self.words, "m": message})
         for caller in self.present():
             caller.write(self.last_word)
 
     def acknowledged(self, caller: "IncomingConnection") -> bool:
-        """Whether it has the last word."""
+        """Whether it has acknowledged the last message."""
         return self.last_word is not None and caller.acknowledged == self.words
 
     def close(self) -> None:
-        """Says goodbye to everybody who has the last word, or to everybody at once if there is none."""
+        """Says goodbye to every node that has the last message, or to all at once if there is none."""
         self.closing = True
         for caller in self.present():
             self.dismiss(caller)
         self.look_whether_empty()
 
     def dismiss(self, caller: "IncomingConnection") -> None:
-        """Says goodbye to one, once it has the last word. Its own closing follows."""
+        """Says goodbye to a node once it has the last message. The node then closes."""
         if self.closing and (self.last_word is None or self.acknowledged(caller)):
             caller.write(BYE)
 
     def look_whether_empty(self) -> None:
-        """Notes it when all who were here are gone after `close`."""
+        """Sets `empty` when all nodes have left after `close`."""
         if self.closing and not self.members and not self.late:
             self.empty.set()
 
     def stop(self) -> None:
-        """Ends all that is left, at once."""
+        """Aborts all remaining connections."""
         self._pulse.stop()
         for caller in list(self.open):
             caller.abort("the head has closed")
 
 
 PROOF_S = 3.0
-"""How long a caller may take until it has proven itself."""
+"""Time limit for a caller to authenticate."""
 
 
 class IncomingConnection(Connection):
@@ -245,7 +249,7 @@ class IncomingConnection(Connection):
     def __init__(self, head: Head) -> None:
         super().__init__(FrameParser(CALLS, limit=UNPROVEN_BYTES))
         self.hello: Hello | None = None
-        """Who it is, once it has proven it and was let in."""
+        """The node's hello, once it is admitted."""
         self.goodbye = False
         self.acknowledged = 0
         self._head = head
@@ -255,38 +259,38 @@ class IncomingConnection(Connection):
         self._deadline: asyncio.TimerHandle | None = None
 
     def ip(self) -> str:
-        """The address it calls from."""
+        """The remote IP address."""
         return self.address.rpartition(":")[0].strip("[]")
 
     def holder(self) -> str:
-        """Who it is, for people."""
+        """The node, for messages."""
         assert self.hello is not None
         now = time.monotonic()
         silent_s = now - self.heard
         silent = f", silent for {silent_s:.0f} s" if silent_s > SUSPECT_S else ""
-        return f"{self.hello.host} ({self.ip()}, process {self.hello.pid}, here for {now - self._came:.0f} s{silent})"
+        return f"{self.hello.host} ({self.ip()}, process {self.hello.pid}, connected for {now - self._came:.0f} s{silent})"
 
     def is_same_call(self, hello: Hello) -> bool:
-        """Whether that is the same process, which did not hear our welcome in time and calls again."""
+        """Whether this is the same process, which did not receive the welcome in time and connects again."""
         return self.hello is not None and (self.hello.call, self.hello.host) == (hello.call, hello.host)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Asyncio has accepted it."""
+        """Called by asyncio."""
         super().connection_made(transport)
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(
-            PROOF_S, self.give_up, "malformed", f"has proven nothing in {PROOF_S:.0f} s"
+            PROOF_S, self.give_up, "malformed", f"did not authenticate within {PROOF_S:.0f} s"
         )
         self._head.came(self)
 
     def data_received(self, data: bytes) -> None:
-        """Asyncio has bytes; after the preamble comes our greeting."""
+        """Called by asyncio; sends the greeting after the caller's preamble."""
         super().data_received(data)
         if self._greeting is None and self.parser.began and not self._ending:
             self._greet()
 
     def arrived(self, frame: tuple[bytes, bytes]) -> None:
-        """A frame: the hello, or what a node says."""
+        """A frame: the hello, or a message of an admitted node."""
         if self.hello is None:
             self._prove(frame)
         else:
@@ -294,7 +298,7 @@ class IncomingConnection(Connection):
             self._hear(decode_frame(self.seal.unseal(frame)))
 
     def malformed(self, error: Malformed) -> None:
-        """What came is not our protocol."""
+        """The received bytes are not valid."""
         if isinstance(error, DifferentVersion) and self.transport is not None:
             self.transport.write(preamble(ANSWERS))  # so that the other version can say so, too
         if self.hello is None:
@@ -303,17 +307,17 @@ class IncomingConnection(Connection):
             self.abort(f"it {error}")
 
     def over(self, why: str) -> None:
-        """It is gone."""
+        """Called at the end of the connection."""
         if self._deadline is not None:
             self._deadline.cancel()
         if self.hello is None and not self._done and not self._head.closing:
-            self._reject("malformed", "hung up before it had proven anything")
+            self._reject("malformed", "disconnected before it had authenticated")
         self._head.left(self, why)
 
     def give_up(
         self, kind: RejectedKind, why: str, *, node_rank: int | None = None, holder: str = ""
     ) -> None:
-        """Lets it in no more, and tells the front."""
+        """Rejects the caller, and reports it to the front."""
         self._reject(kind, why, node_rank=node_rank, holder=holder)
         self.end(why)
 
@@ -339,9 +343,9 @@ class IncomingConnection(Connection):
         try:
             body = hello_seal(self._head.token, self._greeting, sends=TO_NODE).open(frame)
         except Forged:
-            refusal = Refusal("token", "does not know the job's token")
+            refusal = Refusal("token", "has a wrong or missing token")
             self.write(encode(refusal.to_body()))  # without proof: it could not check one
-            self.give_up("token", f"{name or 'somebody'} {refusal.text}", node_rank=node_rank)
+            self.give_up("token", f"{name or 'a caller'} {refusal.text}", node_rank=node_rank)
             return
         self._let_in(Hello.from_body(body), self._greeting)
 
@@ -379,4 +383,4 @@ class IncomingConnection(Connection):
                 self.goodbye = not self.gave_up
                 self.end(self.silence.why if self.silence is not None else "")
             case _:
-                raise Malformed("sent a frame of an unknown type")
+                raise Malformed("sent a frame of unknown type")

@@ -1,4 +1,4 @@
-"""A node's end of the control channel, for the front of every node but the head's."""
+"""A node's end of the control channel, for every front except the head's."""
 
 import asyncio
 import threading
@@ -16,13 +16,13 @@ HEAD_RANK = 0
 
 
 class NodeLink:
-    """The connection to the head, from `connect` to `close`. Messages of the head are `NodeMessage(0, …)`; its end is one `Left`.
+    """The connection to the head, from `connect` to `close`. The head's messages are `NodeMessage(0, …)`; the end is one `Left`.
 
     Attributes:
-        welcome: what the head tells every node; with run_nonce, epoch and wall (its clock).
+        welcome: the head's welcome to every node, with run_nonce, epoch and wall (its clock).
         local_address: the address of this node on which it reached the head.
         clock_offset_s: this node's wall clock minus the head's; None: not measured.
-        next_transfer: the number of the next file that is sent over it.
+        next_transfer: number of the next file transfer.
     """
 
     @classmethod
@@ -40,29 +40,29 @@ class NodeLink:
         run_nonce: str | None = None,
         epoch: int | None = None,
     ) -> Self:
-        """Calls the head until it answers, or `timeout_s` is over.
+        """Connects to the head; retries until it responds or `timeout_s` is over.
 
         Args:
             host: the head's name or address.
             port: the head's port.
             token: the job's secret.
             node_rank: of this node.
-            node_host: this node's name, for others.
-            timeout_s: how long a head that does not answer is called again.
-            on_wait: told after each attempt that failed: who does not answer and why, and the seconds since the first.
-            nodes: how many nodes this one expects; None: it does not say.
-            run_nonce: of the start that this process belongs to, if it has been in one: another start's head refuses it.
+            node_host: this node's host name.
+            timeout_s: time limit for retries.
+            on_wait: called after each failed attempt with who does not respond and why, and the seconds since the first attempt.
+            nodes: number of nodes that this one expects; None: not checked.
+            run_nonce: of the start that this process belongs to, if any: the head of a different start refuses it.
             epoch: the same.
 
         Raises:
             Disagreed: with a verdict: head_unreachable, dns_failure; and at once token_rejected, node_duplicate,
-                stale_process, world_mismatch (another number of nodes), port_in_use (a stranger answers), version_mismatch.
-            UsageError: if `node_host` is no name.
+                stale_process, world_mismatch (different number of nodes), port_in_use (a different program responds), version_mismatch.
+            UsageError: if `node_host` is not a valid host name.
         """
-        assert token, "a job of several nodes has a token"
+        assert token, "a job of several nodes needs a token"
         if not is_host_name(node_host):
             raise UsageError.of(
-                f"`{node_host}` is no host name", why="allowed are letters, digits and _ . @ : -"
+                f"`{node_host}` is not a valid host name", why="allowed are letters, digits and _ . @ : -"
             )
         caller = DialRequest(host, port, token, node_rank, node_host, nodes or 0, run_nonce or "", epoch)
         return cls(dial_head(caller, timeout_s=timeout_s, on_wait=on_wait), head_host=host)
@@ -78,18 +78,18 @@ class NodeLink:
         self._line = CHANNEL_THREAD.run(_bring_to_life(called, head_host, self._inbox))
 
     def receive(self, timeout_s: float) -> list[NodeMessage | Left]:
-        """All that has come, in order; waits for the first until `timeout_s` is over."""
+        """Everything received since the last call, in order; waits up to `timeout_s` for the first."""
         return self._inbox.take(timeout_s)
 
     def fileno(self) -> int:
-        """Readable while something waits."""
+        """A descriptor that is readable while something waits."""
         return self._inbox.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message to the head. If it is gone, nothing happens: Left says so.
+        """Sends a message to the head. If the connection has ended, nothing happens; a Left reports that.
 
         Raises:
-            ValueError: if the message is larger than 8 MiB, or no JSON.
+            ValueError: if the message is larger than 8 MiB or not JSON.
         """
         CHANNEL_THREAD.post(self._line.write, encode({"t": "say", "m": message}))
 
@@ -98,11 +98,11 @@ class NodeLink:
         CHANNEL_THREAD.post(self._line.write, encode_piece(part) if isinstance(part, Piece) else encode(part))
 
     def hear_of_files(self, heard: Callable[[Body], None]) -> None:
-        """What the head says of files goes there, in the channel's thread; when the head is gone, {"t": "gone", "why"}."""
+        """Sets the receiver of the head's messages about files, called in the channel's thread; at the end of the connection with {"t": "gone", "why"}."""
         CHANNEL_THREAD.run(self._line.hear_of_files(heard))
 
     def close(self) -> None:
-        """Says goodbye, and waits a moment until the head has heard it and all that was sent."""
+        """Says goodbye, and waits a moment until the head has received it and everything sent before."""
         if self._closed:
             return
         self._closed = True
@@ -131,7 +131,7 @@ class _Line(Connection):
         self._over = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The channel's thread has the socket."""
+        """Called by asyncio."""
         super().connection_made(transport)
         self._pulse.start(lambda: [self])
         try:
@@ -147,17 +147,17 @@ class _Line(Connection):
         self._hear(self.seal.open(frame))
 
     def malformed(self, error: Malformed) -> None:
-        """Somebody between has changed, repeated or dropped frames."""
+        """Frames were changed, repeated or dropped on the way."""
         self.abort(f"it {error}")
 
     def over(self, why: str) -> None:
-        """The head is gone, or we are."""
+        """Called at the end of the connection."""
         self._pulse.stop()
         if self._of_files is not None:
-            self._of_files({"t": "gone", "why": why or "it is gone"})
+            self._of_files({"t": "gone", "why": why or "the connection has ended"})
         if not self._leaving:
             why = why or (
-                "it said goodbye" if self._clean else "its unisono process has ended without a last word"
+                "it closed the connection" if self._clean else "its unisono process ended without a goodbye"
             )
             is_cut = self.silence is not None and self.silence.is_cut
             self._inbox.put(
@@ -167,20 +167,20 @@ class _Line(Connection):
         self._over.set()
 
     def say_goodbye(self) -> None:
-        """Sends the goodbye after all that was sent before; the head then closes."""
+        """Sends the goodbye after everything else; the head then closes."""
         self._leaving = True
         self.write(BYE)
 
     async def cut(self) -> None:
-        """Ends it, whatever the head does."""
+        """Aborts the connection."""
         self.abort("closed")
         await self._over.wait()
 
     async def hear_of_files(self, heard: Callable[[Body], None]) -> None:
-        """Takes who is told of files from now on."""
+        """Sets the receiver of messages about files."""
         self._of_files = heard
         if self._over.is_set():
-            heard({"t": "gone", "why": "it is gone"})
+            heard({"t": "gone", "why": "the connection has ended"})
 
     def _hear(self, body: Body) -> None:
         match body:
@@ -198,9 +198,9 @@ class _Line(Connection):
             case {"t": "bye"}:
                 self.other_gave_up(body)
                 self._clean = self._clean or not self.gave_up
-                self.end(self.silence.why if self.silence is not None else "it said goodbye")
+                self.end(self.silence.why if self.silence is not None else "it closed the connection")
             case _:
-                raise Malformed("sent a frame of an unknown type")
+                raise Malformed("sent a frame of unknown type")
 
 
 async def _bring_to_life(called: DialedConnection, head_host: str, inbox: Inbox[NodeMessage | Left]) -> _Line:

@@ -30,19 +30,19 @@ from unisono.files import parse_json
 
 PROTOCOL = 2
 CALLS = b"unisono>"
-"""How a node begins, followed by one byte: the protocol's version."""
+"""First bytes of a node, followed by one byte: the protocol version."""
 ANSWERS = b"unisono<"
-"""How the head begins. Not what nodes send, so an echo is no head."""
+"""First bytes of the head. Different from a node's, so that an echo service is not taken for a head."""
 PREAMBLE_BYTES = len(CALLS) + 1
 LENGTH_BYTES = 4
 MAC_BYTES = 32
 UNPROVEN_BYTES = 4096
-"""The largest body of a peer that has proven nothing."""
+"""Maximum body size of an unauthenticated peer."""
 PROVEN_BYTES = 8 << 20
-"""The largest body of a peer that knows the job's secret."""
+"""Maximum body size of an authenticated peer."""
 
 PIECE_BYTES = 512 << 10
-"""The most of a file that goes in one frame: at 1 Gb/s, 4 ms in which nothing else is heard."""
+"""Maximum piece of a file in one frame: 4 ms at 1 Gb/s, during which no other frame is received."""
 _PIECE = b"\0"  # JSON cannot begin so
 _PIECE_HEADER_BYTES = 13
 
@@ -53,15 +53,15 @@ Body = dict[str, Any]
 
 
 class Malformed(Exception):  # noqa: N818 - named for what the bytes are
-    """What came is not our protocol. The text says, on one line, what came instead."""
+    """Received bytes are invalid. The text says in one line what was received."""
 
 
 class ForeignProtocol(Malformed):
-    """The first bytes are not ours: another program."""
+    """The first bytes are of a different program."""
 
 
 class DifferentVersion(Malformed):
-    """It is ours, of another version."""
+    """The peer has a different protocol version."""
 
     def __init__(self, version: int) -> None:
         super().__init__(f"speaks version {version} of the control protocol, this is version {PROTOCOL}")
@@ -69,11 +69,11 @@ class DifferentVersion(Malformed):
 
 
 class Forged(Malformed):
-    """A frame does not fit its MAC: another secret, or somebody between has changed, repeated or dropped frames."""
+    """A frame fails its MAC check: a different token, or frames were changed, repeated or dropped on the way."""
 
 
 def preamble(side: bytes) -> bytes:
-    """The first bytes of one side: CALLS or ANSWERS, and our version."""
+    """The first bytes of one side: CALLS or ANSWERS, and the version."""
     return side + bytes([PROTOCOL])
 
 
@@ -81,24 +81,24 @@ def encode(body: Body) -> bytes:
     """The body's bytes.
 
     Raises:
-        ValueError: if it is larger than a frame may be; also for values that JSON does not have (TypeError too).
+        ValueError: if it is larger than a frame, or a value is not JSON (also TypeError).
     """
     data = json.dumps(body, separators=(",", ":")).encode()
     if len(data) > PROVEN_BYTES:
-        raise ValueError(f"a message of {len(data)} bytes; {PROVEN_BYTES} is the most")
+        raise ValueError(f"a message of {len(data)} bytes; {PROVEN_BYTES} is the maximum")
     return data
 
 
 def decode(data: bytes) -> Body:
-    """The body of its bytes.
+    """A body from its bytes.
 
     Raises:
-        Malformed: if it is no JSON object with a type.
+        Malformed: if it is not a JSON object with a type.
     """
     try:
         body = parse_json(data)
     except ValueError as error:  # nesting without end is no frame either
-        raise Malformed("sent a frame that is no JSON") from error
+        raise Malformed("sent a frame that is not JSON") from error
     if not isinstance(body, dict) or not isinstance(body.get("t"), str):
         raise Malformed("sent a frame without a type")
     return body
@@ -106,7 +106,7 @@ def decode(data: bytes) -> Body:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a file: of which transfer on this connection, at which byte it begins, and its content."""
+    """A piece of a file: number of the transfer on this connection, byte offset and content."""
 
     transfer: int
     offset: int
@@ -120,28 +120,30 @@ def encode_piece(piece: Piece) -> bytes:
 
 
 def decode_frame(data: bytes) -> Body | Piece:
-    """What a proven node may send: a body, or a piece of a file.
+    """A frame of an authenticated node: a body, or a piece of a file.
 
     Raises:
-        Malformed: if it is neither, or the piece is empty or larger than one may be.
+        Malformed: if it is neither, or the piece is empty or too large.
     """
     if not data.startswith(_PIECE):
         return decode(data)
     if not 0 < len(data) - _PIECE_HEADER_BYTES <= PIECE_BYTES:
-        raise Malformed(f"sent a piece of {len(data) - _PIECE_HEADER_BYTES} bytes; {PIECE_BYTES} is the most")
+        raise Malformed(
+            f"sent a piece of {len(data) - _PIECE_HEADER_BYTES} bytes; {PIECE_BYTES} is the maximum"
+        )
     numbers = data[1:_PIECE_HEADER_BYTES]
     content = memoryview(data)[_PIECE_HEADER_BYTES:]
     return Piece(int.from_bytes(numbers[:4], "big"), int.from_bytes(numbers[4:], "big"), content)
 
 
 class FrameParser:
-    """Takes bytes in any pieces and gives (MAC, body) pairs. Holds at most one frame and one piece in memory.
+    """Parses bytes into (MAC, body) pairs. Holds at most one frame and one chunk in memory.
 
-    Feed it, then take frames until there are none, then feed it again. After an exception it is of no more use.
+    Feed it, then take frames until there are none, then feed it again. Unusable after an exception.
 
     Args:
-        side: the preamble that must come first; empty where it has been seen.
-        limit: the largest body that is accepted. May be changed between frames.
+        side: the expected preamble; empty if already received.
+        limit: maximum body size. May be changed between frames.
     """
 
     def __init__(self, side: bytes = b"", *, limit: int = UNPROVEN_BYTES) -> None:
@@ -151,26 +153,26 @@ class FrameParser:
 
     @property
     def began(self) -> bool:
-        """Whether the preamble has been seen."""
+        """Whether the preamble has been received."""
         return not self._side
 
     @property
     def waiting_bytes(self) -> int:
-        """How many bytes it holds."""
+        """Number of buffered bytes."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> None:
-        """Takes bytes.
+        """Adds received bytes.
 
         Raises:
-            Malformed: as soon as they cannot become what is expected; nothing is kept for a frame that is too large.
+            Malformed: as soon as they are invalid; a frame that is too large is not buffered.
         """
         self._buffer += data
         if self._side:
             self._begin()
 
     def take(self) -> tuple[bytes, bytes] | None:
-        """The next frame's MAC and body, or None until more bytes have come.
+        """The next frame's MAC and body, or None until more bytes arrive.
 
         Raises:
             Malformed: if the frame is larger than the limit.
@@ -180,7 +182,7 @@ class FrameParser:
         length = int.from_bytes(self._buffer[:LENGTH_BYTES], "big")
         if length > self.limit:
             self._buffer.clear()
-            raise Malformed(f"sent a frame of {length} bytes where {self.limit} is the most")
+            raise Malformed(f"sent a frame of {length} bytes where {self.limit} is the maximum")
         start = LENGTH_BYTES + MAC_BYTES
         if len(self._buffer) < start + length:
             return None
@@ -194,7 +196,7 @@ class FrameParser:
         if seen != self._side[: len(seen)]:
             shown = repr(bytes(self._buffer[:24]))[2:-1]
             self._buffer.clear()
-            raise ForeignProtocol(f"is no control channel of unisono: it begins with `{shown}`")
+            raise ForeignProtocol(f"is not a control channel of unisono: it begins with `{shown}`")
         if len(self._buffer) < PREAMBLE_BYTES:
             return
         version = self._buffer[PREAMBLE_BYTES - 1]
@@ -206,10 +208,10 @@ class FrameParser:
 
 
 class Seal:
-    """Writes and checks the MACs of one side of one connection; counts the frames of both directions.
+    """Creates and checks the MACs of one side of a connection; counts the frames of both directions.
 
     Args:
-        key: the key that both ends have. Empty: no proof, for the one frame that comes before there is a key.
+        key: shared by both ends. Empty: no authentication, for the one frame before there is a key.
         sends: TO_HEAD or TO_NODE.
     """
 
@@ -220,29 +222,29 @@ class Seal:
         self._sent = self._heard = 0
 
     def close(self, body: bytes) -> bytes:
-        """The whole frame around `body`."""
+        """The complete frame of `body`."""
         mac = self._mac(self._sends, self._sent, body)
         self._sent += 1
         return len(body).to_bytes(LENGTH_BYTES, "big") + mac + body
 
     def open(self, frame: tuple[bytes, bytes]) -> Body:
-        """The body of a frame that fits.
+        """The body of a frame, after the MAC check.
 
         Raises:
-            Forged: if it does not fit.
-            Malformed: if it fits and is no body.
+            Forged: if the check fails.
+            Malformed: if it is authentic but not a valid body.
         """
         return decode(self.unseal(frame))
 
     def unseal(self, frame: tuple[bytes, bytes]) -> bytes:
-        """The body's bytes of a frame that fits.
+        """The body's bytes of a frame, after the MAC check.
 
         Raises:
-            Forged: if it does not fit.
+            Forged: if the check fails.
         """
         mac, body = frame
         if not hmac.compare_digest(mac, self._mac(self._hears, self._heard, body)):
-            raise Forged("sent a frame whose proof does not fit")
+            raise Forged("sent a frame with a wrong MAC")
         self._heard += 1
         return body
 
@@ -254,19 +256,19 @@ TOKEN_BYTES = 32
 
 
 def new_token() -> str:
-    """A fresh secret for a job, as text that fits a file or an environment variable."""
+    """A new random token for a job, as text."""
     return secrets.token_urlsafe(TOKEN_BYTES)
 
 
 def derive(token: bytes, purpose: str, *parts: str | int) -> bytes:
-    """A key of 32 bytes for `purpose` alone. Whoever has it learns neither the token nor the key of another purpose.
+    """A key of 32 bytes for one purpose. It reveals neither the token nor keys of other purposes.
 
     Args:
         token: the job's secret, not empty.
         purpose: what the key is for, for example `control.session` or `rank`.
-        parts: what it is bound to as well: a nonce, a rank. They are written as JSON, so no two lists read the same.
+        parts: further inputs, e.g. a nonce or rank. Encoded as JSON, so that different lists never collide.
     """
-    assert token, "a job of several nodes has a token"
+    assert token, "a job of several nodes needs a token"
     return hmac.digest(token, json.dumps(["unisono", purpose, *parts]).encode(), "sha256")
 
 
@@ -277,7 +279,7 @@ _MAX_NODES = 1 << 20
 
 
 def is_host_name(name: object) -> bool:
-    """Whether a peer may be called so (DESIGN B8)."""
+    """Whether a string is a valid host name of a peer (DESIGN B8)."""
     return isinstance(name, str) and _HOST_NAME.match(name) is not None
 
 
@@ -288,7 +290,7 @@ def fresh_nonce() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """The head's first words. Not proven: they count only through the keys that are made with them."""
+    """The head's first frame. Not authenticated itself, but all keys are derived from it."""
 
     nonce: str
     run: str
@@ -300,26 +302,26 @@ class Greeting:
 
     @classmethod
     def from_body(cls, body: Body) -> Self:
-        """Reads a greeting.
+        """Parses a greeting.
 
         Raises:
-            Malformed: if it is none.
+            Malformed: if it is invalid.
         """
         nonce, run, epoch = body.get("nonce"), body.get("run"), body.get("epoch")
         if body["t"] != "greeting" or not _matches(_NONCE, nonce) or not _matches(_RUN, run):
-            raise Malformed("sent no greeting")
+            raise Malformed("sent an invalid greeting")
         return cls(str(nonce), str(run), _integer(epoch, 0, 1 << 31, "an epoch"))
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who calls.
+    """A node's request to join.
 
     Attributes:
-        nonce: fresh for this connection.
+        nonce: random, for this connection.
         call: the same for all attempts of one process to join.
-        nodes: how many it expects; 0: it does not say.
-        run: the nonce of the start that it belongs to.
+        nodes: number of nodes that it expects; 0: not checked.
+        run: nonce of the start that it belongs to.
         epoch: of that start.
     """
 
@@ -338,17 +340,17 @@ class Hello:
 
     @classmethod
     def from_body(cls, body: Body) -> Self:
-        """Reads a hello.
+        """Parses a hello.
 
         Raises:
-            Malformed: if it is none, or holds what no node of ours would send.
+            Malformed: if it is invalid.
         """
         if body["t"] != "hello" or not all(_matches(_NONCE, body.get(name)) for name in ("nonce", "call")):
-            raise Malformed("sent no hello")
+            raise Malformed("sent an invalid hello")
         if not is_host_name(body.get("host")):
-            raise Malformed("gives a host name that is none: allowed are letters, digits and _ . @ : -")
+            raise Malformed("gives an invalid host name: allowed are letters, digits and _ . @ : -")
         if not _matches(_RUN, body.get("run")):
-            raise Malformed("gives a run that is none")
+            raise Malformed("gives an invalid run")
         return cls(
             nonce=body["nonce"],
             call=body["call"],
@@ -362,7 +364,7 @@ class Hello:
 
 
 def claimed_identity(data: bytes) -> tuple[int | None, str]:
-    """The rank and the host that an unproven hello claims; None and empty where it says nothing usable."""
+    """Rank and host that an unauthenticated hello claims; None and empty if it is invalid."""
     try:
         hello = Hello.from_body(decode(data))
     except Malformed:
@@ -371,24 +373,24 @@ def claimed_identity(data: bytes) -> tuple[int | None, str]:
 
 
 def greeting_seal(*, sends: bytes) -> Seal:
-    """For the greeting, and for refusing somebody who could not check a proof."""
+    """The seal for the greeting, and for refusals to peers that could not check a MAC."""
     return Seal(b"", sends=sends)
 
 
 def hello_seal(token: bytes, greeting: Greeting, *, sends: bytes) -> Seal:
-    """For the hello: it fits only this greeting."""
+    """The seal for the hello, bound to the greeting."""
     return Seal(derive(token, "control.hello", greeting.nonce), sends=sends)
 
 
 def session_seal(token: bytes, greeting: Greeting, hello: Hello, *, sends: bytes) -> Seal:
-    """For all that follows: bound to both nonces, the run, the epoch, the rank and the number of nodes."""
+    """The seal for everything else, bound to both nonces, run, epoch, rank, host and number of nodes."""
     parts = (greeting.nonce, hello.nonce, hello.run, hello.epoch, hello.node_rank, hello.nodes, hello.host)
     return Seal(derive(token, "control.session", *parts), sends=sends)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a proven caller is not let in. `text` goes on from `node R (HOST) `."""
+    """Why an authenticated caller is refused. `text` continues the sentence after `node R (HOST) `."""
 
     kind: RejectedKind
     text: str
@@ -402,20 +404,20 @@ class Refusal:
 def refusal_of(
     hello: Hello, *, run: str, epoch: int, nodes: int, holder: str, settled: bool, left_out: str = ""
 ) -> Refusal | None:
-    """Whether a proven caller may come in, and if not, why.
+    """The refusal of an authenticated caller; None: it is admitted.
 
     Args:
         hello: who calls.
-        run: the nonce of this start.
+        run: nonce of this start.
         epoch: of this start.
-        nodes: how many the head expects.
-        holder: who has its rank already, for people; empty: nobody.
-        settled: whether the last word has been said.
-        left_out: why the job goes on without its node; empty: it does not.
+        nodes: number that the head expects.
+        holder: the node that already has its rank, as text; empty: none.
+        settled: whether the last message was sent.
+        left_out: why the job continues without its node; empty: it does not.
     """
     if hello.run != run:
         return Refusal(
-            "stale", f"belongs to another start of the job (run {hello.run or '?'}, this is {run})"
+            "stale", f"belongs to a different start of the job (run {hello.run or '?'}, this is {run})"
         )
     if hello.epoch != epoch:
         age = "an earlier" if hello.epoch < epoch else "a later"
@@ -423,13 +425,13 @@ def refusal_of(
     if hello.nodes not in (0, nodes):
         return Refusal("misfit", f"expects {hello.nodes} nodes, the head expects {nodes}")
     if not 0 <= hello.node_rank < nodes:
-        return Refusal("misfit", f"is none of the {nodes} nodes: ranks go from 0 to {nodes - 1}")
+        return Refusal("misfit", f"has no valid rank for {nodes} nodes: ranks are 0 to {nodes - 1}")
     if settled:
-        return Refusal("late", "came after the last word")
+        return Refusal("late", "connected after the end of the run")
     if left_out:
         return Refusal("left_out", left_out)
     if holder:
-        return Refusal("duplicate", f"is here already: {holder} has this rank", holder)
+        return Refusal("duplicate", f"has a duplicate rank: {holder} has it already", holder)
     return None
 
 
@@ -439,5 +441,5 @@ def _matches(pattern: re.Pattern[str], value: Any) -> bool:
 
 def _integer(value: Any, least: int, most: int, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise Malformed(f"gives {what} that is none")
+        raise Malformed(f"gives {what} that is not valid")
     return value

@@ -23,22 +23,22 @@ _BACKLOG = 2048  # calls that wait to be accepted; the system may allow fewer
 
 
 class HeadServer:
-    """Listens for the other nodes, from construction to `close`. All methods return at once but `receive` and `close`.
+    """Listens for the other nodes, from construction to `close`. All methods except `receive` and `close` return immediately.
 
     Args:
-        host: the address to listen on, never all of them.
+        host: the address to listen on, never all addresses.
         port: 0 lets the system choose.
         token: the job's secret.
-        nodes: how many there are, this one included.
-        welcome: what every node is told when it comes in; run_nonce, epoch and wall (seconds since 1970) are added.
+        nodes: number of nodes, including this one.
+        welcome: sent to every node that joins; run_nonce, epoch and wall (seconds since 1970) are added.
         run_nonce: of this start.
-        epoch: which attempt of the run this is.
+        epoch: number of this attempt of the run.
 
     Attributes:
-        address: where it listens.
+        address: listening address.
 
     Raises:
-        Disagreed: if the port is taken, naming by whom; if the address is not this machine's.
+        Disagreed: if the port is in use, with the process; if the address is not this machine's.
         UsageError: if `host` means every address.
         UnfitError: if the system allows fewer open files than there are nodes.
     """
@@ -54,7 +54,7 @@ class HeadServer:
         run_nonce: str,
         epoch: int = 0,
     ) -> None:
-        assert token, "a job of several nodes has a token"
+        assert token, "a job of several nodes needs a token"
         assert len(encode({"t": "welcome", "welcome": welcome})) < _WELCOME_BYTES, "send large things later"
         allow_open_files(nodes)
         self._socket = bind_port(host, port, backlog=_BACKLOG)
@@ -71,38 +71,38 @@ class HeadServer:
         )
 
     def receive(self, timeout_s: float) -> list[Event]:
-        """All that has happened, in order; waits for the first until `timeout_s` is over."""
+        """All events since the last call, in order; waits up to `timeout_s` for the first."""
         return self._inbox.take(timeout_s)
 
     def fileno(self) -> int:
-        """Readable while events wait."""
+        """A descriptor that is readable while events wait."""
         return self._inbox.fileno()
 
     def send(self, node_rank: int, message: dict[str, Any]) -> None:
-        """Sends a message to one node. Where it is not here, nothing happens: its Left is in the events.
+        """Sends a message to one node. If it is not connected, nothing happens; a Left is in the events.
 
         Raises:
-            ValueError: if the message is larger than 8 MiB, or no JSON.
+            ValueError: if the message is larger than 8 MiB or not JSON.
         """
         CHANNEL_THREAD.post(self._head.send, node_rank, encode({"t": "say", "m": message}))
 
     def tell_all(self, message: dict[str, Any]) -> None:
-        """Sends a message to all nodes that are here.
+        """Sends a message to all connected nodes.
 
         Raises:
-            ValueError: if the message is larger than 8 MiB, or no JSON.
+            ValueError: if the message is larger than 8 MiB or not JSON.
         """
         CHANNEL_THREAD.post(self._head.tell_all, encode({"t": "say", "m": message}))
 
     def leave_out(self, node_rank: int, why: str) -> None:
-        """Lets a node in no more until the job ends; `why` goes on from `node R (HOST) `. What it still says is heard until it hangs up."""
+        """Stops admitting a node until the job ends; `why` continues the sentence after `node R (HOST) `. Its messages are received until it disconnects."""
         CHANNEL_THREAD.post(self._head.leave_out, node_rank, why)
 
     def settle(self, message: dict[str, Any]) -> None:
-        """Says the last word: to all who are here, and, until `close`, to everybody who still comes.
+        """Sends the last message to all connected nodes, and until `close` to every node that connects.
 
         Raises:
-            ValueError: if the message is larger than 8 MiB, or no JSON.
+            ValueError: if the message is larger than 8 MiB or not JSON.
         """
         encode({"t": "last", "n": 0, "m": message})
         CHANNEL_THREAD.post(self._head.settle, message)
@@ -112,25 +112,25 @@ class HeadServer:
         CHANNEL_THREAD.run(self._take_files(taker))
 
     def reply(self, caller: IncomingConnection, body: dict[str, Any]) -> None:
-        """Answers the sender of a file, from any thread."""
+        """Replies to the sender of a file, from any thread."""
         CHANNEL_THREAD.post(caller.write, encode(body))
 
     def tell(self, event: Event) -> None:
-        """Adds to what `receive` gives."""
+        """Adds an event for `receive`."""
         self._inbox.put(event)
 
     def here(self) -> set[int]:
-        """The nodes that are connected now."""
+        """Node ranks that are connected now."""
         return set(self._head.members)
 
     def silences(self) -> dict[int, float]:
-        """Nodes that have said nothing for more than 3 s, and for how long. After 8 s they have Left."""
+        """Nodes that have been silent for more than 3 s, with the seconds. After 8 s they have Left."""
         now = time.monotonic()
         members = list(self._head.members.items())
         return {rank: now - member.heard for rank, member in members if now - member.heard > SUSPECT_S}
 
     def close(self, *, patience_s: float) -> None:
-        """Waits until all who are here have the last word and are gone, at most `patience_s`; then hangs up on the rest."""
+        """Waits up to `patience_s` until all nodes have the last message and have left; then disconnects the rest."""
         if self._closed:
             return
         self._closed = True
@@ -166,15 +166,15 @@ _ALL_ADDRESSES = ("", "0.0.0.0", "::", "*")  # noqa: S104 - the addresses that a
 
 
 def bind_port(host: str, port: int, *, backlog: int) -> socket.socket:
-    """A socket that listens on `host` alone. Port 0: the system chooses one.
+    """A socket that listens on `host` only. Port 0: the system chooses one.
 
     Raises:
-        UsageError: if `host` means all addresses, or the port may not be had.
-        Disagreed: if the port is taken, the name has no address, or the address is another machine's.
+        UsageError: if `host` means all addresses, or the port cannot be bound.
+        Disagreed: if the port is in use, the name has no address, or the address is not this machine's.
     """
     if host in _ALL_ADDRESSES:
         raise UsageError.of(
-            f"the head may not listen on `{host}`: that is every network of this machine",
+            f"the head cannot listen on `{host}`: that is every network of this machine",
             fix="give the address on which the other nodes reach this one: --head HOST:PORT",
         )
     family, address = _resolve(host, port)
@@ -182,7 +182,7 @@ def bind_port(host: str, port: int, *, backlog: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is nobody's
         # Accepted connections have it from here, and callers are told: where large packets are lost, reports still come
-        # through, so that the dial matrix can name it.
+        # so that the dial matrix can detect it.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
         sock.bind(address)
         sock.listen(backlog)
@@ -193,17 +193,17 @@ def bind_port(host: str, port: int, *, backlog: int) -> socket.socket:
 
 
 def allow_open_files(nodes: int) -> None:
-    """Sees to it that this process may have a connection to every node.
+    """Raises the limit of open files so that this process can have a connection to every node.
 
     Raises:
-        UnfitError: if the system's hard limit is too low for that.
+        UnfitError: if the hard limit is too low.
     """
     needed = nodes + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
-        summary = f"a head of {nodes} nodes needs {needed} open files, and this process may have {hard}"
+        summary = f"the head of {nodes} nodes needs {needed} open files, but the limit is {hard}"
         fix = f"`ulimit -n {max(65536, needed)}` before the start, or LimitNOFILE= in the service"
         evidence = (Evidence(where="RLIMIT_NOFILE", text=f"soft {soft}, hard {hard}"),)
         verdict = Verdict(cause="ulimit", when="before", summary=summary, evidence=evidence, fix=(fix,))
@@ -218,9 +218,9 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
         why = one_line(str(getattr(error, "strerror", "") or error))
         raise disagreement(
             "dns_failure",
-            f"the head does not know its own name `{host}`: {why}",
+            f"the head cannot resolve its own name `{host}`: {why}",
             where=host,
-            fix=("give the IP address of the interface that the other nodes reach: --head IP:PORT",),
+            fix=("give an IP address that the other nodes reach: --head IP:PORT",),
         ) from error
     return found[0][0], found[0][4]
 
@@ -235,7 +235,7 @@ def _cannot_bind(error: OSError, host: str, port: int) -> Exception:
             f"the head cannot listen on {address}: no interface of this machine has this address",
             where=address,
             fix=(
-                "start node 0 on the machine that has this address, or give --head an address of this one: `ip -br addr`",
+                "start node 0 on the machine with this address, or give --head an address of this machine: `ip -br addr`",
             ),
         )
     why = one_line(error.strerror or str(error)).lower()
@@ -247,14 +247,17 @@ def _cannot_bind(error: OSError, host: str, port: int) -> Exception:
 def _taken(host: str, port: int) -> Exception:
     listener = find_listener(port)
     if listener is None:
-        owner, fix = "somebody who cannot be seen from here", f"`sudo ss -ltnp 'sport = :{port}'` shows who"
+        owner, fix = (
+            "a process of a different user or container",
+            f"`sudo ss -ltnp 'sport = :{port}'` shows it",
+        )
     else:
         owner = f"process {listener.pid} ({one_line(listener.command, limit=120) or '?'})"
         fix = f"if it is left over from an earlier start, end it: kill {listener.pid}"
     return disagreement(
         "port_in_use",
-        f"the head cannot have port {port} on {host}: {owner} listens there",
+        f"port {port} on {host} is in use: {owner} listens there",
         where=f"{host}:{port}",
         why=owner,
-        fix=(fix, "or start all nodes with another port: --head HOST:PORT"),
+        fix=(fix, "or start all nodes with a different port: --head HOST:PORT"),
     )

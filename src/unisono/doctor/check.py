@@ -19,11 +19,11 @@ Show = Callable[[Message], None]
 
 
 class _DoctorTraining(TrainRequest):
-    """A start that is only looked at; what people are told to type is a look, too."""
+    """A training request for doctor; its command line, which fixes quote, is a doctor command."""
 
     @property
     def command(self) -> str:
-        """The command line that it came from, near enough to be pasted."""
+        """The doctor command line, ready to paste."""
         return (
             super()
             .command.replace("unisono train .", "unisono doctor")
@@ -33,29 +33,29 @@ class _DoctorTraining(TrainRequest):
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """One `unisono doctor`.
+    """Request of one `unisono doctor`.
 
     Attributes:
-        config_path: the YAML file; None: only the machine is looked at.
-        overrides: `key.sub=value`, laid over it.
+        config_path: the YAML file; None: only the machine is checked.
+        overrides: `key.sub=value`, applied to the config.
         nproc: ranks on this node.
-        devices: `--devices` as it was typed.
-        nodes: how many there are: a number, or MIN:MAX.
-        node_rank: which of them this is.
-        head: where node 0 is.
-        hosts: `--hosts` as it was typed: this machine and those on which it starts the same look over ssh.
+        devices: `--devices` as typed.
+        nodes: number of nodes, or MIN:MAX.
+        node_rank: of this node.
+        head: address of node 0.
+        hosts: `--hosts` as typed: this machine, and those on which it starts doctor over SSH.
         token_file: a file with the job's secret.
         join_timeout_s: how long the nodes wait for each other.
-        ladder: whether a real collective is tried, with one setting after the other where it fails.
-        debug_comm: whether what the libraries say in that collective is kept.
-        end_orphans: whether ranks that an earlier run has left behind are ended.
-        launcher: `--launcher` as it was typed.
+        ladder: whether a real collective runs, and if it fails, runs again with one setting after the other.
+        debug_comm: whether the libraries' logs of that collective are kept.
+        end_orphans: whether orphaned ranks of earlier runs are killed.
+        launcher: `--launcher` as typed.
         ray_address: of the Ray cluster.
         partition: of the Slurm cluster.
         time: limit of the Slurm step.
-        programs: what is started as task.
-        probes: what this machine is asked through.
-        show: sees what takes long: data that are prepared, nodes that are waited for.
+        programs: command lines of tasks.
+        probes: readers of this machine.
+        show: receives progress: data preparation, waiting for nodes.
     """
 
     config_path: Path | None = None
@@ -81,7 +81,7 @@ class DoctorRequest:
 
     @property
     def training(self) -> TrainRequest:
-        """The training start that this is the look before; its config is empty where none was given."""
+        """The training request that doctor checks; its config path is empty if none was given."""
         return _DoctorTraining(
             self.config_path or Path(),
             self.overrides,
@@ -103,17 +103,17 @@ class DoctorRequest:
 
     @property
     def remote(self) -> RemoteCommand:
-        """The same look, on another node."""
-        return RemoteCommand(*self.look(None if self.config_path is None else str(self.config_path)))
+        """The same doctor command on a different node."""
+        return RemoteCommand(*self.command_words(None if self.config_path is None else str(self.config_path)))
 
-    def look(
+    def command_words(
         self, config: str | None, *, resolved: bool = False
     ) -> tuple[tuple[str, ...], dict[str, object]]:
-        """The same look on another node: words of `unisono`, and options by their names; those of None are left out.
+        """The same doctor command for a different node: words of `unisono`, and options by name; options of None are omitted.
 
         Args:
-            config: where the config is there; None: there is none.
-            resolved: whether it has the overrides in it.
+            config: path of the config on that node; None: no config.
+            resolved: whether the config already contains the overrides.
         """
         words = ("doctor", *(() if config is None else (config,)), *(() if resolved else self.overrides))
         return words, {
@@ -137,19 +137,19 @@ AREAS: dict[Area, str] = {
     "network": "Network",
     "peers": "The other nodes",
 }
-"""In the order in which they are shown."""
+"""In display order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that doctor looks at; the docs page has a paragraph for each.
+    """One check of doctor; the reference page has a paragraph for each.
 
     Attributes:
         id: stable, `AREA.NAME`: `system.shm`.
-        title: what is looked at, in a few words.
-        why: what goes wrong in training where it is not as it should be, one sentence.
-        how: how it is looked at, and what makes it pass, warn, fail or unknown; for the docs page.
-        causes: ids of the catalogue of causes that it prevents.
+        title: what is checked, in a few words.
+        why: what goes wrong in training if the check fails, one sentence.
+        how: how the check works, and what makes it pass, warn, fail or unknown; for the reference page.
+        causes: ids of the causes that it prevents.
     """
 
     id: str
@@ -166,14 +166,14 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What came of one check; a check may have several findings, one for each thing that is wrong.
+    """Result of a check; a check may have several findings, one per problem.
 
     Attributes:
         id: of the check.
-        status: fail: a run would not work, or not as it should; warn: it would, at a price; unknown: could not be looked at.
-        evidence: the value seen, in one line; further lines are rows of a table.
-        fix: what to type, the best first; empty where nothing is to be done.
-        where: the node it is about, in a job of several: `node 1 (b)`; empty: this machine.
+        status: fail: a run would fail or misbehave; warn: it would run with a drawback; unknown: could not be checked.
+        evidence: the observed value in one line; further lines are rows of a table.
+        fix: what to type, the best first; empty if nothing needs to be done.
+        where: the node concerned, in a job of several nodes: `node 1 (b)`; empty: this machine.
     """
 
     id: str
@@ -183,21 +183,21 @@ class Finding:
     where: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As DESIGN A1 has it; lines are lists."""
+        """The JSON object of DESIGN A1; lines are lists."""
         body = {"id": self.id, "status": self.status, "evidence": list(self.evidence), "fix": list(self.fix)}
         return body | ({"where": self.where} if self.where else {})
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """All that checks are given; `doctor.local_report.look_here` reads it once. What a check reads beyond it goes through `probes`.
+    """Input of all checks; `doctor.local_report.read_surroundings` reads it once. Anything else a check reads goes through `probes`.
 
-    A test puts recorded answers into the request's probes, and variables into the environment.
+    Tests put recorded answers into the request's probes, and variables into the environment.
 
     Attributes:
-        request: what was asked: config, nodes, devices, ladder …
+        request: config, nodes, devices, ladder and the other options.
         here: machine (cores, memory, accelerators), environment, topology, and the devices of this node's ranks.
-        report: what this node would bring to agreement: limits, interfaces, versions, settings, output_dir …
+        report: this node's report for agreement: limits, interfaces, versions, settings, output_dir …
         loaded: the config, its paths absolute; None without CONFIG.
     """
 
@@ -223,11 +223,11 @@ class Surroundings:
 
 
 CheckFunction = Callable[[Surroundings], list[Finding]]
-"""Judges; several of different areas run side by side, in threads. What it raises is a defect of ours."""
+"""Makes the findings of a check; areas run concurrently, in threads. An exception is a bug of unisono."""
 
 
 def findings_of(value: object) -> list[Finding]:
-    """Findings of another machine or process, as doctor's JSON has them; what is none is left out."""
+    """Findings of a different machine or process, from doctor's JSON; invalid entries are dropped."""
     read = []
     for one in value.get("checks") or [] if isinstance(value, dict) else []:
         with contextlib.suppress(KeyError, TypeError):

@@ -145,7 +145,7 @@ _DISAGREE = 3
 
 
 def read_answer(line: str) -> dict[str, Any] | None:
-    """The object of a line that is a doctor's answer: its checks, or its refusal; None for any other line."""
+    """The JSON object of a line of doctor's output: its checks, or its refusal; None for any other line."""
     try:
         body = parse_json(line)
     except ValueError:
@@ -156,15 +156,15 @@ def read_answer(line: str) -> dict[str, Any] | None:
 
 
 def examination_of(answer: dict[str, Any], *, code: int, host: str) -> Examination:
-    """The examination that node 0 has told.
+    """The examination that node 0 reports.
 
     Args:
-        answer: as `read_answer` gave it.
+        answer: from `read_answer`.
         code: node 0's exit code.
-        host: what the heading names.
+        host: name for the heading.
 
     Raises:
-        UnisonoError: what node 0 refused, in the class of its exit code.
+        UnisonoError: the refusal of node 0, in the class of its exit code.
     """
     if "checks" not in answer:
         raise refusal(answer)
@@ -172,22 +172,22 @@ def examination_of(answer: dict[str, Any], *, code: int, host: str) -> Examinati
 
 
 def no_answer_error(*, where: str, said: Sequence[str], fix: str) -> UnfitError:
-    """The error for a look that ended without an answer."""
+    """The error for a doctor run on a cluster that printed no result."""
     return UnfitError.of(
-        "the look on the nodes ended without a word of node 0",
+        "doctor on the nodes ended without a result of node 0",
         where=where,
-        why="; ".join(said) or "nothing was printed there",
+        why="; ".join(said) or "it printed nothing",
         fix=fix,
     )
 
 
 def examine_on_ray(request: DoctorRequest) -> Examination:
-    """Has the nodes look, and gives what they have found together.
+    """Runs doctor on the nodes, and gives their merged findings.
 
     Raises:
-        ConfigError: with every problem of the config, before the cluster is asked for anything.
-        UsageError: if an option does not go with Ray, or there is no such cluster.
-        UnfitError: if it cannot give the nodes, one is lost, or the look ended without an answer.
+        ConfigError: with every problem of the config, before the cluster is contacted.
+        UsageError: if an option does not apply to Ray, or there is no such cluster.
+        UnfitError: if it cannot provide the nodes, one is lost, or doctor printed no result.
     """
     environment, loaded = read_environment(), read_config(request)
     shape = ray_topology(request.training, environment)
@@ -211,34 +211,34 @@ def examine_on_ray(request: DoctorRequest) -> Examination:
         raise no_answer_error(
             where=f"{told['hosts'][0]}, exit code {told['code']}",
             said=told["said"],
-            fix="`ray status` says what became of that node; or look there by hand: unisono doctor",
+            fix="`ray status` shows the state of that node; or run there: unisono doctor",
         )
     return examination_of(answer, code=int(told["code"]), host=f"Ray's {hosts}")
 
 
 def _ray_words(request: DoctorRequest) -> list[str | None]:
-    """Of each node's `unisono`, null where its config stands; that has the overrides in it."""
-    words, options = request.look(None, resolved=True)
+    """Command words of each node's `unisono`; null stands for its config, which contains the overrides."""
+    words, options = request.command_words(None, resolved=True)
     config = [None] if request.config_path is not None else []
     return ["--json", *words, *config, *option_args(options)]
 
 
 _EXIT_LINE = re.compile(r"^srun: (error: .*(Exited with exit code|Terminated)|Terminating|Job step aborted)")
 _TAIL = 8
-_CONFIG = "/dev/stdin"  # srun gives it to every task: as it is here, also where no disk is shared
+_CONFIG = "/dev/stdin"  # srun copies its stdin to every task, also without a shared disk
 
 
 @dataclass(frozen=True)
 class SlurmNodesRequest:
-    """What the look needs of the cluster.
+    """What doctor needs from the cluster.
 
     Attributes:
-        least_nodes: so many are enough.
-        nodes: how many at the most.
-        nproc: ranks on each; None: as many as its devices.
-        gpus: accelerators that each node is asked for.
-        partitions: those that are named.
-        time: as it was typed; None: the partition's own limit.
+        least_nodes: minimum number of nodes.
+        nodes: maximum number.
+        nproc: ranks per node; None: one for each device.
+        gpus: accelerators per node.
+        partitions: the requested ones.
+        time: as typed; None: the partition's limit.
     """
 
     least_nodes: int
@@ -249,7 +249,7 @@ class SlurmNodesRequest:
     time: str | None
 
     def options(self) -> list[str]:
-        """Of srun: one look a node."""
+        """Options of srun: one task per node."""
         number = str(self.nodes) if self.least_nodes == self.nodes else f"{self.least_nodes}-{self.nodes}"
         options = {
             "--nodes": number,
@@ -264,12 +264,12 @@ class SlurmNodesRequest:
 
 
 def examine_on_slurm(request: DoctorRequest) -> Examination:
-    """Has the nodes look, and gives what they have found together.
+    """Runs doctor on the nodes, and gives their merged findings.
 
     Raises:
-        ConfigError: with every problem of the config, before the cluster is asked for anything.
-        UsageError: if the cluster never has such nodes.
-        UnfitError: if too many of them are out of order, or the look ended without an answer.
+        ConfigError: with every problem of the config, before the cluster is contacted.
+        UsageError: if the cluster has no such nodes.
+        UnfitError: if too many of them are down, or doctor printed no result.
     """
     loaded, known = read_config(request), partitions()
     asked = _nodes_request(request, loaded)
@@ -284,7 +284,7 @@ def examine_on_slurm(request: DoctorRequest) -> Examination:
         raise no_answer_error(
             where=f"srun, exit code {code}",
             said=list(heard.said),
-            fix="look at `sinfo -R` and `squeue`; on nodes that you have: srun --ntasks-per-node=1 unisono doctor",
+            fix="see `sinfo -R` and `squeue`; inside an allocation: srun --ntasks-per-node=1 unisono doctor",
         )
     nodes = "one node" if asked.nodes == 1 else f"{asked.nodes} nodes"
     return examination_of(answer, code=code, host=f"{nodes} of Slurm")
@@ -298,26 +298,26 @@ def _nodes_request(request: DoctorRequest, loaded: LoadedConfig) -> SlurmNodesRe
 
 
 def _slurm_words(request: DoctorRequest) -> list[str]:
-    """The look of each node; its place it takes from the step."""
-    words, options = request.look(_CONFIG if request.config_path is not None else None)
-    return ["--json", *words, *option_args(options)]
+    """Command words of each node, which takes its rank from the Slurm step."""
+    words, options = request.command_words(_CONFIG if request.config_path is not None else None)
+    return ["--json", *words, *option_words(options)]
 
 
 @dataclass
 class _StepOutput:
-    """What the tasks and srun have said."""
+    """Output of the tasks and of srun."""
 
     request: DoctorRequest
     printed: bytes = b""
     said: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL))
 
     def take(self, task: int | None, piece: bytes) -> None:
-        """What node 0 prints is one object, in pieces."""
+        """Collects node 0's output, one object in pieces."""
         if task == 0:
             self.printed += piece
 
     def talk(self, task: int | None, line: bytes) -> None:
-        """A line of stderr: node 0's and srun's are shown. Of those that say how a task ended the answer says more."""
+        """A line of stderr: those of node 0 and srun are shown, except how a task ended, which the result says better."""
         text = line.decode("utf-8", "replace")
         if task not in (None, 0) or not text.strip() or _EXIT_LINE.match(text):
             return
@@ -326,17 +326,17 @@ class _StepOutput:
 
 
 def examine_with_launcher(request: DoctorRequest) -> Examination:
-    """The look, through the launcher that was asked for.
+    """Runs doctor with the launcher of the request.
 
     Raises:
-        UnisonoError: as `examine`; or if an option is another launcher's, or its cluster cannot give the nodes.
+        UnisonoError: as `examine`; or if an option belongs to a different launcher, or its cluster cannot provide the nodes.
     """
     refuse_contradictions(request.training)
     if request.debug_comm and not request.ladder:
         raise UsageError.of(
-            "--debug-comm keeps what the libraries say in the collectives of --ladder",
+            "--debug-comm keeps the libraries' logs of the collectives of --ladder",
             where="command line",
-            why="doctor without --ladder has nothing more to say of a collective than its outcome",
+            why="without --ladder doctor reports only the outcome of a collective",
             fix=f"unisono doctor --ladder --debug-comm{'' if request.nproc is None else f' --nproc {request.nproc}'}, with the other options as they are",
         )
     if request.launcher == "slurm":
@@ -347,5 +347,5 @@ def examine_with_launcher(request: DoctorRequest) -> Examination:
 
 
 def _redacted_examination(examination: Examination) -> Examination:
-    """What came from another process is pasted into issues like our own words."""
+    """Text of a different process is redacted, too: people paste it into issues."""
     return Examination(examination.host, redacted(examination.findings), agreed=examination.agreed)

@@ -21,10 +21,10 @@ from unisono.text import show_bytes, show_count
 
 HUB = Check(
     "config.hub",
-    "the hub, where this run needs it",
-    "a model or data set that cannot be downloaded ends the start, on one node perhaps and not on the others",
-    "Only where the config names a model, tokenizer or data set by its hub id: whether it is in the cache, whether offline mode is on, whether the hub answers within two"
-    " seconds, and whether there is a token (never which). Warns at most.",
+    "the Hub, if this run needs it",
+    "a model or data set that cannot be downloaded fails the start, perhaps on one node only",
+    "Only if the config names a model, tokenizer or data set by its Hub id: whether it is in the cache, whether offline mode is on, whether the Hub responds within two"
+    " seconds, and whether there is a token (never shown). Warns at most.",
     ("hub_unreachable", "gated_model"),
 )
 
@@ -33,8 +33,8 @@ _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
 
 def check_hub(facts: Surroundings) -> list[Finding]:
-    """What is missing is asked for by its name alone."""
-    assert facts.loaded is not None, "the area is looked at with a config only"
+    """Whether the config's models and data sets can be had from the Hub. Nothing is downloaded."""
+    assert facts.loaded is not None, "this area is checked with a config only"
     named = hub_ids(facts.loaded.config)
     cache = facts.environment.hub_cache
     missing = [(kind, name) for kind, name in named if not is_cached(cache, kind, name)]
@@ -44,7 +44,7 @@ def check_hub(facts: Surroundings) -> list[Finding]:
 
 
 def hub_ids(config: RunConfig) -> list[tuple[str, str]]:
-    """What the config names by hub ids: its kind, and the id. What is a path, a URL or built in is not the hub's."""
+    """Kind and id of everything that the config names by Hub id. Paths, URLs and built-in models are not on the Hub."""
     models = [name for name in (config.model.path, config.model.tokenizer) if name and _is_id(name)]
     train = config.data.train if isinstance(config.data.train, list) else [config.data.train]
     sources = [entry.path if isinstance(entry, SourceSection) else entry for entry in train]
@@ -64,76 +64,79 @@ def _is_id(name: str) -> bool:
 def judge_hub(
     named: list[tuple[str, str]], missing: list[tuple[str, str]], known: Hub, answer: str, *, cache: Path
 ) -> Finding:
-    """Pure. `answer`: why the hub does not answer; empty where it does or was not asked."""
+    """The finding on the Hub. Pure. `answer`: why the Hub does not respond; empty if it does or was not contacted."""
     token = f"there is a token ({known.token})" if known.token else "there is no token"
     names = ", ".join(name for _, name in missing)
     if not named:
-        return found(HUB, "pass", "this run needs nothing of it")
+        return found(HUB, "pass", "this run needs nothing from it")
     if not missing:
         return found(HUB, "pass", f"{', '.join(name for _, name in named)}: in the cache, {cache}")
     if known.offline:
-        fix = [f"`unset {known.offline}`", "or copy the hub's cache from a machine that has it"]
+        fix = [f"`unset {known.offline}`", "or copy the Hub cache from a machine that has it"]
         return found(
             HUB,
             "warn",
-            f"{names}: not in the cache, {cache}, and {known.offline} forbids to ask for it",
+            f"{names}: not in the cache, {cache}, and {known.offline} forbids downloads",
             fix=fix,
         )
     if answer:
         fix = [
-            f"`curl -sI {known.endpoint}`; a proxy is named by HTTPS_PROXY, a mirror by HF_ENDPOINT",
-            "or download on another machine, and copy the hub's cache",
+            f"`curl -sI {known.endpoint}`; set a proxy with HTTPS_PROXY, a mirror with HF_ENDPOINT",
+            "or download on a different machine, and copy the Hub cache",
         ]
         return found(
-            HUB, "warn", f"{names}: not in the cache, and {known.endpoint} does not answer: {answer}", fix=fix
+            HUB,
+            "warn",
+            f"{names}: not in the cache, and {known.endpoint} does not respond: {answer}",
+            fix=fix,
         )
     if not known.token:
         return found(
             HUB,
             "pass",
-            f"{names}: to be downloaded from {known.endpoint}, which answers; {token}, as gated and private ones need",
+            f"{names}: to be downloaded from {known.endpoint}, which responds; {token}, which gated and private repositories need",
         )
-    return found(HUB, "pass", f"{names}: to be downloaded from {known.endpoint}, which answers; {token}")
+    return found(HUB, "pass", f"{names}: to be downloaded from {known.endpoint}, which responds; {token}")
 
 
 START = Check(
     "config.start",
     "whether this run may start",
-    "a start is refused where output_dir holds a finished run, another run, or something else, and where another process holds it",
-    "The first decision of `unisono train`: a new run, a resumed run, or a refusal, which fails with the fix. Warns if a running process holds the run.",
+    "a start is refused if output_dir contains a finished run, a different run or something else, or if a different process holds it",
+    "The first decision of `unisono train`: a new run, a resumed one, or a refusal, which fails with the fix. Warns if a live process holds the run.",
 )
 MODEL = Check(
     "config.model",
     "the model and its tokenizer",
-    "a file that is missing, or a config and weights of different models, would end the start on the first node that looks",
-    "What the start reads: config.json, the shapes of the weights, the tokenizer. Fails with each problem.",
+    "a missing file, or a config and weights of different models, fails the start on the first node that reads them",
+    "Everything that a start reads: config.json, shapes of the weights, tokenizer. Fails with each problem.",
     ("model_path_missing", "tokenizer_mismatch"),
 )
 DATA = Check(
     "config.data",
     "the rows",
-    "a row that cannot be read or is too long, a template that masks everything: found in the first minute, or after the queue",
-    "The rows are read, rendered and tokenised as for the start, which then finds them in the cache. Fails with each problem.",
+    "an unreadable or too long row, or a template that masks everything, is found now rather than after the queue",
+    "The rows are read, rendered and tokenized as at the start, which then finds them in the cache. Fails with each problem.",
 )
 MEMORY = Check(
     "config.memory",
     "memory of a rank",
-    "a rank that runs out of memory does so at its longest batch, mostly not at its first",
-    "The plan's estimate of weights, state, activations and loss against the free memory of the rank's device. Warns from 90 %, fails above 100 %.",
+    "a rank runs out of memory at its longest batch, usually not the first",
+    "The plan's estimate of weights, state, activations and loss, compared with the free memory of the rank's device. Warns above 90 %, fails above 100 %.",
     ("cuda_oom", "host_oom_killed"),
 )
 DISK = Check(
     "config.disk",
     "disk for checkpoints",
-    "a disk that fills up takes the checkpoint that is being written, and the run with it",
-    "What (keep + 2) checkpoints and the final weights take, at most, against what is free in output_dir. Warns from 90 %, fails above 100 %.",
+    "a full disk loses the checkpoint being written, and ends the run",
+    "Maximum size of (keep + 2) checkpoints and the final weights, compared with free space in output_dir. Warns above 90 %, fails above 100 %.",
     ("disk_full",),
 )
 PACKAGES = Check(
     "config.packages",
     "packages that this run needs",
-    "a package that only one option needs is noticed when that option is first used",
-    "tensorboard for `track`, the storage's package for `checkpoint.storage` and URLs of data (fail where they are missing), py-spy for stacks of ranks that do not answer (warns).",
+    "a missing package for one option fails only when that option is first used",
+    "tensorboard for `track`, the storage's package for `checkpoint.storage` and URLs of data (fail if missing), py-spy for stacks of unresponsive ranks (warns).",
     ("missing_dependency",),
 )
 CATALOGUE: tuple[Check, ...] = (START, MODEL, DATA, MEMORY, DISK, PACKAGES, HUB)
@@ -157,20 +160,20 @@ _STORAGES = {
 
 @dataclass(frozen=True)
 class _PreparedRun:
-    """What came of preparing the run: a plan, or why there is none."""
+    """Result of preparing the run: a plan, or the problems."""
 
     plan: RunPlan | None
     problems: tuple[Problem, ...] = ()
 
 
 def check_config(facts: Surroundings) -> list[Finding]:
-    """All of them, in the order of a start; nothing without a config."""
+    """All findings on the config, in the order of a start; none without a config."""
     if facts.loaded is None:
         return []
     packages = _check_packages(facts, facts.loaded)
     start, of_hub = _check_start(facts, facts.loaded), check_hub(facts)
     if any(finding.status == "warn" for finding in of_hub):  # a hub that is silent is waited for very long
-        why = "not looked at: what is needed from the hub cannot be had"
+        why = "not checked: the Hub is needed and not available"
         unknown = [found(check, "unknown", why) for check in (MODEL, DATA, MEMORY, DISK)]
         return [*start, *unknown, *packages, *of_hub]
     prepared = _prepare_run(facts, facts.loaded)
@@ -187,15 +190,15 @@ def _check_start(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     run = RunDir(Path(loaded.config.output_dir))
     holder = read_holder(run.lock)
     if holder is not None:
-        fix = ["wait for its end, or end it", "or choose another output_dir"]
+        fix = ["wait for it to end, or end it", "or choose a different output_dir"]
         return [
-            found(START, "warn", f"{run.root} is held by {holder}: until it ends a start is refused", fix=fix)
+            found(START, "warn", f"{run.root} is held by {holder}: a start is refused until it ends", fix=fix)
         ]
     try:
         decide_start(run, loaded.config, resume=False, fresh=False)
     except UnisonoError as error:
         return [_problem_finding(START, problem) for problem in error.problems]
-    what = "the run there goes on" if run.plan.exists() else "a new run"
+    what = "resumes the run there" if run.plan.exists() else "a new run"
     return [found(START, "pass", f"{what}: {run.root}")]
 
 
@@ -205,7 +208,7 @@ def _problem_finding(check: Check, problem: Problem) -> Finding:
 
 
 def _prepare_run(facts: Surroundings, loaded: LoadedConfig) -> _PreparedRun:
-    """Data and model as for the start, and the plan; what was decided about an earlier run is another check's."""
+    """Data, model and plan as at a start; `config.start` checks the decision on an earlier run."""
     request = facts.request.training
     try:
         prepared = prepare(request, loaded, facts.environment, ledger=False, show=facts.request.show)
@@ -228,7 +231,7 @@ def _prepare_run(facts: Surroundings, loaded: LoadedConfig) -> _PreparedRun:
 
 
 def _model_and_data(prepared: _PreparedRun, loaded: LoadedConfig) -> list[Finding]:
-    """Model and data; a problem says by its key, or its place, whose it is."""
+    """Findings on model and data; a problem belongs to one of them by its key or place."""
     if prepared.plan is None:
         places = ("model", "adapter", loaded.config.model.path, loaded.config.model.tokenizer or "model")
         of_model = [problem for problem in prepared.problems if problem.where.startswith(places)]
@@ -237,18 +240,18 @@ def _model_and_data(prepared: _PreparedRun, loaded: LoadedConfig) -> list[Findin
         findings += [_problem_finding(DATA, problem) for problem in of_data]
         other, what = (DATA, "the model") if of_model else (MODEL, "the rows")
         if not (of_model and of_data):
-            findings.append(found(other, "unknown", f"not looked at to the end, for {what} come first"))
+            findings.append(found(other, "unknown", f"not checked completely: {what} failed first"))
         return findings
     model, train = prepared.plan.model, prepared.plan.data.train
     said = f"{prepared.plan.config.model.path}: {model.model_type}, {show_count(model.parameters)} parameters, {show_bytes(model.weight_bytes)}"
-    rows = f"{show_count(train.rows)} rows, {show_count(train.tokens)} tokens, {show_count(train.loss_tokens)} of them learnt; {prepared.plan.total_steps:,} steps"
+    rows = f"{show_count(train.rows)} rows, {show_count(train.tokens)} tokens, {show_count(train.loss_tokens)} of them trained on; {prepared.plan.total_steps:,} steps"
     return [found(MODEL, "pass", said), found(DATA, "pass", rows)]
 
 
 def _memory_and_disk(facts: Surroundings, prepared: _PreparedRun) -> list[Finding]:
     plan = prepared.plan
     if plan is None:
-        why = "not known before model and data can be read"
+        why = "unknown until model and data can be read"
         return [found(MEMORY, "unknown", why), found(DISK, "unknown", why)]
     findings = [judge_memory(plan)]
     free, need = facts.report.output.free_bytes, _disk_bytes(plan)
@@ -257,7 +260,7 @@ def _memory_and_disk(facts: Surroundings, prepared: _PreparedRun) -> list[Findin
             found(
                 DISK,
                 "unknown",
-                f"{show_bytes(need)} needed; what is free in {plan.output_dir} cannot be told",
+                f"{show_bytes(need)} needed; free space in {plan.output_dir} unknown",
             )
         )
     else:
@@ -269,20 +272,20 @@ def judge_memory(plan: RunPlan) -> Finding:
     """Pure."""
     need, free = plan.memory.total, plan.device.memory_bytes
     parts = f"weights {show_bytes(plan.memory.weights)}, state {show_bytes(plan.memory.trainable)}, activations {show_bytes(plan.memory.activations)}, loss {show_bytes(plan.memory.loss_head)}"
-    text = f"about {show_bytes(need)} a rank ({parts}); {show_bytes(free)} free on {plan.device.name}"
+    text = f"about {show_bytes(need)} per rank ({parts}); {show_bytes(free)} free on {plan.device.name}"
     if need <= _TIGHT * free:
         return found(MEMORY, "pass", text)
     fix = [
         "`batch.micro=1`, a shorter data.max_length, or `memory.gradient_checkpointing=true`",
-        "or an adapter in place of all weights",
+        "or train an adapter instead of all weights",
     ]
     if plan.world_size > 1:
-        fix.insert(1, "`parallel.strategy=fsdp` cuts weights and state among the ranks")
+        fix.insert(1, "`parallel.strategy=fsdp` shards weights and state over the ranks")
     return found(MEMORY, "warn" if need <= free else "fail", text, fix=fix)
 
 
 def _disk_bytes(plan: RunPlan) -> int:
-    """Bytes of all checkpoints at once, and of the final weights."""
+    """Bytes of all checkpoints that exist at once, plus the final weights."""
     model = plan.model
     checkpoints = checkpoints_bytes(
         plan.config, {"parameters": model.parameters, "linear_in_out": model.linear_in_out}
@@ -293,15 +296,17 @@ def _disk_bytes(plan: RunPlan) -> int:
 
 def judge_disk(need: int, free: int, *, where: str) -> Finding:
     """Pure."""
-    text = f"at most {show_bytes(need)} for checkpoints and the result; {show_bytes(free)} free in {where}"
+    text = (
+        f"at most {show_bytes(need)} for checkpoints and the final model; {show_bytes(free)} free in {where}"
+    )
     if need <= _TIGHT * free:
         return found(DISK, "pass", text)
-    fix = ["a lower checkpoint.keep, or another output_dir", f"`df -h {where}`"]
+    fix = ["lower checkpoint.keep, or choose a different output_dir", f"`df -h {where}`"]
     return found(DISK, "warn" if need <= free else "fail", text, fix=fix)
 
 
 def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
-    """Only what this config asks for."""
+    """Findings on packages that this config needs."""
     config, installed = loaded.config, facts.probes.packages()
     train = config.data.train if isinstance(config.data.train, list) else [config.data.train]
     urls = [entry if isinstance(entry, str) else entry.path for entry in train] + [
@@ -325,12 +330,12 @@ def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     if missing:
         return missing
     if facts.here.topology.nproc > 1 and "py-spy" not in installed:
-        text = "py-spy is not installed: of a rank that stands in native code no stack can be shown"
+        text = "py-spy is not installed: no stack of a rank that hangs in native code"
         return [
             found(PACKAGES, "warn", text, fix=["`pip install py-spy`, or `pip install 'unisono[watch]'`"])
         ]
     return [
-        found(PACKAGES, "pass", f"{', '.join(wanted) or 'no others'} beside those that come with unisono")
+        found(PACKAGES, "pass", f"{', '.join(wanted) or 'none'} in addition to unisono's own dependencies")
     ]
 
 

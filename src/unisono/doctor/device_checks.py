@@ -31,70 +31,70 @@ from unisono.facts.nvidia import INSTALL, NO_ANSWER
 
 SEEN = Check(
     "devices.seen",
-    "Visible and physical devices",
-    "a rank that does not find its device fails at once, and a device that has dropped out takes its whole job with it",
-    "NVML's list (nvidia-ml-py) is held against the PCI bus and CUDA_VISIBLE_DEVICES. PASS: also where a device on the bus is not given to this container or job."
-    " FAIL: the driver cannot be used, a device that it lists does not answer, or one has fallen off the bus (Xid 79 in the kernel's log)."
-    " UNKNOWN: NVIDIA hardware is here and nvidia-ml-py is not, or the driver has said nothing for 30 s.",
+    "visible and physical devices",
+    "a rank without its device fails at once, and a device that drops out takes down the whole job",
+    "NVML's list (nvidia-ml-py) is compared with the PCI bus and CUDA_VISIBLE_DEVICES. PASS: also if a device on the bus is not assigned to this container or job."
+    " FAIL: the driver cannot be used, a listed device does not respond, or one has fallen off the bus (Xid 79 in the kernel log)."
+    " UNKNOWN: there is NVIDIA hardware but no nvidia-ml-py, or the driver has not responded for 30 s.",
     ("gpu_fell_off", "no_cuda_build"),
 )
 LINKS = Check(
     "devices.links",
-    "What joins the devices",
-    "two devices without a direct way send every gradient through the host's memory, at a fraction of the speed",
-    "Topology, NVLinks and peer access of each two devices from NVML; which transport NCCL is expected to take follows its own rule"
-    " (NCCL_P2P_LEVEL, the processor's make). FAIL: NVLink without peer access. WARN: a setting keeps devices from the way that they have, or PCIe"
-    " switches send what they exchange up to the host (ACS in the bridges' registers, which only root can read): slow, and with an IOMMU it may hang.",
+    "links between devices",
+    "two devices without a direct link send every gradient through host memory, at a fraction of the speed",
+    "Topology, NVLinks and peer access of each pair of devices from NVML; the transport that NCCL is expected to use follows its own rule"
+    " (NCCL_P2P_LEVEL, processor vendor). FAIL: NVLink without peer access. WARN: a setting prevents a faster link, or PCIe"
+    " switches redirect the traffic to the host (ACS in the bridges' registers, which only root can read): slow, and may hang with an IOMMU.",
     ("p2p_blocked",),
 )
 SELECTION = Check(
     "devices.selection",
-    "The chosen devices",
-    "if devices are across sockets, of several types or used by other jobs, the slowest pair sets the pace of all",
-    "All choices of as many devices, each as large and as new as the chosen ones, are weighed: errors, memory in use, MIG, types, transport between each two, NUMA nodes, gaps."
-    " In a Slurm job only those that it was given. WARN: another choice is better; it is written out.",
+    "the selected devices",
+    "with devices across sockets, of several types or in use by others, the slowest pair slows down all",
+    "All selections of as many devices, each as large and as new as the selected ones, are compared: errors, memory in use, MIG, types, transport between each pair, NUMA nodes, gaps."
+    " In a Slurm job only its own devices. WARN: a different selection is better; the finding lists it.",
     ("device_mismatch", "duplicate_gpu"),
 )
 MEMORY = Check(
     "devices.memory",
-    "Memory of the devices in use",
-    "a forgotten process that holds memory makes the run fail with `out of memory` when the longest batch comes",
-    "NVML's list of processes for each chosen device. WARN: more than a tenth is in use. FAIL: more than half, or the device takes one process"
-    " and has it.",
+    "device memory in use",
+    "because of a forgotten process that holds memory, the run fails with `out of memory` at the longest batch",
+    "NVML's list of processes on each selected device. WARN: more than a tenth is in use. FAIL: more than half, or the device allows one process"
+    " and already has one.",
     ("cuda_oom", "stale_process"),
 )
 HEALTH = Check(
     "devices.health",
-    "Errors of the devices",
-    "a device with memory errors computes wrong numbers or stops the job after hours",
-    "ECC counts, retired pages and rows, reasons for a low clock, NVLinks and the NVSwitch fabric from NVML; Xid errors of the last day from the"
-    " kernel's log. FAIL: a grave one on a chosen device; WARN: others.",
+    "device errors",
+    "a device with memory errors computes wrong results or ends the job after hours",
+    "ECC counts, retired pages and rows, clock throttle reasons, NVLinks and the NVSwitch fabric from NVML; Xid errors of the last day from the"
+    " kernel log. FAIL: a serious one on a selected device; WARN: others.",
     ("ecc_error", "gpu_fell_off"),
 )
 DRIVER = Check(
     "devices.driver",
-    "Driver, CUDA and torch",
-    "a torch that is newer than the driver, or older than the device, fails with the first tensor on the device",
-    "The driver's newest CUDA (NVML), the CUDA that torch was built for (its files, without importing it) and the devices' capability.",
+    "driver, CUDA and torch",
+    "a torch that is too new for the driver, or too old for the device, fails at the first tensor on the device",
+    "The driver's newest CUDA (NVML), the CUDA that torch was built for (from its files, without import) and the devices' compute capability.",
     ("driver_too_old", "cuda_arch_unsupported", "no_cuda_build"),
 )
 SLICES = Check(
     "devices.mig",
     "MIG slices",
-    "NCCL cannot talk between two slices of one device, and a sliced device cannot be used whole",
-    "MIG mode and slices from NVML. FAIL: several ranks, and a chosen device is sliced.",
+    "NCCL cannot communicate between two slices of one device, and a sliced device cannot be used as a whole",
+    "MIG mode and slices from NVML. FAIL: several ranks, and a selected device is sliced.",
 )
 PROCESSOR = Check(
     "devices.processor",
-    "Processors",
-    "idle cores, and ranks that access memory across sockets, silently cost half of the speed",
-    "Sockets, cores, NUMA nodes and instruction sets from /proc and /sys. Judged where ranks run on the CPU: WARN where half of the cores stay idle, or ranks do not divide over NUMA nodes.",
+    "processors",
+    "idle cores, and ranks that access memory of a different socket, cost half of the speed without a message",
+    "Sockets, cores, NUMA nodes and instruction sets from /proc and /sys. Judged if ranks run on the CPU: WARN if half of the cores stay idle, or ranks do not divide evenly over NUMA nodes.",
 )
 BFLOAT16 = Check(
     "devices.bfloat16",
     "bfloat16 on this processor",
     "emulated bfloat16 is slower than float32 on a CPU",
-    "The flags amx_bf16, avx512_bf16 and bf16 of /proc/cpuinfo. WARN: the config asks for it and none is there.",
+    "The flags amx_bf16, avx512_bf16 and bf16 of /proc/cpuinfo. WARN: the config uses bfloat16, and none of them is there.",
 )
 
 CATALOGUE = (SEEN, LINKS, SELECTION, MEMORY, HEALTH, DRIVER, SLICES, PROCESSOR, BFLOAT16)
@@ -106,17 +106,17 @@ _OFF_THE_BUS = 79  # the Xid
 
 @dataclass(frozen=True)
 class DeviceContext:
-    """All that the judgements of devices need.
+    """Input of all checks of devices.
 
     Attributes:
         details: of this machine.
-        visible: physical indices, in the order in which programs see them.
+        visible: physical indices, in the order of CUDA.
         chosen: physical indices of this node's ranks, by local rank; empty: they run on the CPU.
         processors: of this machine.
         settings: variables of NCCL and the like.
-        torch: its version; empty: none.
-        torch_cuda: that it was built for.
-        allotted: whether a scheduler has given this job the visible ones, and the others to somebody else.
+        torch: its version; empty: not installed.
+        torch_cuda: the CUDA that it was built for.
+        allotted: whether a scheduler assigned the visible ones to this job.
     """
 
     details: DevicesDetails
@@ -130,12 +130,12 @@ class DeviceContext:
 
     @cached_property
     def problems(self) -> list[DeviceProblem]:
-        """What is wrong with any device."""
+        """Problems of all devices."""
         return device_problems(self.details)
 
     @cached_property
     def judged(self) -> SelectionReport:
-        """Of the chosen ones."""
+        """Report on the selected devices."""
         return judge_selection(
             self.details,
             self.chosen,
@@ -147,17 +147,17 @@ class DeviceContext:
 
     @property
     def used(self) -> list[DeviceDetails]:
-        """The chosen devices."""
+        """The selected devices."""
         return [device for index in self.chosen if (device := self.details.device(index)) is not None]
 
 
 def check_devices(around: Surroundings) -> list[Finding]:
-    """Accelerators: nothing at all is said of a machine without NVIDIA hardware, but that it has none."""
+    """Findings on accelerators; one finding for a machine without NVIDIA hardware."""
     return judge_devices(read_device_context(around))
 
 
 def check_processors(around: Surroundings) -> list[Finding]:
-    """What ranks on the CPU get; of machines with accelerators only what they are."""
+    """Findings on processors; with accelerators only their description."""
     found_here = read_processors()
     text = processor_text(found_here)
     if any(place.kind == "cuda" for place in around.here.devices):
@@ -172,7 +172,7 @@ def check_processors(around: Surroundings) -> list[Finding]:
 
 
 def read_device_context(around: Surroundings) -> DeviceContext:
-    """Asks the driver once, and puts together what was asked for."""
+    """Reads devices once, through the request's probe."""
     report = around.report
     details = around.probes.details()
     by_uuid = {device.uuid: device.index for device in details.devices if device.uuid}
@@ -196,11 +196,11 @@ def judge_devices(scene: DeviceContext) -> list[Finding]:
             return [found(SEEN, "unknown", details.note, *details.on_bus, fix=[INSTALL])]
         if NO_ANSWER in details.note:
             fix = [
-                "sudo nvidia-smi -pm 1   # else the driver is set up anew for each who asks; then once more"
+                "sudo nvidia-smi -pm 1   # persistence mode: without it each query initializes the driver; then run doctor again"
             ]
             return [found(SEEN, "unknown", details.note, *details.on_bus, fix=fix)]
         fix = [
-            "`nvidia-smi` says the same; restart the machine, or load the driver that fits its libraries: sudo modprobe nvidia"
+            "check with `nvidia-smi`; reboot, or load the driver that matches its libraries: sudo modprobe nvidia"
         ]
         return [found(SEEN, "fail", details.note, *details.on_bus, fix=fix)]
     if not details.devices:
@@ -229,16 +229,16 @@ def _seen(scene: DeviceContext) -> Finding:
         if any(xid.number == _OFF_THE_BUS and xid.bus_id == bus for xid in details.xids or ())
     ]
     if lost or fallen:
-        why = f"{text}; no answer from {', '.join(fallen or lost)}"
+        why = f"{text}; no response from {', '.join(fallen or lost)}"
         return found(
             SEEN,
             "fail",
             why,
             *lost,
             *rows,
-            fix=["`sudo dmesg | grep -i xid` says why; then restart the machine"],
+            fix=["`sudo dmesg | grep -i xid` shows why; then reboot"],
         )
-    hidden = [f"on the bus, and not given to this container or job: {', '.join(silent)}"] if silent else []
+    hidden = [f"on the bus, but not assigned to this container or job: {', '.join(silent)}"] if silent else []
     return found(SEEN, "pass", text, *hidden, *rows)
 
 
@@ -256,7 +256,7 @@ def _links(scene: DeviceContext) -> list[Finding]:
     broken = [pair for pair, way in now.items() if way.kind == "broken"]
     if broken:
         fix = [
-            "`nvidia-smi topo -p2p rw` shows it; restart the machine and the fabric manager; as a first aid export NCCL_IGNORE_DISABLED_P2P=1"
+            "check with `nvidia-smi topo -p2p rw`; reboot, and restart the fabric manager; as a workaround export NCCL_IGNORE_DISABLED_P2P=1"
         ]
         return [
             found(
@@ -271,7 +271,7 @@ def _links(scene: DeviceContext) -> list[Finding]:
     lost = [pair for pair in pairs if now[pair].rank > free[pair].rank]
     if lost:
         first = lost[0]
-        text = f"{first[0]}–{first[1]} could use {free[first].why}, and settings prevent it: {now[first].why}"
+        text = f"{first[0]}–{first[1]} could use {free[first].why}, but settings prevent it: {now[first].why}"
         names = [
             name for name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE") if name in settings
         ]
@@ -285,7 +285,7 @@ def _links(scene: DeviceContext) -> list[Finding]:
 def _detour(
     details: DevicesDetails, pairs: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int], list[str]] | None:
-    """The first two devices below PCIe switches that send what they exchange up to the host, and all such bridges."""
+    """The first pair of devices whose traffic PCIe switches redirect to the host, and all such bridges."""
     redirecting = details.redirecting or {}
     below = [pair for pair in pairs if details.pair(*pair).level in ("single", "multiple")]
     bridges: dict[tuple[int, int], list[str]] = {}
@@ -301,10 +301,10 @@ def _detour(
 
 def _redirected_finding(pair: tuple[int, int], bridges: list[str], *, rows: list[str]) -> Finding:
     shown = ", ".join(bridges[:8]) + (" …" if len(bridges) > 8 else "")
-    text = f"what {pair[0]} and {pair[1]} exchange goes up to the host, though they share a PCIe switch: ACS is on in {shown}"
+    text = f"traffic between {pair[0]} and {pair[1]} is redirected to the host, although they share a PCIe switch: ACS is on in {shown}"
     fix = [
-        "on a machine of its own: ACS (and the IOMMU, or iommu=pt) off in the BIOS; in a virtual machine it is the host's matter",
-        f"until the next restart: for b in {' '.join(bridges)}; do sudo setpci -s $b ECAP_ACS+0x6.w=0000; done",
+        "on bare metal disable ACS (and the IOMMU, or set iommu=pt) in the BIOS; for a virtual machine do it on the host",
+        f"until the next reboot: for b in {' '.join(bridges)}; do sudo setpci -s $b ECAP_ACS+0x6.w=0000; done",
     ]
     return found(LINKS, "warn", text, *rows, fix=fix)
 
@@ -315,7 +315,7 @@ def _selection(scene: DeviceContext) -> list[Finding]:
     judged = scene.judged
     mapping = ", ".join(f"rank {local} → {index}" for local, index in enumerate(scene.chosen))
     if not judged.better:
-        text = mapping if not judged.troubles else f"{mapping}; no other choice is better"
+        text = mapping if not judged.troubles else f"{mapping}; no better selection"
         return [found(SELECTION, "pass", text, *judged.troubles)]
     words = ",".join(map(str, judged.better))
     if not judged.matters:
@@ -338,7 +338,7 @@ def _memory(scene: DeviceContext) -> list[Finding]:
         return []
     held = [(device, words) for device in scene.used if (words := holders_of(device))]
     if not held:
-        return [found(MEMORY, "pass", "nobody holds memory of the chosen devices")]
+        return [found(MEMORY, "pass", "no process holds memory of the selected devices")]
     status: Status = "warn"
     for device, _ in held:
         taken = device.compute_mode == "exclusive" and bool(device.holders)
@@ -346,9 +346,9 @@ def _memory(scene: DeviceContext) -> list[Finding]:
             status = "fail"
     pids = sorted({holder.pid for device, _ in held for holder in device.holders or () if holder.user})
     fix = (
-        [f"ask who runs it, or end it: kill {' '.join(map(str, pids))}"]
+        [f"ask its owner, or end it: kill {' '.join(map(str, pids))}"]
         if pids
-        else ["`nvidia-smi` on the host shows who it is"]
+        else ["`nvidia-smi` on the host shows the process"]
     )
     lines = [f"device {device.index}: {words}" for device, words in held]
     return [found(MEMORY, status, *lines, fix=fix)]
@@ -359,7 +359,7 @@ def _health(scene: DeviceContext) -> Finding:
         log = (
             ""
             if scene.details.xids is not None
-            else "; the kernel's log cannot be read here (sudo dmesg | grep -i xid)"
+            else "; the kernel log is not readable here (sudo dmesg | grep -i xid)"
         )
         return found(HEALTH, "pass", f"no errors{log}")
     concerned = set(scene.chosen or (device.index for device in scene.details.devices)) | {-1}
@@ -381,17 +381,17 @@ def _driver(scene: DeviceContext) -> Finding:
 def _slices(scene: DeviceContext) -> Finding:
     sliced = [device for device in scene.details.devices if device.mig is not None]
     if not sliced:
-        return found(SLICES, "pass", "no device is cut into slices")
+        return found(SLICES, "pass", "no device is sliced")
     lines = [f"device {device.index}: {', '.join(device.mig or ()) or 'no slices'}" for device in sliced]
     if len(scene.chosen) > 1 and any(device.index in scene.chosen for device in sliced):
         names = ",".join(str(device.index) for device in sliced)
-        fix = [f"sudo nvidia-smi -mig 0 -i {names} (nobody may use it then), or choose other devices"]
-        text = f"{len(scene.chosen)} ranks, and a chosen device is sliced"
+        fix = [f"sudo nvidia-smi -mig 0 -i {names} (while it is unused), or select different devices"]
+        text = f"{len(scene.chosen)} ranks, and a selected device is sliced"
         return found(SLICES, "fail", text, *lines, fix=fix)
     if scene.chosen and not any(device.index in scene.chosen for device in sliced):
-        return found(SLICES, "pass", "no chosen device is cut into slices", *lines)
+        return found(SLICES, "pass", "no selected device is sliced", *lines)
     fix = [f"export CUDA_VISIBLE_DEVICES={(sliced[0].mig or ('MIG-…',))[0]}"]
-    return found(SLICES, "warn", "a slice is named by its UUID", *lines, fix=fix)
+    return found(SLICES, "warn", "select a slice by its UUID", *lines, fix=fix)
 
 
 CHECKS: tuple[CheckFunction, ...] = (check_devices, check_processors)

@@ -12,35 +12,37 @@ from unisono.text import one_line, show_seconds
 Gravity = Literal["grave", "doubtful"]
 
 _RECENT_S = 24 * 3600.0
-_RESET = "nvidia-smi --gpu-reset -i {index} (nobody may use it then), or restart the machine"
-_RETURN = "take device {index} out of use; have the hardware checked"
-_PROGRAM = "an error of a program most of the time: look at what ran then; if it comes with every program, `dcgmi diag -r 3`"
+_RESET = "nvidia-smi --gpu-reset -i {index} (while it is unused), or reboot"
+_RETURN = "stop using device {index}, and have the hardware checked"
+_PROGRAM = (
+    "usually a program error: check what ran then; if it occurs with every program, run `dcgmi diag -r 3`"
+)
 
 XIDS: dict[int, tuple[str, Gravity, str]] = {
     13: ("a kernel failed (out of bounds, illegal instruction)", "doubtful", _PROGRAM),
-    31: ("a program used memory that is not its own", "doubtful", _PROGRAM),
-    43: ("a program's work was stopped after an error", "doubtful", _PROGRAM),
-    48: ("a memory error that could not be corrected", "grave", _RESET),
-    61: ("the device's own controller stopped", "grave", _RESET),
-    62: ("the device's own controller halted", "grave", _RESET),
-    63: ("a memory row or page will be replaced", "doubtful", _RESET),
-    64: ("a memory row or page could not be replaced", "grave", _RETURN),
+    31: ("a program accessed invalid memory", "doubtful", _PROGRAM),
+    43: ("a program was stopped after an error", "doubtful", _PROGRAM),
+    48: ("an uncorrectable memory error", "grave", _RESET),
+    61: ("the device's internal micro-controller stopped", "grave", _RESET),
+    62: ("the device's internal micro-controller halted", "grave", _RESET),
+    63: ("a memory page retirement or row remap is recorded", "doubtful", _RESET),
+    64: ("a memory page retirement or row remap failed", "grave", _RETURN),
     74: ("an NVLink failed", "grave", _RETURN),
-    79: ("the device has fallen off the bus", "grave", "restart the machine; if it comes again: " + _RETURN),
-    92: ("many memory errors that were corrected", "doubtful", _RETURN),
-    94: ("a memory error that hit one program only", "doubtful", _RESET),
-    95: ("a memory error that may have hit all programs", "grave", _RESET),
-    119: ("the device's system processor does not answer", "grave", _RESET),
-    120: ("the device's system processor failed", "grave", _RESET),
-    140: ("a memory error that could not be corrected", "grave", _RESET),
+    79: ("the device has fallen off the bus", "grave", "reboot; if it occurs again: " + _RETURN),
+    92: ("a high rate of corrected memory errors", "doubtful", _RETURN),
+    94: ("a contained memory error, which affects one program", "doubtful", _RESET),
+    95: ("an uncontained memory error, which may affect all programs", "grave", _RESET),
+    119: ("the GPU system processor (GSP) does not respond", "grave", _RESET),
+    120: ("the GPU system processor (GSP) failed", "grave", _RESET),
+    140: ("an uncorrectable memory error", "grave", _RESET),
     149: ("an NVLink failed", "grave", _RETURN),
 }
-"""Of NVIDIA's list (docs.nvidia.com/deploy/xid-errors), those that matter to training: meaning, gravity, remedy."""
+"""Xid errors of NVIDIA's list (docs.nvidia.com/deploy/xid-errors) that matter to training: meaning, gravity, fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceProblem:
-    """What is wrong with one device."""
+    """A problem of one device."""
 
     index: int
     gravity: Gravity
@@ -49,14 +51,14 @@ class DeviceProblem:
 
 
 def device_problems(details: DevicesDetails) -> list[DeviceProblem]:
-    """Everything that is wrong, grave things first."""
-    found = [complaint for device in details.devices for complaint in _device_faults(device)]
+    """All problems, the serious ones first."""
+    found = [problem for device in details.devices for problem in _device_faults(device)]
     found += _log_faults(details)
     return sorted(found, key=lambda one: (one.gravity != "grave", one.index))
 
 
 def faulty_devices(found: Sequence[DeviceProblem]) -> tuple[int, ...]:
-    """The devices that are not to be used."""
+    """Devices that must not be used."""
     return tuple(sorted({one.index for one in found if one.gravity == "grave"}))
 
 
@@ -65,40 +67,40 @@ def _device_faults(device: DeviceDetails) -> list[DeviceProblem]:
         return [
             _grave(
                 device,
-                f"does not answer: {one_line(device.trouble)}",
-                "restart the machine; if it comes again: " + _RETURN,
+                f"does not respond: {one_line(device.trouble)}",
+                "reboot; if it occurs again: " + _RETURN,
             )
         ]
     health = device.health
     found = []
     if health.rows_failed:
-        found.append(_grave(device, "a memory row could not be replaced", _RETURN))
+        found.append(_grave(device, "row remapping failed", _RETURN))
     if health.uncorrected:
         found.append(
             _grave(
                 device,
-                f"{health.uncorrected} memory errors since the driver was loaded could not be corrected",
+                f"{health.uncorrected} uncorrectable ECC errors since the driver was loaded",
                 _RESET,
             )
         )
     if health.fabric and health.fabric != "completed":
-        text = f"the NVSwitch fabric is not ready: {health.fabric}; CUDA will say `system not yet initialized` (802)"
+        text = f"the NVSwitch fabric is not ready: {health.fabric}; CUDA fails with `system not yet initialized` (802)"
         found.append(
-            _grave(device, text, "sudo systemctl start nvidia-fabricmanager (of the driver's own version)")
+            _grave(device, text, "sudo systemctl start nvidia-fabricmanager (same version as the driver)")
         )
     if device.compute_mode == "prohibited":
         found.append(
             _grave(device, "its compute mode forbids every program", "sudo nvidia-smi -c 0 -i {index}")
         )
     if health.rows_pending or health.pages_pending:
-        found.append(_doubtful(device, "bad memory will be taken out of use with the next reset", _RESET))
+        found.append(_doubtful(device, "page retirement or row remap pending until reset", _RESET))
     if health.slowed:
-        text = f"its clock is held down by {', '.join(health.slowed)}"
+        text = f"its clock is throttled by {', '.join(health.slowed)}"
         found.append(
             _doubtful(
                 device,
                 text,
-                "look at power and cooling: `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {index}`",
+                "check power and cooling: `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {index}`",
             )
         )
     if device.nvlinks_down and device.nvlinks:
@@ -114,7 +116,7 @@ def _device_faults(device: DeviceDetails) -> list[DeviceProblem]:
 
 
 def _log_faults(details: DevicesDetails) -> list[DeviceProblem]:
-    """Errors of the last day; the newest of each kind and device."""
+    """Xid errors of the last day; the newest of each kind and device."""
     latest: dict[tuple[str, int], tuple[Xid, int]] = {}
     for xid in details.xids or ():
         if xid.number in XIDS and (xid.age_s is None or xid.age_s < _RECENT_S):
@@ -153,14 +155,14 @@ def _doubtful(device: DeviceDetails, text: str, fix: str) -> DeviceProblem:
 Version = tuple[int, int]
 
 _MIN_DRIVER: dict[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
-"""The least driver of each CUDA for Linux (CUDA's release notes, minor version compatibility)."""
+"""Minimum driver of each CUDA for Linux (CUDA release notes, minor version compatibility)."""
 _MIN_CUDA: tuple[tuple[Version, Version], ...] = (
     ((10, 0), (12, 8)),
     ((9, 0), (11, 8)),
     ((8, 9), (11, 8)),
     ((8, 0), (11, 0)),
 )
-"""A device from this capability on needs torch's CUDA to be at least so new; the newest first."""
+"""Devices from this capability on need at least this CUDA in torch; the newest first."""
 _DROPPED_CAPABILITY: tuple[tuple[int, Version], ...] = ((13, (7, 5)), (12, (5, 0)))
 """From this CUDA on, devices below that capability are not supported; the newest first."""
 
@@ -168,11 +170,11 @@ _DROPPED_CAPABILITY: tuple[tuple[int, Version], ...] = ((13, (7, 5)), (12, (5, 0
 def judge_driver(
     details: DevicesDetails, chosen: Sequence[DeviceDetails], *, torch: str, torch_cuda: str | None
 ) -> tuple[Status, str, list[str]]:
-    """Status, what was found, and what to type.
+    """Status, evidence and fixes for driver, CUDA and torch.
 
     Args:
         details: of the machine.
-        chosen: the devices that ranks will use.
+        chosen: devices of the ranks.
         torch: its version; empty: it is not installed.
         torch_cuda: the CUDA that torch was built for: `12.6`; None: it has none.
     """
@@ -195,10 +197,10 @@ def judge_driver(
         return (
             "fail",
             f"{text}: {unfit}",
-            ["install a torch for the devices' generation: https://pytorch.org/get-started/locally"],
+            ["install a torch build for this GPU generation: https://pytorch.org/get-started/locally"],
         )
     if details.driver_cuda is None:
-        return "unknown", f"{text}: which CUDA the driver knows is not told", []
+        return "unknown", f"{text}: the driver does not report its CUDA version", []
     if needed[0] > details.driver_cuda[0]:
         least = _MIN_DRIVER.get(needed[0], f"one for CUDA {torch_cuda}")
         fixes = [f"update the driver to at least {least}"]
@@ -210,7 +212,7 @@ def judge_driver(
     if needed > details.driver_cuda:
         return (
             "pass",
-            f"{text}: works, since the first number is equal; kernels that are compiled at run time (PTX) may not",
+            f"{text}: works, since the major version is equal; kernels compiled at run time (PTX) may not",
             [],
         )
     return "pass", text, []
@@ -229,7 +231,7 @@ def _unsupported_device(chosen: Sequence[DeviceDetails], cuda: Version) -> str:
 
 
 def _wheel(driver_cuda: Version | None) -> str:
-    """The name of torch's package index that the driver can use."""
+    """Name of the newest package index of torch that the driver supports."""
     if driver_cuda is None or driver_cuda >= (13, 0):
         return "cu130" if driver_cuda else "cu126"
     return "cu128" if driver_cuda >= (12, 8) else "cu126"
@@ -244,16 +246,16 @@ def _shown(version: Version) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-_BFLOAT16 = {"amx": "AMX", "avx512": "AVX-512", "neon": "the processor's own instructions"}
+_BFLOAT16 = {"amx": "AMX", "avx512": "AVX-512", "neon": "processor instructions"}
 
 
 def processor_text(found: Processors) -> str:
-    """The machine, in one line."""
+    """The processors in one line."""
     nodes = len(found.numa_nodes) or 1
     parts = [
-        one_line(found.name, limit=60) or "processor of unknown name",
+        one_line(found.name, limit=60) or "unknown processor",
         f"{_count(found.sockets, 'socket')}, {_count(found.cores, 'core')}, {_count(found.threads, 'thread')}, {_count(nodes, 'NUMA node')}",
-        f"{found.usable} usable here",
+        f"{found.usable} usable by this process",
     ]
     return "; ".join(parts)
 
@@ -261,42 +263,42 @@ def processor_text(found: Processors) -> str:
 def judge_threads(
     found: Processors, *, ranks: int, threads: int, origin: str
 ) -> tuple[Status, str, list[str]]:
-    """Whether the threads of all ranks use the cores, and no rank is cut in two by memory nodes; too many are `system.cores`'.
+    """Whether the ranks' threads use all cores, and no rank spans NUMA nodes; `system.cores` checks for too many threads.
 
     Args:
         found: of this machine.
         ranks: of this node, on the CPU.
-        threads: of each.
-        origin: where that number comes from.
+        threads: per rank.
+        origin: source of that number.
     """
     text = f"{_count(ranks, 'rank')} × {_count(threads, 'thread')} ({origin}) on {found.usable} usable"
     if 2 * ranks * threads <= found.usable:
         idle = found.usable - ranks * threads
-        return "warn", f"{text}: {idle} stay idle", [f"export OMP_NUM_THREADS={found.usable // ranks}"]
+        return "warn", f"{text}: {idle} idle", [f"export OMP_NUM_THREADS={found.usable // ranks}"]
     nodes = len(found.usable_nodes)
     if nodes > 1 and ranks % nodes:
         return (
             "warn",
-            f"{text}: {ranks} ranks do not divide over {nodes} NUMA nodes, and a rank across two reads memory slowly",
+            f"{text}: {ranks} ranks do not divide evenly over {nodes} NUMA nodes, and a rank that spans two has slow memory access",
             [f"--nproc {nodes}"],
         )
     return "pass", text, []
 
 
 def judge_bfloat16(found: Processors, *, dtype: str) -> tuple[Status, str, list[str]]:
-    """Whether bfloat16 is quick on this processor.
+    """Whether bfloat16 is fast on this processor.
 
     Args:
         found: of this machine.
-        dtype: that the config asks for: `bfloat16`, `float32`, `auto` …
+        dtype: of the config: `bfloat16`, `float32`, `auto` …
     """
     how = _BFLOAT16.get(found.bfloat16)
     if how:
-        return "pass", f"bfloat16 is multiplied by {how}", []
-    text = "bfloat16 is emulated on this processor, and slower than float32"
+        return "pass", f"hardware bfloat16: {how}", []
+    text = "bfloat16 is emulated on this processor, slower than float32"
     if dtype in ("bfloat16", "bf16"):
         return "warn", f"{text}; model.dtype is {dtype}", ["model.dtype=float32"]
-    return "pass", f"{text}; it is not asked for", []
+    return "pass", f"{text}; the config does not use it", []
 
 
 def _count(number: int, word: str) -> str:

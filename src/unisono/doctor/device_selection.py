@@ -18,8 +18,8 @@ TRANSPORTS: dict[TransportKind, str] = {
     "nvlink": "NVLink",
     "p2p": "PCIe, device to device",
     "shm": "shared memory of the host",
-    "net": "the network, though both are in this machine",
-    "broken": "none: NCCL stops with an error",
+    "net": "the network, although both are in this machine",
+    "broken": "none: NCCL fails with an error",
 }
 """The best first."""
 
@@ -43,7 +43,7 @@ _DEFAULT_REACH = {"intel": "PXB", "arm": "PXB"}
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What NCCL is expected to take between two devices, and why."""
+    """The transport that NCCL is expected to use between two devices, and why."""
 
     kind: TransportKind
     why: str
@@ -55,7 +55,7 @@ class Transport:
 
 
 def nvlinks_between(details: DevicesDetails, one: int, other: int) -> int:
-    """How many NVLinks join two devices, directly or over NVSwitches."""
+    """Number of NVLinks between two devices, directly or over NVSwitches."""
     a, b = details.device(one), details.device(other)
     if a is None or b is None:
         return 0
@@ -78,12 +78,12 @@ def expected_transport(
     vendor: str = "",
     settings: Mapping[str, str] | None = None,
 ) -> Transport:
-    """The transport that NCCL is expected to take.
+    """The transport that NCCL is expected to use.
 
     Args:
         details: of the machine.
-        one: an index.
-        other: another.
+        one: a physical index.
+        other: a second one.
         vendor: of the processor: `intel`, `amd`, `arm` or empty.
         settings: variables of NCCL that are set.
     """
@@ -94,20 +94,20 @@ def expected_transport(
     level, why_level = _reach(settings, vendor)
     distance = 1 if word.startswith("NV") else _REACH.get(word, 6)
     if distance > level:
-        why = f"{word} is beyond {why_level}" if word != "?" else "the driver does not tell what joins them"
+        why = f"{word} is beyond {why_level}" if word != "?" else "the driver does not report their link"
         return _without_peers(why, no_shared_memory)
     if pair.peer_access and pair.peer_access != "not told":
         if distance == 1:
             return Transport(
                 "broken",
-                f"{word}, and yet no peer access ({pair.peer_access}): a fault of the hardware or the driver",
+                f"{word}, but no peer access ({pair.peer_access}): a fault of the hardware or the driver",
             )
         return _without_peers(f"{word}, no peer access: {pair.peer_access}", no_shared_memory)
     return Transport("nvlink" if distance == 1 else "p2p", word)
 
 
 def _reach(settings: Mapping[str, str], vendor: str) -> tuple[int, str]:
-    """How far peer access is used, as a distance, and what says so."""
+    """Maximum distance of peer access, and its source."""
     if settings.get("NCCL_P2P_DISABLE", "0").strip() == "1":
         return 0, "NCCL_P2P_DISABLE=1"
     asked = settings.get("NCCL_P2P_LEVEL", "").strip().upper()
@@ -117,7 +117,7 @@ def _reach(settings: Mapping[str, str], vendor: str) -> tuple[int, str]:
     if word:
         return _REACH[word], f"NCCL_P2P_LEVEL={asked}"
     word = _DEFAULT_REACH.get(vendor, "SYS")
-    return _REACH[word], f"what NCCL uses with this processor ({vendor or 'unknown'}: up to {word})"
+    return _REACH[word], f"NCCL's default for this processor ({vendor or 'unknown'}: up to {word})"
 
 
 def _without_peers(why: str, no_shared_memory: bool) -> Transport:  # noqa: FBT001 - called here, by position
@@ -130,11 +130,11 @@ _UUID_LETTERS = 12  # `GPU-5a3c1f0e`: enough to tell devices of a machine apart,
 
 
 def device_rows(details: DevicesDetails, visible: Sequence[int]) -> list[str]:
-    """A line for each device: what ranks call it, index, UUID, place, memory, type.
+    """A line for each device: name for ranks, index, UUID, bus address, memory, type.
 
     Args:
         details: of the machine.
-        visible: physical indices, in the order in which programs see them.
+        visible: physical indices, in the order of CUDA.
     """
     head = ("seen as", "index", "UUID", "bus", "NUMA", "memory used", "of", "type")
     return _aligned([head, *(_row(device, visible) for device in details.devices)])
@@ -167,7 +167,7 @@ def _row(device: DeviceDetails, visible: Sequence[int]) -> tuple[str, ...]:
 
 
 def link_rows(details: DevicesDetails) -> list[str]:
-    """The matrix of links, and its legend."""
+    """Matrix of links, with a legend."""
     indices = [device.index for device in details.devices if not device.trouble]
     if len(indices) < 2:
         return []
@@ -177,7 +177,7 @@ def link_rows(details: DevicesDetails) -> list[str]:
 
 
 def transport_rows(details: DevicesDetails, *, vendor: str, settings: Mapping[str, str]) -> list[str]:
-    """Which transport NCCL is expected to take, pairs of one kind together."""
+    """The transport that NCCL is expected to use, by pairs of one kind."""
     indices = [device.index for device in details.devices if not device.trouble]
     kinds: dict[tuple[TransportKind, str], list[tuple[int, int]]] = {}
     for a, b in combinations(indices, 2):
@@ -210,17 +210,17 @@ _MAX_CANDIDATES = 16  # devices: 12,870 ways to choose 8 of them
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a choice of devices costs; the order of the fields is that of their weight, less is better.
+    """Cost of a selection of devices; fields in order of weight, less is better.
 
     Attributes:
-        ill: devices that do not answer, or that have had grave errors.
-        held: devices whose memory somebody else holds.
-        sliced: devices that are cut into slices.
-        types: of devices, more than one.
-        worst: the worst transport between two, as the place in `way.KINDS`.
-        numa_nodes: how many.
-        ways: the sum of all transports' places.
-        gaps: indices left out between the first and the last.
+        ill: devices that do not respond, or had serious errors.
+        held: devices whose memory other processes hold.
+        sliced: devices with MIG slices.
+        types: number of device types beyond one.
+        worst: the worst transport of a pair, as position in `TRANSPORTS`.
+        numa_nodes: number of NUMA nodes.
+        ways: sum of the positions of all transports.
+        gaps: indices that are missing between the first and the last.
     """
 
     ill: int
@@ -234,24 +234,24 @@ class Selection:
 
     @property
     def weight(self) -> tuple[int, ...]:
-        """To be compared."""
+        """For comparison."""
         return (*self.heavy, self.ways, self.gaps)
 
     @property
     def heavy(self) -> tuple[int, ...]:
-        """The part of it that a run feels: a ring is as quick as its worst pair, whatever the others are."""
+        """The part with an effect on a run: a ring is as fast as its worst pair."""
         return (self.ill, self.held, self.sliced, self.types, self.worst, self.numa_nodes)
 
 
 @dataclass(frozen=True)
 class SelectionReport:
-    """What is to be said of a selection.
+    """Report on a selection.
 
     Attributes:
-        troubles: what is wrong with it, the gravest first, a line each.
-        better: physical indices that would be better; empty: there are none.
-        why: these are better.
-        matters: whether a run would feel the difference.
+        troubles: its problems, the most serious first, one line each.
+        better: physical indices of a better selection; empty: none.
+        why: reasons why it is better.
+        matters: whether a run would notice the difference.
     """
 
     troubles: tuple[str, ...]
@@ -272,15 +272,15 @@ def judge_selection(
     ill: Sequence[int] = (),
     within: Sequence[int] | None = None,
 ) -> SelectionReport:
-    """What is wrong with these devices, and which others would be better.
+    """Problems of these devices, and a better selection.
 
     Args:
         details: of the machine.
         chosen: physical indices, by local rank.
         vendor: of the processor.
         settings: variables of NCCL that are set.
-        ill: devices that are not to be used.
-        within: those that may be proposed, where others belong to somebody else's job; None: all.
+        ill: devices that must not be used.
+        within: devices that may be proposed, if others belong to different jobs; None: all.
     """
     scales = _Weigher(details, vendor, settings or {}, frozenset(ill))
     now = scales.weigh(chosen)
@@ -293,9 +293,9 @@ def judge_selection(
 
 
 def visible_line(devices: Sequence[DeviceDetails], *, mixed: bool) -> str:
-    """The line that makes a program see these devices, in this order.
+    """The shell line that makes these devices visible, in this order.
 
-    Where types differ CUDA counts the fastest first, and nvidia-smi the bus; then an index means another device to each.
+    With different types CUDA orders by speed and nvidia-smi by bus, so the same index means different devices.
     """
     indices = ",".join(str(device.index) for device in devices)
     order = "export CUDA_DEVICE_ORDER=PCI_BUS_ID " if mixed else "export "
@@ -303,7 +303,7 @@ def visible_line(devices: Sequence[DeviceDetails], *, mixed: bool) -> str:
 
 
 def holders_of(device: DeviceDetails) -> str:
-    """Who holds a device's memory, in words; empty: nobody, or too little to matter."""
+    """Processes that hold a device's memory, as text; empty: none, or too little to matter."""
     holders = device.holders or ()
     alone = device.compute_mode == "exclusive" and bool(holders)
     if not alone and device.memory_used_bytes < _HELD_SHARE * device.memory_bytes:
@@ -311,7 +311,7 @@ def holders_of(device: DeviceDetails) -> str:
     used = show_bytes(device.memory_used_bytes)
     who = (
         "; ".join(map(_holder, holders[:4]))
-        or "a process that is not seen here (another container, or another user's)"
+        or "a process not visible here (in a different container, or of a different user)"
     )
     return f"{used} of {show_bytes(device.memory_bytes)} are in use: {who}"
 
@@ -324,7 +324,7 @@ def _holder(holder: Holder) -> str:
 
 
 class _Weigher:
-    """Weighs choices of devices; ways between two are looked up once."""
+    """Weighs selections of devices; transports of pairs are computed once."""
 
     def __init__(
         self, details: DevicesDetails, vendor: str, settings: Mapping[str, str], ill: frozenset[int]
@@ -353,7 +353,7 @@ class _Weigher:
         )
 
     def best(self, chosen: Sequence[int], *, within: Sequence[int] | None) -> tuple[int, ...]:
-        """The best choice of so many, of devices that are as large and as new as those; of equal ones that which changes least."""
+        """The best selection of as many devices, each as large and as new; of equal ones the one with the fewest changes."""
         own = set(chosen)
         mine = [self._devices[index] for index in own if index in self._devices]
         memory = _MIN_MEMORY_SHARE * min((one.memory_bytes for one in mine), default=0)
@@ -381,13 +381,13 @@ def _troubles(details: DevicesDetails, chosen: Sequence[int], now: Selection, sc
     devices = [device for index in chosen if (device := details.device(index)) is not None]
     found = [f"device {device.index}: {words}" for device in devices if (words := holders_of(device))]
     found += [
-        f"device {device.index} is cut into MIG slices: name a slice by its UUID, or another device"
+        f"device {device.index} has MIG slices: select a slice by its UUID, or a different device"
         for device in devices
         if device.mig is not None
     ]
     if now.types > 0:
         found.append(
-            f"types differ: {_grouped_by(devices, lambda device: device.name)}; the slowest sets the pace, and the smallest the batch"
+            f"types differ: {_grouped_by(devices, lambda device: device.name)}; the slowest limits the speed, the smallest the batch"
         )
     if now.worst > 1:
         bad = sorted(
@@ -413,15 +413,15 @@ def _grouped_by(devices: Sequence[DeviceDetails], key: Callable[[DeviceDetails],
 
 
 def _why(now: Selection, better: Selection) -> str:
-    """The first thing that is better, and what else of weight."""
+    """All improvements of the better selection."""
     kinds = list(TRANSPORTS.values())
     gains = [
-        (better.ill < now.ill, "all of them answer and are well"),
-        (better.held < now.held, "nobody else holds them"),
-        (better.sliced < now.sliced, "none is cut into slices"),
+        (better.ill < now.ill, "all devices are healthy"),
+        (better.held < now.held, "no other process uses them"),
+        (better.sliced < now.sliced, "none is sliced"),
         (better.types < now.types, "of one type"),
         (better.worst < now.worst, f"no pair needs more than {kinds[better.worst]}"),
-        (better.ways < now.ways and better.worst == now.worst, "more pairs have a good way"),
+        (better.ways < now.ways and better.worst == now.worst, "more pairs have a good link"),
         (
             better.numa_nodes < now.numa_nodes,
             "on one NUMA node" if better.numa_nodes == 1 else f"on {better.numa_nodes} NUMA nodes",

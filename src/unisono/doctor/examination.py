@@ -37,7 +37,7 @@ REGISTRY: tuple[tuple[Area, tuple[CheckFunction, ...]], ...] = (
     ("devices", DEVICES_CHECKS),
     ("network", (*NETWORK_CHECKS, *LADDER_CHECKS)),
 )
-"""In the order in which they are shown; areas are looked at side by side."""
+"""In display order; areas run concurrently."""
 
 CATALOGUE: tuple[Check, ...] = (
     *SYSTEM,
@@ -49,7 +49,7 @@ CATALOGUE: tuple[Check, ...] = (
     *PEERS,
     *BETWEEN,
 )
-"""Every check that there is."""
+"""All checks."""
 
 
 UNFIT = 6
@@ -58,13 +58,13 @@ _LONGEST_LINE = 600
 
 @dataclass(frozen=True)
 class Examination:
-    """What came of it.
+    """Result of a doctor run.
 
     Attributes:
         host: this machine.
         findings: of all checks, area by area.
         verdict: why the nodes do not agree, in a job of several.
-        agreed: whether they do; their findings say why not, where there is no verdict.
+        agreed: whether they do; if not and without a verdict, the findings say why.
     """
 
     host: str
@@ -73,11 +73,11 @@ class Examination:
     agreed: bool = True
 
     def number_of(self, status: Status) -> int:
-        """How many findings ended so."""
+        """Number of findings with this status."""
         return sum(finding.status == status for finding in self.findings)
 
     def exit_code(self, *, strict: bool) -> int:
-        """0; 6 where a check failed, with `strict` also where one warns or is unknown; 3 where the nodes do not agree (DESIGN A2)."""
+        """0; 6 if a check failed, with `strict` also if one warns or is unknown; 3 if the nodes do not agree (DESIGN A2)."""
         if self.verdict is not None or not self.agreed:
             return 3
         bad: tuple[Status, ...] = ("fail", "warn", "unknown") if strict else ("fail",)
@@ -85,7 +85,7 @@ class Examination:
 
 
 def examine(request: DoctorRequest) -> Examination:
-    """Looks at this machine; with several nodes each looks at itself, and then they meet.
+    """Checks this machine; with several nodes each checks itself, then they meet.
 
     Raises:
         ConfigError: with every problem of the config.
@@ -119,12 +119,12 @@ def examine(request: DoctorRequest) -> Examination:
 
 
 def run_checks(facts: Surroundings) -> list[Finding]:
-    """Makes the checks of all areas, these side by side: one that waits for a disk or a name server holds nobody else up.
+    """Findings of all areas, which run concurrently: a check that waits for a disk or a name server does not delay the others.
 
-    Nor does it hold up who is asked to stop: nobody waits for these threads then, and the tasks of them end with this process.
+    On an interrupt nothing waits for these threads, and their tasks end with this process.
     """
-    asides = [BackgroundWork(partial(_run_area, checks, facts)) for _, checks in REGISTRY]
-    return [finding for aside in asides for finding in aside.result()]
+    areas = [BackgroundWork(partial(_run_area, checks, facts)) for _, checks in REGISTRY]
+    return [finding for area in areas for finding in area.result()]
 
 
 def _run_area(checks: Sequence[CheckFunction], facts: Surroundings, _show: object) -> list[Finding]:
@@ -132,7 +132,7 @@ def _run_area(checks: Sequence[CheckFunction], facts: Surroundings, _show: objec
 
 
 def redacted(findings: Iterable[Finding]) -> list[Finding]:
-    """The same without secrets, and without what would steer a terminal: this is pasted into issues."""
+    """The findings without secrets and without terminal control characters: people paste them into issues."""
     return [
         replace(
             finding,
@@ -146,5 +146,5 @@ def redacted(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _redacted_text(text: str) -> str:
-    flat = plain(text).replace("\n", " ")  # spaces stay: some lines are rows of a table
+    flat = plain(text).replace("\n", " ")  # spaces are kept: some lines are rows of a table
     return redact(flat if len(flat) <= _LONGEST_LINE else f"{flat[: _LONGEST_LINE - 1]}…")

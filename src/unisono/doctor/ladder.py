@@ -11,10 +11,10 @@ from unisono.doctor.check import Check, Finding, found
 from unisono.text import show_seconds
 
 Settings = Mapping[str, str | None]
-"""Variables for the children alone; None takes one away."""
+"""Variables of the child processes; None removes one."""
 
 OWN = "{interface}"
-"""In a value: the interface on which a node is reached by the others; each node puts in its own."""
+"""Placeholder in a value: the interface on which other nodes reach a node; each node inserts its own."""
 SETTABLE = (
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
@@ -24,20 +24,20 @@ SETTABLE = (
     "NCCL_P2P_DISABLE",
     "NCCL_SHM_DISABLE",
 )
-"""What a step may set."""
+"""Variables that a step may set."""
 _FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TP_SOCKET_")
 _NEEDED = ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS")
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One step.
+    """One step of the ladder.
 
     Attributes:
-        layer: steps of one layer take each other's place; those of others stay below.
+        layer: steps of one layer replace each other; steps of other layers stay in effect.
         name: for people.
-        settings: what it lays over the rest.
-        cost: what one pays for it.
+        settings: added to those of the other layers.
+        cost: its drawback.
     """
 
     layer: str
@@ -47,18 +47,18 @@ class Rung:
 
 
 def rungs(backend: str, *, interfaces: Sequence[str], set_by_hand: Sequence[str]) -> list[Rung]:
-    """All steps after the settings as they are, in the order in which they are tried.
+    """All steps after the current settings, in the order of trial.
 
     Args:
         backend: `nccl` or `gloo`.
-        interfaces: to pin to, the likeliest first; OWN for each node's own.
-        set_by_hand: variables about communication that are set now.
+        interfaces: to pin to, the most likely first; OWN for each node's own.
+        set_by_hand: communication variables that are set now.
     """
     found = []
     stripped = [name for name in set_by_hand if name.startswith(_FAMILIES) and name not in _NEEDED]
     if stripped:
-        name = f"without what is set now ({', '.join(stripped[:4])}{' …' if len(stripped) > 4 else ''})"
-        found.append(Rung("own", name, dict.fromkeys(stripped), "nothing, if it was left over"))
+        name = f"without the current settings ({', '.join(stripped[:4])}{' …' if len(stripped) > 4 else ''})"
+        found.append(Rung("own", name, dict.fromkeys(stripped), "nothing, if they were leftovers"))
     found += [_pinned_to(backend, interface) for interface in interfaces]
     if backend == "nccl":
         return [*found, *_NCCL]
@@ -70,7 +70,9 @@ def _pinned_to(backend: str, interface: str) -> Rung:
     settings = {"GLOO_SOCKET_IFNAME": interface}
     if backend == "nccl":
         settings["NCCL_SOCKET_IFNAME"] = f"={interface}"
-    return Rung("interface", f"interface pinned to {where}", settings, "nothing, if it is the right network")
+    return Rung(
+        "interface", f"interface pinned to {where}", settings, "nothing, if this is the right network"
+    )
 
 
 _NCCL = (
@@ -78,19 +80,19 @@ _NCCL = (
         "infiniband",
         "InfiniBand off",
         {"NCCL_IB_DISABLE": "1"},
-        "nodes talk over sockets: ten times slower or more",
+        "nodes use sockets: at least ten times slower",
     ),
     Rung(
         "p2p",
         "peer access off",
         {"NCCL_P2P_DISABLE": "1"},
-        "devices of a node talk through its memory: 2 to 20 times slower",
+        "devices of a node use host memory: 2 to 20 times slower",
     ),
     Rung(
         "shm",
         "shared memory off",
         {"NCCL_SHM_DISABLE": "1"},
-        "devices of a node talk over its network: slower again",
+        "devices of a node use its network: even slower",
     ),
 )
 _GLOO = (
@@ -98,19 +100,19 @@ _GLOO = (
         "transport",
         "transport tcp",
         {"GLOO_DEVICE_TRANSPORT": "TCP"},
-        "nothing: it is gloo's own choice on Linux",
+        "nothing: it is gloo's default on Linux",
     ),
     Rung(
         "transport",
         "transport uv",
         {"GLOO_DEVICE_TRANSPORT": "UV"},
-        "some speed; most builds for Linux have none",
+        "some speed; most Linux builds lack it",
     ),
 )
 
 
 def merged_settings(layers: Mapping[str, Rung]) -> dict[str, str | None]:
-    """The settings of all layers together; later ones win."""
+    """Settings of all layers; later ones win."""
     found: dict[str, str | None] = {}
     for rung in layers.values():
         found |= rung.settings
@@ -118,7 +120,7 @@ def merged_settings(layers: Mapping[str, Rung]) -> dict[str, str | None]:
 
 
 def export_lines(settings: Settings) -> list[str]:
-    """What a person types to have these settings."""
+    """Shell lines that make these settings."""
     unset = [name for name, value in settings.items() if value is None]
     lines = [f"unset {' '.join(unset)}"] if unset else []
     return lines + [f"export {name}={value}" for name, value in settings.items() if value is not None]
@@ -129,14 +131,14 @@ _WORTH_A_SETTING = 1.5  # a step that is not quicker than this is not worth a se
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """What came of one collective.
+    """Outcome of one collective.
 
     Attributes:
-        ok: it came to an end, and the sums were right.
-        text: what was found, or went wrong.
-        bytes_per_second: of the large one; None: it did not come to an end.
-        small_s: of one number; None: that did not either.
-        rows: which transports were taken, where NCCL tells.
+        ok: it completed with correct sums.
+        text: result or error.
+        bytes_per_second: of the large all-reduce; None: it did not complete.
+        small_s: time of an all-reduce of one number; None: it did not complete.
+        rows: transports that NCCL reports.
     """
 
     ok: bool
@@ -147,13 +149,13 @@ class AttemptOutcome:
 
     @property
     def rate(self) -> float:
-        """0 where there is none."""
+        """Bytes per second; 0 for a failure."""
         return (self.bytes_per_second or 0.0) if self.ok else 0.0
 
 
 @dataclass(frozen=True)
 class TriedSettings:
-    """One attempt."""
+    """One attempt with its settings and outcome."""
 
     name: str
     settings: Settings
@@ -162,14 +164,14 @@ class TriedSettings:
 
 @dataclass(frozen=True)
 class Climb:
-    """The whole way.
+    """All attempts and the choice.
 
     Attributes:
-        tried: in order; the first is the settings as they are.
-        chosen: the settings that are needed; empty: those that are there will do; None: nothing works.
-        best: the quickest of all.
-        enough: bytes per second that count as quick.
-        costs: of the steps that are needed, in words.
+        tried: in order; the first one has the current settings.
+        chosen: the attempt with the settings that are needed; the first one if the current settings suffice; None: nothing works.
+        best: the fastest one.
+        enough: bytes per second that are fast enough.
+        costs: drawbacks of the steps that are needed.
     """
 
     tried: tuple[TriedSettings, ...]
@@ -180,24 +182,24 @@ class Climb:
 
     @property
     def as_it_is(self) -> AttemptOutcome:
-        """Of the first attempt."""
+        """Outcome of the first attempt."""
         return self.tried[0].outcome
 
 
 Attempt = Callable[[Settings, str], AttemptOutcome]
-"""Runs a collective under settings; the second is the step's name, for people."""
+"""Runs a collective with settings; the second argument is the step's name, for messages."""
 
 
 def climb(steps: Sequence[Rung], attempt: Attempt, *, enough: float) -> Climb:
-    """Tries until something works.
+    """Tries steps until the collective works and is fast enough.
 
     Args:
-        steps: after the settings as they are; steps of a layer take each other's place, and where none of them helped the first stays.
+        steps: after the current settings; steps of a layer replace each other, and if none helped the first one stays.
         attempt: never raises.
-        enough: bytes per second below which it crawls.
+        enough: bytes per second that are fast enough.
     """
     way = _Attempts(attempt, enough)
-    if way.try_(dict.fromkeys(()), "the settings as they are").rate >= enough:
+    if way.try_(dict.fromkeys(()), "current settings").rate >= enough:
         return way.made({})
     layers: dict[str, Rung] = {}
     firsts: dict[str, Rung] = {}
@@ -212,7 +214,7 @@ def climb(steps: Sequence[Rung], attempt: Attempt, *, enough: float) -> Climb:
 
 
 def _without_unneeded(layers: dict[str, Rung], way: "_Attempts") -> dict[str, Rung]:
-    """Only the steps that are needed: each but the last is left out once, and stays out if it works so."""
+    """Only the steps that are needed: each one but the last is left out once, and stays out if that works."""
     kept = dict(layers)
     for name in list(layers)[:-1]:
         fewer = {layer: rung for layer, rung in kept.items() if layer != name}
@@ -225,7 +227,7 @@ def _without_unneeded(layers: dict[str, Rung], way: "_Attempts") -> dict[str, Ru
 
 
 def _fastest(way: "_Attempts", steps: Sequence[Rung]) -> Climb:
-    """Nothing is quick: the quickest, if that is worth a setting."""
+    """Nothing is fast enough: the fastest attempt, if it is worth a setting."""
     first, best = way.tried[0], max(way.tried, key=lambda one: one.outcome.rate)
     if not best.outcome.ok:
         return Climb(tuple(way.tried), None, None, way.enough)
@@ -236,7 +238,7 @@ def _fastest(way: "_Attempts", steps: Sequence[Rung]) -> Climb:
 
 
 class _Attempts:
-    """What has been tried."""
+    """Attempts so far."""
 
     def __init__(self, attempt: Attempt, enough: float) -> None:
         self._attempt = attempt
@@ -258,48 +260,52 @@ class _Attempts:
 
 LADDER = Check(
     "network.ladder",
-    "A real collective, and the settings with which it works",
-    "settings tried by hand in an emergency stay for years; one step at a time shows which one is needed, and its cost",
-    "With --ladder. Child processes run an all-reduce with the real backend, first with the current settings: one number, then 4 MiB (gloo) or 64 MiB (NCCL). If that"
-    " fails, hangs or crawls: without what is set, interface pinned, InfiniBand off, peer access off, shared memory off (NCCL), or interface"
-    " pinned to each candidate, transport tcp, transport uv (gloo), each with a deadline; then each step that was not needed is left out. PASS: it works as it is. FAIL: it"
-    " does not; the first settings that work are written out. Settings live in the children alone.",
+    "a real collective, and the settings with which it works",
+    "settings found by trial and error stay for years; the ladder finds the one that is needed, and its cost",
+    "With --ladder. Child processes run an all-reduce with the real back-end, first with the current settings: one number, then 4 MiB (gloo) or 64 MiB (NCCL). If that"
+    " fails, hangs or is very slow: without the current settings, interface pinned, InfiniBand off, peer access off, shared memory off (NCCL), or interface"
+    " pinned to each candidate, transport tcp, transport uv (gloo), each with a deadline; then each step that was not needed is dropped. PASS: it works with the current settings. FAIL: it"
+    " does not; the first settings that work are listed. Settings apply to the child processes only.",
     ("address_unreachable", "nccl_socket_iface", "ib_unreachable"),
 )
 
 
 def ladder_finding(climb: Climb, *, interface: str = "") -> Finding:
-    """One finding.
+    """The ladder's finding.
 
     Args:
-        climb: the way.
-        interface: what OWN stands for on this node.
+        climb: all attempts.
+        interface: replaces OWN on this node.
     """
     rows = [_attempt_row(one) for one in climb.tried]
     first = climb.as_it_is
     transports = next((one.outcome.rows for one in climb.tried if one.outcome.rows), ())
     if climb.chosen is None:
         text = f"nothing works: {first.text}"
-        fix = [
-            "what all attempts have in common is below the settings: look at network.*, devices.* and system.shm above"
-        ]
+        fix = ["the cause is below these settings: see network.*, devices.* and system.shm above"]
         return found(LADDER, "fail", text, *rows, *transports, fix=fix)
     if climb.chosen is climb.tried[0]:
         if first.rate >= climb.enough:
-            return found(LADDER, "pass", f"works as it is: {_speed_text(climb.chosen)}", *rows, *transports)
-        text = f"works as it is and crawls ({_speed_text(climb.chosen)}; {climb.enough / 1e6:,.0f} MB/s would be usual); no setting makes it quicker"
+            return found(
+                LADDER,
+                "pass",
+                f"works with the current settings: {_speed_text(climb.chosen)}",
+                *rows,
+                *transports,
+            )
+        text = f"works with the current settings but is very slow ({_speed_text(climb.chosen)}; {climb.enough / 1e6:,.0f} MB/s is normal); no setting makes it faster"
         return found(
             LADDER,
             "warn",
             text,
             *rows,
             *transports,
-            fix=["look at network.*: speed of the link, and who else uses it"],
+            fix=["see network.*: speed of the link, and its other users"],
         )
     lines = [line.replace(OWN, interface or "INTERFACE") for line in export_lines(climb.chosen.settings)]
-    how = "fails" if not first.ok else f"crawls ({first.rate / 1e6:,.1f} MB/s)"
-    text = f"as it is it {how}: {first.text}; it works with: {climb.chosen.name} ({_speed_text(climb.chosen)}{_against_best(climb)})"
-    costs = [f"it costs {cost}" for cost in climb.costs]
+    how = "fails" if not first.ok else f"is very slow ({first.rate / 1e6:,.1f} MB/s)"
+    text = f"with the current settings it {how}: {first.text}; works with: {climb.chosen.name} ({_speed_text(climb.chosen)}{_against_best(climb)})"
+    costs = [f"cost: {cost}" for cost in climb.costs]
     return found(
         LADDER,
         "fail" if not first.ok else "warn",
@@ -313,12 +319,12 @@ def ladder_finding(climb: Climb, *, interface: str = "") -> Finding:
 
 
 def _reason_hint(chosen: TriedSettings) -> list[str]:
-    """How a setting that somebody now makes by hand gets its reason into the plan; nothing where only something is taken away."""
+    """How to record the reason for a setting in the plan; nothing if settings are only removed."""
     names = [name for name, value in chosen.settings.items() if value is not None]
     if not names:
         return []
     reasons = " ".join(f"--reason {name}='WHY'" for name in names)
-    return [f"set by hand it stays for years: `unisono train … {reasons}` keeps in the plan why"]
+    return [f"record why it is set: `unisono train … {reasons}` keeps the reason in the plan"]
 
 
 def _speed_text(tried: TriedSettings) -> str:
@@ -332,7 +338,7 @@ def _against_best(climb: Climb) -> str:
     assert climb.chosen is not None
     if climb.best is None or climb.best is climb.chosen or not climb.chosen.outcome.rate:
         return ""
-    return f", {climb.chosen.outcome.rate / climb.best.outcome.rate:.0%} of the best seen"
+    return f", {climb.chosen.outcome.rate / climb.best.outcome.rate:.0%} of the fastest attempt"
 
 
 def _attempt_row(tried: TriedSettings) -> str:
@@ -340,7 +346,7 @@ def _attempt_row(tried: TriedSettings) -> str:
     if outcome.ok:
         return f"{tried.name}: {_speed_text(tried)}"
     passed = (
-        f"; one number took {show_seconds(outcome.small_s)}, the large sum did not come back"
+        f"; one number took {show_seconds(outcome.small_s)}, the large all-reduce did not complete"
         if outcome.small_s is not None
         else ""
     )

@@ -40,10 +40,10 @@ _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
 
 
 def logs_name(mark: str) -> str:
-    """Of a folder for all attempts of this look.
+    """Name of the folder for all attempts of this doctor run.
 
     Args:
-        mark: what another look of the same second has not: a process number, or what the nodes of a job have drawn.
+        mark: distinguishes doctor runs of the same second: a process id, or the nonce of the job's nodes.
     """
     return (
         f"doctor-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{_NOT_IN_NAMES.sub('', mark.lower())[:12]}"
@@ -52,12 +52,12 @@ def logs_name(mark: str) -> str:
 
 @dataclass
 class AttemptLogs:
-    """A folder with one for each attempt, and in that a file for each rank: made when it is needed, so that what cannot be kept costs no attempt.
+    """Folders of logs: one per attempt with a file per rank. Created when needed; if that fails, the attempt still runs.
 
     Attributes:
-        folder: `runs/doctor-…`, where the command was typed.
-        trouble: why nothing is kept; empty: it is.
-        elsewhere: the same of other nodes, by their names; only of those that have such a trouble.
+        folder: `runs/doctor-…`, in the working directory.
+        trouble: why logs are not kept; empty: they are.
+        elsewhere: the same for other nodes with such an error, by name.
     """
 
     folder: Path
@@ -67,11 +67,11 @@ class AttemptLogs:
 
     @classmethod
     def of(cls, name: object) -> Self | None:
-        """For a name that the head has given; None: it has given none, or what is none."""
+        """Logs in the folder that the head names; None: no name, or not a valid one."""
         return cls(Path("runs") / name) if isinstance(name, str) and _NAME.fullmatch(name) else None
 
     def attempt(self, name: str) -> Path | None:
-        """The next attempt's folder, as `runs/doctor-…/02-interface-pinned-to-lo`; None: it cannot be made."""
+        """The next attempt's folder, e.g. `runs/doctor-…/02-interface-pinned-to-lo`; None: it cannot be created."""
         self._attempts += 1
         path = self.folder / f"{self._attempts:02d}-{_NOT_IN_NAMES.sub('-', name.lower()).strip('-')[:60]}"
         try:
@@ -82,15 +82,17 @@ class AttemptLogs:
             return None
         return path
 
-    def said(self) -> str:
-        """For the finding: where it is kept, or why not."""
-        here = f" is not kept: {self.trouble}" if self.trouble else f": {self.folder}/"
-        there = (f"; on {node} it is not kept: {trouble}" for node, trouble in sorted(self.elsewhere.items()))
-        return f"what the libraries said{here}{''.join(there)}"
+    def location_text(self) -> str:
+        """A line for the finding: where the logs are, or why they are not kept."""
+        here = f" are not kept: {self.trouble}" if self.trouble else f": {self.folder}/"
+        there = (
+            f"; on {node} they are not kept: {trouble}" for node, trouble in sorted(self.elsewhere.items())
+        )
+        return f"logs of the libraries{here}{''.join(there)}"
 
 
 STARTING_S = 120.0
-"""For a machine under load to import torch; the deadline counts from there."""
+"""Time for a busy machine to import torch; the deadline counts from there."""
 ENDING_S = 10.0
 LARGE_BYTES = {"nccl": 64 << 20, "gloo": 4 << 20}
 ROUNDS = 3
@@ -107,7 +109,7 @@ class AttemptRank:
 
     Attributes:
         rank: its number.
-        device: its accelerator, or a CPU.
+        device: an accelerator or the CPU.
         name: for people.
     """
 
@@ -118,21 +120,21 @@ class AttemptRank:
 
 @dataclass
 class AttemptRanks:
-    """This node's ranks of one attempt. As a context manager it leaves no process and no file behind.
+    """This node's ranks of one attempt. A context manager: on exit no process and no temporary file is left.
 
     Attributes:
-        children: who they are.
+        children: the ranks.
         world_size: of all nodes together.
         backend: `nccl` or `gloo`.
-        settings: laid over this process's environment.
-        store_host: where rank 0's store listens.
+        settings: applied to this process's environment.
+        store_host: address of rank 0's store.
         deadline_s: of the collective, once all are ready.
-        programs: what is started as task.
-        interface: what OWN stands for; empty: there is none.
-        base: variables laid below `settings`, which the user's own beat.
+        programs: command lines of tasks.
+        interface: replaces OWN; empty: none.
+        base: defaults below the user's own variables and `settings`.
         names: of all ranks, for people.
-        store_ports: on which rank 0's store listens, if one is free; else the system chooses.
-        record: a folder in which what they and their libraries say is kept; None: that goes with them.
+        store_ports: candidates for rank 0's store; if none is free the system chooses.
+        record: a folder for the logs of ranks and libraries; None: they are not kept.
     """
 
     children: Sequence[AttemptRank]
@@ -202,7 +204,7 @@ class AttemptRanks:
         return made
 
     def ready(self) -> tuple[int, str]:
-        """Waits until all have loaded torch: the port of rank 0's store (0: it is on another node), and what went wrong."""
+        """Waits until all ranks have loaded torch. Gives the port of rank 0's store (0: it is on a different node), and the error."""
         port = 0
         try:
             for stream in self._streams:
@@ -212,9 +214,9 @@ class AttemptRanks:
         return port, ""
 
     def run(self, host: str, port: int) -> AttemptOutcome:
-        """Lets them add, and gives the worst of what they say.
+        """Runs the collective; gives the worst outcome.
 
-        Once one has failed the others would wait for it up to the deadline: they get two seconds to say something better.
+        After one rank has failed, the others would wait for it until the deadline: they get two seconds to report more.
         """
         try:
             for task in self._tasks:
@@ -240,11 +242,11 @@ class AttemptRanks:
                         else min(limit, time.monotonic() + _OTHER_RANKS_S)
                     )
             time.sleep(_POLL_S)
-        missing: Message = {"ok": False, "text": f"nothing came of it within {self.deadline_s:g} s"}
+        missing: Message = {"ok": False, "text": f"no result within {self.deadline_s:g} s"}
         return [*found, missing] if waiting and all(one.get("ok") for one in found) else found
 
     def rows(self) -> tuple[str, ...]:
-        """Which transports NCCL took, by its own words."""
+        """Transports that NCCL used, from its log."""
         if self.backend != "nccl":
             return ()
         lines: list[str] = []
@@ -254,11 +256,11 @@ class AttemptRanks:
 
 
 def outcome_of(message: Mapping[str, Any], rows: Sequence[str] = ()) -> AttemptOutcome:
-    """What a rank, or a node, says came of it; foreign values are not believed."""
+    """The outcome that a rank or node reports; invalid values are ignored."""
     rate, small = message.get("bytes_per_second"), message.get("small_s")
     return AttemptOutcome(
         ok=message.get("ok") is True,
-        text=one_line(str(message.get("text") or "it ended without a result"), limit=300),
+        text=one_line(str(message.get("text") or "ended without a result"), limit=300),
         bytes_per_second=float(rate) if isinstance(rate, int | float) else None,
         small_s=float(small) if isinstance(small, int | float) else None,
         rows=tuple(one_line(str(row), limit=300) for row in rows),
@@ -266,7 +268,7 @@ def outcome_of(message: Mapping[str, Any], rows: Sequence[str] = ()) -> AttemptO
 
 
 def error_text(error: UnisonoError) -> str:
-    """An error, in one line."""
+    """An error in one line."""
     return one_line("; ".join(f"{problem.what} {problem.why}" for problem in error.problems), limit=400)
 
 
@@ -277,7 +279,7 @@ def _until_ready(stream: Iterator[Message]) -> int:
             port = int(message["port"])
         if message.get("phase") == "collective.store":
             return port
-    raise UnisonoError.of("a rank ended before it could take part")
+    raise UnisonoError.of("a rank ended before the collective")
 
 
 def attempt_here(
@@ -294,12 +296,12 @@ def attempt_here(
 
     Args:
         places: of each rank.
-        settings: for the children alone.
+        settings: of the child processes.
         backend: `nccl` or `gloo`.
-        deadline_s: from when all are ready.
-        programs: what is started as task.
-        tell: hears how long it took to start.
-        record: a folder in which what they and their libraries say is kept.
+        deadline_s: counts from when all are ready.
+        programs: command lines of tasks.
+        tell: receives progress.
+        record: a folder for logs.
     """
     began = time.monotonic()
     children = [AttemptRank(rank, place, f"rank {rank}") for rank, place in enumerate(places)]
@@ -324,17 +326,17 @@ _ENOUGH_BY_TRANSPORT: dict[TransportKind, float] = {
     "net": 0.1e9,
     "broken": 0.1e9,
 }
-"""Bytes per second of a sum of 64 MiB that the expected transport should give at the least: about a tenth of what is usual."""
+"""Minimum bytes per second of an all-reduce of 64 MiB by expected transport: about a tenth of normal."""
 _ENOUGH_ON_CPU = 2e6  # on one machine, whose cores may all be busy; of nodes see unisono.doctor.node_trials
 
 
 def check_ladder(around: Surroundings) -> list[Finding]:
-    """Only with --ladder, and over the ranks of this machine; several nodes climb together (see `nodes`)."""
+    """The ladder over this machine's ranks, with --ladder; for several nodes see `node_trials`."""
     if not around.request.ladder or around.here.topology.nodes > 1:
         return []
     places = around.here.devices
     if len(places) < 2:
-        return [found(LADDER, "pass", "one rank: it talks to nobody", fix=["--nproc 2 tries two"])]
+        return [found(LADDER, "pass", "one rank: no communication", fix=["use --nproc 2 to test two ranks"])]
     backend = "nccl" if places[0].kind == "cuda" else "gloo"
     interfaces = [one.name for one in usable_interfaces(around.report.interfaces) if leads_out(one)]
     loopback = [one.name for one in usable_interfaces(around.report.interfaces) if one.loopback]
@@ -363,14 +365,14 @@ def check_ladder(around: Surroundings) -> list[Finding]:
 
 
 def with_logs(finding: Finding, record: AttemptLogs | None) -> Finding:
-    """With the line that says where everything is that the libraries said."""
+    """The finding, with a line on the libraries' logs."""
     if record is None:
         return finding
-    return replace(finding, evidence=(*finding.evidence, record.said()))
+    return replace(finding, evidence=(*finding.evidence, record.location_text()))
 
 
 def enough_rate(details: DevicesDetails, chosen: Sequence[int]) -> float:
-    """What the worst way between two of these devices should give, in bytes per second."""
+    """Minimum bytes per second of the worst link between two of these devices."""
     vendor = read_processors().vendor
     pairs = [(a, b) for place, a in enumerate(chosen) for b in chosen[place + 1 :]]
     return min(

@@ -20,18 +20,18 @@ from unisono.launch.train_request import load_asked
 from unisono.rendezvous.party import ChannelFacts
 
 STORAGE_S = 10.0
-"""So long a disk may say nothing: a doctor that waits as long as a start does would not be quick."""
+"""Time limit of a disk; shorter than that of a start, to keep doctor fast."""
 
-NO_FILES = {"note": "not looked at: no CONFIG was given"}
+NO_FILES = {"note": "not checked: no CONFIG was given"}
 
 
 @dataclass(frozen=True)
 class LocalRun:
-    """The config that is looked at, and what is here for it.
+    """The config to check, and this node's resources for it.
 
     Attributes:
-        loaded: the one that was given, its paths absolute; without CONFIG one of defaults, which writes below `runs`.
-        given: whether there was one.
+        loaded: the given config with absolute paths; without CONFIG the defaults, with output below `runs`.
+        given: whether a config was given.
     """
 
     loaded: LoadedConfig
@@ -53,7 +53,7 @@ def read_local_run(request: DoctorRequest, environment: Environment) -> LocalRun
 
 
 def read_config(request: DoctorRequest) -> LoadedConfig:
-    """The config that was given, its paths absolute; else one of defaults, which writes below `runs`.
+    """The given config with absolute paths, or the defaults, with output below `runs`.
 
     Raises:
         ConfigError: with every problem of the config.
@@ -62,7 +62,7 @@ def read_config(request: DoctorRequest) -> LoadedConfig:
 
 
 def read_surroundings(request: DoctorRequest, asked: LocalRun | None = None) -> Surroundings:
-    """All that checks are given.
+    """Reads the input of all checks.
 
     Raises:
         UnisonoError: as `read_local_run`.
@@ -91,12 +91,12 @@ def _default_config() -> LoadedConfig:
 def agreement_findings(
     agreement: Agreement, report: NodeReport, checks: Mapping[str, Check]
 ) -> list[Finding]:
-    """The judgement of this node, without its name: on this machine there is no other.
+    """The findings on this node, without its name, since there is only one node.
 
     Args:
-        agreement: of rules on this node's report alone.
+        agreement: result of the rules on this node's report alone.
         report: its report.
-        checks: doctor's check for each rule's id; what is not in it is left out.
+        checks: doctor's check for each rule id; other rules are left out.
     """
     verdicts = {verdict.summary: verdict for verdict in agreement.verdicts}
     me = name_node(report.node_rank, report.host)

@@ -1,6 +1,6 @@
-"""Reads what NCCL writes with NCCL_DEBUG=INFO: which transport it took between each two ranks, rings and trees, algorithm and protocol. Pure.
+"""Parser of NCCL's log (NCCL_DEBUG=INFO): transport between each pair of ranks, rings and trees, algorithm and protocol. Pure.
 
-Forms of 2.10 to 2.28 are known. Lines of other programs are passed over.
+Formats of 2.10 to 2.28 are known. Lines of other programs are ignored.
 """
 
 import re
@@ -32,7 +32,7 @@ _PROTOCOLS = ("LL", "LL128", "Simple")
 
 @dataclass(frozen=True, slots=True)
 class TunedCollective:
-    """What NCCL chose for one kind of collective of one size (NCCL_DEBUG_SUBSYS has TUNING in it)."""
+    """NCCL's choice for a collective of one size (with TUNING in NCCL_DEBUG_SUBSYS)."""
 
     collective: str
     n_bytes: int
@@ -42,21 +42,21 @@ class TunedCollective:
 
 @dataclass(frozen=True)
 class NcclLog:
-    """What the lines say.
+    """Content of the log.
 
     Attributes:
         version: of NCCL.
-        ranks: how many there are; 0: not told.
-        devices: rank to the device that it calls, as physical index or address on the bus.
-        ways: (rank, rank) to the transports between them and the number of channels.
+        ranks: number of ranks; 0: unknown.
+        devices: device of each rank, as physical index or bus address.
+        ways: transports of each pair of ranks, with the number of channels.
         channels: of collectives.
-        rings: whether all rings were connected; a log that ends before shows where it stopped.
-        trees: the same of trees.
-        network: `IB`, `Socket` or a plug-in's name; empty: none was needed, or it is not told.
-        interfaces: what is used for the bootstrap and the network, as NCCL writes it.
-        settings: variables that it says it obeys.
+        rings: whether all rings were connected.
+        trees: the same for trees.
+        network: `IB`, `Socket` or a plug-in's name; empty: not needed or unknown.
+        interfaces: of the bootstrap and the network, as NCCL writes them.
+        settings: variables that it reports as set.
         tuned: algorithms and protocols.
-        warnings: its own.
+        warnings: lines of NCCL.
     """
 
     version: str = ""
@@ -74,7 +74,7 @@ class NcclLog:
 
 
 def read_nccl_log(lines: Iterable[str]) -> NcclLog:
-    """What all ranks' lines, in any order, say together."""
+    """The content of all ranks' lines, in any order."""
     reader = _LogReader()
     for line in lines:
         matched = _INFO.search(line)
@@ -87,7 +87,7 @@ def read_nccl_log(lines: Iterable[str]) -> NcclLog:
 
 
 class _LogReader:
-    """Gathers line after line."""
+    """Collects the content line by line."""
 
     def __init__(self) -> None:
         self.version = ""
@@ -139,7 +139,7 @@ class _LogReader:
         )
 
     def _channel(self, matched: "re.Match[str]") -> None:
-        """Over a network both ends say it: one channel of one direction is counted once."""
+        """Over a network both ends log a channel: each direction is counted once."""
         source, target = int(matched["source"]), int(matched["target"])
         found = self._ways.setdefault((source, target), {})
         found[
@@ -179,14 +179,14 @@ class _LogReader:
 
 
 def _named(word: str, names: tuple[str, ...]) -> str:
-    """Older versions write numbers, newer ones capitals."""
+    """The name of an algorithm or protocol: older versions write numbers, newer ones capitals."""
     if word.isdecimal():
         return names[int(word)] if int(word) < len(names) else word
     return next((name for name in names if name.upper() == word.replace("_", "").upper()), word)
 
 
 def nccl_rows(log: NcclLog) -> list[str]:
-    """The table: pairs with the same transport together, then network, rings and trees, algorithms."""
+    """Table rows: pairs by transport, then network, rings and trees, algorithms."""
     groups: dict[str, list[tuple[int, int]]] = {}
     for pair, transports in log.ways.items():
         words = ", ".join(f"{transport} × {count}" for transport, count in sorted(transports.items()))

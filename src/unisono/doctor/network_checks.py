@@ -57,7 +57,7 @@ def check_network(around: Surroundings) -> list[Finding]:
 
 
 def _own_address(around: Surroundings, head: list[str]) -> str:
-    """This machine's own, on which the other nodes reach it; a job on loopback alone has no other machines."""
+    """This machine's address, on which the other nodes reach it; empty if unknown."""
     topology = around.here.topology
     if not head:
         return ""
@@ -65,7 +65,7 @@ def _own_address(around: Surroundings, head: list[str]) -> str:
 
 
 def check_port(around: Surroundings) -> list[Finding]:
-    """Only where something would listen: on node 0 of several, or for torchrun's ranks."""
+    """The finding on the head's port: on node 0 of several nodes, or for torchrun's ranks."""
     topology = around.here.topology
     asked = around.environment.variables.get("MASTER_PORT") or around.environment.leftovers.get(
         "MASTER_PORT", ""
@@ -73,13 +73,20 @@ def check_port(around: Surroundings) -> list[Finding]:
     if topology.nodes > 1 and not topology.is_head:
         return []
     if topology.nodes > 1 and topology.hosts and topology.head_port == 0:
-        return [found(PORT, "pass", "the system chooses a free one, and --hosts tells it to the others")]
+        return [
+            found(PORT, "pass", "the system chooses a free one, and --hosts passes it to the other nodes")
+        ]
     needed = topology.nodes > 1
     named = needed or asked.isdecimal()
     port = topology.head_port if needed else int(asked) if asked.isdecimal() else _TORCHRUN_PORT
     if not 0 < port < 1 << 16:
         return [
-            found(PORT, "fail", f"{port} is no port", fix=["--head HOST:29500, or export MASTER_PORT=29500"])
+            found(
+                PORT,
+                "fail",
+                f"{port} is not a valid port",
+                fix=["--head HOST:29500, or export MASTER_PORT=29500"],
+            )
         ]
     trouble = _bind_error(port)
     if trouble:
@@ -89,29 +96,29 @@ def check_port(around: Surroundings) -> list[Finding]:
             if listener
             else ""
         )
-        fix = [f"end that program: kill {listener.pid}"] if listener else []
+        fix = [f"end that process: kill {listener.pid}"] if listener else []
         fix.append(
-            "or take another: --head HOST:PORT on every node"
+            "or use a different port: --head HOST:PORT on every node"
             if needed
-            else "or take another: torchrun --master-port PORT"
+            else "or use a different port: torchrun --master-port PORT"
         )
         return [found(PORT, "fail" if named else "warn", f"port {port}: {trouble}{who}", fix=fix)]
     low, high = _ephemeral_range()
     if named and low <= port <= high:
-        text = f"port {port} is free now, and lies where the system gives out ports by chance ({low}–{high})"
-        return [found(PORT, "warn", text, fix=[f"choose one below {low}, as {_TORCHRUN_PORT}"])]
+        text = f"port {port} is free now, but in the ephemeral range ({low}–{high}), from which the system assigns ports"
+        return [found(PORT, "warn", text, fix=[f"choose one below {low}, e.g. {_TORCHRUN_PORT}"])]
     return [found(PORT, "pass", f"port {port} is free")]
 
 
 def _bind_error(port: int) -> str:
-    """Why nobody can listen there now; empty: one can. The port is let go at once."""
+    """Why the port cannot be bound now; empty: it can. The port is released at once."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(("", port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return "another program has it"
+                return "in use by a different program"
             return one_line(error.strerror or str(error))
     return ""
 

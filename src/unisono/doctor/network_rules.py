@@ -16,49 +16,49 @@ from unisono.text import nearest, one_line
 
 INTERFACES = Check(
     "network.interfaces",
-    "Network interfaces",
-    "nodes communicate over one interface each; if it is down, slow or missing, they wait for each other until a timeout",
-    "The kernel's list over netlink: kind, state, addresses, MTU, speed. FAIL: several nodes, and no interface but loopback and bridges is up with"
-    " an address. WARN: those that are up differ in MTU.",
+    "network interfaces",
+    "nodes meet over one interface each; if it is down, slow or missing they wait for each other until a timeout",
+    "The kernel's list over netlink: kind, state, addresses, MTU, speed. FAIL: several nodes, and only loopback and bridges are up with"
+    " an address. WARN: interfaces that are up differ in MTU.",
     ("address_unreachable", "mtu_blackhole"),
 )
 CHOICE = Check(
     "network.choice",
-    "The interface that NCCL and gloo take",
-    "a variable that was copied from another machine, or a bridge of containers, leads ranks to addresses that no peer reaches",
-    "NCCL_SOCKET_IFNAME (prefixes, ^, =) and GLOO_SOCKET_IFNAME (exact names) against the interfaces that are here; without them the orders of NCCL"
-    " (ib…, others, docker…, lo) and gloo (the host name's address). FAIL: nothing fits, or several nodes and it leads to none.",
+    "the interface that NCCL and gloo choose",
+    "a variable copied from a different machine, or a container bridge, gives ranks addresses that no peer can reach",
+    "NCCL_SOCKET_IFNAME (prefixes, ^, =) and GLOO_SOCKET_IFNAME (exact names) compared with the interfaces of this machine; without them the default order of NCCL"
+    " (ib…, others, docker…, lo) and gloo (the host name's address). FAIL: no interface matches, or the one chosen does not reach the other nodes.",
     ("nccl_socket_iface", "address_unreachable"),
 )
 NAMES = Check(
     "network.names",
-    "Host names",
-    "a host name that leads to 127.0.1.1, as some installers write it, sends each peer to itself",
-    "This machine's own name and the head's, through the system's resolver. FAIL: the head's name has no address, or leads another node to"
-    " itself. WARN: the own name leads to loopback or nowhere, or the resolver takes more than a second.",
+    "host names",
+    "a host name that resolves to 127.0.1.1, as some installers write it, sends each peer to itself",
+    "This machine's own name and the head's, through the system's resolver. FAIL: the head's name has no address, or resolves on other nodes to"
+    " themselves. WARN: the own name resolves to loopback or not at all, or the resolver takes more than a second.",
     ("hostname_loopback", "dns_failure"),
 )
 INFINIBAND = Check(
     "network.infiniband",
     "InfiniBand and RoCE ports",
-    "a port that is not active, or switched off by a variable, leaves a job on a network that is ten times slower",
+    "with an inactive port, or one disabled by a variable, a job uses a network that is ten times slower",
     "States, rates and NUMA nodes from /sys/class/infiniband, and NCCL_IB_DISABLE and NCCL_IB_HCA. WARN: a port is down, rates differ, or"
-    " active ports are not used.",
+    " active ports are unused.",
 )
 PORT = Check(
     "network.port",
-    "The port on which the head listens",
-    "if a different program holds the port, the other nodes connect to that program and hang silently",
-    "On node 0 the port of --head or MASTER_PORT (else 29500, where torchrun's ranks meet) is bound and let go. FAIL: it is taken, and the job needs it. WARN: it is"
-    " taken and only torchrun's default, or lies where the system gives out ports by chance.",
+    "the head's port",
+    "if a different program has the port, the other nodes connect to it and hang silently",
+    "On node 0 the port of --head or MASTER_PORT (default 29500, torchrun's) is bound and released. FAIL: it is in use, and the job needs it. WARN: it is"
+    " in use and only torchrun's default, or is in the ephemeral range.",
     ("port_in_use",),
 )
 FIREWALL = Check(
     "network.firewall",
-    "Firewall of this machine",
-    "ranks listen on ports that are chosen at run time, so a firewall that opens only some lets a job begin and hang",
-    "Rules for packets that come in, from iptables and nft; only root can list them. WARN: several nodes, and some are refused. UNKNOWN: several nodes, and no root or neither program."
-    " Firewalls elsewhere are found by the nodes' dialling of each other (--nodes).",
+    "firewall of this machine",
+    "ranks listen on ports that are chosen at run time, so with a firewall that opens only some ports a job starts and then hangs",
+    "Rules for incoming packets, from iptables and nft; only root can list them. WARN: several nodes, and some packets are rejected. UNKNOWN: several nodes, and no root access or neither program."
+    " Firewalls between nodes are found when nodes dial each other (--nodes).",
     ("address_unreachable",),
 )
 
@@ -67,21 +67,21 @@ CATALOGUE = (INTERFACES, CHOICE, NAMES, INFINIBAND, PORT, FIREWALL)
 
 _NCCL_ORDER = (
     ("ib", "names that begin with ib come first"),
-    ("^docker,lo,virbr", "the first that is no docker, lo or virbr"),
-    ("docker", "nothing else is here"),
-    ("lo", "nothing else is here"),
+    ("^docker,lo,virbr", "the first one except docker, lo and virbr"),
+    ("docker", "no other interface"),
+    ("lo", "no other interface"),
 )
 _LOCAL_PREFIXES = ("docker", "br-", "virbr", "cni", "veth", "podman", "lxcbr", "lxdbr", "flannel")
 
 
 @dataclass(frozen=True, slots=True)
 class InterfaceChoice:
-    """What a library takes.
+    """The interface that a library chooses.
 
     Attributes:
-        interface: None: it finds none, and stops.
+        interface: None: it finds none, and fails.
         why: by which rule.
-        variable: that made it so; empty: none is set.
+        variable: that decides; empty: none is set.
     """
 
     interface: Interface | None
@@ -90,12 +90,12 @@ class InterfaceChoice:
 
 
 def usable_interfaces(interfaces: Sequence[Interface]) -> list[Interface]:
-    """Those that libraries look at: up, with an address."""
+    """Interfaces that libraries consider: up, with an address."""
     return [one for one in interfaces if one.up and one.addresses]
 
 
 def leads_out(interface: Interface) -> bool:
-    """Whether other machines can be reached over it, as far as its kind and name tell."""
+    """Whether the interface reaches other machines, judged by kind and name."""
     return (
         not interface.loopback
         and interface.kind != "virtual"
@@ -104,7 +104,7 @@ def leads_out(interface: Interface) -> bool:
 
 
 def nccl_choice(interfaces: Sequence[Interface], settings: Mapping[str, str]) -> InterfaceChoice:
-    """What NCCL takes for its first connections, and for data where there is no InfiniBand."""
+    """The interface that NCCL uses for its bootstrap, and for data without InfiniBand."""
     here = usable_interfaces(interfaces)
     value = settings.get("NCCL_SOCKET_IFNAME", "").strip()
     if len(value) > 1:  # as NCCL does: one letter counts as nothing
@@ -121,12 +121,12 @@ def nccl_choice(interfaces: Sequence[Interface], settings: Mapping[str, str]) ->
 def gloo_choice(
     interfaces: Sequence[Interface], settings: Mapping[str, str], own_addresses: Sequence[str]
 ) -> InterfaceChoice:
-    """What gloo takes.
+    """The interface that gloo uses.
 
     Args:
         interfaces: of this machine.
         settings: variables that are set.
-        own_addresses: what this machine's host name leads to.
+        own_addresses: addresses of this machine's host name.
     """
     here = {one.name: one for one in usable_interfaces(interfaces)}
     value = settings.get("GLOO_SOCKET_IFNAME", "").strip()
@@ -146,39 +146,41 @@ def gloo_choice(
             None,
         )
         if owner is not None:
-            return InterfaceChoice(owner, f"the host's own name leads to {address}")
+            return InterfaceChoice(owner, f"the host name resolves to {address}")
     loopback = next((one for one in here.values() if one.loopback), None)
-    return InterfaceChoice(loopback, "the host's own name leads to no address of this machine")
+    return InterfaceChoice(loopback, "the host name resolves to no address of this machine")
 
 
 _SLOW_RESOLVER_S = 1.0
 
 
 def judge_interfaces(interfaces: Sequence[Interface], *, several: bool) -> Finding:
-    """Which there are. `several`: the job has several nodes on several machines."""
+    """The finding on interfaces. `several`: the job has several nodes on several machines."""
     rows = _interface_rows(interfaces)
     if not interfaces:
-        return found(INTERFACES, "unknown", "the interfaces could not be listed")
+        return found(INTERFACES, "unknown", "interfaces could not be listed")
     out = [one for one in usable_interfaces(interfaces) if leads_out(one)]
     if several and not out:
-        fix = ["`ip -br addr` shows them; bring the common network's up: sudo ip link set dev NAME up"]
+        fix = [
+            "`ip -br addr` lists them; bring up the one of the common network: sudo ip link set dev NAME up"
+        ]
         return found(
             INTERFACES,
             "fail",
-            "no interface that leads to other machines is up with an address",
+            "no external interface is up with an address",
             *rows,
             fix=fix,
         )
     sizes = {one.mtu for one in out if one.mtu is not None and one.kind != "infiniband"}
-    text = f"{len(out)} that lead out: {', '.join(one_line(one.name) for one in out) or 'none'}"
+    text = f"{len(out)} external: {', '.join(one_line(one.name) for one in out) or 'none'}"
     if several and len(sizes) > 1:
         fix = [
-            "give those of the common network one MTU, also on its switches: sudo ip link set dev NAME mtu SIZE"
+            "set the same MTU on interfaces and switches of the common network: sudo ip link set dev NAME mtu SIZE"
         ]
         return found(
             INTERFACES,
             "warn",
-            f"{text}; their MTU differs: {', '.join(map(str, sorted(sizes)))}",
+            f"{text}; different MTUs: {', '.join(map(str, sorted(sizes)))}",
             *rows,
             fix=fix,
         )
@@ -212,22 +214,22 @@ def judge_choice(
     cuda: bool,
     address: str = "",
 ) -> list[Finding]:
-    """What the libraries take, and whether that can work.
+    """Findings on the libraries' choice of interface.
 
     Args:
         interfaces: of this machine.
         settings: variables that are set.
-        own_addresses: what the host name leads to.
+        own_addresses: addresses of the host name.
         several: the job has several nodes on several machines.
-        cuda: ranks use NCCL; without it NCCL's variables have no effect.
-        address: on which the nodes reach each other; empty: not known.
+        cuda: ranks use NCCL; otherwise its variables have no effect.
+        address: of this node, on which the others reach it; empty: unknown.
     """
     if not interfaces:
         return []
     choices = {"gloo": gloo_choice(interfaces, settings, own_addresses)}
     if cuda:
         choices["NCCL"] = nccl_choice(interfaces, settings)
-    lines = [f"{name} takes {_chosen_name(choice)}: {choice.why}" for name, choice in choices.items()]
+    lines = [f"{name} uses {_chosen_name(choice)}: {choice.why}" for name, choice in choices.items()]
     bad = [
         finding
         for name, choice in choices.items()
@@ -241,9 +243,9 @@ def judge_choice(
             found(
                 CHOICE,
                 "warn",
-                "NCCL and gloo take different networks",
+                "NCCL and gloo use different networks",
                 *lines,
-                fix=["export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME with one name"],
+                fix=["set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the same interface"],
             )
         ]
     return [found(CHOICE, "pass", *lines)]
@@ -280,20 +282,18 @@ def _bad_choice(
     taken = choice.interface
     if not leads_out(taken) and not (address and address in taken.addresses):
         status: Status = "fail" if choice.variable else "warn"
-        kind = (
-            "this machine's own loopback" if taken.loopback else "a bridge of this machine's own containers"
-        )
+        kind = "this machine's loopback" if taken.loopback else "a bridge of this machine's containers"
         note = (
             ""
             if choice.variable
-            else "; unisono tells its own ranks the right one, other programs need the variable"
+            else "; unisono sets the right one for its own ranks, other programs need the variable"
         )
         return [
-            found(CHOICE, status, f"{name} takes {one_line(taken.name)}, {kind}: {choice.why}{note}", fix=fix)
+            found(CHOICE, status, f"{name} uses {one_line(taken.name)}, {kind}: {choice.why}{note}", fix=fix)
         ]
     if address and address not in taken.addresses and choice.variable:
         text = (
-            f"{name} takes {one_line(taken.name)} ({choice.why}), and the nodes reach each other on {address}"
+            f"{name} uses {one_line(taken.name)} ({choice.why}), but the nodes reach each other on {address}"
         )
         return [found(CHOICE, "warn", text, fix=fix)]
     return []
@@ -309,23 +309,23 @@ def judge_names(
     several: bool,
     is_head: bool = True,
 ) -> Finding:
-    """Whether names lead where they should.
+    """The finding on host names.
 
     Args:
         host: this machine's name.
-        own: its addresses, by the resolver.
-        took_s: how long that took.
-        head: the head's name; empty: there is none.
-        head_addresses: of it.
+        own: its addresses from the resolver.
+        took_s: time of the look-up.
+        head: the head's name; empty: none.
+        head_addresses: addresses of the head's name.
         several: the job has several nodes.
         is_head: this is node 0.
     """
-    mend = (
-        "mend the line of {name} in /etc/hosts; `getent hosts {name}` must give the address that others use"
+    hosts_fix = (
+        "fix the line of {name} in /etc/hosts; `getent hosts {name}` must give the address that others use"
     )
-    lines = [f"{host} leads to {', '.join(own) or 'nothing'} ({took_s * 1000:.0f} ms)"]
+    lines = [f"{host} resolves to {', '.join(own) or 'nothing'} ({took_s * 1000:.0f} ms)"]
     if head and several:
-        lines.append(f"the head's name {head} leads to {', '.join(head_addresses) or 'nothing'}")
+        lines.append(f"the head's name {head} resolves to {', '.join(head_addresses) or 'nothing'}")
         literal = list(head_addresses) == [head]
         if not head_addresses:
             return found(
@@ -333,41 +333,41 @@ def judge_names(
                 "fail",
                 lines[1],
                 lines[0],
-                fix=["give an IP address on every node: --head IP:PORT", mend.replace("{name}", head)],
+                fix=["give an IP address on every node: --head IP:PORT", hosts_fix.replace("{name}", head)],
             )
         if not literal and not is_head and all(map(is_loopback, head_addresses)):
             return found(
                 NAMES,
                 "fail",
-                f"{lines[1]}: back to this machine",
+                f"{lines[1]}: this machine itself",
                 lines[0],
-                fix=[mend.replace("{name}", head), "or --head IP:PORT on every node"],
+                fix=[hosts_fix.replace("{name}", head), "or --head IP:PORT on every node"],
             )
     if several and (not own or all(map(is_loopback, own))):
-        text = f"{lines[0]}: other programs' ranks would tell peers that address"
-        return found(NAMES, "warn", text, *lines[1:], fix=[mend.replace("{name}", host)])
+        text = f"{lines[0]}: ranks of other programs would give this address to their peers"
+        return found(NAMES, "warn", text, *lines[1:], fix=[hosts_fix.replace("{name}", host)])
     if took_s > _SLOW_RESOLVER_S:
         return found(
             NAMES,
             "warn",
-            f"{lines[0]}: each look-up waits so long",
+            f"{lines[0]}: every look-up takes that long",
             *lines[1:],
             fix=[
-                "look at /etc/resolv.conf: a name server that does not answer",
-                f"or write {host} into /etc/hosts",
+                "check /etc/resolv.conf for an unresponsive name server",
+                f"or add {host} to /etc/hosts",
             ],
         )
     return found(NAMES, "pass", *lines)
 
 
 def judge_infiniband(ports: Sequence[InfinibandPort], settings: Mapping[str, str]) -> list[Finding]:
-    """Nothing is said of machines without such ports."""
+    """Findings on InfiniBand and RoCE ports; none for machines without them."""
     if not ports:
         return []
     rows = [str(port) for port in ports]
     active = [port for port in ports if port.is_active]
     if active and settings.get("NCCL_IB_DISABLE", "0").strip() == "1":
-        text = f"NCCL_IB_DISABLE=1, and {len(active)} ports are active: NCCL goes over sockets, ten times slower or more"
+        text = f"NCCL_IB_DISABLE=1, but {len(active)} ports are active: NCCL uses sockets, at least ten times slower"
         return [found(INFINIBAND, "warn", text, *rows, fix=["unset NCCL_IB_DISABLE"])]
     asked = settings.get("NCCL_IB_HCA", "").strip()
     if asked and active and not _selects(asked, active):
@@ -376,14 +376,14 @@ def judge_infiniband(ports: Sequence[InfinibandPort], settings: Mapping[str, str
             "unset NCCL_IB_HCA",
         ]
         return [
-            found(INFINIBAND, "warn", f"NCCL_IB_HCA={one_line(asked)} fits no active port", *rows, fix=fix)
+            found(INFINIBAND, "warn", f"NCCL_IB_HCA={one_line(asked)} matches no active port", *rows, fix=fix)
         ]
     idle = [port for port in ports if not port.is_active]
     if idle:
         why = (
-            "no subnet manager has set it up: start opensm"
+            "not configured by a subnet manager: start opensm"
             if idle[0].state == "INIT"
-            else "look at cable and switch: `ibstat`"
+            else "check cable and switch: `ibstat`"
         )
         text = f"{len(idle)} of {len(ports)} ports are not active, {idle[0].device}:{idle[0].port} is {idle[0].state} ({idle[0].physical})"
         return [found(INFINIBAND, "warn", text, *rows, fix=[why])]
@@ -391,7 +391,7 @@ def judge_infiniband(ports: Sequence[InfinibandPort], settings: Mapping[str, str
     rates = {port.gbit for port in taken if port.gbit}
     if len(rates) > 1:
         fix = [
-            f"use those of one rate: export NCCL_IB_HCA='={','.join(port.device for port in taken if port.gbit == max(rates))}'"
+            f"use ports of one rate: export NCCL_IB_HCA='={','.join(port.device for port in taken if port.gbit == max(rates))}'"
         ]
         return [
             found(
@@ -406,7 +406,7 @@ def judge_infiniband(ports: Sequence[InfinibandPort], settings: Mapping[str, str
 
 
 def _selects(value: str, ports: Sequence[InfinibandPort]) -> bool:
-    """Whether NCCL_IB_HCA leaves a port: prefixes, `=` for exact names, `^` for all but these; a port may follow: mlx5_0:1."""
+    """Whether NCCL_IB_HCA selects one of the ports: prefixes, `=` for exact names, `^` to exclude; a port may follow: mlx5_0:1."""
     excluding, exact = value.startswith("^"), value.lstrip("^").startswith("=")
     words = [word.strip() for word in value.lstrip("^=").split(",") if word.strip()]
 
@@ -422,7 +422,7 @@ def _selects(value: str, ports: Sequence[InfinibandPort]) -> bool:
 
 
 def judge_firewall(firewall: Firewall | None, *, several: bool) -> list[Finding]:
-    """Of one node nothing is said: its ranks meet on loopback."""
+    """Findings on the firewall; none for a single node, whose ranks meet on loopback."""
     if not several:
         return []
     if firewall is None:
@@ -430,19 +430,19 @@ def judge_firewall(firewall: Firewall | None, *, several: bool) -> list[Finding]
             found(
                 FIREWALL,
                 "unknown",
-                "rules cannot be listed here: that takes root, and iptables or nft",
+                "rules cannot be listed: this needs root, and iptables or nft",
                 fix=["sudo iptables -S INPUT; sudo nft list ruleset"],
             )
         ]
     if not firewall.drops_rest and not firewall.refusals:
-        return [found(FIREWALL, "pass", "nothing that comes in is refused")]
+        return [found(FIREWALL, "pass", "no incoming packets are rejected")]
     text = (
-        "what no rule lets in is dropped"
+        "incoming packets are dropped by default"
         if firewall.drops_rest
-        else f"{len(firewall.refusals)} rules refuse packets that come in"
+        else f"{len(firewall.refusals)} rules reject incoming packets"
     )
     fix = [
-        "between the nodes open all ports above 1023: sudo iptables -I INPUT -p tcp -s PEER -j ACCEPT, on each for each other"
+        "open all ports above 1023 between the nodes: sudo iptables -I INPUT -p tcp -s PEER -j ACCEPT, on each node for each other one"
     ]
     return [
         found(FIREWALL, "warn", text, *(one_line(rule, limit=160) for rule in firewall.refusals[:8]), fix=fix)

@@ -1,4 +1,4 @@
-"""All nodes of a job together: what agreement checks before a run, without the run. The same table, and the same words, on every node."""
+"""Comparison of all nodes of a job: the agreement of a start, without the run. Every node gets the same table."""
 
 import contextlib
 import os
@@ -24,11 +24,11 @@ from unisono.rundir.lock import read_holder
 
 AGREEMENT = Check(
     "peers.agreement",
-    "whether all nodes mean the same run",
+    "whether all nodes have the same run",
     "nodes that differ in ranks, versions, settings, code, config or files train wrongly or wait for each other forever",
-    "With `--nodes` or `--hosts`: all nodes meet at the head, as they would before a run. Each brings its report and what it has found of itself; every node dials the others with"
-    " small and large messages, and one process on each takes part in a small collective. [All rules](agreement.md). Fails, with exit code 3 on every node, where a rule"
-    " forbids a start; what only warns is listed by its rule, as peers.clock.",
+    "With `--nodes` or `--hosts`: all nodes meet at the head, as before a run. Each sends its report and its own findings; every node dials the others with"
+    " small and large messages, and one process per node takes part in a small collective. [All rules](agreement.md). Fails, with exit code 3 on every node, if a rule"
+    " forbids a start; a warning is listed under its rule, e.g. peers.clock.",
     (
         "nproc_mismatch",
         "version_mismatch",
@@ -45,16 +45,16 @@ _CONFIG_RULES = ("files.data", "files.tokenizer", "files.model", "storage.shared
 
 
 def compare_nodes(request: DoctorRequest, asked: LocalRun, own: list[Finding], party: Party) -> list[Finding]:
-    """Brings the nodes together; gives what all of them have found, the same on each.
+    """Findings of all nodes together; every node gets the same.
 
     Args:
-        request: what was asked.
-        asked: the config, and this node.
-        own: what was found of this node.
+        request: the options.
+        asked: the config and this node's resources.
+        own: findings on this node.
         party: this node among the others.
 
     Raises:
-        Disagreed: with the verdict that all nodes have been told.
+        Disagreed: with the verdict that all nodes receive.
     """
     make = _report_maker(request.training, asked)
     if party.topology.is_head:
@@ -63,7 +63,7 @@ def compare_nodes(request: DoctorRequest, asked: LocalRun, own: list[Finding], p
 
 
 def disagreement_findings(error: Disagreed) -> list[Finding]:
-    """Why the nodes do not mean the same run: the decisive verdict whole, of the others a line."""
+    """Why the nodes do not agree: the decisive verdict in full, one line for each other one."""
     verdict = error.verdict
     assert verdict is not None
     rest = tuple(f"also: {problem.what}" for problem in error.problems[1:])
@@ -93,7 +93,7 @@ def _as_head(
             start_others=start if party.topology.hosts else None,
         ) as meeting,
     ):
-        said = meeting.gather("findings", timeout_s=_FINDINGS_S, what="what the node has found of itself")
+        said = meeting.gather("findings", timeout_s=_FINDINGS_S, what="the node's own findings")
         hosts = meeting.roll.hosts
         by_node = {Member(0, -1, party.host): own}
         by_node |= {
@@ -121,7 +121,7 @@ def _as_node(request: DoctorRequest, party: Party, make: MakeReport, own: list[F
 
 
 def merge_findings(by_node: Mapping[Member, list[Finding]]) -> list[Finding]:
-    """What all nodes have found: what passes everywhere in one line, all else with the nodes that it is about."""
+    """Findings of all nodes merged: one line for a check that passes everywhere, else one for each group of nodes."""
     ids = dict.fromkeys(finding.id for findings in by_node.values() for finding in findings)
     merged = []
     for check in ids:
@@ -138,7 +138,7 @@ def _merged_pass(finding: Finding, here: list[tuple[Member, Finding]]) -> Findin
     nodes = name_all(who for who, _ in here)
     same = all(one.evidence == finding.evidence for _, one in here if one.id == finding.id)
     evidence = (
-        finding.evidence if same else (f"on the first of them: {finding.evidence[0]}", *finding.evidence[1:])
+        finding.evidence if same else (f"on the first one: {finding.evidence[0]}", *finding.evidence[1:])
     )
     return Finding(finding.id, "pass", evidence, finding.fix, nodes)
 
@@ -153,15 +153,15 @@ def _group_by_node(here: list[tuple[Member, Finding]]) -> list[Finding]:
 
 
 def _agreement_results(agreement: Agreement, nodes: int, *, given: bool) -> list[Finding]:
-    """One line for all that is as it must be; a finding for each rule that warns or could not be judged.
+    """One finding for all rules that pass; one for each rule that warns or is unknown.
 
-    `given`: there is a config. Without one nothing is said of the files and the output_dir that only a config names.
+    `given`: there is a config. Without one, rules on its files and output_dir are left out.
     """
     fixes = {verdict.summary: verdict.fix for verdict in agreement.verdicts}
     passed = agreement.with_status("pass")
     rows = tuple(f"{check.id}: {check.text}" for check in passed)
     found = [
-        Finding(AGREEMENT.id, "pass", (f"{nodes} nodes mean the same run, by {len(passed)} rules", *rows))
+        Finding(AGREEMENT.id, "pass", (f"{nodes} nodes have the same run, by {len(passed)} rules", *rows))
     ]
     for check in agreement.with_status("warn", "unknown"):
         if not given and check.id in _CONFIG_RULES:
@@ -192,18 +192,18 @@ def _report_maker(request: TrainRequest, asked: LocalRun) -> MakeReport:
 
 @contextlib.contextmanager
 def _storage_mark(asked: LocalRun) -> Iterator[dict[str, Any]]:
-    """While it is entered, a file in the head's output_dir tells the others whether theirs is the same. Nothing of it stays."""
+    """Creates a file in the head's output_dir, by which the others see whether theirs is the same. It is removed on exit."""
     folder = Path(asked.loaded.config.output_dir)
     if (
         not asked.given or read_holder(RunDir(folder).lock) is not None
-    ):  # a run that is at work has a mark of its own there
+    ):  # an active run has a mark of its own there
         yield {}
         return
     made = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     try:
         make_private_dir(folder)
         nonce = leave_nonce(folder)
-    except OSError:  # this node's own look at output_dir says why
+    except OSError:  # this node's check of output_dir says why
         yield {}
         return
     try:

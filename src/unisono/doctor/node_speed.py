@@ -24,18 +24,18 @@ Pair = tuple[int, int]
 """Two nodes, the lower first."""
 
 ALL_PAIRS_UP_TO = 8
-"""Nodes; above that there are two rounds, or three for an odd number, so that each node has two partners at the least."""
+"""Nodes; above that there are two rounds, or three for an odd number, so that each node has at least two partners."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlowParts:
-    """Who is slow.
+    """Slow nodes and links.
 
     Attributes:
         nodes: slow with every partner.
-        links: slow ways between two nodes that are quick with others.
-        undetermined: slow pairs of which it cannot be said which.
-        usual: the speed that others have.
+        links: slow pairs of nodes that are fast with others.
+        undetermined: slow pairs for which this is unknown.
+        usual: the normal speed.
     """
 
     nodes: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class SlowParts:
 
 
 def rounds(nodes: Iterable[int]) -> list[list[Pair]]:
-    """Who measures with whom: in a round each node has one partner at the most, so that pairs do not disturb each other."""
+    """Pairs that measure in each round: a node has at most one partner per round, so that pairs do not disturb each other."""
     places: list[int | None] = [*sorted(nodes)]
     if len(places) < 2:
         return []
@@ -67,13 +67,13 @@ def rounds(nodes: Iterable[int]) -> list[list[Pair]]:
 
 
 def find_slow(speeds: Mapping[Pair, float], *, factor: float = 2.0, usual: float | None = None) -> SlowParts:
-    """Names slow nodes and slow links.
+    """Slow nodes and slow links.
 
     Args:
-        speeds: of each pair that was measured; more is better, 0 is not at all.
-        factor: so many times below the usual is slow.
-        usual: what is to be expected; None: the upper quartile of what was measured, since with three nodes one slow node makes two of three
-            pairs slow, and the median with them.
+        speeds: of each measured pair; more is better, 0: no connection.
+        factor: slow is this many times below normal.
+        usual: the expected speed; None: the upper quartile of the measurements, since with three nodes one slow node makes two of three
+            pairs slow, and with them the median.
     """
     if not speeds:
         return SlowParts()
@@ -94,7 +94,7 @@ def find_slow(speeds: Mapping[Pair, float], *, factor: float = 2.0, usual: float
 
 
 def _slow_nodes(partners: Mapping[int, list[Pair]], slow: set[Pair]) -> set[int]:
-    """Slow with each of two or more partners, of whom one at the least is not like that himself: else it may be the whole network."""
+    """Nodes slow with each of two or more partners, at least one of which is not: otherwise the whole network may be slow."""
     always = {node for node, pairs in partners.items() if len(pairs) > 1 and slow.issuperset(pairs)}
     return {
         node
@@ -114,13 +114,13 @@ _END = bytes(4)
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """Between two nodes.
+    """Speed between two nodes.
 
     Attributes:
-        rtt_s: the shortest time of a few bytes, there and back; None: nothing came back.
-        up: bytes per second from the one that dialled.
+        rtt_s: shortest round-trip time of a few bytes; None: no reply.
+        up: bytes per second from the dialling node.
         down: to it.
-        trouble: why it could not be measured; empty: it could.
+        trouble: why it could not be measured; empty: measured.
     """
 
     rtt_s: float | None = None
@@ -135,7 +135,7 @@ class LinkSpeed:
 
 
 def stream_listener(address: str, key: bytes) -> EchoListener:
-    """Answers measurements on a port of this address, until it is closed.
+    """Listens on a port of this address and answers measurements, until it is closed.
 
     Raises:
         OSError: if the address is not this machine's.
@@ -144,11 +144,11 @@ def stream_listener(address: str, key: bytes) -> EchoListener:
 
 
 def measure(address: str, port: int, key: bytes) -> LinkSpeed:
-    """Pings a peer, and streams to it and from it; a few tenths of a second each. Never raises for what a network does."""
+    """Pings a peer, and streams to it and from it; a few tenths of a second each. Network errors are in the result."""
     try:
         return asyncio.run(_measure(address, port, key))
     except TimeoutError:
-        return LinkSpeed(trouble=f"nothing came of it within {_TOTAL_S:g} s")
+        return LinkSpeed(trouble=f"no result within {_TOTAL_S:g} s")
     except (OSError, EOFError, ForeignPeer, ValueError) as error:
         return LinkSpeed(trouble=one_line(str(error) or type(error).__name__, limit=200))
 
@@ -182,7 +182,7 @@ async def _message(session: EchoSession) -> bytes:
 
 
 async def _answer(session: EchoSession) -> None:
-    """The listener's side: until the caller hangs up."""
+    """The listener's side, until the caller disconnects."""
     with contextlib.suppress(EOFError):
         while True:
             match await _message(session):
@@ -194,7 +194,7 @@ async def _answer(session: EchoSession) -> None:
                 case b"down":
                     await _send_stream(session.writer)
                 case _:
-                    raise ForeignPeer("an unknown question")
+                    raise ForeignPeer("an unknown request")
 
 
 async def _send_stream(writer: asyncio.StreamWriter) -> None:
@@ -208,7 +208,7 @@ async def _send_stream(writer: asyncio.StreamWriter) -> None:
 
 
 async def _count_stream(reader: asyncio.StreamReader) -> float:
-    """Bytes per second from the first byte on."""
+    """Bytes per second, measured from the first byte."""
     head = await reader.readexactly(4)
     began, total = time.monotonic(), 0
     while head != _END:
@@ -223,11 +223,11 @@ async def _count_stream(reader: asyncio.StreamReader) -> float:
 
 SPEED = Check(
     "peers.speed",
-    "Speed between the nodes",
-    "one slow link or one slow node sets the pace of every step of all nodes",
-    "Nodes measure in pairs, each with another partner in each round: the shortest of ten pings, and a stream of 0.3 s each way over a connection on which both have"
-    " proven the job's secret. FAIL: two cannot be measured. WARN: a pair is slower than half of what is usual here, or answers five times later. A node that is"
-    " slow with all partners is slow itself; a pair whose ends are quick with others has a slow link.",
+    "speed between the nodes",
+    "one slow link or node slows down every step of all nodes",
+    "Nodes measure in pairs, with a different partner in each round: the shortest of ten pings, and a stream of 0.3 s each way over a connection on which both have"
+    " proven the job's token. FAIL: a pair cannot be measured. WARN: a pair has less than half of the normal bandwidth, or five times the latency. A node that is"
+    " slow with all partners is slow itself; a pair whose nodes are fast with others has a slow link.",
     ("address_unreachable", "straggler"),
 )
 _LATE_S = 2e-3  # below that a difference is a matter of scheduling
@@ -238,7 +238,7 @@ _SHOWN = 12
 
 
 def judge_speed(measured: Mapping[Pair, LinkSpeed], reports: Sequence[NodeReport]) -> Finding:
-    """Who is slow, with the table of all pairs.
+    """The finding on speed, with the slowest pairs.
 
     Args:
         measured: of each pair.
@@ -253,7 +253,7 @@ def judge_speed(measured: Mapping[Pair, LinkSpeed], reports: Sequence[NodeReport
     if lost:
         text = f"{_pair_text(lost[0], hosts)}: {measured[lost[0]].trouble}"
         fix = [
-            "`ping -M do -s 1472 ADDRESS` and `sudo iptables -S INPUT` on both; then the switch between them"
+            "`ping -M do -s 1472 ADDRESS` and `sudo iptables -S INPUT` on both; then check the switch between them"
         ]
         return found(SPEED, "fail", text, *rows, fix=fix)
     usual = _expected(reports) if len(hosts) == 2 else None
@@ -262,9 +262,11 @@ def judge_speed(measured: Mapping[Pair, LinkSpeed], reports: Sequence[NodeReport
         return found(SPEED, "warn", _slow_text(slow, measured, hosts), *rows, fix=_fixes(slow, hosts))
     late = _late(measured)
     if late:
-        return found(SPEED, "warn", f"late answers: {_culprits(late, hosts)}", *rows, fix=_fixes(late, hosts))
+        return found(SPEED, "warn", f"high latency: {_culprits(late, hosts)}", *rows, fix=_fixes(late, hosts))
     least = min(measured.values(), key=lambda one: one.speed, default=LinkSpeed())
-    return found(SPEED, "pass", f"{len(measured)} pairs, the slowest {least.speed / 1e6:,.0f} MB/s", *rows)
+    return found(
+        SPEED, "pass", f"{len(measured)} pairs, the slowest with {least.speed / 1e6:,.0f} MB/s", *rows
+    )
 
 
 def _late(measured: Mapping[Pair, LinkSpeed]) -> SlowParts | None:
@@ -275,7 +277,7 @@ def _late(measured: Mapping[Pair, LinkSpeed]) -> SlowParts | None:
 
 
 def _expected(reports: Sequence[NodeReport]) -> float | None:
-    """Bytes per second that two nodes should have at the least, by what their interfaces say of themselves."""
+    """Minimum bytes per second between two nodes, from the nominal speed of their interfaces."""
     speeds = [
         one.speed_mbit * 125_000
         for report in reports
@@ -291,17 +293,19 @@ def _slow_text(slow: SlowParts, measured: Mapping[Pair, LinkSpeed], hosts: Mappi
         for pair, one in measured.items()
         if pair in (*slow.links, *slow.undetermined) or set(pair) & set(slow.nodes)
     ]
-    return f"{_culprits(slow, hosts)}: {min(involved) / 1e6:,.1f} MB/s where {slow.usual / 1e6:,.0f} MB/s are usual"
+    return (
+        f"{_culprits(slow, hosts)}: {min(involved) / 1e6:,.1f} MB/s, normal is {slow.usual / 1e6:,.0f} MB/s"
+    )
 
 
 def _culprits(slow: SlowParts, hosts: Mapping[int, str]) -> str:
     parts = [f"{name_node(node, hosts.get(node, '?'))} is slow with every partner" for node in slow.nodes]
     parts += [
-        f"the link between {_pair_text(pair, hosts)} is slow, both are quick with others"
+        f"the link between {_pair_text(pair, hosts)} is slow, both nodes are fast with others"
         for pair in slow.links
     ]
     parts += [
-        f"{_pair_text(pair, hosts)}: which of them, or the link, cannot be told"
+        f"{_pair_text(pair, hosts)}: unknown whether one of the nodes or the link is slow"
         for pair in slow.undetermined[:4]
     ]
     return "; ".join(parts)
@@ -309,11 +313,13 @@ def _culprits(slow: SlowParts, hosts: Mapping[int, str]) -> str:
 
 def _fixes(slow: SlowParts, hosts: Mapping[int, str]) -> list[str]:
     fixes = [
-        f"on {name_node(node, hosts.get(node, '?'))}: its port, cable and load: `ethtool IFACE`, `ip -s link`, `top`"
+        f"on {name_node(node, hosts.get(node, '?'))}: check port, cable and load: `ethtool IFACE`, `ip -s link`, `top`"
         for node in slow.nodes[:2]
     ]
     if slow.links or slow.undetermined:
-        fixes.append("the switches between them: another port or cable, and `ip -s link` for errors on both")
+        fixes.append(
+            "check the switches between them: try a different port or cable, and see `ip -s link` for errors on both"
+        )
     return fixes
 
 
@@ -324,5 +330,5 @@ def _pair_text(pair: Pair, hosts: Mapping[int, str]) -> str:
 def _row(pair: Pair, one: LinkSpeed, hosts: Mapping[int, str]) -> str:
     if one.trouble:
         return f"{_pair_text(pair, hosts)}: {one.trouble}"
-    rtt = f", {one.rtt_s * 1000:.2f} ms there and back" if one.rtt_s is not None else ""
+    rtt = f", {one.rtt_s * 1000:.2f} ms round trip" if one.rtt_s is not None else ""
     return f"{_pair_text(pair, hosts)}: {one.up / 1e6:,.0f} MB/s there, {one.down / 1e6:,.0f} MB/s back{rtt}"

@@ -1,13 +1,13 @@
-"""What lies between the nodes of a job, tried by all of them together under the head's lead: speed of each pair, and the ladder.
+"""Trials between the nodes of a job, led by the head: speed of each pair, and the ladder.
 
                                                                node → head  measures_ready {port}
     head → node  measure {target: [address, port] or null}     node → head  measured {…}
-    head → node  measures_end                                  then dials and the collective, as before a run; with --ladder dials, and:
+    head → node  measures_end                                  then dials and the collective, as before a run; with --ladder dials and:
     head → node  ladder {settings, …}                          node → head  ladder_ready {ok, port, text}
     head → node  ladder_go {store: [address, port] or null}    node → head  ladder_done {…}
     head → node  ladder_end
 
-All nodes are started by the same command; a node without --ladder that meets a head with it, or the other way round, refuses.
+All nodes run the same command; if only one of node and head has --ladder, the node refuses.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,19 +47,19 @@ LADDER = "ladder"
 """In the head's welcome: whether it was started with --ladder."""
 _MEASURING_S = 30.0
 _ENOUGH = {"gloo": 20e6, "nccl": 500e6}
-"""Bytes per second that a sum over the nodes should give at the least, if their interfaces are quick enough for it."""
+"""Minimum bytes per second of an all-reduce over the nodes, if their interfaces are fast enough."""
 _SHARE = 0.1
 _STORE_PORTS = range(29_510, 29_520)
-"""Below those that the system chooses: where only these are blocked, ranks meet, and what fails is the back-end."""
+"""Below the ephemeral ports: if only those are blocked, ranks still meet, and the back-end is what fails."""
 
 
 def head_trial(*, ladder: bool, debug_comm: bool, findings: list[Finding]) -> Callable[[Meeting], None]:
-    """For `hold_meeting`: what it finds is added to `findings`.
+    """The head's trial for `hold_meeting`; it adds to `findings`.
 
     Args:
-        ladder: whether a collective that fails is tried under other settings; else its failure ends the meeting.
-        debug_comm: whether what the libraries say in that is kept.
-        findings: to be added to.
+        ladder: whether a failed collective is retried with different settings; otherwise its failure ends the meeting.
+        debug_comm: whether the libraries' logs are kept.
+        findings: output.
     """
 
     def trial(meeting: Meeting) -> None:
@@ -84,19 +84,19 @@ def head_trial(*, ladder: bool, debug_comm: bool, findings: list[Finding]) -> Ca
 
 
 def node_trial(*, ladder: bool, debug_comm: bool) -> Callable[[Attendance, NodeReport], None]:
-    """For `attend_meeting`: does what the head asks for, until that says it is enough.
+    """A node's trial for `attend_meeting`: follows the head's requests until the last one.
 
     Args:
-        ladder: as the head must have been asked, too.
-        debug_comm: whether what the libraries say on this node is kept, in a folder of the head's name.
+        ladder: must be the same at the head.
+        debug_comm: whether the libraries' logs of this node are kept, in the folder that the head names.
     """
 
     def trial(attendance: Attendance, report: NodeReport) -> None:
         if attendance.welcome.get(LADDER) is not ladder:
             raise UsageError.of(
-                "this node's command is not the head's",
+                "this node's command differs from the head's",
                 where="--ladder",
-                why="the head was started with another command, or one of the two without --ladder",
+                why="the head runs a different command, or only one of the two has --ladder",
                 fix="run the same `unisono doctor` on every node, with --ladder on all or on none",
             )
         key = _key(attendance.party.token, str(attendance.welcome["run_nonce"]))
@@ -122,7 +122,7 @@ def _key(token: bytes, run_nonce: str) -> bytes:
 
 
 def _dial_findings(meeting: Meeting) -> list[Finding]:
-    """What the dial matrix shows, without ending the meeting: the ladder is to find another way."""
+    """Findings of the dial matrix, which do not end the meeting: the ladder may find settings that work."""
     agreement = head_dials(meeting)
     fixes = {verdict.summary: verdict.fix for verdict in agreement.verdicts}
     return [
@@ -139,7 +139,7 @@ def _dial_findings(meeting: Meeting) -> list[Finding]:
 
 
 def _measure_pairs(meeting: Meeting, ports: Mapping[int, int]) -> dict[Pair, LinkSpeed]:
-    """Of all rounds. In each, the lower node of a pair dials the other."""
+    """Speeds of all rounds. The lower node of a pair dials the other one."""
     addresses = {report.node_rank: report.address for report in meeting.reports}
     found: dict[Pair, LinkSpeed] = {}
     key = _key(meeting.party.token, meeting.run_nonce)
@@ -204,7 +204,7 @@ def _climb_ladder(meeting: Meeting, record: AttemptLogs | None) -> Finding:
 
 
 def _common_interfaces(reports: list[NodeReport]) -> list[str]:
-    """Interfaces that all nodes have by one name, and that lead out; those on which they met are OWN."""
+    """Names of external interfaces that all nodes have; the interfaces on which the nodes met are OWN."""
     named = [
         {one.name for one in usable_interfaces(report.interfaces) if leads_out(one)} for report in reports
     ]
@@ -225,7 +225,7 @@ def _enough_rate(reports: list[NodeReport], backend: str) -> float:
 def _attempt_on_all(
     meeting: Meeting, settings: Settings, backend: str, name: str, record: AttemptLogs | None
 ) -> AttemptOutcome:
-    """One collective over all nodes; the worst of what they say."""
+    """One collective over all nodes; the worst outcome of any."""
     present = [report.node_rank for report in meeting.reports]
     meeting.broadcast(
         {
@@ -259,7 +259,7 @@ def _attempt_on_all(
 
 
 def _missing_logs(message: Message) -> str:
-    """Why another node does not keep what its libraries say; empty: it does, or was not asked to."""
+    """Why a node has no logs of its libraries; empty: it has, or was not asked for them."""
     text = message.get("unkept")
     return text[:300] if isinstance(text, str) else ""
 
@@ -267,7 +267,7 @@ def _missing_logs(message: Message) -> str:
 def _take_part(
     attendance: Attendance, report: NodeReport, asked: Message, record: AttemptLogs | None
 ) -> None:
-    """This node's process of one attempt."""
+    """This node's rank in one attempt."""
     settings = _allowed_settings(asked.get("settings"))
     backend = "nccl" if asked.get("backend") == "nccl" else "gloo"
     present = nodes_present(asked, own=report.node_rank)
@@ -285,7 +285,7 @@ def _take_part(
 
 
 def _allowed_settings(settings: object) -> dict[str, str | None]:
-    """What a head may set on this node, for a child alone: of other variables they can only be taken away."""
+    """Settings that a head may apply to this node's rank: some variables can be set, any can be removed."""
     if not isinstance(settings, dict):
         return {}
     return {
@@ -303,7 +303,7 @@ def _attempt_ranks(
     programs: Programs,
     record: Path | None,
 ) -> AttemptRanks:
-    """As this node's first rank would be started: without a setting of the user's the interface is the one on which the nodes met."""
+    """Started as this node's first rank would be: unless the user sets one, the interface is the one on which the nodes met."""
     interface = interface_name(report.interfaces, report.address) or ""
     child = AttemptRank(sorted(present).index(report.node_rank), report.places[0], f"node {report.node_rank}")
     return AttemptRanks(

@@ -14,7 +14,7 @@ _INDENT = " " * 9
 
 
 def report_lines(examination: Examination) -> list[str]:
-    """All lines: area by area, then what to do, then how many of each."""
+    """All lines of the report: area by area, then the summary."""
     shown = [heading(examination)]
     for area, title in AREAS.items():
         findings = [finding for finding in examination.findings if finding.id.partition(".")[0] == area]
@@ -24,27 +24,27 @@ def report_lines(examination: Examination) -> list[str]:
 
 
 def heading(examination: Examination) -> str:
-    """Which machine, and with what it was looked at."""
+    """Machine, versions and platform."""
     return f"unisono {__version__} doctor on {examination.host}: Python {platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
 
 
 def _text_rows(finding: Finding) -> Iterator[str]:
-    """One line for the finding, one for each row of its table, and what to do."""
+    """One line for the finding, one for each row of its table, and its fixes."""
     first, *rest = finding.evidence
     where = f"{finding.where}: " if finding.where else ""
     yield f"  {_STATUS_WORDS[finding.status]:<6} {finding.id:<{_WIDTH}} {where}{first}"
     yield from (f"{_INDENT}{row}" for row in rest)
     if finding.status != "pass":
-        yield from (f"{_INDENT}do: {line}" for line in finding.fix)
+        yield from (f"{_INDENT}fix: {line}" for line in finding.fix)
 
 
 def summary_line(examination: Examination) -> str:
-    """How many of each; what it comes to."""
+    """Number of findings by status."""
     counts = {
         "passed": examination.number_of("pass"),
         "warn": examination.number_of("warn"),
         "failed": examination.number_of("fail"),
-        "could not be looked at": examination.number_of("unknown"),
+        "unknown": examination.number_of("unknown"),
     }
     said = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
     return f"{len(examination.findings)} checks: {said}"
@@ -59,11 +59,11 @@ small{color:#555}@media(prefers-color-scheme:dark){body{background:#16181b;color
 
 
 def html_page(examination: Examination, *, made: str) -> str:
-    """The whole page.
+    """The report as one HTML page.
 
     Args:
-        examination: its findings are without secrets already.
-        made: when, for people.
+        examination: with findings that are already redacted.
+        made: date and time as text.
     """
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",

@@ -16,32 +16,32 @@ from unisono.doctor.local_report import agreement_findings
 
 VALUES_CHECK = Check(
     "settings.values",
-    "values of the variables in force",
-    "an invalid value is read as a different one or ignored, usually without a message",
-    "Every variable of the catalogue, and of the families NCCL_, TORCH_NCCL_, GLOO_ and similar, from the environment and from nccl.conf, with what it does and whether"
-    " nodes must agree on it. Warns for a value that the variable does not take; fails where no process group can be made with it.",
+    "values of variables that are set",
+    "a library reads an invalid value as a different one or ignores it, mostly without a message",
+    "Every variable of the catalogue, and of the families NCCL_, TORCH_NCCL_, GLOO_ and the like, from the environment and from nccl.conf, with its meaning and whether"
+    " nodes must agree on it. Warns for an invalid value; fails if no process group can be created with it.",
     ("env_suspicious",),
 )
 SUSPICIOUS = Check(
     "settings.suspicious",
     "suspicious settings",
-    "settings that got a job around a fault once stay in a profile, and cost the next ones their speed or hang them",
-    "A table of settings that are obsolete, slow, contradict each other, or are work-arounds for what this machine has not got; and names of NCCL, torch and gloo that nobody"
-    " knows, with the nearest known one. Warns; fails where the run could not start.",
+    "workarounds stay in a shell profile, and slow down or hang later jobs",
+    "A table of settings that are obsolete, slow, contradictory, or workarounds for hardware that this machine does not have; and unknown names of NCCL, torch and gloo"
+    ", with the nearest known one. Warns; fails if the run could not start.",
     ("env_suspicious", "invalid_device_ordinal", "duplicate_gpu"),
 )
 MISSPELT = Check(
     "settings.misspelt",
-    "misspelt names",
-    "a misspelt variable has no effect, and no library reports it",
-    "Names that nobody knows and that are almost those of known variables. Warns, with the name that may be meant.",
+    "misspelled names",
+    "a misspelled variable has no effect, and no library reports it",
+    "Unknown names that resemble known variables. Warns, with the probable name.",
     ("env_suspicious",),
 )
 LEFT_OVER = Check(
     "settings.left_over",
-    "variables of a former job",
-    "RANK, WORLD_SIZE or MASTER_ADDR in a shell make other programs wait for ranks that are never started; unisono ignores them and reports this",
-    "Variables that launchers set for the processes of a job, in an environment that no launcher has started. Warns.",
+    "leftover variables of a different job",
+    "RANK, WORLD_SIZE or MASTER_ADDR in a shell make other programs wait for ranks that never start; unisono ignores them with a note",
+    "Variables that launchers set for the processes of a job, found in an environment without a launcher. Warns.",
     ("world_mismatch", "env_suspicious"),
 )
 CATALOGUE: tuple[Check, ...] = (VALUES_CHECK, SUSPICIOUS, MISSPELT, LEFT_OVER)
@@ -52,7 +52,7 @@ _JOB_VARIABLE = re.compile(r"^(TORCHELASTIC_|PET_|OMPI_COMM_WORLD_|PMI_|MV2_COMM
 
 
 def check_values(facts: Surroundings) -> list[Finding]:
-    """What is in force, and which values are not understood."""
+    """Variables that are set, and their invalid values."""
     settings = settings_of(facts.report)
     wrong = [
         finding
@@ -66,12 +66,8 @@ def check_values(facts: Surroundings) -> list[Finding]:
         f"{name}: {_unknown_name(name)}" for name in facts.environment.strangers if _OF_FAMILY.match(name)
     ]
     if not rows:
-        return [found(VALUES_CHECK, "pass", "none is set: libraries choose by themselves")]
-    many = (
-        f"{len(rows)} in force, each with a value that it takes"
-        if len(rows) > 1
-        else "one in force, with a value that it takes"
-    )
+        return [found(VALUES_CHECK, "pass", "none is set: libraries use their defaults")]
+    many = f"{len(rows)} set, each with a valid value" if len(rows) > 1 else "one set, with a valid value"
     return [found(VALUES_CHECK, "pass", many, *rows)]
 
 
@@ -80,8 +76,8 @@ def _invalid_value(name: str, value: str, facts: Surroundings) -> Finding | None
     if takes is None or not value.strip() or re.fullmatch(takes.pattern, value.strip(), re.IGNORECASE):
         return None
     fatal = takes.fatal and facts.report.device_kind == "cuda"
-    text = f"{show_setting(name, value)}: it takes {takes.text}; with this {takes.otherwise}"
-    fix = [f"`unset {name}`, or give it one of its values", f"`unisono explain {name}` says what it does"]
+    text = f"{show_setting(name, value)}: valid is {takes.text}; with this {takes.otherwise}"
+    fix = [f"`unset {name}`, or set it to a valid value", f"`unisono explain {name}` describes it"]
     return found(VALUES_CHECK, "fail" if fatal else "warn", text, fix=fix)
 
 
@@ -94,15 +90,11 @@ def _explain(name: str, value: str, environment: Mapping[str, str]) -> str:
 
 
 def _unknown_name(name: str) -> str:
-    return (
-        "its library's documentation says what it does"
-        if name in KNOWN_TO_LIBRARIES
-        else "nobody here knows it"
-    )
+    return "see its library's documentation" if name in KNOWN_TO_LIBRARIES else "unknown to unisono"
 
 
 def check_suspicious(facts: Surroundings) -> list[Finding]:
-    """By agreement's own table."""
+    """Suspicious settings, by the table of agreement."""
     report = facts.report
     members = [(Member(report.node_rank, -1, report.host), report)]
     reasons = {} if facts.loaded is None else facts.loaded.config.reasons
@@ -113,7 +105,7 @@ def check_suspicious(facts: Surroundings) -> list[Finding]:
 
 
 def _with_reason(finding: Finding, reasons: Mapping[str, str]) -> Finding:
-    """With what the config says of a setting that has a reason."""
+    """The finding, with the reasons that the config gives for its settings."""
     rows = [
         f"{name} is set on purpose: {why}"
         for name, why in reasons.items()
@@ -123,32 +115,30 @@ def _with_reason(finding: Finding, reasons: Mapping[str, str]) -> Finding:
 
 
 def check_misspelt(facts: Surroundings) -> list[Finding]:
-    """Names that are almost those of known variables; what begins as NCCL's, torch's and gloo's is with the suspicious ones."""
+    """Unknown names that resemble known variables; names with the prefixes of NCCL, torch and gloo are among the suspicious ones."""
     known = [variable.name for variable in VARIABLES]
     wrong = []
     for name in facts.environment.strangers:
         meant = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILARITY)
         if meant and name not in KNOWN_TO_LIBRARIES and name not in facts.report.variables:
             fix = [
-                f'`export {meant[0]}="${name}"; unset {name}`, if that is meant',
+                f'`export {meant[0]}="${name}"; unset {name}`, if you mean that',
                 f"`unisono explain {meant[0]}`",
             ]
             wrong.append(
-                found(
-                    MISSPELT, "warn", f"{name} is set, and nobody knows it: {meant[0]} may be meant", fix=fix
-                )
+                found(MISSPELT, "warn", f"{name} is set but unknown: did you mean {meant[0]}?", fix=fix)
             )
-    return wrong or [found(MISSPELT, "pass", "no name that is almost a known one")]
+    return wrong or [found(MISSPELT, "pass", "no misspelled names")]
 
 
 def check_left_over(facts: Surroundings) -> list[Finding]:
-    """Variables of a launcher that is not there."""
+    """Variables of a launcher that is not running."""
     if facts.environment.live_launcher is not None:
         return [
             found(
                 LEFT_OVER,
                 "pass",
-                f"{facts.environment.live_launcher} is alive, and its variables are of this job",
+                f"{facts.environment.live_launcher} is running, and its variables belong to this job",
             )
         ]
     names = [
@@ -159,7 +149,7 @@ def check_left_over(facts: Surroundings) -> list[Finding]:
     if not names:
         return [found(LEFT_OVER, "pass", "none")]
     named = sorted(set(names))
-    text = f"{enumerate_words(named, at_most=12)}: set, and no launcher is at work here"
+    text = f"{enumerate_words(named, at_most=12)}: set, but no launcher is running here"
     return [found(LEFT_OVER, "warn", text, fix=[f"`unset {' '.join(named)}`"])]
 
 

@@ -22,16 +22,16 @@ from unisono.text import show_seconds
 OUTPUT = Check(
     "system.output",
     "output_dir",
-    "a disk that is full, read-only or does not answer takes the first checkpoint with it, hours after the start",
-    "A megabyte is written, synced, renamed, read back and removed in output_dir (without CONFIG: in ./runs) or its nearest parent, by a process of its own."
-    " Fails where that fails, where nothing comes for ten seconds, and where less than 64 MiB is free. Warns where it is in memory (tmpfs).",
+    "a disk that is full, read-only or unresponsive loses the first checkpoint, hours after the start",
+    "A separate process writes, syncs, renames, reads back and removes a megabyte in output_dir (without CONFIG: ./runs) or its nearest parent."
+    " Fails if that fails, if the disk does not respond for ten seconds, or if less than 64 MiB is free. Warns if the folder is in memory (tmpfs).",
     ("storage_unfit", "disk_full", "io_blocked"),
 )
 CACHES = Check(
     "system.caches",
     "caches and temporary files",
-    "tokens, downloads and temporary files need room beside the run, and a cache that hangs stops every rank in its first seconds",
-    "The same trial in unisono's cache, the hub's cache and the folder of temporary files. Fails where one cannot be written or does not answer; warns below 1 GiB free.",
+    "tokens, downloads and temporary files need space beside the run, and a hanging cache blocks every rank in its first seconds",
+    "The same trial in unisono's cache, the Hub's cache and the temporary directory. Fails if one is not writable or does not respond; warns below 1 GiB free.",
     ("disk_full", "io_blocked"),
 )
 _MIN_FREE = 2**30
@@ -39,7 +39,7 @@ _MEMORY_TYPES = ("tmpfs", "ramfs")
 
 
 def check_output(facts: Surroundings) -> list[Finding]:
-    """Where the run will write, by agreement's own rules."""
+    """The run's output folder, by the rules of agreement."""
     report = facts.report
     judged = agreement_findings(
         judge_storage([(Member(report.node_rank, -1, report.host), report)]),
@@ -50,15 +50,15 @@ def check_output(facts: Surroundings) -> list[Finding]:
 
 
 def _with_file_system(finding: Finding, output: OutputFacts) -> Finding:
-    """A start waits longer and finds out; here a disk that does not answer is what one wanted to know."""
-    kind = output.file_system or "unknown file system"
+    """A finding with the path and its file system. A start waits longer and finds out; doctor reports an unresponsive disk as a failure."""
+    kind = output.file_system or "file system unknown"
     if finding.status == "unknown" and "does not answer" in output.trouble:
         return found(
             OUTPUT,
             "fail",
             f"{output.path} ({kind}): {output.trouble}",
             fix=[
-                f"`df {output.path}` in another shell; `dmesg | tail`, here or on its server; or choose another output_dir"
+                f"`df {output.path}` in a second shell; `dmesg | tail`, here or on its server; or choose a different output_dir"
             ],
         )
     first = f"{output.path} ({kind}): {finding.evidence[0]}"
@@ -70,12 +70,12 @@ def _with_file_system(finding: Finding, output: OutputFacts) -> Finding:
 def _in_memory(output: OutputFacts) -> list[Finding]:
     if output.file_system not in _MEMORY_TYPES:
         return []
-    text = f"{output.path} is in memory ({output.file_system}): gone with the machine, and what is written there counts as memory"
+    text = f"{output.path} is in memory ({output.file_system}): it is lost on reboot, and files there use up memory"
     return [found(OUTPUT, "warn", text, fix=["choose an output_dir on a disk"])]
 
 
 def check_caches(facts: Surroundings) -> list[Finding]:
-    """What is written beside the run."""
+    """Folders that are written beside the run."""
     environment = facts.environment
     folders = {
         "unisono's cache": environment.cache_dir,
@@ -94,9 +94,9 @@ def _probe_folder(folder: Path) -> StorageFacts:
 def judge_cache(name: str, tried: StorageFacts) -> Finding:
     """Pure."""
     where = f"{name}: {tried.path} ({tried.file_system or 'unknown file system'})"
-    fix = [f"`ls -ld {tried.path}`; `df -h {tried.path}`", f"or set {_VARIABLE[name]} to a folder elsewhere"]
+    fix = [f"`ls -ld {tried.path}`; `df -h {tried.path}`", f"or set {_VARIABLE[name]} to a different folder"]
     if not tried.writable:
-        return found(CACHES, "fail", f"{where}: {tried.trouble or 'cannot be tried'}", fix=fix)
+        return found(CACHES, "fail", f"{where}: {tried.trouble or 'cannot be tested'}", fix=fix)
     free = "" if tried.free_bytes is None else f"{show_bytes(tried.free_bytes)} free"
     if tried.free_bytes is not None and tried.free_bytes < _MIN_FREE:
         return found(CACHES, "warn", f"{where}: only {free}", fix=fix)
@@ -109,23 +109,23 @@ _VARIABLE = {"unisono's cache": "XDG_CACHE_HOME", "the hub's cache": "HF_HOME", 
 ORPHANS = Check(
     "system.orphans",
     "processes of earlier runs",
-    "a rank that outlived its run holds its device's memory, its port and its cores, and the next run fails for no reason of its own",
-    "Processes with a rank's command line, or under `unisono run`, whose front is gone; each with its run's id, its pid and its age. Warns."
-    " Nothing is ended unless `--end-orphans` asks for it, and then only processes of one's own.",
+    "a rank that outlived its run keeps its GPU memory, port and cores, and the next run fails because of it",
+    "Processes with a rank's command line, or under `unisono run`, whose front has ended; each with run id, pid and age. Warns."
+    " Nothing is killed without `--end-orphans`, and then only your own processes.",
     ("stale_process",),
 )
 _SHOWN = 20
 
 
 def check_orphans(facts: Surroundings) -> list[Finding]:
-    """Finds them, and ends them where that was asked for."""
+    """Finds orphans, and kills them with --end-orphans."""
     left = find_orphans()
     ended = {orphan: end_orphan(orphan) for orphan in left} if facts.request.end_orphans else {}
     return [judge_orphans(left, ended)]
 
 
 def judge_orphans(left: Sequence[Orphan], ended: dict[Orphan, bool]) -> Finding:
-    """Pure. `ended`: for those that were to be ended, whether they are gone."""
+    """The finding on orphans. Pure. `ended`: for those to be killed, whether they are gone."""
     if not left:
         return found(ORPHANS, "pass", "none")
     rows = [f"{_row(orphan)}{'; ended' if ended.get(orphan) else ''}" for orphan in left[:_SHOWN]]
@@ -141,9 +141,11 @@ def judge_orphans(left: Sequence[Orphan], ended: dict[Orphan, bool]) -> Finding:
             f"or `kill -9 {' '.join(str(orphan.pid) for orphan in mine[:_SHOWN])}`",
         ]
     if any(orphan.state == "D" for orphan in living):
-        fix.append("what waits in the kernel (state D) ends when its storage answers, or with the machine")
+        fix.append(
+            "a process that waits in the kernel (state D) ends when its storage responds, or on reboot"
+        )
     if any(not orphan.mine for orphan in living):
-        fix.append("what belongs to another user is theirs to end")
+        fix.append("ask the other user to end theirs")
     return found(ORPHANS, "warn", text, *rows, fix=fix)
 
 
@@ -155,52 +157,52 @@ def _row(orphan: Orphan) -> str:
 
 LIMITS = Check(
     "system.limits",
-    "limits of the shell and the container",
-    "a rank opens files, sockets and threads by the hundred, and ends in the middle of a run where it may have no more",
-    "`ulimit -n`, `-u`, `-l`, `-s`, and the control group's pids.max. Fails below 256 open files a process; warns below 4,096 (32,768 from 128 ranks on),"
-    " below 1,024 processes and threads, below 64 MiB of locked memory with InfiniBand, and without a limit of the stack with NCCL before 2.28.",
+    "ulimits and container limits",
+    "a rank opens hundreds of files, sockets and threads, and fails mid-run when it reaches a limit",
+    "`ulimit -n`, `-u`, `-l`, `-s`, and the cgroup's pids.max. Fails below 256 open files per process; warns below 4,096 (32,768 from 128 ranks on),"
+    " below 1,024 processes and threads, below 64 MiB of locked memory with InfiniBand, and for an unlimited stack with NCCL before 2.28.",
     ("ulimit",),
 )
 SHM = Check(
     "system.shm",
     "shared memory",
-    "ranks and loaders of one machine exchange through /dev/shm, and NCCL fails with a bus error or a refusal where it is full",
-    "Size and free bytes of /dev/shm. Warns below 64 MiB, and fails there where several ranks with devices need it; for these it warns below 1 GiB.",
+    "ranks and data loaders of one machine communicate through /dev/shm, and NCCL fails with a bus error or an allocation error if it is full",
+    "Size and free bytes of /dev/shm. Below 64 MiB it warns, and fails for several ranks with GPUs; for these it warns below 1 GiB.",
     ("shm_too_small",),
 )
 CORES = Check(
     "system.cores",
     "cores against ranks and threads",
-    "ranks that share cores wait for each other in every step",
-    "Cores by affinity and by the control groups' share of time, against ranks × threads. Warns where they do not suffice.",
+    "ranks that share cores slow each other down in every step",
+    "Cores by CPU affinity and by cgroup CPU quota, compared with ranks × threads. Warns if there are too few.",
     ("straggler",),
 )
 MEMORY = Check(
     "system.memory",
     "host memory",
-    "the kernel ends a process, mostly a rank, where memory runs out",
-    "What is free, within the limits of all control groups above, against what is left to the system (a tenth, at least 1 GiB). Warns where nothing else is left.",
+    "the kernel kills a process, usually a rank, when memory runs out",
+    "Free memory within all cgroup limits, compared with the reserve of the system (a tenth, at least 1 GiB). Warns if only the reserve is left.",
     ("host_oom_killed",),
 )
 CORE_DUMPS = Check(
     "system.core_dumps",
     "core dumps",
-    "a rank that crashes writes all its memory into a file, and eight of them fill the disk that checkpoints need",
-    "`ulimit -c` and the kernel's core_pattern. Warns where dumps of any size become files.",
+    "a crashed rank writes all its memory to a file, and eight of them fill the disk that checkpoints need",
+    "`ulimit -c` and the kernel's core_pattern. Warns if dumps of any size are written to files.",
     ("disk_full",),
 )
 CLOCK = Check(
     "system.clock",
     "clock",
-    "certificates are refused, files look newer than now, and torchrun's rendezvous takes living nodes for dead where a clock is wrong; unisono itself compares no clocks",
-    "Fails where it is earlier than the day on which unisono's own files were installed; warns where the kernel says that no time service keeps it.",
+    "with a wrong clock certificates are rejected, files seem to be from the future, and torchrun's rendezvous considers live nodes dead; unisono itself compares no clocks",
+    "Fails if the clock is earlier than the day on which unisono was installed; warns if the kernel reports that no time service synchronizes it.",
     ("clock_skew",),
 )
 VERSIONS = Check(
     "system.versions",
     "versions with known bugs",
-    "some versions of torch, NCCL and others hang or compute wrongly, and each costs days until it is found",
-    "Installed versions against a table of reported faults that this machine could meet. Warns, with the least good version and the report.",
+    "some versions of torch, NCCL and others hang or compute wrong results, and each takes days to find",
+    "Installed versions are compared with a table of reported bugs that apply to this machine. Warns, with the first fixed version and the bug report.",
     ("version_known_bad",),
 )
 
@@ -210,7 +212,7 @@ _DAY_S = 86_400.0
 
 
 def check_limits(facts: Surroundings) -> list[Finding]:
-    """Limits, shared memory, cores and memory, by agreement's own rules."""
+    """Limits, shared memory, cores and memory, by the rules of agreement."""
     report = facts.report
     return agreement_findings(
         judge_limits([(Member(report.node_rank, -1, report.host), report)]), report, _RULES
@@ -218,7 +220,7 @@ def check_limits(facts: Surroundings) -> list[Finding]:
 
 
 def check_versions(facts: Surroundings) -> list[Finding]:
-    """Known faults, by agreement's own table."""
+    """Known bugs, by the table of agreement."""
     report = facts.report
     return agreement_findings(
         judge_known_bad([(Member(report.node_rank, -1, report.host), report)]), report, _RULES
@@ -226,7 +228,7 @@ def check_versions(facts: Surroundings) -> list[Finding]:
 
 
 def check_core_dumps(facts: Surroundings) -> list[Finding]:
-    """Whether a crash fills the disk."""
+    """Whether core dumps can fill the disk."""
     del facts
     return [judge_core_dumps(read_core_dumps())]
 
@@ -235,9 +237,9 @@ def judge_core_dumps(dumps: CoreDumps) -> Finding:
     """Pure."""
     size = "of any size" if dumps.limit_bytes is None else f"up to {show_bytes(dumps.limit_bytes)}"
     if dumps.limit_bytes == 0:
-        return found(CORE_DUMPS, "pass", "none are written (ulimit -c 0)")
+        return found(CORE_DUMPS, "pass", "disabled (ulimit -c 0)")
     if not dumps.to_file:
-        return found(CORE_DUMPS, "pass", f"a program takes them: {dumps.pattern}")
+        return found(CORE_DUMPS, "pass", f"handled by a program: {dumps.pattern}")
     where = (
         dumps.pattern
         if dumps.pattern.startswith("/")
@@ -247,22 +249,22 @@ def judge_core_dumps(dumps: CoreDumps) -> Finding:
         return found(
             CORE_DUMPS,
             "warn",
-            f"files {size} a crashed process: {where}",
-            fix=["`ulimit -c 0` before the start, unless a crash is being looked into"],
+            f"files {size} per crashed process: {where}",
+            fix=["`ulimit -c 0` before the start, unless you are debugging a crash"],
         )
     return found(CORE_DUMPS, "pass", f"files {size}: {where}")
 
 
 def check_clock(facts: Surroundings) -> list[Finding]:
-    """Whether the clock can be right."""
+    """Whether the clock is plausible and synchronized."""
     installed_s = Path(unisono.__file__).stat().st_mtime
     return [judge_clock(facts.probes.clock.wall(), installed_s=installed_s, synchronised=is_synchronised())]
 
 
 def judge_clock(wall_s: float, *, installed_s: float, synchronised: bool | None) -> Finding:
-    """Pure. Seconds since 1970; `installed_s`: when unisono's files were written, by the clock of that day.
+    """The finding on the clock. Pure. Seconds since 1970; `installed_s`: modification time of unisono's files.
 
-    The time stands only where it matters or nothing is wrong: nodes that are wrong in the same way share a line.
+    The time is shown only where it matters or nothing is wrong, so that nodes with the same problem share a line.
     """
     now = f"{datetime.fromtimestamp(wall_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
     if wall_s < installed_s - _DAY_S:
@@ -270,13 +272,11 @@ def judge_clock(wall_s: float, *, installed_s: float, synchronised: bool | None)
         fix = ["`timedatectl set-ntp true`", "or `date -s` with the right time"]
         return found(CLOCK, "fail", f"{now}, but unisono's files were installed on {was}", fix=fix)
     if synchronised is False:
-        fix = [
-            "`timedatectl set-ntp true`, then `chronyc tracking`; in a container this is the host's matter"
-        ]
-        return found(CLOCK, "warn", "the kernel says that no time service keeps it", fix=fix)
+        fix = ["`timedatectl set-ntp true`, then `chronyc tracking`; for a container do it on the host"]
+        return found(CLOCK, "warn", "the kernel reports that no time service synchronizes it", fix=fix)
     if synchronised is None:
-        return found(CLOCK, "unknown", "whether a time service keeps it cannot be told")
-    return found(CLOCK, "pass", f"{now}; kept by a time service")
+        return found(CLOCK, "unknown", "unknown whether a time service synchronizes it")
+    return found(CLOCK, "pass", f"{now}; synchronized by a time service")
 
 
 CATALOGUE: tuple[Check, ...] = (

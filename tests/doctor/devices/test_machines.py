@@ -82,7 +82,7 @@ def test_mixed_types_and_somebody_elses_memory_are_named_and_left_out() -> None:
     assert any("types differ" in line and "Tesla T4: 1" in line for line in found.evidence)
     assert found.fix[0] == "export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,3"
     held = finding(scene("mixed_4", (1, 2)), "memory")
-    assert (held.status, held.fix) == ("fail", ("ask who runs it, or end it: kill 4242",))
+    assert (held.status, held.fix) == ("fail", ("ask its owner, or end it: kill 4242",))
     assert finding(scene("mixed_4", (0, 3)), "memory").status == "pass"
 
 
@@ -92,7 +92,7 @@ def test_no_device_is_proposed_that_is_smaller_or_older_than_the_chosen_ones() -
     body["devices"][0], body["devices"][3] = body["devices"][1], body["devices"][1]
     found = finding(scene(details_from(body), (2,)), "selection")
     assert (found.status, found.fix) == ("pass", ()), found
-    assert "no other choice is better" in found.evidence[0]
+    assert "no better selection" in found.evidence[0]
 
 
 def test_in_a_job_of_slurm_only_its_own_devices_are_proposed() -> None:
@@ -122,7 +122,7 @@ def test_a_left_over_setting_that_costs_nvlink_is_named_with_the_line_that_takes
     found = finding(scene("h100_nvswitch_8", (0, 1), settings=settings), "links")
     name = next(iter(settings))
     assert (found.status, found.fix) == ("warn", (f"unset {name}",))
-    assert f"0–1 could use NV18, and settings prevent it: NV18 is beyond {name}=" in found.evidence[0]
+    assert f"0–1 could use NV18, but settings prevent it: NV18 is beyond {name}=" in found.evidence[0]
 
 
 def test_a_setting_that_takes_nothing_away_is_no_trouble() -> None:
@@ -155,9 +155,9 @@ def test_memory_errors_xids_heat_and_lost_links_are_named_with_their_remedies() 
     found = finding(scene("h100_errors_8", (0, 1)), "health")
     text = "\n".join(found.evidence)
     assert found.status == "fail"
-    assert "device 1: 3 memory errors since the driver was loaded could not be corrected" in text
+    assert "device 1: 3 uncorrectable ECC errors since the driver was loaded" in text
     assert "device 1: Xid 48, a memory error that could not be corrected, 1 h 30 min ago" in text
-    assert "device 2: its clock is held down by the hardware" in text
+    assert "device 2: its clock is throttled by the hardware" in text
     assert "device 5: 2 of 18 NVLinks are down" in text
     assert found.fix[0].startswith("nvidia-smi --gpu-reset -i 1")
 
@@ -195,11 +195,11 @@ def test_a_device_that_has_fallen_off_is_told_from_one_that_is_hidden() -> None:
     body["devices"].pop()  # as in a container that was given three of four: the bus shows all of them
     found = finding(scene(details_from(body), (0, 1)), "seen")
     assert found.status == "pass"
-    assert "on the bus, and not given to this container or job: 0000:1e:00.0" in found.evidence
+    assert "on the bus, but not assigned to this container or job: 0000:1e:00.0" in found.evidence
     body["beside"]["kernel_log"] = [["NVRM: Xid (PCI:0000:1e:00): 79, GPU has fallen off the bus.", 60.0]]
     found = finding(scene(details_from(body), (0, 1)), "seen")
     assert found.status == "fail"
-    assert "no answer from 0000:1e:00.0" in found.evidence[0]
+    assert "no response from 0000:1e:00.0" in found.evidence[0]
 
 
 def test_a_device_that_the_driver_lists_and_cannot_reach_is_named() -> None:
@@ -207,14 +207,14 @@ def test_a_device_that_the_driver_lists_and_cannot_reach_is_named() -> None:
     body["devices"][2] = {"lost": "GPU is lost"}
     found = finding(scene(details_from(body), (0, 1)), "seen")
     assert found.status == "fail"
-    assert "no answer from device 2: GPU is lost" in found.evidence[0]
+    assert "no response from device 2: GPU is lost" in found.evidence[0]
 
 
 @pytest.mark.parametrize(
     ("machine", "cuda", "status", "words"),
     [
         ("h100_nvswitch_8", "12.4", "pass", "driver 550.90.07"),
-        ("h100_nvswitch_8", "12.8", "pass", "the first number is equal"),
+        ("h100_nvswitch_8", "12.8", "pass", "the major version is equal"),
         ("a10g_4", "13.0", "fail", "the driver is too old"),
         ("h100_nvswitch_8", "11.7", "fail", "needs CUDA 11.8 or newer"),
         ("h100_nvswitch_8", None, "warn", "built without CUDA"),
@@ -270,7 +270,7 @@ def test_nobody_is_told_to_end_a_process_whose_number_means_somebody_else_here()
     body = recorded("mixed_4")
     body["beside"]["processes"] = {}
     found = finding(scene(details_from(body), (2,)), "memory")
-    assert (found.status, found.fix) == ("fail", ("`nvidia-smi` on the host shows who it is",))
+    assert (found.status, found.fix) == ("fail", ("`nvidia-smi` on the host shows the process",))
 
 
 def test_a_driver_that_does_not_answer_is_a_failure_and_no_hardware_is_none() -> None:

@@ -74,7 +74,7 @@ def test_cores_that_would_stay_idle_are_named(
 
 def test_a_rank_across_two_memory_nodes_is_named() -> None:
     status, text, _ = judge_threads(processors(12, (0, 1)), ranks=3, threads=4, origin="computed")
-    assert (status, "3 ranks do not divide over 2 NUMA nodes" in text) == ("warn", True)
+    assert (status, "3 ranks do not divide evenly over 2 NUMA nodes" in text) == ("warn", True)
     assert judge_threads(processors(12, (0, 1)), ranks=2, threads=6, origin="computed")[0] == "pass"
 
 

@@ -74,8 +74,8 @@ def test_interfaces_take_each_others_place() -> None:
         lambda settings: GOOD if settings.get("GLOO_SOCKET_IFNAME") == "eth1" else 0.0, list(GLOO)
     )
     assert [one.name for one in found.tried] == [
-        "the settings as they are", "without what is set now (GLOO_SOCKET_IFNAME)", "interface pinned to eth0", "interface pinned to eth1",
-        "interface pinned to eth1, without: without what is set now (GLOO_SOCKET_IFNAME)",
+        "current settings", "without the current settings (GLOO_SOCKET_IFNAME)", "interface pinned to eth0", "interface pinned to eth1",
+        "interface pinned to eth1, without: without the current settings (GLOO_SOCKET_IFNAME)",
     ]  # fmt: skip
     assert ladder_finding(found).fix == ("export GLOO_SOCKET_IFNAME=eth1",)
 
@@ -103,8 +103,8 @@ def test_what_crawls_is_climbed_and_told_from_what_fails() -> None:
     assert (finding.status, finding.fix) == ("warn", ("export NCCL_IB_DISABLE=1",))
     finding = ladder_finding(climbed(lambda settings: SLOW))
     assert finding.status == "warn"
-    assert "crawls" in finding.evidence[0]
-    assert "no setting makes it quicker" in finding.evidence[0]
+    assert "very slow" in finding.evidence[0]
+    assert "no setting makes it faster" in finding.evidence[0]
 
 
 def test_what_it_costs_against_the_best_seen_is_told() -> None:

@@ -36,10 +36,8 @@ def test_what_the_libraries_say_in_each_attempt_is_kept_where_it_is_asked_for(tm
     seen = doctor(tmp_path, "--nproc", "2", "--ladder", "--debug-comm", env={"GLOO_SOCKET_IFNAME": "ens34"})
     (finding,) = seen.of("network.ladder")
     assert finding["fix"] == ["unset GLOO_SOCKET_IFNAME"]
-    (said,) = [
-        line for line in finding["evidence"] if line.startswith("what the libraries said: runs/doctor-")
-    ]
-    folder = tmp_path / said.removeprefix("what the libraries said: ")
+    (said,) = [line for line in finding["evidence"] if line.startswith("logs of the libraries: runs/doctor-")]
+    folder = tmp_path / said.removeprefix("logs of the libraries: ")
     first, second = sorted(path.name for path in folder.iterdir())
     assert first == "01-the-settings-as-they-are"
     assert second == "02-without-what-is-set-now-gloo-socket-ifname"
@@ -56,8 +54,8 @@ def test_what_the_libraries_say_in_each_attempt_is_kept_where_it_is_asked_for(tm
 def test_where_it_cannot_be_kept_the_ladder_is_climbed_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     (finding,) = doctor(tmp_path, "--nproc", "2", "--ladder", "--debug-comm").of("network.ladder")
-    assert "works as it is" in finding["evidence"][0]
-    assert "what the libraries said is not kept: runs/doctor-" in finding["evidence"][-1]
+    assert "works with the current settings" in finding["evidence"][0]
+    assert "logs of the libraries are not kept: runs/doctor-" in finding["evidence"][-1]
 
 
 def test_without_the_ladder_there_is_nothing_to_keep(tmp_path: Path) -> None:
@@ -88,7 +86,7 @@ def test_a_name_that_a_look_has_made_is_one(tmp_path: Path, monkeypatch: pytest.
 def test_two_ranks_that_reach_each_other_pass_with_their_bandwidth(tmp_path: Path) -> None:
     (finding,) = climbed(tmp_path).of("network.ladder")
     assert finding["status"] == "pass"
-    assert "works as it is" in finding["evidence"][0]
+    assert "works with the current settings" in finding["evidence"][0]
 
 
 @pytest.mark.long

@@ -29,7 +29,7 @@ def test_all_is_well_in_a_whole_network(inside: Inside) -> None:
     # Without a program that lists the rules, doctor does not know them, and says so.
     lists_rules = program("iptables") or program("nft")
     assert [one["status"] for one in firewall] == ["pass" if lists_rules else "unknown"]
-    assert "gloo takes eth0" in found["network.choice"][0]["evidence"][0]
+    assert "gloo uses eth0" in found["network.choice"][0]["evidence"][0]
 
 
 @pytest.mark.makes("network.interfaces", "fail")
@@ -38,7 +38,7 @@ def test_a_dead_link_is_named(inside: Inside) -> None:
     (finding,) = inside.look()["network.interfaces"]
     assert (
         finding["status"],
-        "no interface that leads to other machines is up" in finding["evidence"][0],
+        "no external interface is up" in finding["evidence"][0],
     ) == ("fail", True)
     assert any(line.startswith("eth0") and "down" in line for line in finding["evidence"])
 
@@ -54,7 +54,7 @@ def test_a_head_name_that_leads_to_itself_is_named(inside: Inside) -> None:
     hosts = inside.networks.hosts().replace(f"{inside.networks.address(0)} ada", "127.0.1.1 ada")
     (finding,) = inside.look(1, head="ada:29411", own=Own(hosts=hosts))["network.names"]
     assert finding["status"] == "fail"
-    assert "the head's name ada leads to 127.0.1.1: back to this machine" in finding["evidence"][0]
+    assert "the head's name ada resolves to 127.0.1.1: this machine itself" in finding["evidence"][0]
 
 
 @pytest.mark.makes("network.firewall", "warn")
@@ -72,7 +72,7 @@ def test_a_port_that_another_program_has_is_named_with_the_program(tmp_path: Pat
     with socket.create_server(("", port)):
         seen = doctor(tmp_path, env={"MASTER_PORT": str(port)})
     assert seen.status("network.port") == "fail"
-    assert "another program has it: pid" in seen.text("network.port")
+    assert "in use by a different program: pid" in seen.text("network.port")
     assert f"pid {os.getpid()}" in seen.text("network.port")
 
 

@@ -168,7 +168,7 @@ def test_ports_that_are_down_unused_or_uneven_are_named(tmp_path: Path) -> None:
     assert judge_infiniband(ports, {"NCCL_IB_HCA": "mlx5_0:1"})[0].status == "pass"
     slow = InfinibandPort("mlx5_1", 1, "ACTIVE", "LinkUp", 100.0, "InfiniBand")
     assert judge_infiniband((*ports, slow), {})[0].fix == (
-        "use those of one rate: export NCCL_IB_HCA='=mlx5_0'",  # without = mlx5_01 is meant, too
+        "use ports of one rate: export NCCL_IB_HCA='=mlx5_0'",  # without = mlx5_01 is meant, too
     )
 
 
