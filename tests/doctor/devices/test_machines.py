@@ -156,7 +156,7 @@ def test_memory_errors_xids_heat_and_lost_links_are_named_with_their_remedies() 
     text = "\n".join(found.evidence)
     assert found.status == "fail"
     assert "device 1: 3 uncorrectable ECC errors since the driver was loaded" in text
-    assert "device 1: Xid 48, a memory error that could not be corrected, 1 h 30 min ago" in text
+    assert "device 1: Xid 48, an uncorrectable memory error, 1 h 30 min ago" in text
     assert "device 2: its clock is throttled by the hardware" in text
     assert "device 5: 2 of 18 NVLinks are down" in text
     assert found.fix[0].startswith("nvidia-smi --gpu-reset -i 1")
