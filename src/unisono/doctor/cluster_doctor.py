@@ -300,7 +300,7 @@ def _nodes_request(request: DoctorRequest, loaded: LoadedConfig) -> SlurmNodesRe
 def _slurm_words(request: DoctorRequest) -> list[str]:
     """Command words of each node, which takes its rank from the Slurm step."""
     words, options = request.command_words(_CONFIG if request.config_path is not None else None)
-    return ["--json", *words, *option_words(options)]
+    return ["--json", *words, *option_args(options)]
 
 
 @dataclass
