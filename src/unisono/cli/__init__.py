@@ -1,4 +1,4 @@
-"""The command line. Each module holds one command (a plain function of its name) or, for a group, a Typer named `app`.
+"""The command line. A command is a plain function; a group of commands is a Typer named `app`.
 
 A module imports at its top nothing but the standard library, typer and `unisono.cli.output`: whatever else a command
 needs it imports inside the function, so that `unisono --help` answers at once. Refusals are raised as UnisonoError;

@@ -1,4 +1,4 @@
-"""The program `unisono`: its commands, the flags that all of them take, and how a refusal or a defect is shown."""
+"""The program `unisono`: its commands, global flags, and the presentation of errors."""
 
 import importlib
 import os
@@ -62,7 +62,7 @@ def _commands() -> dict[str, Any]:
 
 
 def command_names() -> list[tuple[str, ...]]:
-    """Every command as it is typed: `("train",)`, `("checkpoint", "ls")`."""
+    """Every command as a tuple of words: `("train",)`, `("checkpoint", "ls")`."""
     found: list[tuple[str, ...]] = [()]
     for name, command in _commands().items():
         found.append((name,))
@@ -76,12 +76,12 @@ def command_names() -> list[tuple[str, ...]]:
 
 
 def _nothing_of_its_own() -> None:
-    """Makes `unisono` a group, also while it has a single command."""
+    """Makes `unisono` a group of commands."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line and ends the process with the exit code of DESIGN A2."""
-    if arguments is None:  # as a program; a test that calls this keeps its own streams
+    """Runs the command line and exits with its exit code."""
+    if arguments is None:  # as a program; tests keep their own streams
         open_streams()
     words, flags = split_globals(sys.argv[1:] if arguments is None else arguments)
     if "--version" in flags:
@@ -104,13 +104,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _refuse_without_directory(words: list[str]) -> None:
-    """Paths are relative to the working directory, and every process starts in it. Help needs none.
+    """Refuses to run without a usable working directory, which paths and child processes depend on. Help needs none.
 
     Raises:
         UsageError: if it is gone.
     """
     try:
-        os.getcwd()  # noqa: PTH109 - which works here does not matter, only that it does
+        os.getcwd()  # noqa: PTH109 - only whether it works matters
     except OSError as error:
         if not words or "--help" in words:
             return
@@ -125,7 +125,7 @@ def _refuse_without_directory(words: list[str]) -> None:
 
 
 def _with_lost_output(code: int, words: list[str]) -> int:
-    """The exit code, 6 where the results of a command could not be written. A run's own outcome stands: its directory has it."""
+    """The exit code; 6 if the results of a command could not be written. The outcome of a run stands: its directory has it."""
     lost = lost_output()
     if lost is None:
         return code
@@ -136,7 +136,7 @@ def _with_lost_output(code: int, words: list[str]) -> int:
 
 
 def _show(error: Exception, *, command: str) -> int:
-    """Tells a refusal in its own lines, and a defect of ours with its traceback; gives the exit code."""
+    """Shows an error for the user in plain lines, and a bug with its traceback; returns the exit code."""
     from unisono.errors import UnisonoError, storage_failure, unusable_path
 
     speak = output()
@@ -159,7 +159,7 @@ def _show(error: Exception, *, command: str) -> int:
 
 
 def _emit_refusal(body: dict[str, Any], *, command: str) -> None:
-    """`train` and `run` speak in lines, of which the last is its result (DESIGN A1); others say it in one object."""
+    """Emits the error as JSON: `train` and `run` emit lines that end with a result, other commands a single object."""
     if command not in ("train", "run"):
         output().emit({"kind": "refused", "schema": 1, **body})
         return

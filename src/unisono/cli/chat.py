@@ -67,7 +67,7 @@ def _greet(speak: Output, facts: dict[str, Any]) -> None:
 
 
 class Talk:
-    """The front's side of a conversation: reads lines, sends them, writes what comes back."""
+    """The front's side of a conversation: reads lines, sends them, and writes the answers."""
 
     def __init__(
         self, task: "TaskProcess", messages: Iterator[dict[str, Any]], speak: Output, *, system: str | None
@@ -80,7 +80,7 @@ class Talk:
         self._forget()
 
     def go_on(self) -> None:
-        """Until /exit or the end of stdin."""
+        """Runs until /exit or the end of stdin."""
         for line in _lines():
             text = line.strip()
             if not text:
@@ -167,14 +167,14 @@ class Talk:
 
 
 def _lines() -> Iterator[str]:
-    """The lines that a person types, or that come through a pipe."""
+    """The lines from the terminal or a pipe."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield line.rstrip("\n")
         return
     if sys.stdout.isatty():
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - its import gives input() a history and editing
+            import readline  # noqa: F401 - gives input() a history and editing
     while True:
         try:
             if sys.stdout.isatty():
@@ -195,7 +195,7 @@ def _lines() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _ctrl_c_ends_the_answer(task: "TaskProcess") -> Iterator[None]:
-    """The first Ctrl-C is handed to the task; a second one, if the task does not hear, ends the program."""
+    """Forwards the first Ctrl-C to the task; a second one exits if the task does not react."""
     pressed = False
 
     def hand_on(number: int, frame: FrameType | None) -> None:

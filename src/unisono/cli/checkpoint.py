@@ -149,7 +149,7 @@ def _tell_pruned(store: "CheckpointStore", deleted: list[Path], swept: list[Path
 
 
 def _keeping(files: "RunDir") -> tuple[dict[str, Any], int | None]:
-    """The section `checkpoint` of the run's config, or nothing where it cannot be read; and `keep_every` in steps."""
+    """The section `checkpoint` of the run's config, empty if unreadable; and `keep_every` in steps."""
     from unisono.files import read_object
 
     plan = read_object(files.plan)
@@ -160,7 +160,7 @@ def _keeping(files: "RunDir") -> tuple[dict[str, Any], int | None]:
 
 
 def _refuse_odd_plan(files: "RunDir") -> None:
-    """Nothing is deleted by a plan that cannot be read: it says what is kept for ever, and whether the best is."""
+    """Refuses to prune with an unreadable plan, which says what is kept forever, and whether the best is kept."""
     from unisono.errors import UsageError
     from unisono.files import read_json
     from unisono.text import why_unreadable
@@ -181,7 +181,7 @@ def _refuse_odd_plan(files: "RunDir") -> None:
 
 
 def _oddity(plan: Any) -> str:
-    """What is wrong with that part of a plan that says what is kept."""
+    """What is wrong with the retention settings of a plan."""
     config = plan.get("config") if isinstance(plan, dict) else None
     section = config.get("checkpoint") if isinstance(config, dict) else None
     if not isinstance(section, dict):
@@ -195,7 +195,7 @@ def _oddity(plan: Any) -> str:
 
 
 def _best_step(store: "CheckpointStore", files: "RunDir") -> int | None:
-    """The step of the lowest eval_loss among those that have a checkpoint."""
+    """The step with the lowest eval_loss among those with a checkpoint."""
     from unisono.rundir.records import best_evaluated
 
     found = best_evaluated(files.metrics, {_step(path) for path in store.list()})

@@ -1,4 +1,4 @@
-"""The command `unisono checkpoint verify`: reads checkpoints through, or repeats steps from one; and the rows in which checkpoints are shown."""
+"""The command `unisono checkpoint verify`: reads checkpoints through, or repeats steps from one; and the rows that describe checkpoints."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,7 +60,7 @@ def verify(
 
 
 def _check_final(run: Path) -> "ModelCheck | None":
-    """Reads adapter/ or model/ of the run through; None where there is neither."""
+    """Reads adapter/ or model/ of the run through; None without either."""
     from unisono.checkpoint.model_manifest import check_model
     from unisono.rundir import RunDir
 
@@ -69,7 +69,7 @@ def _check_final(run: Path) -> "ModelCheck | None":
 
 
 def _read(run: Path, step: int | None, *, may_be_none: bool) -> "list[Reading]":
-    """Reads the checkpoint of a step, or all, and writes it down."""
+    """Reads the checkpoint of a step, or all, and records the result."""
     from unisono.checkpoint.verified import record_verified
     from unisono.checkpoint.verify import read_through
     from unisono.errors import UsageError
@@ -85,7 +85,7 @@ def _read(run: Path, step: int | None, *, may_be_none: bool) -> "list[Reading]":
     readings = [read_through(path, key=key) for path in paths]
     there = [
         reading for reading in readings if reading.path.exists()
-    ]  # its run may have pruned one meanwhile
+    ]  # the run may have pruned one meanwhile
     record_verified(store.root, there)
     return there
 
@@ -154,7 +154,7 @@ def _row(reading: "Reading") -> dict[str, Any]:
 
 
 def _problems(readings: "list[Reading]") -> "list[Problem]":
-    """Every damage, each with what it means for the run."""
+    """All damage, each with its consequence for the run."""
     from unisono.errors import Problem
 
     good = [_step(reading.path) for reading in readings if reading.intact]
@@ -171,7 +171,7 @@ def _problems(readings: "list[Reading]") -> "list[Problem]":
 
 
 def _restore(run: Path, readings: "list[Reading]") -> str:
-    """How a damaged final adapter or model comes back."""
+    """How to restore a damaged final adapter or model."""
     good = [_step(reading.path) for reading in readings if reading.intact]
     if not good:
         return "copy the directory again"
@@ -207,7 +207,7 @@ def open_run(run: Path) -> "tuple[CheckpointStore, bytes]":
 
 
 def row_of(path: Path, *, key: bytes) -> dict[str, Any]:
-    """A checkpoint as DESIGN A1 lists it, and more: writers (hosts whose ranks wrote files of it), foreign, read_again (since it was written)."""
+    """A checkpoint as a JSON row, with writers (hosts whose ranks wrote files), foreign, and read_again (since it was written)."""
     from unisono.checkpoint.manifest import MANIFEST
     from unisono.checkpoint.verified import last_verified
     from unisono.checkpoint.verify import inspect
@@ -262,7 +262,7 @@ def table(rows: list[dict[str, Any]], *, now: datetime | None = None) -> list[st
 
 
 def _writers(manifest: "Manifest | None") -> list[str]:
-    """The hosts that wrote files of it. Wherever that was: all of them are with its holder."""
+    """The hosts that wrote its files. All files are on the holder's disk."""
     return sorted({entry.host or manifest.holder for entry in manifest.files.values()}) if manifest else []
 
 
@@ -281,7 +281,7 @@ def _age(moment: str | None, now: datetime) -> str:
 
     try:
         seconds = (now - datetime.fromisoformat(str(moment))).total_seconds()
-    except (ValueError, TypeError):  # of a manifest that is damaged, or a time without a zone
+    except (ValueError, TypeError):  # a damaged manifest, or a time without a zone
         return "?"
     days = int(seconds // 86_400)
     if days >= 2:

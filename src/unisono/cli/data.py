@@ -1,4 +1,4 @@
-"""`unisono data preview`: the rows as the model will see them, before anything is trained."""
+"""`unisono data preview`: the rows as the model sees them, before training."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ _BAR = 40  # characters of the longest bar of the histogram
 
 @app.callback()
 def _group() -> None:
-    """Makes `data` a group, also while it has a single command."""
+    """Makes `data` a group of commands."""
 
 
 @app.command("preview", epilog="For example: unisono data preview train.yaml data.max_length=512 --rows 3")

@@ -76,7 +76,7 @@ def _show(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
         speak.result(redacted(line))
     if timeline:
         speak.result("")
-        for line in _drawn(found):  # its texts are labels, and it has colours
+        for line in _drawn(found):  # contains labels only, and colours
             speak.result(line)
     speak.say(f"More on it: unisono explain {found.verdict.cause}")
 
@@ -108,7 +108,7 @@ def _emit(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
 
 
 def _drawn(found: "Diagnosis") -> list[str]:
-    """The timeline, as wide as the terminal and in its colours; plain where there is none."""
+    """The timeline in the width and colours of the terminal; plain without a terminal."""
     from unisono.diagnose.timeline import draw
     from unisono.facts import read_environment
 

@@ -1,4 +1,4 @@
-"""`unisono doctor`: look before you start."""
+"""`unisono doctor`: checks of machines and nodes before a run."""
 
 import time
 from pathlib import Path
@@ -110,7 +110,7 @@ def doctor(
 
 
 def _write(path: Path, examination: "Examination") -> None:
-    """The page, whole or not at all.
+    """Writes the page atomically.
 
     Raises:
         UsageError: if it cannot be written there.

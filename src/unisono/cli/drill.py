@@ -1,4 +1,4 @@
-"""`unisono drill`: fire drills for a job, on this machine."""
+"""`unisono drill`: fault injection on this machine."""
 
 import contextlib
 import shutil
@@ -73,7 +73,7 @@ def _known(drill: "Drill") -> dict[str, object]:
 
 @contextlib.contextmanager
 def _ended_tidily() -> Iterator[None]:
-    """Whoever ends the drill by a signal has it take away what it has made first, as after Ctrl-C."""
+    """Cleans up after a signal as after Ctrl-C."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

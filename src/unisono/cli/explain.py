@@ -1,4 +1,4 @@
-"""`unisono explain`: what a cause or an environment variable means, from the catalogue."""
+"""`unisono explain`: the meaning of a cause or an environment variable."""
 
 import shutil
 import sys
@@ -47,7 +47,7 @@ def explain(
 
 
 def cause_lines(cause: "Cause") -> list[str]:
-    """The entry as paragraphs: a heading, then lines; those of a list begin with two blanks."""
+    """The entry as paragraphs: a heading, then lines; list items are indented by two spaces."""
     lines = [f"{cause.id}: {cause.title}", "", cause.meaning, "", "Signs:"]
     lines += [f"  - {item}" for item in cause.telltales]
     if cause.neighbours:
@@ -71,7 +71,7 @@ def cause_lines(cause: "Cause") -> list[str]:
 
 
 def _drills(cause: "Cause") -> list[str]:
-    """The fire drills in which it is the first that must be named."""
+    """The drills that expect this cause first."""
     from unisono.drill.drills import DRILLS
 
     return [drill.fault for drill in DRILLS if drill.want[:1] == (cause.id,)]
@@ -96,7 +96,7 @@ def variable_lines(variable: "Variable") -> list[str]:
 
 
 def _more(variable: "Variable") -> dict[str, object]:
-    """What is known beside the entry, as JSON; null where nothing is."""
+    """Further facts on the variable as JSON; null for none."""
     from unisono.causes.variable_advice import ADVICE, VALUES
 
     takes, advice = VALUES.get(variable.name), ADVICE.get(variable.name)
@@ -118,7 +118,7 @@ def _show(value: dict[str, object], lines: list[str]) -> None:
 
 
 def _wrapped(line: str, width: int) -> str:
-    """The line, broken at `width` columns where it is not 0; an item of a list keeps its indent."""
+    """The line, wrapped at `width` columns if not 0; list items keep their indent."""
     indent = "     " if line.startswith("  ") else ""
     return textwrap.fill(line, width, subsequent_indent=indent) if width and line else line
 

@@ -1,4 +1,4 @@
-"""The first screen: what will happen, in at most twelve lines, before it happens. Pure."""
+"""The first screen: the plan of a run in at most twelve lines, before it starts. Pure."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ _LABEL = 10
 
 
 def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
-    """The lines; every one says one thing.
+    """The lines, one topic each.
 
     Args:
         plan: what was decided.
@@ -41,7 +41,7 @@ def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
 
 
 def _blind(plan: RunPlan) -> str:
-    """Which nodes do not see the output_dir; nothing where all do."""
+    """The nodes that do not share output_dir; empty if all do."""
     blind = [f"node {node.node_rank} ({node.host})" for node in plan.nodes if not node.shares_output]
     if not blind:
         return ""
@@ -74,7 +74,7 @@ def _device(plan: RunPlan) -> str:
 
 
 def _ranks(plan: RunPlan) -> str:
-    """Who is where; nothing for one rank."""
+    """The placement of ranks; empty for a single rank."""
     if plan.world_size == 1:
         return ""
     how = {"ddp": "each has the whole model (ddp)", "fsdp": "each has a part of every tensor (fsdp)"}
@@ -159,7 +159,7 @@ def _steps(plan: RunPlan, facts: Mapping[str, Any]) -> str:
 
 
 def _price_of_a_death(plan: RunPlan, facts: Mapping[str, Any]) -> str:
-    """How many finished steps are lost where a rank dies; nothing where nobody knows yet."""
+    """The number of steps lost if a rank dies; empty if not yet known."""
     if "kept_every" not in facts:
         return ""
     every = facts["kept_every"]

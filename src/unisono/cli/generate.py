@@ -139,7 +139,7 @@ def _run(request: dict[str, Any], *, streams: bool) -> dict[str, Any]:
 
 
 class _Tokens:
-    """Writes an answer as it comes."""
+    """Streams an answer."""
 
     def __init__(self, progress: "Progress") -> None:
         self._progress = progress
@@ -246,7 +246,7 @@ def evaluate(
 
 
 def table(result: dict[str, Any], data: str) -> list[str]:
-    """The figures as lines for people."""
+    """The metrics as lines for people."""
     from unisono.text import one_line, show_count
 
     figures, ledger = result["figures"], result["ledger"]
@@ -269,7 +269,7 @@ def table(result: dict[str, Any], data: str) -> list[str]:
 
 
 def write_piece(text: str) -> None:
-    """Writes a piece of a model's answer, without what would steer a terminal. A reader that is gone is not our death."""
+    """Writes a piece of a model's answer without terminal control sequences. A closed pipe is not an error."""
     from unisono.text import plain
 
     encoding = sys.stdout.encoding or "ascii"

@@ -51,7 +51,7 @@ def template_names() -> list[str]:
 
 
 def job_names() -> list[str]:
-    """The names of templates for what starts unisono, as a cluster's own job files."""
+    """The names of templates for job files of clusters."""
     return sorted(_names_in(_configs() / "jobs"))
 
 
@@ -98,7 +98,7 @@ def _list_templates() -> None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Writes a file that must not be there yet; a name that exists is never touched, whoever made it when."""
+    """Writes a new file; an existing one is never touched."""
     from unisono.errors import UsageError
 
     try:

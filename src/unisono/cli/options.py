@@ -1,4 +1,4 @@
-"""The options that say where ranks are, as several commands take them."""
+"""Options for nodes, ranks and launchers that several commands share."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""How the command line speaks: results to stdout, talk to stderr, with `--json` nothing but JSON on stdout."""
+"""Output of the command line: results to stdout, messages to stderr; with `--json` only JSON on stdout."""
 
 import errno
 import io
@@ -16,10 +16,10 @@ _READER_GONE = (errno.EPIPE, errno.EIO)
 
 
 class _Stream(io.TextIOWrapper):
-    """stdout or stderr of the program. What cannot be written ends no command: a run must not die of its talk.
+    """stdout or stderr of the program. A failed write does not raise: a run must not fail because of its output.
 
     Attributes:
-        lost: why something could not be written, unless nobody was there to read it.
+        lost: the error of a failed write, unless the reader was gone.
     """
 
     lost: OSError | None = None
@@ -44,16 +44,16 @@ class _Stream(io.TextIOWrapper):
 
 
 def open_streams() -> None:
-    """Makes stdin, stdout and stderr of this process ones that can be used, whatever it was started with.
+    """Makes stdin, stdout and stderr of this process usable, however it was started.
 
-    Daemons start programs with closed streams (`>&-`). Their numbers would go to the next files that are opened: a lock, or the
-    connection to a node, into which whatever is started from here would then write.
+    Daemons start programs with closed streams (`>&-`). The next opened files would get their numbers: a lock, or the connection to a
+    node, which child processes would then write into.
     """
     for fd, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(fd)
         except OSError:
-            nowhere = os.open(os.devnull, flags)  # the lowest free number, which is this one
+            nowhere = os.open(os.devnull, flags)  # gets the lowest free number, which is this one
             os.set_inheritable(nowhere, True)
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - of a number, for the life of the process
@@ -61,14 +61,14 @@ def open_streams() -> None:
 
 
 def _stream(fd: int, given: TextIO | None, errors: str) -> _Stream:
-    """A stream on a file number, with the encoding of the one that Python made of it."""
+    """A stream on a file descriptor, with the encoding of Python's own stream."""
     raw = open(fd, "wb", closefd=False)  # noqa: SIM115 - of a number, for the life of the process
     encoding = (given and given.encoding) or "utf-8"
     return _Stream(raw, encoding, (given and given.errors) or errors, line_buffering=fd == 2 or raw.isatty())
 
 
 def lost_output() -> OSError | None:
-    """Why results could not be written to stdout; None if all of them were, or nobody read them any more."""
+    """The error if results could not be written to stdout; None if they were, or the reader was gone."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     return sys.stdout.lost if isinstance(sys.stdout, _Stream) else None
@@ -76,12 +76,12 @@ def lost_output() -> OSError | None:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What the flags that every command takes ask for.
+    """The global flags.
 
     Attributes:
         json: stdout carries JSON only.
-        quiet: no talk: only results, warnings and errors.
-        debug: a user's mistake shows its traceback, too.
+        quiet: only results, warnings and errors.
+        debug: also show tracebacks of user errors.
     """
 
     json: bool = False
@@ -89,20 +89,20 @@ class Output:
     debug: bool = False
 
     def say(self, text: str) -> None:
-        """Talk: a line on stderr, unless `--quiet`."""
+        """Writes a line to stderr, unless `--quiet`."""
         if not self.quiet:
             _write(sys.stderr, text)
 
     def warn(self, text: str) -> None:
-        """A line on stderr, also with `--quiet`."""
+        """Writes a line to stderr, also with `--quiet`."""
         _write(sys.stderr, text)
 
     def result(self, text: str) -> None:
-        """A result: a line on stdout. With `--json` it goes to stderr, as stdout is for JSON."""
+        """Writes a line of a result to stdout; with `--json` to stderr, as stdout is for JSON."""
         _write(sys.stderr if self.json else sys.stdout, text)
 
     def emit(self, value: Any) -> None:
-        """One JSON value as a line on stdout. What is not a finite number becomes null: JSON has no word for it."""
+        """Writes a JSON value as a line to stdout. NaN and infinities become null, since JSON cannot represent them."""
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except ValueError:
@@ -114,18 +114,18 @@ _current = Output()  # set once by main, before the command runs
 
 
 def output() -> Output:
-    """How the command that runs now is to speak."""
+    """The output of the present command."""
     return _current
 
 
 def set_output(value: Output) -> None:
-    """Decides how to speak, for the rest of this process."""
+    """Sets the output for the rest of this process."""
     global _current
     _current = value
 
 
 def split_globals(arguments: list[str]) -> tuple[list[str], set[str]]:
-    """The arguments without the flags that every command takes, and those flags. `--` ends the search."""
+    """The arguments without global flags, and the flags. `--` ends the search."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     flags = {word for word in arguments[:end] if word in GLOBAL_FLAGS}
     return [word for word in arguments[:end] if word not in GLOBAL_FLAGS] + arguments[end:], flags
@@ -141,7 +141,7 @@ def _finite(value: Any) -> Any:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Writes a line. A reader that is gone (`| head`) is not our death: from then on we speak to nobody."""
+    """Writes a line. If the reader is gone (`| head`), further output is discarded."""
     try:
         stream.write(text + "\n")
         stream.flush()
@@ -149,7 +149,7 @@ def _write(stream: TextIO, text: str) -> None:
         if error.errno not in _READER_GONE:
             raise
         silence(stream)
-    except UnicodeEncodeError:  # a terminal that cannot show it, for example with LANG=C
+    except UnicodeEncodeError:  # the terminal's encoding cannot represent it, e.g. with LANG=C
         encoding = stream.encoding or "ascii"
         stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
         stream.flush()
@@ -161,9 +161,8 @@ def until_unread(show: Callable[[Any], None]) -> Callable[[Any], None]:
     def shown(message: Any) -> None:
         try:
             show(message)
-        except (
-            OSError
-        ):  # a closed terminal or a full disk is no reason to stop a run, whose directory has everything
+        except OSError:
+            # a closed terminal or a full disk is no reason to stop a run, whose directory has everything
             silence(sys.stdout)
             silence(sys.stderr)
 
@@ -171,7 +170,7 @@ def until_unread(show: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def silence(stream: TextIO) -> None:
-    """Sends what is written from now on nowhere, so that also Python's flush at exit finds no broken pipe."""
+    """Discards further output, so that Python's flush at exit finds no broken pipe either."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -22,7 +22,7 @@ _REDRAWN_EVERY_S = 0.1
 
 
 class LiveLine:
-    """One line with a bar at the bottom of the terminal; what stays is printed above it.
+    """One line with a bar at the bottom of the terminal; permanent lines are printed above it.
 
     It is drawn when there is news, by nobody but the caller: no thread takes time from the rank. A terminal that is
     gone is written to no more.
@@ -34,7 +34,7 @@ class LiveLine:
         self._drawn = 0.0
 
     def show(self, text: str, *, share: float | None) -> None:
-        """Redraws the line, with a bar if the share is known; too fast a sequence of shares is thinned."""
+        """Redraws the line, with a bar if the share is known; at a limited rate."""
         now = time.monotonic()
         if share is not None and share < 1 and now - self._drawn < _REDRAWN_EVERY_S:
             return
@@ -43,7 +43,9 @@ class LiveLine:
         if share is not None:
             row.add_column(width=_BAR_WIDTH)
         row.add_column(no_wrap=True, overflow="ellipsis")
-        line = Text(text, no_wrap=True, overflow="ellipsis")  # Text, not str: foreign text is no markup
+        line = Text(
+            text, no_wrap=True, overflow="ellipsis"
+        )  # Text, not str: foreign text must not be parsed as markup
         row.add_row(
             *([ProgressBar(total=1.0, completed=share, width=_BAR_WIDTH)] if share is not None else []), line
         )
@@ -54,13 +56,13 @@ class LiveLine:
             self._live.update(row, refresh=True)
 
     def above(self, text: str) -> None:
-        """Prints a line that stays."""
+        """Prints a permanent line."""
         style = "yellow" if text.startswith("warning:") else ""
         with contextlib.suppress(OSError):
             self._console.print(Text(text, style=style), soft_wrap=True)
 
     def close(self) -> None:
-        """Takes the line away and gives the cursor back."""
+        """Removes the line and restores the cursor."""
         if self._live is not None:
             with contextlib.suppress(OSError):
                 self._live.stop()
@@ -68,7 +70,7 @@ class LiveLine:
 
 
 class Progress:
-    """Shows the messages of a task on stderr. A context; at its end the line is gone."""
+    """Shows the messages of a task on stderr. A context manager; the line is removed at its end."""
 
     def __init__(self, speak: Output) -> None:
         self._speak = speak
@@ -86,7 +88,7 @@ class Progress:
         self.close()
 
     def show(self, message: dict[str, Any]) -> None:
-        """Shows a phase or a warning; other messages are for others."""
+        """Shows a phase or a warning; ignores other messages."""
         if message["kind"] == "phase":
             self._phase(message)
         elif message["kind"] == "warning":
@@ -94,7 +96,7 @@ class Progress:
             self._above(f"warning: {one_line(message['text'] + fix)}")
 
     def close(self) -> None:
-        """Takes the line away; what comes now is printed below what stays."""
+        """Removes the line; further output follows the permanent lines."""
         if self._line is not None:
             self._line.close()
 
@@ -115,7 +117,7 @@ class Progress:
 
 
 QUIET_S = 2.0
-"""What takes less needs no bar."""
+"""Shorter work shows no bar."""
 SAY_EVERY_S = 10.0
 _REDRAW_S = 0.2
 
@@ -135,7 +137,7 @@ class ReadingLine:
         self._began = self._said = clock()
 
     def show(self, read_bytes: int) -> None:
-        """Says how far it is, not too often."""
+        """Shows the progress, at a limited rate."""
         now = self._clock()
         every = _REDRAW_S if self._live else SAY_EVERY_S
         if now - self._began < QUIET_S or now - self._said < every:
@@ -148,7 +150,7 @@ class ReadingLine:
             output().say(text)
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._live:
             self._live.close()
 

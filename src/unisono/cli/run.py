@@ -1,4 +1,4 @@
-"""`unisono run`: somebody else's program, under the same guard as our own runs."""
+"""`unisono run`: an existing program, supervised like a run of `unisono train`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -88,7 +88,7 @@ def run(
 
 
 def _diagnosis(log: Path) -> "Verdict | None":
-    """What the program printed, read by the engine of `unisono diagnose`; None where that names nothing."""
+    """The verdict of `unisono diagnose` on the program's output; None if it finds no cause."""
     from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
 
     try:

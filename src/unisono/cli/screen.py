@@ -19,23 +19,23 @@ _PLAIN_PARTS = 10
 
 
 class Line(Protocol):
-    """The one line that is redrawn, or its stand-in where nobody looks."""
+    """The progress line, or its substitute without a terminal."""
 
     def show(self, text: str, *, share: float | None) -> None:
-        """Redraws it; `share` of the run is done, or None if that is not known."""
+        """Redraws it; `share` is the completed share of the run, None if unknown."""
         ...
 
     def above(self, text: str) -> None:
-        """Prints a line that stays."""
+        """Prints a permanent line."""
         ...
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Restores the terminal."""
         ...
 
 
 class PlainLine:
-    """Plain lines, for files and pipes: at each tenth of the run, and when nothing was said for a while."""
+    """Plain lines for files and pipes: at each tenth of the run, and at intervals in between."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
@@ -45,9 +45,9 @@ class PlainLine:
         self._next_time = 0.0
 
     def show(self, text: str, *, share: float | None) -> None:
-        """Says it if it is time to."""
+        """Prints the line if it is due."""
         now = self._clock()
-        if share is not None and share < self._share:  # something else has begun
+        if share is not None and share < self._share:  # a different phase has begun
             self._next_part = 0
         self._share = share if share is not None else self._share
         part = int(self._share * _PLAIN_PARTS + 1e-9)
@@ -60,15 +60,15 @@ class PlainLine:
         self._say(text)
 
     def above(self, text: str) -> None:
-        """Says it."""
+        """Prints the line."""
         self._say(text)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
 
 class Pace:
-    """Steps per second over the last steps, without the first one of a start, which also warms up."""
+    """Steps per second over the last steps, without the first step of a start, which includes warmup."""
 
     _KEPT = 50
 
@@ -77,11 +77,11 @@ class Pace:
         self._seen: list[tuple[float, int]] = []
 
     def note(self, step: int) -> None:
-        """Notes that a step is done."""
+        """Records a completed step."""
         self._seen = [*self._seen[-self._KEPT :], (self._clock(), step)]
 
     def rate(self) -> float | None:
-        """Steps per second, or None as long as it is not known."""
+        """Steps per second, or None if not yet known."""
         if len(self._seen) < 2:
             return None
         (begin, first), (end, last) = self._seen[0], self._seen[-1]
@@ -89,7 +89,7 @@ class Pace:
 
 
 class Screen:
-    """Shows the messages of a run on stderr, and its end on stdout."""
+    """Shows the messages of a run on stderr, and its result on stdout."""
 
     def __init__(
         self, speak: Output, line: Line | None = None, clock: Callable[[], float] = time.monotonic
@@ -103,7 +103,7 @@ class Screen:
         self._figures: dict[str, str] = {}
 
     def show(self, message: Message) -> None:
-        """Shows one message. Kinds that it does not know are for others."""
+        """Shows one message; ignores unknown kinds."""
         handler = {
             "plan": self._on_plan,
             "ready": self._on_ready,
@@ -122,12 +122,12 @@ class Screen:
             handler(message)
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Restores the terminal."""
         self._show_verdict()
         self._line.close()
 
     def _on_plan(self, message: Message) -> None:
-        self._show_verdict()  # of a start that is over, and this is the next one
+        self._show_verdict()  # of the previous start
         self._plan = RunPlan.model_validate({k: v for k, v in message.items() if k not in ("kind", "time")})
 
     def _on_ready(self, message: Message) -> None:
@@ -149,7 +149,7 @@ class Screen:
         if self._speak.quiet:
             return
         counted = f" {min(done, total):,} of {total:,}" if share is not None and done else ""
-        trains = self._pace.rate() is not None  # then the bar is that of the steps
+        trains = self._pace.rate() is not None  # then the bar shows the steps
         self._line.show(one_line(str(message.get("text", ""))) + counted, share=None if trains else share)
 
     def _on_step(self, message: Message) -> None:
@@ -194,10 +194,10 @@ class Screen:
         self._talk(one_line(str(message.get("text", ""))))
 
     def _on_verdict(self, message: Message) -> None:
-        """Says at once what it is; the block with evidence and remedy is the last that is read."""
+        """Shows the summary immediately; the block with evidence and fix follows at the end."""
         self._show_verdict()
         self._verdict = Verdict.from_json({k: v for k, v in message.items() if k not in ("kind", "time")})
-        if self._verdict.when == "during":  # before the start nothing else follows
+        if self._verdict.when == "during":  # before a start nothing follows
             self._line.above(f"{self._verdict.summary}  [{self._verdict.cause}]")
 
     def _show_verdict(self) -> None:
@@ -225,7 +225,7 @@ class Screen:
 
 
 class JsonLines:
-    """The messages of a run as DESIGN A1 has them for programs: an object a line on stdout, the last is the result."""
+    """The messages of a run for programs: one JSON object per line on stdout, the result last."""
 
     _KINDS = ("plan", "step", "eval", "checkpoint", "warning", "verdict", "result")
 
@@ -233,16 +233,16 @@ class JsonLines:
         self._speak = speak
 
     def show(self, message: Message) -> None:
-        """Writes it, if it is for programs."""
+        """Writes the message if programs need it."""
         if message["kind"] in self._KINDS:
             self._speak.emit(message)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
 
 def ending(result: Message, here: Path, *, alone: bool = False) -> list[str]:
-    """The last lines: how it ended, where the result is, and the next command to type; paths as seen from `here`. `alone`: the job has one node."""
+    """The last lines: the outcome, the path of the result, and the next command; paths relative to `here`. `alone`: the job has one node."""
     output_dir = str(result.get("output_dir", ""))
     figures = [f"step {result.get('step', 0):,}"]
     if result.get("loss") is not None:
@@ -253,7 +253,7 @@ def ending(result: Message, here: Path, *, alone: bool = False) -> list[str]:
     trained = bool(result.get("step") or result.get("checkpoint"))
     verdict = result.get("verdict") or {}
     if not trained and result.get("outcome") == "disagreed":
-        # Refused by the head as it called: those who were there before may be training.
+        # Refused by the head: the other nodes may already be training.
         refused_at_call = verdict.get("phase") == "agree.call"
         what = "started on this node" if refused_at_call else "trained" if alone else "trained, on any node"
         return [f"disagreed: nothing was {what}"]
@@ -270,7 +270,7 @@ def ending(result: Message, here: Path, *, alone: bool = False) -> list[str]:
         return [*lines, f"result: {weights}", f"next:   unisono chat {_near(output_dir, here)}"]
     checkpoint = result.get("checkpoint")
     none = "there is no checkpoint yet"
-    if verdict.get("cause") == "output_removed":  # its checkpoints are wherever the directory went
+    if verdict.get("cause") == "output_removed":  # its checkpoints are where the directory went
         none = f"checkpoint: none of this run is at {_near(output_dir, here)}"
     lines.append(f"checkpoint: {_near(checkpoint, here)}" if checkpoint else none)
     if result.get("exit_code") in (75, 130):
@@ -279,7 +279,7 @@ def ending(result: Message, here: Path, *, alone: bool = False) -> list[str]:
 
 
 def _evaluation(figures: dict[str, Any]) -> list[str]:
-    """The evaluation's figures in a line, each with what it was before training if that is known."""
+    """The evaluation metrics in a line, each with its value before training if known."""
     shown = []
     for name, value in figures.items():
         if _is_number(value) and not name.endswith("_before"):
@@ -291,7 +291,7 @@ def _evaluation(figures: dict[str, Any]) -> list[str]:
 
 
 def _near(path: str, here: Path) -> str:
-    """A path as one would type it."""
+    """A path to type."""
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
@@ -315,7 +315,7 @@ _FOR_PROGRAMS = ("verdict", "result")
 
 
 class RunOutput:
-    """Shows messages as lines that begin with `unisono:`, so that they differ from what the program prints."""
+    """Shows messages as lines with the prefix `unisono:`, to tell them apart from the program's output."""
 
     def __init__(self, speak: Output) -> None:
         self._speak = speak
@@ -339,7 +339,7 @@ class RunOutput:
                 pass
 
     def _on_verdict(self, message: Message) -> None:
-        """Says at once what it is; the block with evidence and remedy is the last that is read."""
+        """Shows the summary immediately; the block with evidence and fix follows at the end."""
         body = {name: value for name, value in message.items() if name not in ("kind", "time")}
         self._verdict = Verdict.from_json(body)
         self._speak.warn(f"unisono: {self._verdict.summary}  [{self._verdict.cause}]")

@@ -122,7 +122,7 @@ def train(
 
 
 def _as_override(text: str) -> str:
-    """`NAME=TEXT` as an override of the config, which all nodes and launchers get.
+    """`NAME=TEXT` as a config override, which reaches all nodes and launchers.
 
     Raises:
         UsageError: if it has no name or no text.
