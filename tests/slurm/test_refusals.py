@@ -39,7 +39,7 @@ def test_what_is_misspelt_or_too_large_is_refused_before_anything_is_submitted(j
     assert "ends before anything could be trained" in refused(job, "--time", "1")
     for words in (("--partition", "a;b"), ("--partition", "-x"), ("--time", "1 0"), ("--time", "$(date)")):
         assert "is not a valid name or limit for Slurm" in refused(job, *words)
-    assert "leave out --head" in refused(job, "--nodes", "2", "--head", "ada")
+    assert "remove --head" in refused(job, "--nodes", "2", "--head", "ada")
     assert not job.out.exists()
 
 
