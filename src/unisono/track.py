@@ -16,7 +16,7 @@ _CLOSE_S = 5.0
 
 
 class TensorboardWriter:
-    """Writes scalars to event files, aside: training waits for none of it. On resume, points after `purge_step` of an earlier start are hidden."""
+    """Writes scalars to event files in the background. On resume, points of the earlier process after `purge_step` are hidden."""
 
     def __init__(self, directory: Path, report: Reporter, *, purge_step: int | None) -> None:
         try:
@@ -30,17 +30,17 @@ class TensorboardWriter:
             ) from error
         self._directory = directory
         self._report = report
-        self._aside = BackgroundThread("tensorboard", self._tell)
-        self._aside.do(partial(self._open, SummaryWriter, purge_step))
+        self._background = BackgroundThread("tensorboard", self._warn)
+        self._background.do(partial(self._open, SummaryWriter, purge_step))
 
     def scalars(self, step: int, values: dict[str, float | None]) -> None:
-        """One point of each curve; values that are None are left out."""
-        self._aside.do(partial(self._add, step, values))
+        """Adds one point to each curve; None values are skipped."""
+        self._background.do(partial(self._add, step, values))
 
     def close(self) -> None:
-        """Writes what is left, if the disk takes it soon."""
-        self._aside.do(self._end)
-        self._aside.finish(_CLOSE_S)
+        """Writes the remaining points, if the disk accepts them within a few seconds."""
+        self._background.do(self._end)
+        self._background.finish(_CLOSE_S)
 
     def _open(self, writer: type["SummaryWriter"], purge_step: int | None) -> None:
         self._writer = writer(str(self._directory), purge_step=purge_step)
@@ -53,9 +53,9 @@ class TensorboardWriter:
     def _end(self) -> None:
         self._writer.close()
 
-    def _tell(self, why: str) -> None:
+    def _warn(self, why: str) -> None:
         self._report.warning(
             "tensorboard",
-            f"TensorBoard's curves end here ({self._directory}): {why}; metrics.jsonl has them, and training goes on",
+            f"TensorBoard's curves end here ({self._directory}): {why}; metrics.jsonl has the figures, and training continues",
             fix="check that file system",
         )

@@ -121,10 +121,10 @@ def _index_with_a_missing_file(path: Path) -> None:
     ("change", "said"),
     [
         (_without_a_tensor, "model.layers.1.mlp.up_proj.weight"),
-        (_with_another_shape, "model.norm.weight has the shape (31,), and config.json makes it (32,)"),
+        (_with_another_shape, "model.norm.weight has the shape (31,), but config.json requires (32,)"),
         (
             _edit("config.json", vocab_size=349),
-            "model.embed_tokens.weight has the shape (319, 32), and config.json makes it (349, 32)",
+            "model.embed_tokens.weight has the shape (319, 32), but config.json requires (349, 32)",
         ),
         (_cut_short, "is cut short"),
         (_remove("model.safetensors"), "the model has no weights"),
@@ -150,33 +150,33 @@ def _index_with_a_missing_file(path: Path) -> None:
         (_header(lambda header: header.update({"model.norm.weight": 5})), "model.norm.weight"),
         (_entry(dtype="F33"), "'F33'"),
         (_entry(dtype=["F32"]), "['F32']"),
-        (_entry(shape=["a"]), "no valid shape or place for model.norm.weight"),
-        (_entry(shape=[3]), "does not give model.norm.weight the bytes of its shape"),
+        (_entry(shape=["a"]), "an invalid shape or offset for model.norm.weight"),
+        (_entry(shape=[3]), "the size of model.norm.weight does not match shape"),
         (_entry(data_offsets=[0]), "model.norm.weight"),
         (_write("config.json", b""), "it is empty"),
         (_write("config.json", b"{,"), "it is not JSON: line 1, column 2"),
         (_write("config.json", b"\xff\xfe\x00"), "it is not UTF-8 text"),
         (_write("config.json", b"[" * 100_000), "more than 100 levels of nested lists and objects"),
-        (_write("config.json", b"[]"), "config.json is no JSON object"),
+        (_write("config.json", b"[]"), "config.json is not a JSON object"),
         (_edit("config.json", model_type=["llama"]), "model_type in config.json is ['llama']"),
-        (_edit("config.json", model_type=None), "does not say its model_type"),
+        (_edit("config.json", model_type=None), "has no model_type"),
         (_edit("config.json", num_hidden_layers="two"), "num_hidden_layers is 'two'"),
         (_edit("config.json", num_attention_heads=7), "transformers says: "),
         (
             _edit("config.json", hidden_act="gelatin"),
             "does not know 'gelatin', the hidden_act in config.json",
         ),
-        (_edit("config.json", text_config=5), "text_config in config.json is no JSON object"),
+        (_edit("config.json", text_config=5), "text_config in config.json is not a JSON object"),
         (_write("model.safetensors.index.json", b"hello"), "model.safetensors.index.json cannot be read"),
         (_write("model.safetensors.index.json", b'{"weight_map": {"a": 1}}'), "weight_map must be"),
         (
             _write("model.safetensors.index.json", b'{"weight_map": {"a": "../x.safetensors"}}'),
-            "weight files lie beside the index",
+            "weight files must be in the directory of the index",
         ),
         (_write("generation_config.json", b"hello"), "generation_config.json cannot be read"),
-        (_write("generation_config.json", b"[]"), "generation_config.json is no JSON object"),
+        (_write("generation_config.json", b"[]"), "generation_config.json is not a JSON object"),
         (_write("tokenizer.json", b"hello"), "tokenizer.json cannot be read"),
-        (_write("tokenizer_config.json", b"[]"), "tokenizer_config.json is no JSON object"),
+        (_write("tokenizer_config.json", b"[]"), "tokenizer_config.json is not a JSON object"),
         (_write("tokenizer.json", b"{}"), "the tokenizer cannot be loaded"),
         (_write("chat_template.jinja", b"\xff\xfe"), "chat_template.jinja cannot be read"),
     ],
@@ -234,7 +234,7 @@ def test_the_estimate_of_an_adapter_is_exact_for_all_linear(model_dir: Path) -> 
 @pytest.mark.parametrize(
     ("adapter", "said"),
     [
-        ({"targets": ["q_porj"]}, "the layers here end in down_proj"),
+        ({"targets": ["q_porj"]}, "the names of the linear layers end in down_proj"),
         ({"modules_to_save": ["embed_token"]}, "did you mean 'embed_tokens'?"),
     ],
 )
@@ -262,7 +262,7 @@ def test_adapters_are_trained_in_float32_and_the_rest_is_frozen(model_dir: Path,
 def test_freezing_by_pattern_leaves_the_rest(model_dir: Path) -> None:
     loaded = _load(model_dir, adapter=None, freeze=[r"layers\.0\.", "embed"])
     assert all("layers.0." not in name and "embed" not in name for name in loaded.trainable)
-    with pytest.raises(ModelError, match="no parameter has 'nothing'"):
+    with pytest.raises(ModelError, match="no parameter matches 'nothing'"):
         _load(model_dir, adapter=None, freeze=["nothing"])
 
 
@@ -277,7 +277,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_or_the_embedding
     tokenizer = AutoTokenizer.from_pretrained(copy)
     tokenizer.add_tokens(["<|new|>"])
     tokenizer.save_pretrained(copy)
-    with pytest.raises(ModelError, match="does not fit the model"):
+    with pytest.raises(ModelError, match="does not match the model"):
         _load(copy)
     grown = _load(copy, adapter=None, model={"path": str(copy), "resize_vocabulary": True})
     assert grown.base.get_input_embeddings().weight.shape[0] == len(tokenizer)

@@ -48,7 +48,7 @@ def cached(cache: Path) -> Path:
 
 def test_a_hub_that_is_silent_is_named_and_not_waited_for(tmp_path: Path, silent: str) -> None:
     said = located(tmp_path, silent)  # its own client would try for minutes: the time-out here is the test
-    assert "neither a directory here nor to be had from the hub" in said
+    assert "neither a directory on this machine nor available from the hub" in said
     assert f"{silent} does not answer" in said
     assert "HF_ENDPOINT" in said
 

@@ -1,10 +1,11 @@
-"""Causal attention for flat rows: all rows of a micro batch lie one after the other, and none sees another.
+"""Causal attention for flat rows: the rows of a micro batch are concatenated, and no row attends to a different one.
 
-Letters: T tokens of all rows, H query heads, K key-value heads, D head size.
+Letters: T tokens of all rows, H query heads, K key-value heads, D head size; R rows and L tokens of a group.
 
-The lengths come as `cu_seq_lens_q` (rows + 1,), transformers' own keyword for packed rows, so that any model written to its
-attention interface hands them through. On CPU the products are those of `model.attention`: no padding to the longest row, no repeated
-keys, no dense T × T mask. On GPU torch's variable-length flash attention does the same.
+The lengths come as `cu_seq_lens_q` (rows + 1,), the keyword argument of transformers for packed rows, so any model that uses its attention
+interface passes them on. On CPU there is no padding to the longest row, no repetition of keys, and no dense T × T mask: short rows of
+similar length form groups with few pads, and long rows are computed in blocks of queries. On GPU torch's variable-length flash attention
+does the same.
 """
 
 import functools
@@ -17,7 +18,7 @@ FLAT_ATTENTION = "unisono_flat"
 
 
 class UnsupportedAttentionError(Exception):
-    """The model wants of its attention what the flat form does not do; the loader then takes padded rows."""
+    """The model needs an attention feature that the flat form does not support; padded rows are used then."""
 
 
 class RowAttention(torch.autograd.Function):
@@ -33,7 +34,7 @@ class RowAttention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Takes the lengths of the rows (sum T), the factor of the scores, and the sliding window in tokens, if any."""
+        """Also takes the lengths of the rows (sum T), the factor of the scores, and the sliding window in tokens, if any."""
         plan = plan_rows(tuple(lengths), window=window)
         scaled = q * scale
         out = torch.empty_like(scaled)
@@ -93,7 +94,7 @@ def flat_attention(
         raise UnsupportedAttentionError(
             ", ".join(wanted) or f"{type(module).__name__} with dropout {dropout}"
         )
-    del attention_mask  # none is made for an attention that transformers does not know
+    del attention_mask  # transformers creates none for a custom attention
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     # Under autocast rotary embeddings give float32 queries and keys beside bfloat16 values; one dtype for all three.
     q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
@@ -133,48 +134,46 @@ def _flash(
 
 
 def register() -> None:
-    """Makes FLAT_ATTENTION known to transformers."""
+    """Registers FLAT_ATTENTION with transformers."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(FLAT_ATTENTION, flat_attention)
 
 
-BLOCK = (
-    128  # queries in a block, and the most tokens of a short row: measured best of 64, 128, 256 on AVX-512
-)
+BLOCK = 128  # queries in a block, and maximum tokens of a short row: the fastest of 64, 128, 256 on AVX-512
 KEEP_UP_TO = (
-    1024  # longer rows compute their probabilities again in the backward pass instead of keeping n² of them
+    1024  # longer rows recompute their probabilities in the backward pass instead of keeping n² of them
 )
-_GROUP_TOKENS = 4096  # of a group, with pads: its probabilities should stay near the cores
-_LIKE = 1.25  # the longest row of a group over its shortest
+_GROUP_TOKENS = 4096  # in a group, with pads: its probabilities should stay in the cache
+_MAX_RATIO = 1.25  # of the longest to the shortest row of a group
 
 
 class Group(NamedTuple):
     """Short rows that are computed together."""
 
     index: torch.Tensor
-    """(R · L,) int64: which of the T tokens stands at each place; pads repeat a token of their row."""
+    """(R · L,) int64: the index among the T tokens for each place; pads repeat a token of their row."""
     pads: torch.Tensor
-    """(R · L,) bool: True where the place is a pad."""
+    """(R · L,) bool: True for pads."""
     real: torch.Tensor
-    """The places that are no pads."""
+    """The places that are not pads."""
     tokens: torch.Tensor
-    """The token at each of them; each of the group's tokens once."""
+    """The token at each of these places; each token of the group once."""
     rows: int
     length: int
 
 
 class Plan(NamedTuple):
-    """How the rows of a micro batch are computed."""
+    """The groups and long rows of a micro batch."""
 
     groups: list[Group]
     long_rows: list[tuple[int, int]]
     """First and one past the last token of each."""
 
 
-@functools.lru_cache(maxsize=8)  # every layer, and every backward, asks for the same rows
+@functools.lru_cache(maxsize=8)  # every layer and every backward needs the plan of the same rows
 def plan_rows(lengths: tuple[int, ...], *, window: int | None) -> Plan:
-    """Sorts rows into groups and long rows."""
+    """Assigns rows to groups of similar length, or to the long rows."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
@@ -184,7 +183,7 @@ def plan_rows(lengths: tuple[int, ...], *, window: int | None) -> Plan:
     )
     groups: list[list[int]] = []
     for row in short:
-        fits = groups and lengths[row] <= max(8.0, _LIKE * lengths[groups[-1][0]])
+        fits = groups and lengths[row] <= max(8.0, _MAX_RATIO * lengths[groups[-1][0]])
         if fits and (len(groups[-1]) + 1) * lengths[row] <= _GROUP_TOKENS:
             groups[-1].append(row)
         else:
@@ -251,7 +250,7 @@ def _gather(tensor: torch.Tensor, kv: int, group: Group, *, zero_pads: bool = Fa
 
 
 def _scatter(tensor: torch.Tensor, group: Group, out: torch.Tensor) -> None:
-    """The way back: (K · R, heads / K · L, D) into the tokens of `out` (T, heads, D), without the pads."""
+    """The inverse: (K · R, heads / K · L, D) to the tokens of `out` (T, heads, D), without the pads."""
     heads, size = out.shape[1:]
     kv = tensor.shape[0] // group.rows
     spread = tensor.view(kv, group.rows, heads // kv, group.length, size).permute(1, 3, 0, 2, 4)
@@ -260,7 +259,7 @@ def _scatter(tensor: torch.Tensor, group: Group, out: torch.Tensor) -> None:
 
 
 class _Block(NamedTuple):
-    """Some queries of a long row, and the keys that they may see."""
+    """Some queries of a long row, and the keys that they may attend to."""
 
     first: int
     stop: int
@@ -268,7 +267,7 @@ class _Block(NamedTuple):
     low: int
     """The first key."""
     beyond_window: bool
-    """Whether some of the keys are too far back for some of the queries."""
+    """Whether some keys are outside the window of some queries."""
 
 
 def _blocks(length: int, window: int | None) -> Iterator[_Block]:
@@ -281,7 +280,7 @@ def _blocks(length: int, window: int | None) -> Iterator[_Block]:
 def row_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, out: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Writes the output of one long row into `out` (n, H, D); gives the probabilities that are kept for the backward pass."""
+    """Writes the output of one long row into `out` (n, H, D); gives the probabilities to keep for the backward pass."""
     queries, keys, values = (
         _spread(q, k.shape[1]),
         k.transpose(0, 1).contiguous(),
@@ -306,7 +305,7 @@ def row_backward(
     window: int | None,
     grads: tuple[torch.Tensor, ...],
 ) -> None:
-    """Writes the gradients of one long row into `grads`, those of q, k and v; takes what row_forward kept from `kept`."""
+    """Writes the gradients of one long row into `grads`, those of q, k and v; takes the kept probabilities from `kept`."""
     q, k, v = inputs
     kv = k.shape[1]
     queries, keys, values, d_out = (
@@ -350,7 +349,7 @@ def _probabilities(
 
 
 def _softmax_backward(grad: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    return torch._softmax_backward_data(grad, p, -1, p.dtype)  # noqa: SLF001 - what torch's own softmax calls
+    return torch._softmax_backward_data(grad, p, -1, p.dtype)  # noqa: SLF001 - the function that torch's own softmax calls
 
 
 def _spread(tensor: torch.Tensor, kv: int) -> torch.Tensor:

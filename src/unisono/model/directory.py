@@ -27,14 +27,14 @@ from unisono.text import library_words, nearest, one_line
 
 _BUILTIN = "builtin:"
 _ANSWER_S = 5.0
-"""How long the hub may be silent before what is in its cache has to do."""
+"""How long to wait for the hub before falling back to its cache."""
 
 
 def locate_model(path: str, revision: str | None = None) -> Path:
     """The directory with the model's files.
 
     Raises:
-        ModelError: if there is no such directory, no such built-in model, or the hub does not give it.
+        ModelError: if there is no such directory or built-in model, or the hub does not provide it.
     """
     if path.startswith(_BUILTIN):
         return _builtin(path)
@@ -42,26 +42,26 @@ def locate_model(path: str, revision: str | None = None) -> Path:
     if directory.is_dir():
         if not (directory / "config.json").is_file() and not (directory / "adapter_config.json").is_file():
             raise ModelError.of(
-                f"{path} holds no model",
+                f"{path} is not a model directory",
                 where=str(directory),
                 why="there is no config.json in it",
                 fix="give the directory with config.json, the weights and the tokenizer",
             )
         return directory.resolve()
-    if _names_a_place(path):
+    if _is_path(path):
         raise ModelError.of(
             f"there is no model directory {path}",
             where="model.path",
-            fix="check the path; relative ones start at the working directory",
+            fix="check the path; relative paths start at the working directory",
         )
     return _from_hub(path, revision)
 
 
 def locate_tokenizer(config: RunConfig) -> Path:
-    """The directory with the tokenizer's files: the model's own unless `model.tokenizer` names another.
+    """The directory with the tokenizer's files: the model's own unless `model.tokenizer` is set.
 
     Raises:
-        ModelError: as locate_model, or if the directory holds no tokenizer, or a file of it cannot be read.
+        ModelError: as locate_model, or if the directory has no tokenizer, or a file of it cannot be read.
     """
     named = config.model.tokenizer
     directory = (
@@ -77,10 +77,10 @@ def locate_tokenizer(config: RunConfig) -> Path:
     )
     if not any((directory / name).is_file() for name in known):
         raise ModelError.of(
-            f"{directory} holds no tokenizer",
+            f"{directory} has no tokenizer",
             where="model.tokenizer" if named else "model.path",
             why=f"none of {', '.join(known)} is in it",
-            fix="set model.tokenizer to the directory or hub id of one",
+            fix="set model.tokenizer to the directory or hub id of a tokenizer",
         )
     check_tokenizer_files(directory)
     return directory
@@ -113,11 +113,11 @@ def _builtin(path: str) -> Path:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a model's or tokenizer's name leads to the hub: there is no such directory here, and it can be no path."""
-    return not (path.startswith(_BUILTIN) or Path(path).expanduser().is_dir() or _names_a_place(path))
+    """Whether a model's or tokenizer's name is a hub id: there is no such directory, and it does not have the form of a path."""
+    return not (path.startswith(_BUILTIN) or Path(path).expanduser().is_dir() or _is_path(path))
 
 
-def _names_a_place(path: str) -> bool:
+def _is_path(path: str) -> bool:
     """Whether it can only be a path: a hub id is NAME or OWNER/NAME of letters, digits, `-`, `_` and `.`."""
     parts = path.split("/")
     return len(parts) > 2 or path.startswith((".", "/", "~")) or not all(parts)
@@ -143,28 +143,28 @@ def _from_hub(path: str, revision: str | None) -> Path:
         )
     except GatedRepoError as error:
         raise ModelError.of(
-            f"the hub does not give {path} to everybody",
+            f"access to {path} is restricted",
             where="model.path",
             why="the model is gated",
-            fix="accept its terms on its page, and set HF_TOKEN in the environment",
+            fix="accept its terms on its page of the hub, and set HF_TOKEN in the environment",
         ) from error
     except RevisionNotFoundError as error:
         raise ModelError.of(
             f"{path} has no revision {revision!r}",
             where="model.revision",
-            fix="give a branch, tag or commit of it",
+            fix="set it to a branch, tag or commit of the model",
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelError.of(
-            f"{path} is neither a directory here nor a model that {hub.endpoint} shows",
+            f"{path} is neither a directory on this machine nor a visible model at {hub.endpoint}",
             where="model.path",
             why="it does not exist there, or it is private"
-            + ("" if hub.token else ", and there is no token here"),
+            + ("" if hub.token else ", and no token is set"),
             fix="check the spelling; for a private one set HF_TOKEN; for a directory write ./NAME",
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError.of(
-            f"{path} is neither a directory here nor to be had from the hub",
+            f"{path} is neither a directory on this machine nor available from the hub",
             where="model.path",
             why=f"it is not in {folder}, and {_not_asked(hub, silent, error)}",
             fix=f"unset {hub.offline}, or copy the hub's cache from a machine that has it"
@@ -173,7 +173,7 @@ def _from_hub(path: str, revision: str | None) -> Path:
         ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError.of(
-            f"{path} is neither a directory here nor to be had from the hub",
+            f"{path} is neither a directory on this machine nor available from the hub",
             where="model.path",
             why=library_words(error, library="huggingface_hub"),
             fix="check the spelling and the network; for a directory write ./NAME",
@@ -182,18 +182,18 @@ def _from_hub(path: str, revision: str | None) -> Path:
 
 @cache
 def _why_silent(endpoint: str) -> str:
-    """Asked once in a process: the hub's own client tries a server that is silent again and again, for minutes."""
+    """Why the hub does not answer, if so. Probed once per process: the hub's own client retries for minutes."""
     return probe_url(endpoint, limit_s=_ANSWER_S)
 
 
 def _not_asked(hub: Hub, silent: str, error: Exception) -> str:
     if hub.offline:
-        return f"{hub.offline} forbids to ask the hub"
+        return f"{hub.offline} turns access to the hub off"
     return f"{hub.endpoint} does not answer: {silent}" if silent else str(error)
 
 
 Vouch = Callable[[Path, dict[str, tuple[int, str]]], None]
-"""Is given a model's directory, and size and XXH3-128 of its files by their names; raises if they are not what they should be."""
+"""Called with a model's directory, and size and XXH3-128 of its files by name; raises if they are not as expected."""
 
 
 def inspect_model(config: RunConfig, *, vouch: Vouch = lambda _directory, _digests: None) -> ModelFacts:
@@ -201,17 +201,17 @@ def inspect_model(config: RunConfig, *, vouch: Vouch = lambda _directory, _diges
 
     Args:
         config: of the run.
-        vouch: called when all files are read, before numbers that are none are refused: damage makes such numbers.
+        vouch: called after all files are read, before NaN and infinite weights are refused: damage can cause such values.
 
     Raises:
-        ModelError: if files are missing, torn, or do not belong together, or weights are NaN or infinite.
+        ModelError: if files are missing, damaged, or do not belong together, or weights are NaN or infinite.
     """
     directory = locate_model(config.model.path, config.model.revision)
     settings = read_model_config(directory)
     text = settings.get("text_config", settings)
     if not isinstance(text, dict):
         raise ModelError.of(
-            "text_config in config.json is no JSON object",
+            "text_config in config.json is not a JSON object",
             where=str(directory / "config.json"),
             fix="copy it again",
         )
@@ -252,30 +252,30 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     """config.json as a mapping.
 
     Raises:
-        ModelError: if it is missing or no JSON object, or does not say the model's type.
+        ModelError: if it is missing or is not a JSON object, or has no model type.
     """
     file = directory / "config.json"
     try:
         settings = read_json_object(file, fix="copy it again")
     except FileNotFoundError:
         raise ModelError.of(
-            f"{directory} has no config.json", where=str(file), fix="give a model in the Hugging Face layout"
+            f"{directory} has no config.json", where=str(file), fix="use a model in the Hugging Face layout"
         ) from None
     kind = settings.get("model_type")
     if not isinstance(kind, str):
         raise ModelError.of(
-            "config.json does not say its model_type"
+            "config.json has no model_type"
             if kind is None
             else f"model_type in config.json is {kind!r}",
             where=str(file),
-            why="it is the name of the code in transformers that the weights are for",
+            why="it selects the model's code in transformers",
             fix="copy config.json of the model again",
         )
     return settings
 
 
 def _facts_from_config(directory: Path, settings: dict[str, Any], text: dict[str, Any]) -> ModelFacts:
-    """Figures of a model that has no weights yet, by the shape of a Llama block; the worker counts them exactly."""
+    """Estimated figures of a model without weights, by the shape of a Llama block; the worker counts them exactly."""
     hidden = _positive_int(text, "hidden_size", "n_embd", "d_model")
     layers = _positive_int(text, "num_hidden_layers", "n_layer", "num_layers")
     intermediate = _positive_int(text, "intermediate_size", "n_inner", default=4 * hidden)
@@ -309,7 +309,7 @@ def _positive_int(settings: dict[str, Any], *names: str, default: int | None = N
     if default is not None:
         return default
     raise ModelError.of(
-        f"config.json of the model has no whole number as its {names[0]}",
+        f"{names[0]} in config.json of the model is not a positive integer",
         where=names[0],
         why=_why_no_number(settings, names),
         fix="use a causal language model in the Hugging Face layout",
@@ -320,11 +320,11 @@ def _why_no_number(settings: dict[str, Any], names: tuple[str, ...]) -> str:
     there = [name for name in names if name in settings]
     if there:
         return f"{there[0]} is {one_line(repr(settings[there[0]]), limit=60)}"
-    return "this is no language model that we can read, or an unknown type"
+    return "it is not a supported language model"
 
 
 def is_embedding(name: str) -> bool:
-    """Whether a tensor of this name turns tokens into vectors, or back; adapters leave these alone."""
+    """Whether a tensor of this name is an embedding or a head; adapters do not change these."""
     return any(word in name for word in ("embed", "wte", "wpe", "lm_head"))
 
 
@@ -336,7 +336,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _digest(digests: dict[str, tuple[int, str]]) -> str:
-    """A digest of the names and contents of files."""
+    """The digest of file names and contents."""
     total = hashlib.sha256()
     for name, (_, digest) in digests.items():
         total.update(f"{name} {digest}\n".encode())

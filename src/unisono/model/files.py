@@ -1,4 +1,4 @@
-"""A model's files, read without torch: JSON and templates; weights, their headers, and one pass over what they hold."""
+"""Reads a model's files without torch: JSON, templates, headers of weight files, and weights in one pass."""
 
 import json
 import struct
@@ -20,7 +20,7 @@ _BLOCK_BYTES = 1 << 20  # stays in the cache between the digest and the search f
 _SHOWN = 8
 _TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
-# Bits of one item; those of F4 and F6 share bytes.
+# Bits per item; items of F4 and F6 share bytes.
 _ITEM_BITS = {
     "F64": 64,
     "I64": 64,
@@ -45,8 +45,7 @@ _ITEM_BITS = {
     "F6_E3M2": 6,
     "F4": 4,
 }
-# Unsigned type of the same width, the bits of the exponent, and those of the mantissa. An exponent of ones is infinity where the
-# mantissa is 0, else NaN.
+# Unsigned type of the same width, exponent bits, and mantissa bits. An exponent of all ones is infinity if the mantissa is 0, else NaN.
 _EXPONENTS = {
     "F64": ("<u8", 0x7FF0_0000_0000_0000, 0x000F_FFFF_FFFF_FFFF),
     "F32": ("<u4", 0x7F80_0000, 0x007F_FFFF),
@@ -68,13 +67,13 @@ class TensorHeader:
 
 @dataclass
 class WeightContents:
-    """What one pass over a weight file found.
+    """The result of one pass over a weight file.
 
     Attributes:
         bytes: its size.
         digest: the XXH3-128 of its bytes in hex.
-        tensors: the XXH3-64 of each tensor's bytes in hex; empty unless asked for.
-        odd: of each tensor with NaN or infinity in it, which of the two is found first.
+        tensors: the XXH3-64 of each tensor's bytes in hex; empty unless requested.
+        odd: "NaN" or "infinity", whichever is found first, for each tensor with such values.
     """
 
     bytes: int
@@ -87,7 +86,7 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of the weights, all of which exist.
 
     Raises:
-        ModelError: if there are none, or one that the index names is missing.
+        ModelError: if there are none, or a file of the index is missing.
     """
     index = directory / INDEX
     if index.is_file():
@@ -106,14 +105,14 @@ def weight_files(directory: Path) -> list[Path]:
         raise ModelError.of(
             "the weights are pickled files",
             where=str(directory),
-            why="loading a pickle runs whatever code it holds",
-            fix="convert them once to safetensors (transformers: model.save_pretrained), from a source that you trust",
+            why="loading a pickle can run arbitrary code",
+            fix="convert them once to safetensors (transformers: model.save_pretrained), if you trust their source",
         )
     raise ModelError.of(
         "the model has no weights",
         where=str(directory),
-        why="there is neither model.safetensors nor an index of it",
-        fix="copy the weights, or set model.weights: random to start from nothing",
+        why="there is neither model.safetensors nor its index",
+        fix="copy the weights, or set model.weights: random to train from scratch",
     )
 
 
@@ -122,7 +121,7 @@ def _indexed_files(directory: Path, index: Path) -> list[Path]:
     files = value.get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise ModelError.of(
-            "the index of the weights does not say which file holds which tensor",
+            "the index of the weights does not map tensors to files",
             where=str(index),
             why="weight_map must be an object of tensor names and file names",
             fix="copy it again",
@@ -131,9 +130,9 @@ def _indexed_files(directory: Path, index: Path) -> list[Path]:
     outside = [name for name in names if "/" in name or name.startswith(".")]
     if outside:
         raise ModelError.of(
-            f"the index of the weights names {one_line(outside[0], limit=100)!r}",
+            f"the index of the weights has the file name {one_line(outside[0], limit=100)!r}",
             where=str(index),
-            why="weight files lie beside the index",
+            why="weight files must be in the directory of the index",
             fix="copy it again",
         )
     missing = [name for name in names if not (directory / name).is_file()]
@@ -141,18 +140,18 @@ def _indexed_files(directory: Path, index: Path) -> list[Path]:
         raise ModelError.of(
             f"the model lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:4])}",
             where=str(directory),
-            why=f"{index.name} names them",
+            why=f"{index.name} lists them",
             fix="copy or download the missing files",
         )
     return [directory / name for name in names]
 
 
 def read_json_object(file: Path, *, fix: str) -> dict[str, Any]:
-    """The JSON object in a file that came with a model.
+    """The JSON object in a file of a model.
 
     Raises:
-        ModelError: in our own words, if it cannot be read or holds anything else.
-        FileNotFoundError: if it is not there.
+        ModelError: if it cannot be read or is not a JSON object.
+        FileNotFoundError: if it does not exist.
     """
     data = b""
     try:
@@ -172,20 +171,20 @@ def read_json_object(file: Path, *, fix: str) -> dict[str, Any]:
             f"{file.name} cannot be read", where=str(file), why=_why_no_json(data, error), fix=fix
         ) from error
     if not isinstance(value, dict):
-        raise ModelError.of(f"{file.name} is no JSON object", where=str(file), fix=fix)
+        raise ModelError.of(f"{file.name} is not a JSON object", where=str(file), fix=fix)
     return value
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """Reads a tokenizer's JSON files and chat template, so that one that is broken is refused in our words.
+    """Reads a tokenizer's JSON files and chat template, to refuse broken ones with a clear message.
 
     Raises:
-        ModelError: naming the file.
+        ModelError: with the file.
     """
     for name in _TOKENIZER_JSON:
         if (directory / name).is_file():
             read_json_object(
-                directory / name, fix="copy it again, or set model.tokenizer to another directory"
+                directory / name, fix="copy it again, or set model.tokenizer to a different directory"
             )
     template = directory / "chat_template.jinja"
     try:
@@ -210,30 +209,30 @@ def _why_no_json(data: bytes, error: ValueError) -> str:
     if not data.strip():
         return "it is empty"
     if data.startswith(b"version https://git-lfs"):
-        return "it is a pointer of Git LFS, not the file itself (`git lfs pull` fetches it)"
+        return "it is a Git LFS pointer, not the file itself (`git lfs pull` fetches it)"
     if isinstance(error, json.JSONDecodeError):
         return f"it is not JSON: line {error.lineno}, column {error.colno}"
     return "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 def read_safetensors_header(file: Path) -> list[TensorHeader]:
-    """The tensors in a safetensors file whose size is what its header says, in the order of the file.
+    """The tensors of a safetensors file, in the order of the file; its size must match the header.
 
     Raises:
-        ModelError: if it is torn or no safetensors file.
+        ModelError: if it is incomplete, damaged or not a safetensors file.
     """
     size = file.stat().st_size
     with open_plain(file) as stream:
         start = stream.read(_LENGTH_BYTES)
         if start.startswith(b"version "):
             raise _damaged(
-                file, "it is a pointer of Git LFS, not the file itself", fix="fetch it with `git lfs pull`"
+                file, "it is a Git LFS pointer, not the file itself", fix="fetch it with `git lfs pull`"
             )
         if len(start) < _LENGTH_BYTES:
             raise _damaged(file, "it is empty" if not start else f"it has only {size} bytes")
         (length,) = struct.unpack("<Q", start)
         if length > min(size, _HEADER_LIMIT):
-            raise _damaged(file, "it is no safetensors file, or its first bytes are damaged")
+            raise _damaged(file, "it is not a safetensors file, or its first bytes are damaged")
         text = stream.read(length)
     try:
         header = parse_json(text)
@@ -243,16 +242,16 @@ def read_safetensors_header(file: Path) -> list[TensorHeader]:
     end = max((tensor.end for tensor in tensors), default=_LENGTH_BYTES + length)
     if end != size:
         raise ModelError.of(
-            "a weight file is cut short" if size < end else "a weight file is longer than its header says",
+            "a weight file is truncated" if size < end else "a weight file is longer than its header says",
             where=str(file),
-            why=f"it has {size} bytes where its header says {end}",
+            why=f"it has {size} bytes; its header says {end}",
             fix="copy or download it again",
         )
     return tensors
 
 
 def _tensors(file: Path, header: Any, *, data: int) -> list[TensorHeader]:
-    """What the header says, checked: each tensor begins where the one before it ends, and is as long as its shape says."""
+    """The tensors of the header. Each must begin at the end of the previous one, and have the size of its shape."""
     if not isinstance(header, dict):
         raise _damaged(file, "its header is not a JSON object")
     header.pop("__metadata__", None)
@@ -261,7 +260,7 @@ def _tensors(file: Path, header: Any, *, data: int) -> list[TensorHeader]:
     for tensor in tensors:
         bits = prod(tensor.shape) * _ITEM_BITS[tensor.dtype]
         if tensor.begin != at or (tensor.end - tensor.begin) * 8 != bits:
-            raise _damaged(file, f"its header does not give {tensor.name} the bytes of its shape and dtype")
+            raise _damaged(file, f"in its header the size of {tensor.name} does not match shape and dtype")
         at = tensor.end
     return tensors
 
@@ -270,13 +269,13 @@ def _tensor(file: Path, name: str, entry: Any, data: int) -> TensorHeader:
     try:
         shape, (begin, end), dtype = tuple(entry["shape"]), entry["data_offsets"], entry["dtype"]
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(file, f"its header does not say dtype, shape and place of {name}") from error
+        raise _damaged(file, f"its header lacks dtype, shape or offsets of {name}") from error
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise _damaged(file, f"its header has no valid shape or place for {name}")
+        raise _damaged(file, f"its header has an invalid shape or offset for {name}")
     if not isinstance(dtype, str) or dtype not in _ITEM_BITS:
         raise _damaged(
             file,
-            f"its header gives {name} the dtype {one_line(str(dtype), limit=40)!r}, which safetensors does not have",
+            f"in its header {name} has the dtype {one_line(str(dtype), limit=40)!r}, which safetensors does not support",
         )
     return TensorHeader(name, dtype, shape, data + begin, data + end)
 
@@ -290,14 +289,14 @@ def _damaged(file: Path, why: str, *, fix: str = "copy or download it again") ->
 
 
 def read_contents(file: Path, *, tensors: bool = False) -> WeightContents:
-    """Reads a weight file once: its digest, and which of its tensors have NaN or infinity in them.
+    """Reads a weight file once: its digest, and which of its tensors have NaN or infinite values.
 
-    The search costs less than was gained by reading in blocks that stay in the cache: 0.08 s for 135 million bfloat16 weights in
-    memory, 0.22 s for as many float32 (of which the digest alone is 0.06 and 0.15 s).
+    Reading in blocks that stay in the cache saves more than the search costs: 0.08 s for 135 million bfloat16 weights in memory, 0.22 s for
+    float32 (the digest alone takes 0.06 and 0.15 s of these).
 
     Args:
         file: a safetensors file.
-        tensors: also digest each tensor, so that damage can be named by its tensor later.
+        tensors: whether to digest each tensor, so that damage can be located later.
 
     Raises:
         ModelError: if its header is damaged.
@@ -336,10 +335,10 @@ def _read_tensor(
 
 
 def _odd(block: bytes, dtype: str) -> str:
-    """NaN or infinity, if one of them is in a block of whole items; else nothing."""
+    """`NaN` or `infinity` if a block of complete items has such a value; else an empty string."""
     if dtype not in _EXPONENTS:
         return ""
-    import numpy as np  # here: the task that digests files for the agreement starts without it
+    import numpy as np  # lazy: the task that digests files for the agreement starts without it
 
     unsigned, exponent, mantissa = _EXPONENTS[dtype]
     items = np.frombuffer(block, dtype=unsigned)
@@ -350,18 +349,18 @@ def _odd(block: bytes, dtype: str) -> str:
 
 
 def odd_weights(odd: dict[Path, dict[str, str]]) -> ModelError:
-    """The refusal of weight files in which tensors have NaN or infinity."""
+    """The error for weight files with NaN or infinite values."""
     problems = [
         Problem(
-            f"{name} has {what} in it",
+            f"{name} contains {what}",
             str(file),
-            "such a weight makes every loss NaN: nothing can be learned from it, and every answer is noise",
-            "copy or download the weights again; if they come from a training run, take an earlier checkpoint of it",
+            "such a weight makes every loss NaN and every answer noise",
+            "copy or download the weights again; if they come from a training run, use an earlier checkpoint of it",
         )
         for file, tensors in odd.items()
         for name, what in tensors.items()
     ]
     more = len(problems) - _SHOWN
     if more > 0:
-        problems = [*problems[:_SHOWN], Problem(f"{more} more tensors have NaN or infinity in them")]
+        problems = [*problems[:_SHOWN], Problem(f"{more} more tensors have NaN or infinite values")]
     return ModelError(*problems)

@@ -1,11 +1,11 @@
-"""One forward over the rows of a micro batch, and the choice between the ways to do it.
+"""The forward over the rows of a micro batch, and the choice between its implementations.
 
 Letters: T tokens of all rows, R rows, L tokens of the longest row, N loss tokens, E hidden size, V vocabulary.
 
-The quick way is flat (rows one after the other, `model.attention`) with the head at loss tokens only (`model.forward`). Whether a model
-allows it is not looked up in a list of names but tried on two short rows when it has been loaded: what the rows say must
-not depend on each other, and must be what the model itself gives for each alone. A model that does not pass is run padded, row by row,
-through its own attention or its own head: slower, and right.
+The fast implementation is flat (rows concatenated, `model.attention`) with the head at loss tokens only. Whether a model supports it is
+not looked up in a list of names, but tested on two short rows after loading: the outputs of the rows must not depend on each other, and
+must equal those of the unmodified model for each row alone. A model that fails the test runs on padded rows, with its own attention or
+its own head: slower, but correct.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one micro batch, one after the other.
+    """The rows of one micro batch, concatenated.
 
     Attributes:
         input_ids: (T,) int64.
         position_ids: (T,) int64, from 0 in every row.
         lengths: tokens of each row; they sum to T.
         label_index: (N,) int64, the positions among T whose hidden state predicts a loss token.
-        labels: (N,) int64, what they should predict.
+        labels: (N,) int64, the tokens to predict.
     """
 
     input_ids: torch.Tensor
@@ -46,7 +46,7 @@ class Rows:
 
 @dataclass
 class Forward:
-    """A loaded model with the way in which its rows are computed."""
+    """A loaded model with the implementation of its forward."""
 
     loaded: LoadedModel
     layout: Layout
@@ -54,21 +54,21 @@ class Forward:
     dtype: torch.dtype
     autocast: bool
     own_attention: str
-    """The attention that the model takes by itself; generation uses it."""
+    """The model's own attention; generation uses it."""
     why: str = ""
-    """Why it is not the quick way, if it is not."""
+    """Why the fast implementation is not used, if so."""
     root: torch.nn.Module | None = None
-    """Where weights are sharded over ranks: what every use of them goes through (`model.sharding`)."""
+    """Set if weights are sharded over ranks: every use of them goes through it (`model.sharding`)."""
 
     def within(self, use: Callable[[], T]) -> T:
-        """What `use` gives, called where all weights are whole. With sharded weights all ranks must call it alike."""
+        """The result of `use`, called where all weights are unsharded. With sharded weights all ranks must call it alike."""
         if self.root is None:
             return use()
         found: T = self.root(use)
         return found
 
     def loss(self, rows: Rows, *, count: int) -> torch.Tensor:
-        """Σ of the cross entropy at the loss tokens of these rows / count, a float32 scalar with a gradient.
+        """Σ of the cross entropy at the loss tokens of these rows / count: a float32 scalar with a gradient.
 
         Args:
             rows: the micro batch.
@@ -89,7 +89,7 @@ class Forward:
         return torch.autocast(self.loaded.base.device.type, dtype=self.dtype)
 
     def _hidden(self, rows: Rows) -> torch.Tensor:
-        """(N, E): the last hidden states at the positions that predict."""
+        """(N, E): the last hidden states at the positions that predict loss tokens."""
         body = getattr(self.loaded.base, self.loaded.base.base_model_prefix)
         if self.layout == "flat":
             return body(**_flat_inputs(rows)).last_hidden_state[0][rows.label_index]
@@ -97,7 +97,7 @@ class Forward:
         return body(input_ids=ids, use_cache=False).last_hidden_state[row, column]
 
     def _logits(self, rows: Rows) -> torch.Tensor:
-        """(N, V): what the model's own head makes of them."""
+        """(N, V): the logits of the model's own head."""
         if self.layout == "flat":
             return self.loaded.base(**_flat_inputs(rows), logits_to_keep=rows.label_index).logits[0]
         ids, row, column = _padded_inputs(rows)
@@ -105,7 +105,7 @@ class Forward:
 
     @contextlib.contextmanager
     def ready_to_generate(self) -> Any:
-        """Within it the model has its own attention, for prompts in padded batches with a cache."""
+        """A context in which the model has its own attention, for prompts in padded batches with a cache."""
         base = self.loaded.base
         if self.layout == "flat":
             base.set_attn_implementation(self.own_attention)
@@ -125,22 +125,22 @@ def choose_forward(
     gradient_checkpointing: bool,
     root: torch.nn.Module | None = None,
 ) -> Forward:
-    """Finds the quickest way in which this model's rows can be computed rightly, by trying.
+    """Finds the fastest implementation that is correct for this model, by testing.
 
     Args:
         loaded: the model; its weights are not changed.
         dtype: of the computation.
-        quick_adapter: whether all that is trained are plain LoRA matrices.
-        gradient_checkpointing: whether activations are computed again in the backward pass.
-        root: what sharded weights are used through; all ranks must call this then.
+        quick_adapter: whether only plain LoRA matrices are trained.
+        gradient_checkpointing: whether activations are recomputed in the backward pass.
+        root: the root of sharded weights; all ranks must call this function then.
     """
     register()
     base = loaded.base
     if gradient_checkpointing:
-        # transformers 5.20 gave it another name, and warns at the old one.
+        # transformers 5.20 renamed it, and warns about the old name.
         enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    own = base.config._attn_implementation  # noqa: SLF001 - the one place where transformers keeps it
+    own = base.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
     quick = quick_adapter and speed_up_lora(loaded.model) * 2 == len(loaded.trainable)
     autocast = dtype != "float32" and not quick
     forward = Forward(loaded, "padded", "model", DTYPES[dtype], autocast, own, root=root)
@@ -155,7 +155,7 @@ def choose_forward(
 
 
 def _probe_rows(base: Any, *, first: int) -> Rows:
-    """Two rows, of 6 and 9 tokens; `first` moves the tokens of the first row only."""
+    """Two rows, of 6 and 9 tokens; `first` changes the tokens of the first row only."""
     vocabulary = base.get_input_embeddings().weight.shape[0]
     ids = [(first + 7 * i) % vocabulary for i in range(6)] + [(3 + 5 * i) % vocabulary for i in range(9)]
     positions = [*range(6), *range(9)]
@@ -168,7 +168,7 @@ def _probe_rows(base: Any, *, first: int) -> Rows:
 
 
 def _alone(forward: Forward) -> torch.Tensor:
-    """(N, V): the probe's logits, each row alone through the untouched model."""
+    """(N, V): the probe's logits, with each row alone through the unmodified model."""
     rows = _probe_rows(forward.loaded.base, first=11)
     base = forward.loaded.base
     with forward._precision():  # noqa: SLF001 - same module
@@ -180,10 +180,10 @@ def _alone(forward: Forward) -> torch.Tensor:
 
 
 def _try_head(forward: Forward, wanted: torch.Tensor) -> None:
-    """Takes the chunked head if it is one matrix and gives the model's own logits."""
+    """Chooses the chunked head if the model's head is one matrix, and the logits equal the model's own."""
     head = forward.loaded.base.get_output_embeddings()
     settings = forward.loaded.base.config.get_text_config()
-    # Where logits are small the trial below would not notice that they are capped.
+    # With small logits the test below would not detect that they are capped.
     capped = getattr(settings, "final_logit_softcapping", None) is not None
     if type(head) is not torch.nn.Linear or head.bias is not None or capped:
         forward.why = "its head is more than one matrix"
@@ -199,11 +199,11 @@ def _try_head(forward: Forward, wanted: torch.Tensor) -> None:
 
 
 def _try_flat(forward: Forward, wanted: torch.Tensor) -> None:
-    """Takes the flat layout if rows do not see each other in it, and each gives what it gives alone."""
+    """Chooses the flat layout if rows do not influence each other, and each gives the same output as alone."""
     base = forward.loaded.base
-    # Whoever lacks this flag was not written to the attention interface, and would go on with its own.
+    # A model without this flag does not use the attention interface, and would keep its own attention.
     if not getattr(base, "_supports_attention_backend", False):
-        forward.why = "its attention cannot be exchanged"
+        forward.why = "its attention cannot be replaced"
         return
     base.set_attn_implementation(FLAT_ATTENTION)
     forward.layout = "flat"
@@ -212,31 +212,31 @@ def _try_flat(forward: Forward, wanted: torch.Tensor) -> None:
             logits = forward._logits(_probe_rows(base, first=11)).float()  # noqa: SLF001
             moved = forward._logits(_probe_rows(base, first=12)).float()  # noqa: SLF001
     except UnsupportedAttentionError as error:
-        why = f"its attention wants {error}"
+        why = f"its attention needs {error}"
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         why = f"flat rows failed: {type(error).__name__}"
     else:
-        # The second row must not notice that the first has changed: five predictions are the first row's.
+        # A change of the first row, with its five predictions, must not change the second row.
         if torch.allclose(logits[5:], moved[5:], rtol=1e-4, atol=1e-5) and _alike(
             logits, wanted, forward.dtype
         ):
             return
-        why = "its rows see each other where they share a sequence"
+        why = "rows in one sequence influence each other"
     forward.layout, forward.why = "padded", why
     base.set_attn_implementation(forward.own_attention)
 
 
 def _alike(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Equal to rounding: the root mean square of the difference is small against the spread of the logits.
+    """Whether they are equal up to rounding: the root mean square of the difference is small compared with the spread of the logits.
 
-    Seen between two right ways: 1e-6 in float32; 2 % in bfloat16 over 30 layers. A wrong way was never below 20 %.
+    Measured between correct implementations: 1e-6 in float32; 2 % in bfloat16 over 30 layers. Incorrect ones were never below 20 %.
     """
     tolerance = 2e-5 if dtype == torch.float32 else 0.06
     return bool((found - wanted).square().mean().sqrt() <= tolerance * wanted.std().clamp_min(1e-6))
 
 
 def _flat_inputs(rows: Rows) -> dict[str, Any]:
-    """transformers' keywords for packed rows: (1, T) ids, and where rows begin and end."""
+    """The keyword arguments of transformers for packed rows: (1, T) ids, and the boundaries of rows."""
     lengths = torch.tensor([0, *rows.lengths], dtype=torch.int32, device=rows.input_ids.device)
     ends = lengths.cumsum(0, dtype=torch.int32)
     longest = max(rows.lengths)
@@ -252,7 +252,7 @@ def _flat_inputs(rows: Rows) -> dict[str, Any]:
 
 
 def _padded_inputs(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(R, L) ids with pads on the right, where causal attention never looks, and row and column of each label position."""
+    """(R, L) ids with padding on the right, which causal attention never reads, and row and column of each label position."""
     device = rows.input_ids.device
     lengths = torch.tensor(rows.lengths, device=device)
     row_of = torch.repeat_interleave(torch.arange(len(rows.lengths), device=device), lengths)  # (T,)
@@ -261,13 +261,13 @@ def _padded_inputs(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return ids, row_of[rows.label_index], rows.position_ids[rows.label_index]
 
 
-_CHUNK = 128  # rows of logits alive at a time; N × V logits at once cost 10 to 30 % of a step and most of its memory
+_CHUNK = 128  # rows of logits in memory at a time; N × V logits at once cost 10 to 30 % of a step and most of its memory
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross entropy of a linear head, whose logits never exist all at once.
+    """Cross entropy of a linear head whose logits never exist all at once.
 
-    The gradients are made in the forward pass, chunk by chunk, as the logits are there anyway.
+    The gradients are computed in the forward pass, chunk by chunk, while the logits exist.
     """
 
     @staticmethod
@@ -307,7 +307,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients that forward has made, times the one from above."""
+        """The gradients computed in forward, times the incoming gradient."""
         saved = list(ctx.saved_tensors)
         d_hidden = saved.pop(0) if ctx.has[0] else None
         d_weight = saved.pop(0) if ctx.has[1] else None
@@ -327,7 +327,7 @@ def head_loss(
 
 
 def logits_loss(logits: torch.Tensor, labels: torch.Tensor, *, count: int) -> torch.Tensor:
-    """The same from logits (N, V), for heads that are more than one matrix."""
+    """The loss of logits (N, V), for heads that are more than one matrix."""
     return torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum") / count
 
 
@@ -371,9 +371,9 @@ class LoraProduct(torch.autograd.Function):
 
 
 def speed_up_lora(model: torch.nn.Module) -> int:
-    """Gives every plain LoRA layer of a peft model the quick way; gives the number of them.
+    """Sets the fast forward on every plain LoRA layer of a peft model; gives the number of these layers.
 
-    Layers with dropout, DoRA, several adapters, or a base that is not torch's Linear keep peft's own.
+    Layers with dropout, DoRA, several adapters, or a base that is not torch's Linear keep peft's forward.
     """
     count = 0
     for layer in model.modules():
@@ -401,7 +401,7 @@ def _quick_forward(layer: LoraLinear, x: torch.Tensor, *args: Any, **kwargs: Any
         return LoraLinear.forward(layer, x, *args, **kwargs)
     (name,) = layer.lora_A
     base = layer.get_base_layer()
-    if x.dtype != base.weight.dtype:  # autocast is on, or a float32 norm came before
+    if x.dtype != base.weight.dtype:  # under autocast, or after a float32 norm
         x = x.to(base.weight.dtype)
     return LoraProduct.apply(
         x, base.weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]

@@ -1,4 +1,4 @@
-"""Answers to prompts: greedy or sampled, in batches of like length, by transformers' own generation and cache.
+"""Generates answers to prompts: greedy or sampled, in batches of similar length, with generation and cache of transformers.
 
 Letters: B rows of a batch, L tokens so far, V vocabulary.
 """
@@ -19,8 +19,8 @@ from transformers import (
 
 from unisono.model.attention import FLAT_ATTENTION
 
-_ROWS = 64  # of a batch: more gains little on CPU, and the longest answer keeps all of them waiting
-_TOKENS = 65_536  # of prompts and answers in a batch, with pads: what bounds the cache
+_ROWS = 64  # in a batch: more gain little on CPU, and all wait for the longest answer
+_TOKENS = 65_536  # of prompts and answers in a batch, with padding: limits the cache
 
 OnToken = Callable[[int], None]
 IsDone = Callable[[int, Sequence[int]], bool]
@@ -41,27 +41,27 @@ def generate(
     on_answers: Callable[[int], None] | None = None,
     is_over: Callable[[], bool] | None = None,
 ) -> list[list[int]]:
-    """The answer to each prompt, as tokens, without the stop token that ended it.
+    """The answer to each prompt, as tokens, without the stop token.
 
-    The same seed gives the same answers. Each prompt has its own stream of random numbers, keyed by (seed, place among the
-    prompts), so what stands beside it in a batch matters only through the rounding of its logits. The model's training mode,
-    attention and settings, and all global generators are left as they were found.
+    The same seed gives the same answers. Each prompt has its own random stream, keyed by (seed, index of the prompt), so the other prompts
+    of a batch matter only through the rounding of logits. The model's training mode, attention and settings, and all global generators are
+    unchanged afterwards.
 
     Args:
         model: a causal language model of transformers, or a peft model around one.
         prompts: tokens of each; none may be empty.
-        max_new_tokens: the most tokens of an answer.
+        max_new_tokens: maximum tokens of an answer.
         stop_ids: tokens that end an answer.
-        pad_id: any token; it fills batches on the left and is masked.
-        temperature: 0 takes the likeliest token, else the logits are divided by it.
-        top_p: only the likeliest tokens that together reach this probability can be drawn.
-        seed: of the draws.
-        on_token: called with each token of the answer as it comes; for a single prompt only.
-        is_done: called with a prompt's place and its answer so far; True ends that answer.
-        on_answers: called with the number of prompts that are answered, after each batch.
-        is_over: called after each token; True ends all answers where they are, and those that have not begun stay empty.
+        pad_id: any token; it pads batches on the left and is masked.
+        temperature: 0 selects the most likely token, else the logits are divided by it.
+        top_p: only the most likely tokens that together reach this probability can be sampled.
+        seed: of the random streams.
+        on_token: called with each new token of the answer; for a single prompt only.
+        is_done: called with a prompt's index and its answer so far; True ends that answer.
+        on_answers: called with the number of answered prompts, after each batch.
+        is_over: called after each token; True ends all answers as they are, and leaves those not yet started empty.
     """
-    assert all(prompts), "a prompt without tokens has nothing to go on from"
+    assert all(prompts), "a prompt has no tokens"
     assert on_token is None or len(prompts) == 1, "only one answer can be streamed"
     answers: list[list[int]] = [[] for _ in prompts]
     if max_new_tokens < 1 or not prompts:
@@ -122,7 +122,7 @@ def _run(
 
 
 def _batches(lengths: list[int], max_new_tokens: int) -> Iterator[list[int]]:
-    """Places of the prompts, in batches of like length."""
+    """Indices of the prompts, in batches of similar length."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     first = 0
     while first < len(order):
@@ -136,9 +136,9 @@ def _batches(lengths: list[int], max_new_tokens: int) -> Iterator[list[int]]:
 
 
 class _Listener(StoppingCriteria):
-    """Keeps what each row says, and knows when it has ended.
+    """Collects the answer of each row, and decides when it ends.
 
-    transformers' own end-of-text criterion is not used: with this one a row's answer is cut in one place, whatever ends it.
+    The end-of-text criterion of transformers is not used: here an answer ends in one place, whatever the reason.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class _Listener(StoppingCriteria):
         is_over: Callable[[], bool] | None,
     ) -> None:
         self.is_over = False
-        self._asks = is_over
+        self._check_over = is_over
         self.answers: list[list[int]] = [[] for _ in batch]
         self._places = batch
         self._ended = [False] * len(batch)
@@ -161,15 +161,15 @@ class _Listener(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """input_ids (B, L) with the newest token last → (B,) bool, True: the row has ended."""
-        for row, token in enumerate(input_ids[:, -1].tolist()):  # the host must wait here: it decides
+        for row, token in enumerate(input_ids[:, -1].tolist()):  # waits for the device: the host decides
             if not self._ended[row]:
-                self._hear(row, token)
-        self.is_over = self._asks is not None and self._asks()
+                self._add(row, token)
+        self.is_over = self._check_over is not None and self._check_over()
         if self.is_over:
             self._ended = [True] * len(self._ended)
         return torch.tensor(self._ended, device=input_ids.device)
 
-    def _hear(self, row: int, token: int) -> None:
+    def _add(self, row: int, token: int) -> None:
         if token in self._stop_ids:
             self._ended[row] = True
             return
@@ -181,7 +181,7 @@ class _Listener(StoppingCriteria):
 
 
 class _Draws(LogitsProcessor):
-    """Chooses the token of each row by its own numbers; the greedy search after it can only take that one."""
+    """Samples the token of each row with the row's own random numbers; the greedy search after it can only select that token."""
 
     def __init__(self, batch: list[int], *, length: int, temperature: float, top_p: float, seed: int) -> None:
         self._temperature = temperature
@@ -193,7 +193,7 @@ class _Draws(LogitsProcessor):
         )
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """scores (B, V) logits → the same if greedy, else -inf everywhere but at the drawn token."""
+        """scores (B, V) logits → unchanged if greedy, else -inf except for the sampled token."""
         if self._numbers is None:
             return scores
         number = self._numbers[:, self._step, None].to(scores.device)
@@ -204,13 +204,15 @@ class _Draws(LogitsProcessor):
         ordered = ordered.masked_fill((before >= self._top_p) & (before > 0), 0.0)
         edges = ordered.cumsum(dim=-1)
         place = torch.searchsorted(edges, number * edges[:, -1:], right=True)
-        last = (ordered > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not lead beyond what can be drawn
+        last = (ordered > 0).sum(
+            dim=-1, keepdim=True
+        ) - 1  # rounding must not select a token beyond the allowed ones
         chosen = tokens.gather(-1, torch.minimum(place, last))
         return torch.full_like(scores, -torch.inf).scatter(-1, chosen, 0.0)
 
 
 def _stream(seed: int, place: int, length: int) -> torch.Tensor:
-    """(length,) numbers of one prompt, from a generator of their own."""
+    """(length,) random numbers of one prompt, from a separate generator."""
     key = hashlib.sha256(f"unisono generate {seed} {place}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
     return torch.rand(length, generator=generator, dtype=torch.float64)
@@ -218,13 +220,13 @@ def _stream(seed: int, place: int, length: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
-    """Puts the model into evaluation mode, with an attention that knows padding; leaves it as it was found.
+    """Switches the model to evaluation mode with an attention that supports padding; restores it afterwards.
 
-    Its own generation_config is set aside, too: a repetition penalty in a file must not change what greedy means.
+    Its generation_config is replaced, too: a repetition penalty in a file must not change greedy decoding.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     training = [module for module in model.modules() if module.training]
-    attention = base.config._attn_implementation  # noqa: SLF001 - the one place where transformers keeps it
+    attention = base.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
     settings = base.generation_config
     model.eval()
     base.generation_config = GenerationConfig()

@@ -1,7 +1,7 @@
-"""How weights stand in Hugging Face's files: names, shapes and files, known before a single tensor is whole.
+"""The layout of weights in Hugging Face files: names, shapes and files, before any tensor is gathered.
 
-What `save_pretrained` would write is found by showing transformers and peft tensors without data. So each tensor can be gathered, converted
-and written by itself.
+What `save_pretrained` would write is determined by passing tensors without data to transformers and peft. So each tensor can be gathered,
+converted and written on its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,11 +20,11 @@ MODEL_INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file.
+    """A tensor in a file.
 
     Attributes:
         name: in the file.
-        source: of the tensor in the model that it is made of.
+        source: name of the model's tensor that it is computed from.
         shape: in the file.
         dtype: in the file.
     """
@@ -42,12 +42,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """What is written where.
+    """The files and their tensors.
 
     Attributes:
-        files: for each file what is in it, in order.
-        index: the JSON object of the index; None where there is one file.
-        convert: gives, of a whole tensor of the model, the tensors of the files that are made of it.
+        files: for each file its tensors, in order.
+        index: the JSON object of the index; None if there is only one file.
+        convert: gives the tensors of the files that are computed from a full tensor of the model.
     """
 
     files: dict[str, list[StoredTensor]]
@@ -56,18 +56,18 @@ class FileLayout:
 
 
 def model_layout(base: Any, *, dtype: torch.dtype, max_file_bytes: int) -> FileLayout | None:
-    """The layout of a whole model; None where a file's tensor is made of several of the model's, which must be whole together.
+    """The layout of a full model; None if a file's tensor is computed from several of the model's, which must be gathered together.
 
     Args:
         base: of transformers; its weights may be sharded.
-        dtype: of the files, for all numbers that are not whole.
-        max_file_bytes: of a file; a tensor that is larger has one of its own.
+        dtype: of floating-point tensors in the files.
+        max_file_bytes: maximum size of a file; a larger tensor gets a separate file.
     """
     shown = {name: _without_data(tensor, dtype) for name, tensor in untied(base).items()}
     try:
         wanted = _reverted(base, dict(shown))
         apart = {name: _reverted(base, {name: tensor}) for name, tensor in shown.items()}
-    except Exception:  # noqa: BLE001 - whatever an operation says that cannot work on one tensor, or on none at all: together they can
+    except Exception:  # noqa: BLE001 - any error of an operation that fails on single tensors or without data, but works on all together
         return None
     sources = {name: source for source, made in apart.items() for name in made}
     alike = {name: tensor for made in apart.values() for name, tensor in made.items()}
@@ -86,7 +86,7 @@ def model_layout(base: Any, *, dtype: torch.dtype, max_file_bytes: int) -> FileL
 
 
 def adapter_layout(model: Any) -> FileLayout:
-    """The layout of a peft model's adapter: always one file, as peft reads it.
+    """The layout of a peft model's adapter: always one file.
 
     Args:
         model: of peft; its weights may be sharded.
@@ -96,7 +96,9 @@ def adapter_layout(model: Any) -> FileLayout:
     shown = {name: _without_data(tensor, tensor.dtype) for name, tensor in model.state_dict().items()}
     sources = {id(tensor): name for name, tensor in shown.items()}
     kept = get_peft_model_state_dict(model, state_dict=dict(shown), save_embedding_layers=False)
-    names = {sources[id(tensor)]: name for name, tensor in kept.items()}  # peft renames, and changes nothing
+    names = {
+        sources[id(tensor)]: name for name, tensor in kept.items()
+    }  # peft renames tensors, but does not change them
     stored = [
         StoredTensor(names[source], source, tuple(shown[source].shape), shown[source].dtype)
         for source in names
@@ -105,9 +107,9 @@ def adapter_layout(model: Any) -> FileLayout:
 
 
 def untied(base: Any) -> Tensors:
-    """The tensors of a model by name; of those that are one in memory only the first name, as transformers itself would save them."""
+    """The tensors of a model by name; tensors that share memory once, by their first name, as transformers saves them."""
     seen: dict[int, str] = {}
-    ignored = set(base._keys_to_ignore_on_save or ())  # noqa: SLF001 - transformers has no other name for it
+    ignored = set(base._keys_to_ignore_on_save or ())  # noqa: SLF001 - transformers has no public name for it
     return {
         name: tensor.detach()
         for name, tensor in base.state_dict(keep_vars=True).items()
@@ -116,14 +118,14 @@ def untied(base: Any) -> Tensors:
 
 
 def _without_data(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As it will be in a file, whole, but for its numbers."""
+    """The full tensor as in the file, without data."""
     return torch.empty(
         tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="meta"
     )
 
 
 def _reverted(base: Any, tensors: Tensors) -> Tensors:
-    """The tensors under the names, and in the shapes, that the model's files have: transformers converts many models on loading."""
+    """The tensors with the names and shapes of the model's files: transformers converts many models when it loads them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found: Tensors = revert_weight_conversion(base, tensors)
@@ -137,7 +139,7 @@ def _outline(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 def _split(
     stored: list[StoredTensor], max_file_bytes: int, *, parameters: int
 ) -> tuple[dict[str, list[StoredTensor]], dict[str, Any] | None]:
-    """Into files as huggingface_hub splits them, and their index."""
+    """The tensors split into files, as huggingface_hub splits them, and the index."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     by_name = {tensor.name: tensor for tensor in stored}

@@ -1,4 +1,4 @@
-"""Loads a model in transformers' own modules, puts peft's adapter on it, and says what of it is trained."""
+"""Loads a model with transformers, adds peft's adapter, and selects the trained parameters."""
 
 import re
 import warnings
@@ -30,7 +30,7 @@ LIBRARY_ERRORS = (
     StrictDataclassError,
     SafetensorError,
 )
-"""What transformers, peft and tokenizers raise where files are not as they should be."""
+"""Exceptions that transformers, peft and tokenizers raise for invalid files."""
 _SHOWN = 4
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,14 +38,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class LoadedModel:
-    """A model that is ready to be trained.
+    """A model that is ready for training.
 
     Attributes:
-        model: what is called and saved: a peft model, or the transformers model itself.
+        model: the model to call and save: a peft model, or the transformers model itself.
         base: the transformers model.
         tokenizer: of transformers.
-        trainable: the parameters that are trained, by name, in the model's order; all float32.
-        parameters: how many there are, tied ones once.
+        trainable: the trained parameters by name, in the model's order; all float32.
+        parameters: number of parameters, tied ones counted once.
     """
 
     model: torch.nn.Module
@@ -55,12 +55,12 @@ class LoadedModel:
     parameters: int
 
     def collect_trainable(self) -> None:
-        """Finds the trained parameters anew, after they became others: shards of themselves."""
+        """Collects the trained parameters again, after sharding has replaced them."""
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property
     def trainable_parameters(self) -> int:
-        """How many numbers are trained."""
+        """The number of trained values."""
         return sum(parameter.numel() for parameter in self.trainable.values())
 
 
@@ -69,10 +69,10 @@ def load_for_training(
 ) -> LoadedModel:
     """Loads the model with its adapter. Frozen weights are in `dtype`, trained ones in float32.
 
-    torch's global generator must be seeded by the caller: it draws an adapter's and a random model's first weights.
+    The caller must seed torch's global generator: it draws the initial weights of an adapter or a random model.
 
     Raises:
-        ModelError: if the files do not fit together, or the config asks of the model what it has not.
+        ModelError: if the files do not match each other, or the config does not match the model.
     """
     tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code=config.model.trust_remote_code)
     full = config.adapter is None
@@ -93,10 +93,10 @@ def load_for_training(
         parameter.data = parameter.data.float()
     if not trainable:
         raise ModelError.of(
-            "nothing is left to train",
+            "no parameter is left to train",
             where="freeze",
             why="its patterns match every parameter",
-            fix="narrow them",
+            fix="use narrower patterns",
         )
     count = sum(p.numel() for p in model.parameters())
     return LoadedModel(model, base, tokenizer, trainable, count)
@@ -113,9 +113,7 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
     check_tokenizer_files(directory)
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
-    except (
-        Exception
-    ) as error:  # tokenizers raises Exception itself where tokenizer.json is not as it should be
+    except Exception as error:  # tokenizers raises a plain Exception for an invalid tokenizer.json
         if type(error) is not Exception and not isinstance(error, LIBRARY_ERRORS):
             raise
         raise ModelError.of(
@@ -129,22 +127,22 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
 def load_base(
     directory: Path, *, dtype: torch.dtype, random: bool = False, trust_remote_code: bool = False
 ) -> Any:
-    """The transformers model in a directory, all of whose weights were found and fitted.
+    """The transformers model of a directory, with all weights found and of the right shape.
 
     Raises:
-        ModelError: naming the type, the file or the tensors that are wrong.
+        ModelError: with the type, the file or the tensors that are wrong.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # the front shows progress, in its own form
+    logging.disable_progress_bar()  # the front shows the progress
     _refuse_unknown_type(directory, trust_remote_code=trust_remote_code)
-    if not random:  # in our words, and not in those of safetensors
+    if not random:  # refuses damaged files with unisono's messages instead of those of safetensors
         for file in weight_files(directory):
             read_safetensors_header(file)
     generation = directory / "generation_config.json"
     if generation.is_file():
-        read_json_object(generation, fix="copy it again, or delete it: the model works without")
+        read_json_object(generation, fix="copy it again, or delete it: the model works without it")
     try:
         settings = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
         if random:
@@ -156,7 +154,7 @@ def load_base(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # else it names neither the tensor nor its shapes; refused below
+            ignore_mismatched_sizes=True,  # otherwise the error has neither tensor nor shapes; refused below
         )
     except LIBRARY_ERRORS as error:
         raise _load_error(directory, error) from error
@@ -165,7 +163,7 @@ def load_base(
 
 
 def odd_parameters(model: torch.nn.Module) -> list[str]:
-    """Names of the parameters with NaN or infinity in them; of sharded ones, in this rank's part."""
+    """Names of the parameters with NaN or infinite values; of sharded parameters this rank's part is checked."""
     found = []
     for name, parameter in model.named_parameters():
         values = parameter.detach()
@@ -174,7 +172,7 @@ def odd_parameters(model: torch.nn.Module) -> list[str]:
         if values.is_floating_point() and values.dtype.itemsize > 1 and values.numel():
             low, high = torch.aminmax(
                 values
-            )  # both are NaN where one value is; no mask of the tensor's size is made
+            )  # both are NaN if any value is; needs no mask of the tensor's size
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 found.append(name)
     return found
@@ -191,27 +189,27 @@ def _refuse_unknown_type(directory: Path, *, trust_remote_code: bool) -> None:
         if trust_remote_code:
             return
         raise ModelError.of(
-            f"the model type {kind!r} needs Python code that comes with the model",
+            f"the model type {kind!r} needs Python code from the model's directory",
             where=str(directory / "config.json"),
-            why="such code runs with your rights",
-            fix="read it, and if you trust it set model.trust_remote_code: true",
+            why="such code runs with your permissions",
+            fix="read the code, and if you trust it set model.trust_remote_code: true",
         )
     near = nearest(str(kind), list(CONFIG_MAPPING_NAMES))
     raise ModelError.of(
         f"unknown model type {kind!r}",
         where=str(directory / "config.json"),
-        why="the installed transformers does not have it",
-        fix=(f"did you mean {near!r}? " if near else "") + "else: pip install --upgrade transformers",
+        why="the installed version of transformers does not support it",
+        fix=(f"did you mean {near!r}? If not: " if near else "") + "pip install --upgrade transformers",
     )
 
 
 def _load_error(directory: Path, error: Exception) -> ModelError:
     settings = read_model_config(directory)
-    if isinstance(error, KeyError) and error.args:  # a table of transformers has no such entry
+    if isinstance(error, KeyError) and error.args:  # a lookup table of transformers lacks the entry
         for key, value in settings.items():
             if error.args[0] in (value.values() if isinstance(value, dict) else [value]):
                 return ModelError.of(
-                    f"transformers does not know {error.args[0]!r}, the {key} in config.json",
+                    f"transformers does not support {error.args[0]!r} ({key} in config.json)",
                     where=str(directory / "config.json"),
                     fix="copy config.json of the model again, or pip install --upgrade transformers if the model is newer",
                 )
@@ -224,21 +222,25 @@ def _load_error(directory: Path, error: Exception) -> ModelError:
 
 
 def _refuse_gaps(directory: Path, info: dict[str, Any]) -> None:
-    """transformers fills what it does not find, or finds in another shape, with random numbers, and only warns."""
+    """Refuses missing tensors and tensors of the wrong shape: transformers initializes them randomly, and only warns."""
     files = {
         header.name: file for file in weight_files(directory) for header in read_safetensors_header(file)
     }
     problems: list[Problem] = []
     misfits = sorted(info.get("mismatched_keys", ()))
     for name, found, wanted in misfits[:_SHOWN]:
-        more = f", and {len(misfits) - _SHOWN} more tensors do not fit" if len(misfits) > _SHOWN else ""
+        more = (
+            f", and {len(misfits) - _SHOWN} more tensors have the wrong shape"
+            if len(misfits) > _SHOWN
+            else ""
+        )
         problems.append(
             Problem(
-                f"{name} has the shape {tuple(found)}, and config.json makes it {tuple(wanted)}"
+                f"{name} has the shape {tuple(found)}, but config.json requires {tuple(wanted)}"
                 + more * (not problems),
                 str(files.get(name, directory)),
-                f"{directory / 'config.json'} belongs to another model, or was changed",
-                "take config.json and the weights from the same model",
+                f"{directory / 'config.json'} belongs to a different model, or was changed",
+                "use config.json and weights of the same model",
             )
         )
     missing = sorted(info.get("missing_keys", ()))
@@ -247,9 +249,9 @@ def _refuse_gaps(directory: Path, info: dict[str, Any]) -> None:
         names = ", ".join(sorted({file.name for file in files.values()}))
         problems.append(
             Problem(
-                f"{len(missing)} tensors of the model are in none of its files: {shown}",
+                f"{len(missing)} tensors of the model are missing from its files: {shown}",
                 str(directory),
-                f"looked in {names}; they would start as random numbers",
+                f"searched {names}; the tensors would be initialized randomly",
                 "copy or download the weights again",
             )
         )
@@ -258,16 +260,16 @@ def _refuse_gaps(directory: Path, info: dict[str, Any]) -> None:
 
 
 def _fit_vocabulary(base: Any, tokenizer: Any, *, grow: bool) -> None:
-    """The tokenizer must not make tokens that the embedding has no row for."""
+    """Refuses, or resizes the embedding for, a tokenizer with more tokens than the embedding has rows."""
     rows = base.get_input_embeddings().weight.shape[0]
     wanted = len(tokenizer)
     if wanted <= rows:
         return
     if not grow:
         raise ModelError.of(
-            f"the tokenizer does not fit the model: it has {wanted} tokens, the model {rows}",
+            f"the tokenizer does not match the model: it has {wanted} tokens, the model {rows}",
             where="model.tokenizer",
-            why="a token without a row in the embedding cannot be read",
+            why="the embedding has no row for the other tokens",
             fix="use the model's own tokenizer, or set model.resize_vocabulary: true with `adapter: null`",
         )
     with warnings.catch_warnings():
@@ -297,12 +299,12 @@ def _add_adapter(base: Any, section: AdapterSection) -> torch.nn.Module:
         return get_peft_model(base, lora)
     except ValueError as error:
         raise ModelError.of(
-            "the adapter does not fit the model", where="adapter", why=library_words(error)
+            "the adapter does not match the model", where="adapter", why=library_words(error)
         ) from error
 
 
 def _matching_modules(base: torch.nn.Module, patterns: list[str]) -> list[str]:
-    """Full names of the linear layers in whose names a pattern is found; each pattern must find one."""
+    """Full names of the linear layers that match a pattern; each pattern must match at least one."""
     linear = [name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)]
     found: list[str] = []
     for pattern in patterns:
@@ -310,9 +312,9 @@ def _matching_modules(base: torch.nn.Module, patterns: list[str]) -> list[str]:
         if not matching:
             last = sorted({name.rpartition(".")[2] for name in linear})
             raise ModelError.of(
-                f"no linear layer has {pattern!r} in its name",
+                f"no linear layer matches {pattern!r}",
                 where="adapter.targets",
-                fix=f"the layers here end in {', '.join(last)}",
+                fix=f"the names of the linear layers end in {', '.join(last)}",
             )
         found += matching
     return sorted(set(found))
@@ -336,7 +338,7 @@ def _freeze(base: torch.nn.Module, patterns: list[str]) -> None:
         if not matching:
             names = ", ".join(name for name, _ in list(base.named_parameters())[:4])
             raise ModelError.of(
-                f"no parameter has {pattern!r} in its name", where="freeze", fix=f"names look like {names}"
+                f"no parameter matches {pattern!r}", where="freeze", fix=f"parameter names are e.g. {names}"
             )
         for parameter in matching:
             parameter.requires_grad_(False)

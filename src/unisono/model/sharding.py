@@ -1,7 +1,7 @@
-"""Weights sharded over ranks: FSDP2 (`torch.distributed.fsdp.fully_shard`), a group for each layer and one for the rest.
+"""Shards weights over ranks with FSDP2 (`torch.distributed.fsdp.fully_shard`): a group for each layer and one for the rest.
 
-A layer's weights are whole only while the layer runs. What is in no layer (embedding, last norm, head) belongs to the root, and is
-whole while the root's forward runs; so everything that touches weights runs inside it.
+A layer's weights are unsharded only while the layer runs. Weights outside of layers (embedding, last norm, head) belong to the root, and are
+unsharded while the root's forward runs; so everything that uses weights must run inside it.
 """
 
 from collections.abc import Callable
@@ -17,22 +17,22 @@ from unisono.model.load import LoadedModel
 
 
 class RootModule(torch.nn.Module):
-    """The root: its forward calls what it is given, so that the chunked head, too, sees whole weights."""
+    """The root: its forward calls a function, so that the chunked head sees unsharded weights, too."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, use: Callable[[], Any]) -> Any:
-        """What `use` gives."""
+        """The result of `use`."""
         return use()
 
 
 def shard_model(loaded: LoadedModel, mesh: DeviceMesh) -> "ShardedRoot":
     """Shards the model's weights over the ranks of a mesh, layer by layer, and moves them to the mesh's device.
 
-    Gradients are summed over the ranks, not averaged: each loss is divided by the global number of loss tokens already. All ranks
-    must call it; every rank holds the whole model until then.
+    Gradients are summed over the ranks, not averaged: each loss is already divided by the global number of loss tokens. All ranks must call
+    it; every rank holds the full model before.
     """
     root = RootModule(loaded.model)
     for layer in _layers(loaded.base):
@@ -47,34 +47,34 @@ def shard_model(loaded: LoadedModel, mesh: DeviceMesh) -> "ShardedRoot":
 
 
 class ShardedRoot:
-    """What the loop needs of a sharded model beside its loss."""
+    """The operations of a sharded model that training needs beside its loss."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
 
     def reduce_gradients(self, *, now: bool) -> None:
-        """Whether the next backward passes sum gradients over the ranks; otherwise each rank gathers its own, whole."""
+        """Sets whether the next backward passes sum gradients over the ranks; if not, each rank accumulates its own, unsharded."""
         self.module.set_requires_gradient_sync(now)
 
     def reshard(self) -> None:
-        """Drops the root's whole weights, which a forward without a backward leaves there, before an update makes them old."""
+        """Frees the root's unsharded weights, which a forward without a backward leaves, before an update makes them stale."""
         self.module.reshard()
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that may be sharded. All ranks must call it if it is."""
+    """The full tensor of one that may be sharded. If it is, all ranks must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def full_on_one_rank(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
-    """The whole of a tensor that may be sharded, in host memory, on the rank that keeps it; None on the others.
+    """The full tensor of one that may be sharded, in host memory, on the rank that keeps it; None on the others.
 
-    That rank holds no more beside its own part than the result; another one, and each device, no more than one rank's part. All ranks must
-    call it if it is sharded.
+    The rank that keeps it needs memory for the result, every other rank and each device for one rank's part. If it is sharded, all ranks
+    must call it.
 
     Args:
-        tensor: of the same name on all ranks.
-        keep: whether this rank is the one.
+        tensor: the same tensor on all ranks.
+        keep: whether this rank keeps the result.
     """
     if not isinstance(tensor, DTensor):
         return tensor.cpu() if keep else None
@@ -97,13 +97,13 @@ def full_on_one_rank(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None
 
 
 def _rows_of_ranks(rows: int, world_size: int) -> list[slice]:
-    """How torch.chunk, and so DTensor, deals rows over ranks; the last may have fewer, or none."""
+    """The rows of each rank, as torch.chunk and DTensor distribute them; the last ranks may have fewer, or none."""
     share = -(-rows // world_size)
     return [slice(min(r * share, rows), min((r + 1) * share, rows)) for r in range(world_size)]
 
 
 def sharded_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value`, which every rank has whole, sharded as `parameter` is; untouched if that is not or the shapes differ."""
+    """`value`, a full tensor on every rank, sharded like `parameter`; unchanged if that is not sharded or the shapes differ."""
     if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value
     local = value.to(parameter.device)
@@ -111,7 +111,7 @@ def sharded_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _layers(base: Any) -> list[torch.nn.Module]:
-    """The blocks that transformers itself would not split over devices; of nested ones the outer."""
+    """The blocks that transformers does not split over devices; of nested blocks the outer one."""
     names = set(getattr(base, "_no_split_modules", None) or ())
     found: list[torch.nn.Module] = []
     inside: set[torch.nn.Module] = set()
